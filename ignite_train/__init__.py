@@ -1,0 +1,48 @@
+"""An exact, event-driven training loop on PyTorch-Ignite."""
+
+from ignite_train.engine import Trainer
+from ignite_train.errors import (
+    ForwardContractError,
+    GradientAccessError,
+    LossScaleFloorError,
+    NoGradientError,
+    NonFiniteError,
+    TrainingError,
+)
+from ignite_train.evaluator import Evaluator, create_evaluator
+from ignite_train.events import TrainEvents
+from ignite_train.forward_output import ForwardOutput
+from ignite_train.loss_scaling import (
+    DeepSpeedLossScaling,
+    FairseqLossScaling,
+    NoLossScaling,
+    StaticLossScaling,
+    TorchLossScaling,
+)
+from ignite_train.samplers import ShardedSampler
+from ignite_train.state import TrainState, UpdateOutput
+from ignite_train.trainer import create_supervised_trainer, create_trainer
+
+__all__ = [
+    "DeepSpeedLossScaling",
+    "Evaluator",
+    "FairseqLossScaling",
+    "ForwardContractError",
+    "ForwardOutput",
+    "GradientAccessError",
+    "LossScaleFloorError",
+    "NoGradientError",
+    "NoLossScaling",
+    "NonFiniteError",
+    "ShardedSampler",
+    "StaticLossScaling",
+    "TorchLossScaling",
+    "TrainEvents",
+    "TrainState",
+    "Trainer",
+    "TrainingError",
+    "UpdateOutput",
+    "create_evaluator",
+    "create_supervised_trainer",
+    "create_trainer",
+]

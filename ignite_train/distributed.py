@@ -1,0 +1,76 @@
+"""The few collectives this library uses, with exact types; everything else is `ignite.distributed`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ignite.distributed as idist
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+__all__ = [
+    "any_rank",
+    "broadcast_buffers",
+    "gather_objects",
+    "is_main_rank",
+    "largest",
+    "rank",
+    "start_sum",
+    "world_size",
+]
+
+
+def world_size() -> int:
+    """Number of ranks; 1 without a process group. The first call adopts a process group made elsewhere (collective)."""
+    return idist.get_world_size()
+
+
+def rank() -> int:
+    """This process's rank; 0 without a process group."""
+    return idist.get_rank()
+
+
+def is_main_rank() -> bool:
+    """Whether this is the rank that prints and writes."""
+    return rank() == 0
+
+
+def start_sum(vector: Tensor) -> dist.Work | None:
+    """Starts to sum `vector` over the ranks, in place. Wait on what it returns before reading; None: nothing to wait for."""
+    return dist.all_reduce(vector, async_op=True) if world_size() > 1 else None
+
+
+def largest(*values: float) -> list[float]:
+    """The largest of each value over the ranks. One blocking all-reduce; none in a single process."""
+    if world_size() == 1:
+        return list(values)
+    vector = torch.tensor(values, dtype=torch.float64, device=_device())
+    dist.all_reduce(vector, op=dist.ReduceOp.MAX)
+    return [float(value) for value in vector.tolist()]
+
+
+def any_rank(flag: bool) -> bool:
+    """Whether `flag` is set on any rank: the same answer on all. One blocking all-reduce; none in a single process."""
+    return largest(float(flag))[0] > 0
+
+
+def gather_objects(value: Any) -> list[Any]:
+    """`value` of every rank, in rank order; pickled between the ranks, which trust each other. Blocking."""
+    if world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def broadcast_buffers(module: nn.Module) -> None:
+    """Gives every rank the buffers of rank 0 (running statistics of BatchNorm, say). Blocking; nothing in a single process."""
+    if world_size() > 1:
+        for buffer in module.buffers():
+            dist.broadcast(buffer, src=0)
+
+
+def _device() -> torch.device:
+    """Where the process group wants its small tensors."""
+    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")

@@ -1,0 +1,79 @@
+"""What can go wrong while training, as types that carry the values they speak of.
+
+A caller's mistake that is known before the first batch is a plain `ValueError` or `TypeError`. What shows only in a run::
+
+    TrainingError
+    ├── ForwardContractError   (TypeError)           your `forward` returned something else than it promises
+    ├── NoGradientError        (RuntimeError)        backward reached no parameter of the optimizer
+    ├── GradientAccessError    (RuntimeError)        gradients were asked for outside of GRADIENTS_READY
+    ├── NonFiniteError         (FloatingPointError)  the reduced gradient norm or loss is inf or NaN
+    └── LossScaleFloorError    (FloatingPointError)  the loss scale cannot be lowered any further
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "ForwardContractError",
+    "GradientAccessError",
+    "LossScaleFloorError",
+    "NoGradientError",
+    "NonFiniteError",
+    "TrainingError",
+]
+
+
+class TrainingError(Exception):
+    """The root of every error that this library raises while training."""
+
+
+class ForwardContractError(TrainingError, TypeError):
+    """The user's `forward` returned something that is no loss, sample size and logs."""
+
+
+class NoGradientError(TrainingError, RuntimeError):
+    """Backward left every parameter of the optimizer without a gradient."""
+
+
+class GradientAccessError(TrainingError, RuntimeError):
+    """Gradients were asked for at a moment when they are not whole."""
+
+
+class NonFiniteError(TrainingError, FloatingPointError):
+    """The gradient norm or the loss of an update, reduced over all ranks, is inf or NaN.
+
+    It is raised on every rank, before the optimizer step: parameters, moments and schedules are as they were.
+
+    Attributes:
+        update: number of the update (`state.iteration`).
+        loss: loss per sample, over all ranks.
+        grad_norm: L2 norm of the gradient before clipping.
+    """
+
+    def __init__(self, update: int, loss: float, grad_norm: float) -> None:
+        self.update, self.loss, self.grad_norm = update, loss, grad_norm
+        super().__init__(
+            f"update {update}: gradient norm {grad_norm:g}, loss {loss:g}: not finite, so no parameter was moved; look at "
+            "the data of this update, lower the learning rate or set max_grad_norm, or pass on_nonfinite='skip'"
+        )
+
+    def __reduce__(self) -> tuple[type[NonFiniteError], tuple[int, float, float]]:
+        return type(self), (self.update, self.loss, self.grad_norm)
+
+
+class LossScaleFloorError(TrainingError, FloatingPointError):
+    """An overflow asks for a loss scale below the floor; the scale is left as it was.
+
+    Attributes:
+        loss_scale: the scale that overflowed.
+        floor: the lowest scale allowed.
+    """
+
+    def __init__(self, loss_scale: float, floor: float) -> None:
+        self.loss_scale, self.floor = loss_scale, floor
+        super().__init__(
+            f"gradients overflow at loss scale {loss_scale:g} and it may not go below {floor:g}: the loss has most likely "
+            "diverged; lower the learning rate, set max_grad_norm, or train with precision='bf16'"
+        )
+
+    def __reduce__(self) -> tuple[type[LossScaleFloorError], tuple[float, float]]:
+        return type(self), (self.loss_scale, self.floor)

@@ -1,0 +1,60 @@
+"""The moments inside one update that a handler can attach to."""
+
+from __future__ import annotations
+
+from ignite.engine import CallableEventWithFilter, EventEnum, Events, EventsList
+
+__all__ = ["EVENT_COUNTERS", "Event", "TrainEvents"]
+
+Event = CallableEventWithFilter | EventsList
+"""An event, an event with a filter (`X(every=10)`), or several (`X | Y`)."""
+
+
+class TrainEvents(EventEnum):
+    """The moments inside one update, in the order in which they happen.
+
+    =======================  ==================  =====================================================================
+    event                    filters count       what holds when it fires
+    =======================  ==================  =====================================================================
+    ``MICRO_BATCH_STARTED``  ``micro_batch``     gradients are accumulating; this micro-batch has not run
+    ``FORWARD_COMPLETED``    ``micro_batch``     ``state.forward_output`` is known, no backward yet
+    ``BACKWARD_COMPLETED``   ``micro_batch``     this micro-batch's gradients are added (times the loss scale, local)
+    ``GRADIENTS_READY``      ``iteration``       reduced over ranks, norm known in ``state.output``, not yet clipped;
+                                                 read them with ``trainer.gradients()``
+    ``STEP_COMPLETED``       ``num_steps``       the parameters moved; gradients are cleared
+    ``STEP_SKIPPED``         ``num_skipped``     overflow, non-finite or no samples: nothing moved; gradients are cleared
+    ``OUT_OF_MEMORY``        ``iteration``       a micro-batch was dropped or split
+    =======================  ==================  =====================================================================
+
+    Exactly one of ``STEP_COMPLETED`` and ``STEP_SKIPPED`` fires in an update. Around them Ignite's own events keep their
+    meaning: ``ITERATION_COMPLETED`` is after the update. Ignite compares events by *name*: an event of yours that shares
+    a name with one of these is the same event.
+    """
+
+    MICRO_BATCH_STARTED = "micro_batch_started"
+    FORWARD_COMPLETED = "forward_completed"
+    BACKWARD_COMPLETED = "backward_completed"
+    GRADIENTS_READY = "gradients_ready"
+    STEP_COMPLETED = "step_completed"
+    STEP_SKIPPED = "step_skipped"
+    OUT_OF_MEMORY = "out_of_memory"
+
+
+EVENT_COUNTERS: dict[str | CallableEventWithFilter, str] = {
+    Events.GET_BATCH_STARTED: "iteration",
+    Events.GET_BATCH_COMPLETED: "iteration",
+    Events.ITERATION_STARTED: "iteration",
+    Events.ITERATION_COMPLETED: "iteration",
+    Events.EPOCH_STARTED: "epoch",
+    Events.EPOCH_COMPLETED: "epoch",
+    Events.STARTED: "epoch",
+    Events.COMPLETED: "epoch",
+    TrainEvents.MICRO_BATCH_STARTED: "micro_batch",
+    TrainEvents.FORWARD_COMPLETED: "micro_batch",
+    TrainEvents.BACKWARD_COMPLETED: "micro_batch",
+    TrainEvents.GRADIENTS_READY: "iteration",
+    TrainEvents.STEP_COMPLETED: "num_steps",
+    TrainEvents.STEP_SKIPPED: "num_skipped",
+    TrainEvents.OUT_OF_MEMORY: "iteration",
+}
+"""The attribute of the state whose value an event's filter (`every=`, `once=`, ...) looks at."""

@@ -1,0 +1,99 @@
+"""The accumulated gradients of an optimizer: their norm, the one factor they are multiplied by, and clearing them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ignite_train.errors import GradientAccessError, NoGradientError
+
+__all__ = ["Gradients", "clip_coefficient"]
+
+
+def clip_coefficient(norm: float, max_norm: float | None) -> float:
+    """What clips a gradient of L2 norm `norm` to `max_norm`: min(1, max_norm / (norm + 1e-6)), as `clip_grad_norm_`."""
+    return 1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6))
+
+
+class Gradients:
+    """The gradients of `optimizer`'s parameters, as backward left them: a sum, times the loss scale.
+
+    Args:
+        model: gives the parameters their names.
+        optimizer: whose parameters these are.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._model = model
+        self._factor: float | None = None  # what makes them the gradient of the mean; known in GRADIENTS_READY only
+
+    def clear(self) -> None:
+        """Drops all gradients; `.grad` is None afterwards."""
+        self._factor = None
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def clear_stale(self) -> None:
+        """Drops gradients that something else than an update left behind: they are no part of this update."""
+        if any(parameter.grad is not None for group in self._optimizer.param_groups for parameter in group["params"]):
+            self.clear()
+
+    def detach(self) -> None:
+        """Cuts the graphs that `create_graph=True` leaves on gradients, so that the next micro-batch does not grow them."""
+        for parameter in self._parameters():
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.detach()
+
+    def norm(self) -> Tensor:
+        """L2 norm over all of them as they are, accumulated in float32 or wider; a 0-d float64 tensor, not read back.
+
+        Raises:
+            NoGradientError: no parameter has one.
+        """
+        gradients = self._existing()
+        if not gradients:
+            raise NoGradientError(
+                "backward left no gradient on any parameter of the optimizer: the loss that forward returned does not depend "
+                "on them; return it with its graph (no .detach(), .item() or torch.no_grad())"
+            )
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for gradient in gradients:
+            by_dtype.setdefault(gradient.dtype, []).append(gradient)
+        norms: list[Tensor] = []
+        for dtype, same in by_dtype.items():
+            wide = torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
+            norms.extend(torch._foreach_norm(same, 2.0, dtype=None if dtype.is_complex else wide))
+        device = norms[0].device
+        wide = torch.float32 if device.type == "mps" else torch.float64
+        total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(device, wide) for norm in norms]))
+        return total
+
+    def ready(self, factor: float) -> None:
+        """From here until the next `multiply` or `clear`, `named` gives the gradients times `factor`."""
+        self._factor = factor
+
+    def named(self) -> dict[str, Tensor]:
+        """Copies of the gradients of the mean loss, by parameter name.
+
+        Raises:
+            GradientAccessError: outside of GRADIENTS_READY.
+        """
+        if self._factor is None:
+            raise GradientAccessError(
+                "gradients are whole only in GRADIENTS_READY; call gradients() in a handler attached to TrainEvents.GRADIENTS_READY"
+            )
+        named = self._model.named_parameters()
+        return {name: p.grad.detach() * self._factor for name, p in named if p.grad is not None}
+
+    def multiply(self, factor: float) -> None:
+        """Multiplies all of them by `factor` in one pass; in none if it is 1."""
+        self._factor = None
+        if factor != 1.0:
+            torch._foreach_mul_(self._existing(), factor)
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+
+    def _existing(self) -> list[Tensor]:
+        return [parameter.grad.detach() for parameter in self._parameters() if parameter.grad is not None]

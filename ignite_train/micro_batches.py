@@ -1,0 +1,154 @@
+"""Grouping: how many micro-batches make an update, how many updates an epoch, and where in the data a rank stands."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from itertools import islice
+from typing import Any, Protocol, runtime_checkable
+
+from torch.utils.data import DataLoader
+
+from ignite_train import distributed
+from ignite_train.arguments import positive_int
+
+__all__ = ["AccumulationSteps", "GroupedMicroBatches"]
+
+AccumulationSteps = int | Sequence[int] | Callable[[int], int]
+"""Micro-batches to an update: a number, one for each epoch (the last one repeats), or a function of the update's number."""
+
+
+@runtime_checkable
+class _HasEpoch(Protocol):
+    def set_epoch(self, epoch: int) -> None: ...
+
+
+class GroupedMicroBatches:
+    """Cuts loaders of micro-batches into groups, one an update, that all ranks go through together.
+
+    The last group of an epoch may be smaller, and no group spans two epochs. With several ranks and loaders of known length
+    the ranks agree once an epoch on the longest; a rank that runs out gives empty groups, so that it takes part with no
+    weight. Without a known length each rank looks one micro-batch ahead, and whether anybody has more travels with the
+    update's statistics.
+
+    Args:
+        accumulation_steps: see `AccumulationSteps`.
+
+    Raises:
+        TypeError, ValueError: it is neither of the three, or a number is below 1.
+    """
+
+    def __init__(self, accumulation_steps: AccumulationSteps) -> None:
+        self._steps = accumulation_steps
+        if isinstance(accumulation_steps, Sequence) and not isinstance(accumulation_steps, str):
+            if not accumulation_steps:
+                raise ValueError("accumulation_steps must have an entry for the first epoch, got an empty sequence")
+            for index, steps in enumerate(accumulation_steps):
+                positive_int(f"accumulation_steps[{index}]", steps)
+        elif not callable(accumulation_steps):
+            positive_int("accumulation_steps", accumulation_steps)
+
+    def __call__(self, loader: Iterable[Any], *, epoch: int, first_update: int, skip: int) -> _Pass:
+        """Starts epoch `epoch` (1-based) over `loader`. Collective.
+
+        Samplers with `set_epoch` are told `epoch - 1`, so that each epoch has its own order.
+
+        Args:
+            loader: this rank's micro-batches.
+            epoch: number of the epoch.
+            first_update: number of the epoch's first update (1-based).
+            skip: updates of this epoch that are done already: their micro-batches are read and dropped.
+        """
+        _set_epoch(loader, epoch - 1)
+        return _Pass(loader, lambda done: self._size(epoch, first_update + done), skip)
+
+    def _size(self, epoch: int, update: int) -> int:
+        if isinstance(self._steps, Sequence):
+            return self._steps[min(epoch, len(self._steps)) - 1]
+        if callable(self._steps):
+            return positive_int(f"accumulation_steps({update})", self._steps(update))
+        return self._steps
+
+
+class _Pass:
+    """One pass over a loader; `size(done)` says how many micro-batches the next group has after `done` groups."""
+
+    def __init__(self, loader: Iterable[Any], size: Callable[[int], int], skip: int) -> None:
+        self._size, self._done = size, 0
+        self._announced = _length(loader)
+        self.length = self._agree_on_length()
+        self.more = True
+        self._fills_up = distributed.world_size() > 1  # with empty groups, where other ranks have more
+        self._looks_ahead = self._fills_up and self.length is None
+        self._ahead: list[Any] = []
+        self._read = 0
+        self._micro_batches = iter(loader)
+        for _ in range(skip):
+            self._take()
+        if self._looks_ahead:
+            self._look_ahead()
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        return self
+
+    def __next__(self) -> list[Any]:
+        group = self._take()
+        if not group and not self._fills_up:
+            raise StopIteration
+        if self._looks_ahead:
+            self._look_ahead()
+        return group
+
+    def close(self) -> None:
+        """Ends the pass; warns if the loader's length was not what it had said."""
+        if self.length is not None and self._done >= self.length:
+            surplus = self._announced is not None and next(self._micro_batches, self) is not self
+            if surplus or (self._announced is not None and self._read < self._announced):
+                warnings.warn(
+                    f"the loader has len() {self._announced} and gave {'more' if surplus else self._read} micro-batches: "
+                    f"{'those after are left out of the epoch' if surplus else 'the epoch was shorter'}; mend its __len__",
+                    stacklevel=2,
+                )
+        self._micro_batches = iter(())
+
+    def _take(self) -> list[Any]:
+        group = self._ahead + list(islice(self._micro_batches, self._size(self._done) - len(self._ahead)))
+        self._ahead = []
+        self._done += 1
+        self._read += len(group)
+        for micro_batch in group:
+            if micro_batch is None:
+                raise TypeError("the loader gave None for a micro-batch; leave it out, or fix the dataset or collate_fn")
+        return group
+
+    def _look_ahead(self) -> None:
+        self._ahead = list(islice(self._micro_batches, 1))
+        self.more = bool(self._ahead)
+
+    def _agree_on_length(self) -> int | None:
+        """Updates of the longest rank; None if any rank does not know its own."""
+        groups = 0
+        rest = self._announced or 0
+        while rest > 0:
+            rest -= self._size(groups)
+            groups += 1
+        unknown, longest = distributed.largest(float(self._announced is None), float(groups))
+        return None if unknown else int(longest)
+
+
+def _length(loader: Iterable[Any]) -> int | None:
+    if not isinstance(loader, Sized):
+        return None
+    try:
+        return len(loader)
+    except TypeError:  # a DataLoader over an iterable dataset without a length
+        return None
+
+
+def _set_epoch(loader: Iterable[Any], epoch: int) -> None:
+    owners: list[Any] = [loader]
+    if isinstance(loader, DataLoader):
+        owners += [loader.sampler, loader.batch_sampler, loader.dataset]
+    for owner in owners:
+        if isinstance(owner, _HasEpoch):
+            owner.set_epoch(epoch)

@@ -1,0 +1,45 @@
+"""In which precision the forward pass computes."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
+
+import torch
+
+from ignite_train.arguments import one_of
+
+__all__ = ["Precision", "PrecisionName"]
+
+PrecisionName = Literal["fp32", "bf16", "fp16"]
+
+_AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Precision:
+    """Runs the forward pass under autocast, or not.
+
+    Args:
+        name: `"fp32"` computes in the model's own dtypes, so also for a model that is bfloat16 throughout; `"bf16"` and
+            `"fp16"` autocast the operations that torch lists for the device, with weights and gradients in their own dtype.
+        device: where the model lives; CPU, CUDA and others that torch can autocast on.
+
+    Raises:
+        ValueError: the name is none of the three.
+    """
+
+    def __init__(self, name: PrecisionName, device: torch.device) -> None:
+        self.name = one_of("precision", name, ("fp32", "bf16", "fp16"))
+        self._device_type = device.type
+        self._dtype = _AUTOCAST_DTYPES.get(name)
+        if self._dtype is not None:
+            torch.autocast(self._device_type, dtype=self._dtype)  # torch's own error for a device that cannot
+
+    @property
+    def needs_loss_scaling(self) -> bool:
+        """Whether gradients can underflow: float16 has 5 bits of exponent."""
+        return self.name == "fp16"
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The context in which `forward` runs."""
+        return nullcontext() if self._dtype is None else torch.autocast(self._device_type, dtype=self._dtype)

@@ -1,0 +1,46 @@
+"""Which samples a rank sees: each one on exactly one rank, in an order that is a function of seed and epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sized
+
+import torch
+from torch.utils.data import Sampler
+
+from ignite_train import distributed
+from ignite_train.arguments import real_number
+
+__all__ = ["ShardedSampler"]
+
+
+class ShardedSampler(Sampler[int]):
+    """Deals a dataset out to the ranks like cards: sample i of the epoch's order goes to rank i mod world size.
+
+    Nothing is repeated and nothing dropped, so shards differ by one at most; the trainer and the evaluator can take that.
+    Because of the dealing, W ranks with a batch of B see in each round the same samples as one process with a batch of W·B.
+
+    Args:
+        dataset: anything with a length.
+        shuffle: a new order in each epoch, from (seed, epoch) alone, by a generator of its own.
+        seed: of the order; the same on all ranks.
+    """
+
+    def __init__(self, dataset: Sized, *, shuffle: bool, seed: int = 0) -> None:
+        self._length, self._shuffle = len(dataset), shuffle
+        self._seed = int(real_number("seed", seed, at_least=0))
+        self._epoch = 0
+        self._rank, self._world_size = distributed.rank(), distributed.world_size()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Chooses the order of the next pass; a trainer does so by itself."""
+        self._epoch = epoch
+
+    def __len__(self) -> int:
+        return len(range(self._rank, self._length, self._world_size))
+
+    def __iter__(self) -> Iterator[int]:
+        if not self._shuffle:
+            return iter(range(self._rank, self._length, self._world_size))
+        generator = torch.Generator().manual_seed(self._seed * 1_000_003 + self._epoch)
+        order = torch.randperm(self._length, generator=generator)
+        return iter(order[self._rank :: self._world_size].tolist())

@@ -1,0 +1,86 @@
+"""What a trainer knows: every attribute is declared here, none appears by surprise."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ignite.engine import State
+
+from ignite_train.events import EVENT_COUNTERS
+from ignite_train.forward_output import ForwardOutput
+
+__all__ = ["SkippedReason", "TrainState", "UpdateOutput"]
+
+SkippedReason = Literal["overflow", "nonfinite", "no_samples"]
+"""Why an update moved nothing: the scaled gradients overflowed, they are not finite, or no rank had a sample."""
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateOutput:
+    """What one update did. Every number is over all micro-batches and ranks, and bitwise the same on every rank.
+
+    Attributes:
+        loss: Σloss / Σsample_size; NaN if there was no sample.
+        sample_size: Σsample_size.
+        grad_norm: L2 norm over all parameters of the optimizer: unscaled, normalised, before clipping.
+        clip_coefficient: what clipping multiplied the gradient by; 1.0 if it was left alone.
+        learning_rates: of each parameter group, as this update used them.
+        loss_scale: the scale this update's backward used; 1.0 without loss scaling.
+        num_micro_batches: how many micro-batches took part.
+        logs: the sum of each entry of the `logs` that `forward` returned.
+        applied: whether the parameters moved.
+        skipped_reason: why not, or None.
+    """
+
+    loss: float
+    sample_size: float
+    grad_norm: float
+    clip_coefficient: float = 1.0
+    learning_rates: tuple[float, ...] = ()
+    loss_scale: float = 1.0
+    num_micro_batches: int = 1
+    logs: Mapping[str, float] = field(default_factory=dict)
+    skipped_reason: SkippedReason | None = None
+
+    @property
+    def applied(self) -> bool:
+        """Whether the parameters moved."""
+        return self.skipped_reason is None
+
+
+class TrainState(State):
+    """Ignite's state, and the counters of a training run.
+
+    Attributes:
+        iteration: updates, 1-based: the number of the one that is running or ran last.
+        epoch: 1-based number of the epoch that is running or ran last.
+        epoch_length: updates in this epoch, agreed over the ranks; None if the loader has no length.
+        num_steps: updates that moved the parameters.
+        num_skipped: updates that did not.
+        micro_batch: micro-batches this rank has started.
+        batch: the group of this update: a list of micro-batches.
+        forward_output: what `forward` returned for the running micro-batch; None outside of it.
+        output: the latest `UpdateOutput`, set before GRADIENTS_READY; None before the first.
+        metrics: numbers that handlers publish, by name.
+    """
+
+    num_steps: int
+    num_skipped: int
+    micro_batch: int
+    forward_output: ForwardOutput | None
+    output: UpdateOutput | None  # type: ignore[assignment]  # Ignite declares int
+    batch: Any
+
+    def __init__(self) -> None:
+        # Ignite keeps one map of events to counters for the whole process, which any other engine can re-point.
+        self.event_to_attr = {**EVENT_COUNTERS}
+        super().__init__(num_steps=0, num_skipped=0, micro_batch=0, forward_output=None)
+
+    def get_event_attrib_value(self, event_name: Any) -> int:
+        """The counter that a filter on `event_name` looks at."""
+        if event_name not in self.event_to_attr:
+            raise RuntimeError(f"{event_name} has no counter: attach to it without every=, once=, before= and after=")
+        value: int = getattr(self, self.event_to_attr[event_name])
+        return value

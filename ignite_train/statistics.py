@@ -1,0 +1,132 @@
+"""The sums of one update, over its micro-batches and over the ranks, in one small vector."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ignite_train import distributed
+from ignite_train.engine import Signals
+from ignite_train.errors import ForwardContractError
+from ignite_train.forward_output import ForwardOutput
+
+__all__ = ["Statistics", "Totals"]
+
+_HEAD = 7  # sample_size, loss, micro-batches, stop, stop_epoch, more_data, unknown names; the logs follow
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """What all ranks did in this update, in float64; the same on every rank.
+
+    Attributes:
+        sample_size: Σsample_size.
+        loss: Σloss, not divided.
+        num_micro_batches: how many took part.
+        logs: the sum of each log by name.
+        signals: what any rank asked for.
+        extra: the number that was handed to `finish`: of this rank, read in the same transfer.
+    """
+
+    sample_size: float
+    loss: float
+    num_micro_batches: int
+    logs: dict[str, float]
+    signals: Signals
+    extra: float
+
+
+class Statistics:
+    """Adds up what `forward` returns and reduces it over the ranks: one all-reduce of a float64 vector, whatever is logged.
+
+    The names of the logs need not be known anywhere beforehand. A rank that meets a name for the first time says so in the
+    vector; then all ranks exchange their names (pickled, once) and repeat that one reduction.
+
+    Args:
+        device: where losses live. On the CPU sums are kept by the host; elsewhere they stay on the device until `finish`.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._on_host = device.type == "cpu"
+        self._dtype = torch.float32 if device.type == "mps" else torch.float64
+        self._names: tuple[str, ...] = ()  # of the logs, agreed over the ranks
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets what was added since the last `finish`."""
+        self._sums: list[float | Tensor] = [0.0, 0.0]
+        self._logs: dict[str, float | Tensor] = {}
+        self._count = 0
+        self._signals = Signals()
+        self._vector: Tensor | None = None
+        self._work: dist.Work | None = None
+
+    def add(self, output: ForwardOutput) -> None:
+        """Adds one micro-batch. On an accelerator nothing is read back."""
+        self._count += 1
+        self._sums[0] += self._number(output.sample_size)
+        self._sums[1] += self._number(output.loss)
+        for name, value in output.logs.items():
+            self._logs[name] = self._logs.get(name, 0.0) + self._number(value)
+
+    def start(self, signals: Signals) -> None:
+        """Starts the reduction, to overlap what follows. Collective; nothing may be added after it."""
+        self._signals = signals
+        if distributed.world_size() > 1 or not self._on_host:
+            self._vector = self._pack()
+            self._work = distributed.start_sum(self._vector)
+
+    def finish(self, extra: Tensor) -> Totals:
+        """Waits for the reduction and reads it, with `extra` in the same transfer. Synchronises with the device.
+
+        Raises:
+            ForwardContractError: Σsample_size is negative or not finite.
+        """
+        numbers = self._read(extra)
+        while self._vector is not None and numbers[6] > 0:
+            known = distributed.gather_objects(sorted({*self._names, *self._logs}))
+            self._names = tuple(sorted({name for names in known for name in names}))
+            self._vector = self._pack()
+            self._work = distributed.start_sum(self._vector)
+            numbers = self._read(extra)
+        sample_size, loss, count, stop, stop_epoch, more_data = numbers[:6]
+        if not 0 <= sample_size < float("inf"):
+            raise ForwardContractError(f"sample_size must sum to a finite number of at least 0, forward's sum to {sample_size}")
+        names = self._logs if self._vector is None else self._names
+        logs = dict(zip(names, numbers[_HEAD:-1], strict=True))
+        signals = Signals(stop=stop > 0, stop_epoch=stop_epoch > 0, more_data=more_data > 0)
+        self.reset()
+        return Totals(sample_size, loss, round(count), logs, signals, extra=numbers[-1])
+
+    def _number(self, value: float | Tensor) -> float | Tensor:
+        if isinstance(value, Tensor):
+            return float(value.detach()) if self._on_host else value.detach().reshape(()).to(self._device, self._dtype)
+        return float(value)
+
+    def _entries(self) -> list[float | Tensor]:
+        signals, unknown = self._signals, not self._logs.keys() <= set(self._names)
+        flags = [signals.stop, signals.stop_epoch, signals.more_data, unknown]
+        return [*self._sums, self._count, *map(float, flags), *(self._logs.get(name, 0.0) for name in self._names)]
+
+    def _pack(self) -> Tensor:
+        entries = self._entries()
+        vector = torch.tensor([0.0 if isinstance(e, Tensor) else e for e in entries], dtype=self._dtype)
+        vector = vector.to(self._device, non_blocking=True)
+        for index, entry in enumerate(entries):
+            if isinstance(entry, Tensor):
+                vector[index] = entry
+        return vector
+
+    def _read(self, extra: Tensor) -> list[float]:
+        if self._vector is None:
+            entries = [*self._sums, self._count, *map(float, (self._signals.stop, self._signals.stop_epoch, True, False))]
+            return [*map(float, entries), *map(float, self._logs.values()), float(extra)]
+        if self._work is not None:
+            self._work.wait()
+        packed = torch.cat([self._vector, extra.reshape(1).to(self._vector.device, self._vector.dtype)])
+        numbers: list[float] = packed.tolist()  # sync
+        return numbers

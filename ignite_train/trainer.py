@@ -1,0 +1,245 @@
+"""Making trainers: the arguments, the checks that need no batch, and the parts put together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from ignite.engine import _prepare_batch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+from torch.optim import LBFGS, Optimizer
+
+from ignite_train.arguments import one_of, real_number
+from ignite_train.engine import Trainer
+from ignite_train.forward_output import Forward, ForwardOutput
+from ignite_train.gradients import Gradients
+from ignite_train.loss_scaling import LossScaling, NoLossScaling, TorchLossScaling
+from ignite_train.micro_batches import AccumulationSteps, GroupedMicroBatches
+from ignite_train.precision import Precision, PrecisionName
+from ignite_train.reduction import reduction_for
+from ignite_train.statistics import Statistics
+from ignite_train.transfer import transfer_to
+from ignite_train.update import Update
+
+__all__ = ["create_supervised_trainer", "create_trainer"]
+
+
+def create_trainer(
+    model: nn.Module,
+    optimizer: Optimizer,
+    forward: Forward,
+    *,
+    accumulation_steps: AccumulationSteps = 1,
+    max_grad_norm: float | None = None,
+    precision: PrecisionName = "fp32",
+    loss_scaling: LossScaling | None = None,
+    on_nonfinite: Literal["raise", "skip"] = "raise",
+    retain_graph: bool = False,
+    create_graph: bool = False,
+) -> Trainer:
+    """Makes a trainer: an Ignite engine whose one iteration is one optimizer update over a group of micro-batches.
+
+    The gradient of an update is Σ∇loss / Σsample_size over all micro-batches and ranks (fairseq's rule), however the samples
+    were cut. Micro-batches are moved to the device of the model.
+
+    Args:
+        model: a plain module in a single process; wrapped by `idist.auto_model` or `DistributedDataParallel` on several ranks.
+        optimizer: over all parameters of the model that require gradients.
+        forward: `forward(model, micro_batch)` returns `ForwardOutput(loss, sample_size, logs)` with the loss *summed*, a tuple
+            of these, or a bare scalar: a mean, which makes the update the mean of the micro-batch means.
+        accumulation_steps: micro-batches to an update: a number, one for each epoch (the last repeats), or a function of
+            the number of the update.
+        max_grad_norm: clip the gradient's L2 norm over all parameters to this; None leaves it alone.
+        precision: `"fp32"` computes in the model's own dtypes; `"bf16"` and `"fp16"` run `forward` under autocast.
+        loss_scaling: the policy; None means `TorchLossScaling()` for `"fp16"` and none otherwise.
+        on_nonfinite: without loss scaling, what a non-finite gradient or loss does on all ranks: `"raise"` a
+            `NonFiniteError` or `"skip"` the update. The parameters are untouched either way.
+        retain_graph: keep the graph of each micro-batch after its backward.
+        create_graph: make gradients differentiable, for handlers of BACKWARD_COMPLETED; what they hold is cut loose before
+            the next micro-batch. Not on several ranks.
+
+    Returns:
+        The trainer; start it with `trainer.run(loader, max_epochs=...)`.
+
+    Raises:
+        TypeError: an argument is of the wrong type, or the model is wrapped in a way that cannot be right.
+        ValueError: a value is out of range, or model and optimizer do not belong together.
+    """
+    _check_model(model)
+    _check_optimizer(model, optimizer)
+    if not callable(forward):
+        raise TypeError(f"forward must be callable as forward(model, micro_batch), got {forward!r}")
+    one_of("on_nonfinite", on_nonfinite, ("raise", "skip"))
+    if max_grad_norm is not None:
+        real_number("max_grad_norm", max_grad_norm, above=0)
+    reduction = reduction_for(model)
+    if create_graph and reduction.divisor > 1:
+        raise ValueError(
+            "create_graph must be False on several ranks: DistributedDataParallel's gradients have no graph; take second "
+            "derivatives inside forward with torch.autograd.grad(..., create_graph=True)"
+        )
+    device = next(model.parameters()).device
+    update = Update(
+        model=model,
+        optimizer=optimizer,
+        forward=forward,
+        transfer=transfer_to(device),
+        precision=Precision(precision, device),
+        loss_scaling=_default_scaling(precision) if loss_scaling is None else _check_scaling(loss_scaling, precision),
+        reduction=reduction,
+        statistics=Statistics(device),
+        gradients=Gradients(model, optimizer),
+        max_grad_norm=max_grad_norm,
+        on_nonfinite=on_nonfinite,
+        retain_graph=retain_graph,
+        create_graph=create_graph,
+    )
+    return Trainer(update, GroupedMicroBatches(accumulation_steps))
+
+
+def create_supervised_trainer(
+    model: nn.Module,
+    optimizer: Optimizer,
+    loss_fn: Callable[[Any, Any], Tensor],
+    device: str | torch.device | None = None,
+    non_blocking: bool = False,
+    prepare_batch: Callable[..., tuple[Any, Any]] = _prepare_batch,  # type: ignore[assignment]
+    model_transform: Callable[[Any], Any] = lambda output: output,
+    output_transform: None = None,
+    deterministic: bool = False,
+    amp_mode: Literal["amp"] | None = None,
+    scaler: bool = False,
+    gradient_accumulation_steps: AccumulationSteps = 1,
+    model_fn: Callable[[nn.Module, Any], Any] = lambda model, x: model(x),
+    *,
+    max_grad_norm: float | None = None,
+    precision: PrecisionName | None = None,
+    loss_scaling: LossScaling | None = None,
+    on_nonfinite: Literal["raise", "skip"] = "raise",
+) -> Trainer:
+    """Makes a trainer for batches `(x, y)`, with the signature of Ignite's function of this name.
+
+    Each micro-batch weighs as many samples as `y` is long, so that micro-batches and ranks of unequal size make the same
+    update as one large batch; Ignite's takes the mean of means.
+
+    Args:
+        model: as for `create_trainer`.
+        optimizer: as for `create_trainer`.
+        loss_fn: `loss_fn(y_pred, y)`, the mean over the samples; a torch loss module with `reduction="sum"` is taken as a sum.
+        device: where `prepare_batch` puts the batch; None leaves that to the trainer, which follows the model.
+        non_blocking: handed to `prepare_batch`.
+        prepare_batch: `prepare_batch(batch, device=, non_blocking=)` returns `(x, y)`.
+        model_transform: applied to what the model returns.
+        output_transform: not supported: `state.output` is an `UpdateOutput`.
+        deterministic: not supported: call `torch.use_deterministic_algorithms(True)`.
+        amp_mode: `"amp"` is Ignite's name for `precision="fp16"`.
+        scaler: True scales the loss by `TorchLossScaling()`.
+        gradient_accumulation_steps: `create_trainer`'s `accumulation_steps`.
+        model_fn: `model_fn(model, x)` calls the model.
+        max_grad_norm: as for `create_trainer`.
+        precision: as for `create_trainer`.
+        loss_scaling: as for `create_trainer`.
+        on_nonfinite: as for `create_trainer`.
+
+    Returns:
+        The trainer.
+
+    Raises:
+        TypeError, ValueError: as `create_trainer`, and for what is not supported.
+    """
+    if output_transform is not None:
+        raise ValueError(
+            "output_transform must be None: state.output is an UpdateOutput; return logs from create_trainer's forward"
+        )
+    if deterministic is not False:
+        raise ValueError("deterministic must be False: call torch.use_deterministic_algorithms(True) and give samplers a seed")
+    if not isinstance(scaler, bool):
+        raise TypeError(f"scaler must be a bool, got {type(scaler).__name__}; pass loss_scaling=TorchLossScaling(...)")
+    if amp_mode is not None:
+        one_of("amp_mode", amp_mode, ("amp",))
+        if precision not in (None, "fp16"):
+            raise ValueError(f"amp_mode='amp' means precision='fp16', got precision={precision!r} beside it; pass one of them")
+    if not callable(loss_fn):
+        raise TypeError(f"loss_fn must be callable as loss_fn(y_pred, y), got {loss_fn!r}")
+    is_sum = isinstance(loss_fn, nn.modules.loss._Loss) and loss_fn.reduction == "sum"
+
+    def forward(model: nn.Module, batch: Any) -> ForwardOutput:
+        x, y = prepare_batch(batch, device=device, non_blocking=non_blocking)
+        loss = loss_fn(model_transform(model_fn(model, x)), y)
+        return ForwardOutput(loss if is_sum else loss * len(y), sample_size=len(y))
+
+    scaling = TorchLossScaling() if scaler and loss_scaling is None else loss_scaling
+    if amp_mode is not None and scaling is None:
+        scaling = NoLossScaling()  # Ignite's amp_mode="amp" without a scaler
+    return create_trainer(
+        model,
+        optimizer,
+        forward,
+        accumulation_steps=gradient_accumulation_steps,
+        max_grad_norm=max_grad_norm,
+        precision="fp16" if amp_mode is not None else precision or "fp32",
+        loss_scaling=scaling,
+        on_nonfinite=on_nonfinite,
+    )
+
+
+def _default_scaling(precision: PrecisionName) -> LossScaling:
+    return TorchLossScaling() if precision == "fp16" else NoLossScaling()
+
+
+def _check_scaling(loss_scaling: Any, precision: PrecisionName) -> LossScaling:
+    if isinstance(loss_scaling, torch.amp.GradScaler):
+        raise TypeError(
+            "loss_scaling must be a policy such as TorchLossScaling(), which has GradScaler's rule; got a GradScaler"
+        )
+    if not callable(getattr(loss_scaling, "update", None)):
+        raise TypeError(f"loss_scaling must be a policy such as TorchLossScaling(), got {loss_scaling!r}")
+    policy: LossScaling = loss_scaling
+    return policy
+
+
+def _check_model(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {model!r:.60} of type {type(model).__name__}")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError("model must have parameters that require gradients, got none; call requires_grad_(True) on some")
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, UninitializedParameter):
+            raise ValueError(
+                f"model must be initialised, got the lazy parameter {name!r}; run one batch through the model first"
+            )
+        if parameter.is_meta:
+            raise ValueError(f"model must hold its weights, got {name!r} on the meta device; call to_empty() and initialise")
+        if parameter.requires_grad and parameter.dtype is torch.float16:
+            raise ValueError(
+                f"model must not be trained in float16 weights, got {name!r}; keep float32 and pass precision='fp16'"
+            )
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise ValueError(f"model must have dense gradients, got {name!r} with sparse=True; build it with sparse=False")
+
+
+def _check_optimizer(model: nn.Module, optimizer: Any) -> None:
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {optimizer!r:.60} of type {type(optimizer).__name__}")
+    if isinstance(optimizer, LBFGS):
+        raise TypeError(
+            "optimizer must not be LBFGS, which calls the model several times a step; use one that steps on gradients"
+        )
+    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for index, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if id(parameter) not in names:
+                raise ValueError(
+                    f"optimizer must be over the parameters of model, got a foreign one of shape {tuple(parameter.shape)} in "
+                    f"param_groups[{index}]; build the optimizer after the model has its final device, dtype and layers"
+                )
+    missing = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in stepped]
+    if missing:
+        raise ValueError(
+            f"optimizer must be over all trainable parameters, got one without {missing[0]!r} and {len(missing) - 1} more; "
+            "add them, or freeze them with requires_grad_(False)"
+        )

@@ -1,0 +1,157 @@
+"""One optimizer update: forward and backward over the micro-batches of a group, then one step, or a skip."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ignite_train.engine import Trainer
+from ignite_train.errors import ForwardContractError, NonFiniteError
+from ignite_train.events import TrainEvents
+from ignite_train.forward_output import Forward, as_forward_output
+from ignite_train.gradients import Gradients, clip_coefficient
+from ignite_train.loss_scaling import LossScaling
+from ignite_train.precision import Precision
+from ignite_train.reduction import Reduction
+from ignite_train.state import SkippedReason, UpdateOutput
+from ignite_train.statistics import Statistics, Totals
+from ignite_train.transfer import Transfer
+
+__all__ = ["Update"]
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True)
+class Update:
+    """What a trainer does with one group of micro-batches: a step along Σ∇loss / Σsample_size, over all ranks too."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    forward: Forward
+    transfer: Transfer
+    precision: Precision
+    loss_scaling: LossScaling
+    reduction: Reduction
+    statistics: Statistics
+    gradients: Gradients
+    max_grad_norm: float | None
+    on_nonfinite: Literal["raise", "skip"]
+    retain_graph: bool
+    create_graph: bool
+
+    def __call__(self, trainer: Trainer, group: list[Any]) -> UpdateOutput:
+        state, fire = trainer.state, trainer.fire_event
+        before = state.micro_batch
+        try:
+            self._begin()
+            for number, micro_batch in enumerate(group, start=1):
+                last = number == len(group)
+                state.micro_batch += 1
+                fire(TrainEvents.MICRO_BATCH_STARTED)
+                with nullcontext() if last else self.reduction.local():
+                    with self.precision.autocast():
+                        output = as_forward_output(self.forward(self.model, self.transfer(micro_batch)))
+                    state.forward_output = output
+                    self.statistics.add(output)
+                    fire(TrainEvents.FORWARD_COMPLETED)
+                    if last:
+                        self.statistics.start(trainer.signals)  # overlaps backward
+                    self._backward(output.loss)
+                fire(TrainEvents.BACKWARD_COMPLETED)
+                state.forward_output = None
+                del output  # and its graph
+            if not group:
+                self.statistics.start(trainer.signals)
+                self.reduction.take_part()
+
+            totals = self.statistics.finish(self.gradients.norm())
+            state.output = decided = self._decide(totals)
+            fire(TrainEvents.GRADIENTS_READY)
+            self._step(state.iteration, decided)
+        except BaseException:
+            self._forget()
+            state.micro_batch, state.forward_output = before, None
+            raise
+        trainer.heed(totals.signals)
+        trainer.settle(applied=decided.applied)
+        return decided
+
+    def named_gradients(self) -> dict[str, Tensor]:
+        """See `Trainer.gradients`."""
+        return self.gradients.named()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What an update remembers of those before it: the loss scaling."""
+        return {"loss_scaling": self.loss_scaling.state_dict()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Takes it over."""
+        self.loss_scaling.load_state_dict(state_dict["loss_scaling"])
+
+    def _begin(self) -> None:
+        if not self.model.training:
+            self.model.train()
+        self.gradients.clear_stale()
+
+    def _backward(self, loss: Tensor) -> None:
+        if not loss.requires_grad:
+            raise ForwardContractError("the loss that forward returned has no graph; return it without .detach() or no_grad()")
+        scaled = loss if self.loss_scaling.scale == 1.0 else loss * self.loss_scaling.scale
+        torch.autograd.backward(scaled, retain_graph=self.retain_graph or self.create_graph, create_graph=self.create_graph)
+        if self.create_graph:
+            self.gradients.detach()
+
+    def _decide(self, totals: Totals) -> UpdateOutput:
+        """Judges the update by reduced numbers only, so that every rank comes to the same verdict."""
+        scale, size = self.loss_scaling.scale, totals.sample_size
+        loss, norm, reason = math.nan, math.nan, None
+        if size > 0:
+            mean = self.reduction.divisor / (scale * size)
+            self.gradients.ready(mean)
+            loss, norm = totals.loss / size, totals.extra * mean
+        reason = self._reason_to_skip(size, loss, norm)
+        return UpdateOutput(
+            loss=loss,
+            sample_size=size,
+            grad_norm=norm,
+            clip_coefficient=clip_coefficient(norm, self.max_grad_norm) if reason is None else 1.0,
+            learning_rates=tuple(float(group["lr"]) for group in self.optimizer.param_groups),
+            loss_scale=scale,
+            num_micro_batches=totals.num_micro_batches,
+            logs=totals.logs,
+            skipped_reason=reason,
+        )
+
+    def _reason_to_skip(self, size: float, loss: float, norm: float) -> SkippedReason | None:
+        if size == 0:
+            return "no_samples"
+        if math.isfinite(loss) and math.isfinite(norm):
+            return None
+        return "overflow" if self.loss_scaling.enabled else "nonfinite"
+
+    def _step(self, update: int, output: UpdateOutput) -> None:
+        """Unscales, normalises and clips in one pass, and steps; or leaves everything as it is."""
+        reason = output.skipped_reason
+        if reason == "nonfinite" and self.on_nonfinite == "raise":
+            raise NonFiniteError(update, output.loss, output.grad_norm)
+        if reason is None:
+            mean = self.reduction.divisor / (output.loss_scale * output.sample_size)
+            self.gradients.multiply(mean * output.clip_coefficient)
+            self.optimizer.step()
+        if reason != "no_samples":
+            self.loss_scaling.update(overflow=reason == "overflow")
+        self.gradients.clear()
+
+    def _forget(self) -> None:
+        """Leaves nothing of a broken-off update behind."""
+        self.gradients.clear()
+        self.statistics.reset()
