@@ -1,3 +1,23 @@
 """Ready-made handlers, imported as `ignite_train.handlers`. Each is one file; none imports another."""
 
-__all__: list[str] = []
+from ignite_train.handlers.empty_cache import EmptyCache
+from ignite_train.handlers.learning_rate import LearningRateSchedule
+from ignite_train.handlers.loss_scale import LossScaleLogger
+from ignite_train.handlers.min_learning_rate import MinLearningRate
+from ignite_train.handlers.progress import ProgressLog
+from ignite_train.handlers.tensorboard import TensorBoard
+from ignite_train.handlers.time_limit import TimeLimit
+from ignite_train.handlers.training_metrics import TrainingMetrics
+from ignite_train.handlers.validation import Validation
+
+__all__ = [
+    "EmptyCache",
+    "LearningRateSchedule",
+    "LossScaleLogger",
+    "MinLearningRate",
+    "ProgressLog",
+    "TensorBoard",
+    "TimeLimit",
+    "TrainingMetrics",
+    "Validation",
+]

@@ -50,9 +50,9 @@ def largest(*values: float) -> list[float]:
     return [float(value) for value in vector.tolist()]
 
 
-def any_rank(flag: bool) -> bool:
-    """Whether `flag` is set on any rank: the same answer on all. One blocking all-reduce; none in a single process."""
-    return largest(float(flag))[0] > 0
+def any_rank(flag: object) -> bool:
+    """Whether `flag` is true on any rank: the same answer on all. One blocking all-reduce; none in a single process."""
+    return largest(float(bool(flag)))[0] > 0
 
 
 def gather_objects(value: Any) -> list[Any]:

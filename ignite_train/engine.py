@@ -44,22 +44,31 @@ class Groups(Batches, Protocol):
 
     more: bool
 
-    def __next__(self) -> list[Any]: ...
+    def __next__(self) -> list[Any]:
+        """The micro-batches of the next update; empty where only other ranks have some."""
 
 
 class OpenGroups(Protocol):
     """Starts a pass over a loader; see `GroupedMicroBatches`, the one there is."""
 
-    def __call__(self, loader: Iterable[Any], *, epoch: int, first_update: int, skip: int) -> Groups: ...
+    def __call__(self, loader: Iterable[Any], *, epoch: int, first_update: int, skip: int) -> Groups:
+        """Starts epoch `epoch`, past its first `skip` groups. Collective."""
 
 
 class Process(Protocol):
     """The update as its trainer sees it; see `Update`, the one there is."""
 
-    def __call__(self, trainer: Trainer, group: list[Any]) -> UpdateOutput: ...
-    def named_gradients(self) -> dict[str, Tensor]: ...
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None: ...
+    def __call__(self, trainer: Trainer, group: list[Any]) -> UpdateOutput:
+        """Does one update."""
+
+    def named_gradients(self) -> dict[str, Tensor]:
+        """The gradients in GRADIENTS_READY."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What it remembers of the updates before."""
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Takes it over."""
 
 
 class Trainer(Loop):
@@ -152,6 +161,7 @@ class Trainer(Loop):
             self.terminate(agreed=True)
         if agreed.stop_epoch:
             self.terminate_epoch(agreed=True)
+            self.signals.stop_epoch = False
         self._ranks_have_more = agreed.more_data
 
     def settle(self, *, applied: bool) -> None:

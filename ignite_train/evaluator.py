@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from ignite.engine import Events, State
+from ignite.engine import State
 from torch import nn
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
@@ -43,7 +43,7 @@ class Evaluator(Loop):
     def run(
         self,
         data: Iterable[Any] | None = None,
-        max_epochs: int | None = None,
+        max_epochs: int | None = None,  # noqa: ARG002  # Ignite's signature
         max_iters: int | None = None,
         epoch_length: int | None = None,
     ) -> State:

@@ -31,7 +31,7 @@ class ForwardOutput(NamedTuple):
 
 
 Forward = Callable[[nn.Module, Any], "ForwardOutput | tuple[Any, ...] | Tensor"]
-"""`forward(model, micro_batch)`: a `ForwardOutput`, a plain tuple of its fields, or a scalar tensor: a mean loss of weight 1."""
+"""`forward(model, micro_batch)`: a `ForwardOutput`, a plain tuple of its fields, or a scalar: a mean loss of weight 1."""
 
 
 def as_forward_output(returned: Any) -> ForwardOutput:

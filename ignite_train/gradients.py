@@ -81,7 +81,7 @@ class Gradients:
         """
         if self._factor is None:
             raise GradientAccessError(
-                "gradients are whole only in GRADIENTS_READY; call gradients() in a handler attached to TrainEvents.GRADIENTS_READY"
+                "gradients are whole in GRADIENTS_READY only; call gradients() in a handler of TrainEvents.GRADIENTS_READY"
             )
         named = self._model.named_parameters()
         return {name: p.grad.detach() * self._factor for name, p in named if p.grad is not None}

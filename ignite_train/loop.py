@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 import weakref
 from collections.abc import Callable, Iterable
@@ -50,6 +51,7 @@ class Loop(Engine):
     def __init__(self, process: Callable[[Any, Any], Any]) -> None:
         self._registered: set[str] = set()
         super().__init__(process)
+        self.logger = logging.getLogger("ignite_train")
         self.settled = True  # whether the running iteration has had its effect, and must not be done again
         self._running = False
         self._iterating = False

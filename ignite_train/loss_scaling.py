@@ -7,7 +7,7 @@ unscales with the scale that its own backward used, and only then asks for the n
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from ignite_train.arguments import one_of, positive_int, real_number
 from ignite_train.errors import LossScaleFloorError
@@ -22,6 +22,7 @@ __all__ = [
 ]
 
 
+@runtime_checkable
 class LossScaling(Protocol):
     """What the update asks of a loss-scaling policy.
 
@@ -36,8 +37,11 @@ class LossScaling(Protocol):
     def update(self, *, overflow: bool) -> None:
         """Sets the scale for the next update, knowing whether this one overflowed."""
 
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None: ...
+    def state_dict(self) -> dict[str, Any]:
+        """All that decides the scales to come, in plain types."""
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Takes it over."""
 
 
 class NoLossScaling:
@@ -169,7 +173,7 @@ class TorchLossScaling(_DynamicLossScaling):
 
 
 class FairseqLossScaling(_DynamicLossScaling):
-    """fairseq's `DynamicLossScaler`: double every `scale_window` updates since the last overflow, halve if overflows are frequent.
+    """fairseq's `DynamicLossScaler`: double every `scale_window` updates since an overflow, halve if overflows are frequent.
 
     Args:
         init_scale: the first scale; low, because a loss that is a sum has large gradients.

@@ -40,7 +40,7 @@ class GroupedMicroBatches:
 
     def __init__(self, accumulation_steps: AccumulationSteps) -> None:
         self._steps = accumulation_steps
-        if isinstance(accumulation_steps, Sequence) and not isinstance(accumulation_steps, str):
+        if isinstance(accumulation_steps, Sequence):
             if not accumulation_steps:
                 raise ValueError("accumulation_steps must have an entry for the first epoch, got an empty sequence")
             for index, steps in enumerate(accumulation_steps):

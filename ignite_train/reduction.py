@@ -27,8 +27,8 @@ class Reduction(Protocol):
     def local(self) -> AbstractContextManager[Any]:
         """The context of a forward and backward whose gradients stay on this rank."""
 
-    def take_part(self) -> None:
-        """Reduces gradients as the others do in their last backward, on a rank that has no micro-batch: adds zero. Collective."""
+    def forward_without_data(self) -> Tensor:
+        """On a rank without a micro-batch: a loss whose backward adds zero to what the others reduce in theirs. Collective."""
 
 
 class NoReduction:
@@ -40,8 +40,9 @@ class NoReduction:
         """Nothing to hold back."""
         return nullcontext()
 
-    def take_part(self) -> None:
-        """Nobody to take part with."""
+    def forward_without_data(self) -> Tensor:
+        """Never called: in one process there is no update without data."""
+        raise NotImplementedError
 
 
 class HookedReduction:
@@ -60,42 +61,45 @@ class HookedReduction:
         context: AbstractContextManager[Any] = self._ddp.no_sync()
         return context
 
-    def take_part(self) -> None:
-        """Goes through DDP's forward and backward with a graph that reaches each parameter with a gradient of zero.
+    def forward_without_data(self) -> Tensor:
+        """Goes through DDP's forward, with its collectives, to a graph that reaches each parameter without a gradient.
 
-        The module inside is never called, so no data is needed, no hook of the user's runs and no buffer changes. Nothing is
-        multiplied by zero either: 0 · inf would be NaN.
+        DDP takes what is missing for zero, or, where it looks for unused parameters, for unused on this rank. The module inside
+        is never called, so no data is needed, no hook of the user's runs and no buffer changes. Nothing is multiplied by zero
+        either: 0 · inf would be NaN.
         """
         ddp, module = self._ddp, self._ddp.module
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        if ddp.find_unused_parameters:
-            parameters = parameters[:1]  # those that no rank uses must stay without a gradient
-        ddp.module = _NoData(parameters)
+        ddp.module = _NoData(module, parameters)
         try:
-            ddp().backward()
+            loss: Tensor = ddp()
         finally:
             ddp.module = module
+        return loss
 
 
 class _NoData(nn.Module):
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
+    """A module with the parameters and buffers of another, because DDP looks them up, and with a forward of its own."""
+
+    def __init__(self, module: nn.Module, parameters: list[nn.Parameter]) -> None:
         super().__init__()
         self._borrowed = tuple(parameters)
+        self._parameters, self._buffers, self._modules = module._parameters, module._buffers, module._modules
 
     def forward(self) -> Tensor:
-        zero: Tensor = _ZeroGradients.apply(*self._borrowed)  # type: ignore[no-untyped-call]
+        zero: Tensor = _NoGradients.apply(*self._borrowed)  # type: ignore[no-untyped-call]
         return zero
 
 
-class _ZeroGradients(torch.autograd.Function):
+class _NoGradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *parameters: Tensor) -> Tensor:
-        ctx.save_for_backward(*parameters)
+        ctx.count = len(parameters)
         return parameters[0].new_zeros(())
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, ...]:
-        return tuple(torch.zeros_like(parameter) for parameter in ctx.saved_tensors)
+    def backward(ctx: Any, *_grad_outputs: Any) -> tuple[None, ...]:
+        return (None,) * ctx.count
 
 
 def reduction_for(model: nn.Module) -> Reduction:

@@ -87,7 +87,7 @@ def create_trainer(
         forward=forward,
         transfer=transfer_to(device),
         precision=Precision(precision, device),
-        loss_scaling=_default_scaling(precision) if loss_scaling is None else _check_scaling(loss_scaling, precision),
+        loss_scaling=_default_scaling(precision) if loss_scaling is None else _check_scaling(loss_scaling),
         reduction=reduction,
         statistics=Statistics(device),
         gradients=Gradients(model, optimizer),
@@ -189,15 +189,14 @@ def _default_scaling(precision: PrecisionName) -> LossScaling:
     return TorchLossScaling() if precision == "fp16" else NoLossScaling()
 
 
-def _check_scaling(loss_scaling: Any, precision: PrecisionName) -> LossScaling:
+def _check_scaling(loss_scaling: Any) -> LossScaling:
     if isinstance(loss_scaling, torch.amp.GradScaler):
         raise TypeError(
             "loss_scaling must be a policy such as TorchLossScaling(), which has GradScaler's rule; got a GradScaler"
         )
-    if not callable(getattr(loss_scaling, "update", None)):
+    if not isinstance(loss_scaling, LossScaling):
         raise TypeError(f"loss_scaling must be a policy such as TorchLossScaling(), got {loss_scaling!r}")
-    policy: LossScaling = loss_scaling
-    return policy
+    return loss_scaling
 
 
 def _check_model(model: Any) -> None:

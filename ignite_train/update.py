@@ -49,6 +49,7 @@ class Update:
     create_graph: bool
 
     def __call__(self, trainer: Trainer, group: list[Any]) -> UpdateOutput:
+        """Runs the update over `group`, which may be empty where other ranks have data. Collective."""
         state, fire = trainer.state, trainer.fire_event
         before = state.micro_batch
         try:
@@ -70,8 +71,9 @@ class Update:
                 state.forward_output = None
                 del output  # and its graph
             if not group:
+                zero = self.reduction.forward_without_data()
                 self.statistics.start(trainer.signals)
-                self.reduction.take_part()
+                torch.autograd.backward(zero)
 
             totals = self.statistics.finish(self.gradients.norm())
             state.output = decided = self._decide(totals)

@@ -1,0 +1,63 @@
+"""Learning-rate schedules that follow the steps that moved the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ignite.engine import RemovableEventHandle
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from ignite_train.engine import Trainer
+from ignite_train.events import Event, TrainEvents
+
+__all__ = ["LearningRateSchedule"]
+
+
+class LearningRateSchedule:
+    """Steps one of torch's schedulers after each applied update; a skipped update leaves the learning rate as it is.
+
+    It calls the scheduler's own `step()`: Ignite's wrapper computes the rates of many schedulers wrongly with current torch.
+
+    Args:
+        scheduler: any scheduler of `torch.optim.lr_scheduler` whose `step` needs no argument, counted in steps.
+
+    Raises:
+        TypeError: it is something else, or needs a score.
+
+    Example:
+        >>> import torch
+        >>> from ignite_train.handlers import LearningRateSchedule
+        >>> trainer, optimizer = getfixture("trainer"), getfixture("optimizer")
+        >>> schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+        >>> handle = LearningRateSchedule(schedule).attach(trainer)
+        >>> state = trainer.run(getfixture("loader"), max_iters=4)
+        >>> schedule.get_last_lr()
+        [0.025]
+    """
+
+    def __init__(self, scheduler: LRScheduler) -> None:
+        if isinstance(scheduler, ReduceLROnPlateau):
+            raise TypeError(
+                "scheduler must not be ReduceLROnPlateau, which needs a score; call its step(score) in a "
+                "handler that you attach to the evaluator's Events.COMPLETED"
+            )
+        if not isinstance(scheduler, LRScheduler):
+            raise TypeError(f"scheduler must be one of torch.optim.lr_scheduler, got {scheduler!r:.60}")
+        self.scheduler = scheduler
+
+    def attach(self, trainer: Trainer, event: Event = TrainEvents.STEP_COMPLETED) -> RemovableEventHandle:
+        """Steps the schedule at `event`."""
+        return trainer.add_event_handler(event, self)
+
+    def __call__(self) -> None:
+        """Steps the schedule."""
+        self.scheduler.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The scheduler's."""
+        return self.scheduler.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Hands it to the scheduler."""
+        self.scheduler.load_state_dict(dict(state_dict))

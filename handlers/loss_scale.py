@@ -1,0 +1,45 @@
+"""Showing what the loss scale does."""
+
+from __future__ import annotations
+
+import logging
+
+from ignite.engine import Events, RemovableEventHandle
+
+from ignite_train.engine import Trainer
+from ignite_train.events import Event
+
+__all__ = ["LossScaleLogger"]
+
+_logger = logging.getLogger(__name__)
+
+
+class LossScaleLogger:
+    """Publishes the scale that each update used as `state.metrics["loss_scale"]`, and logs a line whenever it has changed.
+
+    Skipped updates count too: they are where the scale falls. The line goes to the logger `ignite_train.handlers.loss_scale`
+    at level INFO.
+
+    Example:
+        >>> from ignite_train.handlers import LossScaleLogger
+        >>> trainer = getfixture("trainer")
+        >>> handle = LossScaleLogger().attach(trainer)
+        >>> trainer.run(getfixture("loader"), max_epochs=1).metrics["loss_scale"]
+        1.0
+    """
+
+    def __init__(self) -> None:
+        self._latest: float | None = None
+
+    def attach(self, trainer: Trainer, event: Event = Events.ITERATION_COMPLETED) -> RemovableEventHandle:
+        """Looks at `event`, before whatever reads the metrics there."""
+        return trainer.prepend_event_handler(event, self)
+
+    def __call__(self, trainer: Trainer) -> None:
+        """Publishes the scale of the latest update."""
+        output = trainer.state.output
+        if output is None:
+            return
+        if self._latest is not None and output.loss_scale != self._latest:
+            _logger.info(f"update {trainer.state.iteration}: loss scale {self._latest:g} -> {output.loss_scale:g}")
+        self._latest = trainer.state.metrics["loss_scale"] = output.loss_scale

@@ -1,0 +1,63 @@
+"""Stopping by the clock."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from ignite.engine import Events, RemovableEventHandle
+
+from ignite_train.arguments import real_number
+from ignite_train.engine import Trainer
+from ignite_train.events import Event
+
+__all__ = ["TimeLimit"]
+
+
+class TimeLimit:
+    """Ends the run, on all ranks after the same update, once it has taken `seconds` of wall-clock time.
+
+    The clock runs from the start of `run` and is saved, so that the time of earlier runs counts. In a single process no
+    update begins after the limit; with several ranks, whose clocks differ, at most one.
+
+    Args:
+        seconds: the limit.
+
+    Example:
+        >>> from ignite_train.handlers import TimeLimit
+        >>> trainer = getfixture("trainer")
+        >>> handle = TimeLimit(seconds=3600).attach(trainer)
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = real_number("seconds", seconds, above=0)
+        self._before = 0.0
+        self._started: float | None = None
+
+    @property
+    def elapsed_seconds(self) -> float:
+        """How long the run has taken, with the time of earlier runs."""
+        return self._before + (0.0 if self._started is None else time.monotonic() - self._started)
+
+    def attach(self, trainer: Trainer, event: Event = Events.ITERATION_COMPLETED) -> RemovableEventHandle:
+        """Looks at the clock at `event`, and before the first update."""
+        trainer.prepend_event_handler(Events.STARTED, self._start)
+        trainer.add_event_handler(Events.STARTED, self)
+        return trainer.add_event_handler(event, self)
+
+    def __call__(self, trainer: Trainer) -> None:
+        """Asks for the end of the run if the time is up."""
+        if self.elapsed_seconds >= self.seconds:
+            trainer.terminate()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The time taken so far."""
+        return {"elapsed_seconds": self.elapsed_seconds}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Goes on counting from there."""
+        self._before, self._started = state_dict["elapsed_seconds"], None
+
+    def _start(self) -> None:
+        self._before, self._started = self.elapsed_seconds, time.monotonic()

@@ -1,0 +1,98 @@
+"""Validation during training, and the best score so far."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+from ignite.engine import Events, RemovableEventHandle
+
+from ignite_train.arguments import nearest, one_of
+from ignite_train.engine import Trainer
+from ignite_train.evaluator import Evaluator
+from ignite_train.events import Event
+
+__all__ = ["Validation"]
+
+_logger = logging.getLogger(__name__)
+
+
+class Validation:
+    """Runs an evaluator over a loader and keeps the best score. Collective: all ranks attach it alike.
+
+    Results are in `evaluator.state.metrics`, where loggers that know the evaluator find them. Two events that meet in one
+    update, the end of an epoch and every N updates, say, validate once.
+
+    Args:
+        evaluator: from `create_evaluator`.
+        loader: held-out micro-batches; the ranks' shares may differ.
+        score: the metric that decides which parameters are best.
+        mode: whether its best is the `"min"` or the `"max"`. Only a strictly better score is a new best; NaN never is.
+
+    Attributes:
+        best: the best score so far, or None.
+        best_update: the update it was reached in, or None.
+        is_best: whether the latest validation was the best.
+
+    Example:
+        >>> from ignite.engine import Events
+        >>> from ignite_train.handlers import Validation
+        >>> trainer, evaluator, loader = getfixture("trainer"), getfixture("evaluator"), getfixture("loader")
+        >>> validation = Validation(evaluator, loader)
+        >>> handle = validation.attach(trainer, Events.ITERATION_COMPLETED(every=3) | Events.EPOCH_COMPLETED)
+        >>> state = trainer.run(loader, max_epochs=2)
+        >>> validation.best_update
+        6
+    """
+
+    def __init__(
+        self,
+        evaluator: Evaluator,
+        loader: Iterable[Any],
+        *,
+        score: str = "loss",
+        mode: Literal["min", "max"] = "min",
+    ) -> None:
+        self.evaluator, self.loader, self.score = evaluator, loader, score
+        self._sign = 1.0 if one_of("mode", mode, ("min", "max")) == "min" else -1.0
+        self.best: float | None = None
+        self.best_update: int | None = None
+        self.is_best = False
+        self._latest_update: int | None = None
+
+    def attach(self, trainer: Trainer, event: Event = Events.EPOCH_COMPLETED) -> RemovableEventHandle:
+        """Validates at `event`."""
+        return trainer.add_event_handler(event, self)
+
+    def __call__(self, trainer: Trainer) -> None:
+        """Validates, unless this update was validated already.
+
+        Raises:
+            ValueError: the evaluator has no metric of the score's name.
+        """
+        update = trainer.state.iteration
+        if update == self._latest_update:
+            return
+        metrics = self.evaluator.run(self.loader).metrics
+        if self.score not in metrics:
+            hint = nearest(self.score, metrics)
+            raise ValueError(f"score must be one of the evaluator's metrics {sorted(metrics)}, got {self.score!r}{hint}")
+        score = metrics[self.score]
+        if math.isnan(score):
+            _logger.warning(f"update {update}: the validation's {self.score} is NaN; the best so far stays {self.best}")
+        self.is_best = self.best is None or self._sign * score < self._sign * self.best
+        self.is_best = self.is_best and not math.isnan(score)
+        if self.is_best:
+            self.best, self.best_update = score, update
+        self._latest_update = update
+
+    def state_dict(self) -> dict[str, Any]:
+        """The best score, its update and the latest one validated."""
+        return {"best": self.best, "best_update": self.best_update, "latest_update": self._latest_update}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Takes them over."""
+        self.best, self.best_update = state_dict["best"], state_dict["best_update"]
+        self._latest_update = state_dict["latest_update"]

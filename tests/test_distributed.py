@@ -1,0 +1,424 @@
+"""Two ranks decide alike, talk little and never wait for one another in vain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import ignite.distributed as idist
+import pytest
+import torch
+from ignite.engine import Events
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+import cuts
+from ignite_train import (
+    ForwardOutput,
+    NonFiniteError,
+    ShardedSampler,
+    StaticLossScaling,
+    TorchLossScaling,
+    TrainEvents,
+    Trainer,
+    create_evaluator,
+    create_trainer,
+)
+from ignite_train.handlers import TimeLimit, TrainingMetrics, Validation
+from ranks import RanksFailedError, run_ranks
+
+
+def make(forward: Callable[..., Any] = cuts.forward, model: nn.Module | None = None, **options: Any) -> tuple[Trainer, nn.Module]:
+    """A trainer with SGD and momentum around a model in DDP, and the model inside."""
+    model = cuts.linear() if model is None else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=cuts.LEARNING_RATE, momentum=0.9)
+    return create_trainer(DistributedDataParallel(model), optimizer, forward, **options), model
+
+
+def flat(model: nn.Module) -> list[float]:
+    """All parameters as numbers."""
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).tolist()
+
+
+def shard(sizes: list[list[int]]) -> list[Any]:
+    """This rank's micro-batches."""
+    rank = idist.get_rank()
+    return cuts.cut(cuts.samples(), sizes[rank], start=sum(map(sum, sizes[:rank])))
+
+
+# --- what crosses the ranks -----------------------------------------------------------------------------------------------
+
+
+def count_collectives(accumulation_steps: int) -> dict[str, int]:
+    handlers = [TrainingMetrics()]
+    trainer, _ = make(lambda m, b: cuts.forward(m, b), accumulation_steps=accumulation_steps)
+    for handler in handlers:
+        handler.attach(trainer, Events.ITERATION_COMPLETED)
+    loader = shard([[2] * 12, [2] * 12])
+    trainer.run(loader, max_iters=3)  # names are exchanged and buckets rebuilt in the first updates
+    before = trainer.state.iteration
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        trainer.run(loader, max_iters=before + (12 - 3 * accumulation_steps % 12) // accumulation_steps)
+    counts = {event.key: event.count for event in profiler.key_averages() if event.key.startswith("gloo:")}
+    return {"updates": trainer.state.iteration - before, **counts}
+
+
+@pytest.mark.parametrize("accumulation_steps", [1, 2, 4])
+def test_an_update_is_one_set_of_buckets_and_one_small_all_reduce(accumulation_steps: int) -> None:
+    """Whatever the accumulation and whatever is logged, an update all-reduces its one bucket and its statistics."""
+    for counts in run_ranks(count_collectives, accumulation_steps):
+        updates = counts.pop("updates")
+        assert updates > 0
+        epoch_edges = counts.pop("gloo:all_reduce") - 2 * updates
+        assert 0 <= epoch_edges <= 4  # agreeing on the length, and on stopping, once an epoch
+        assert counts == {}
+
+
+def different_names() -> list[dict[str, float]]:
+    rank = idist.get_rank()
+
+    def forward(model: nn.Module, micro_batch: Any) -> ForwardOutput:
+        output = cuts.forward(model, micro_batch)
+        names = [{"both": 1.0}, {"both": 2.0, "late": 5.0}] if rank else [{"zero": 3.0}, {"both": 4.0}]
+        return output._replace(logs=names[min(trainer.state.iteration, 2) - 1])
+
+    trainer, _ = make(forward)
+    logs: list[dict[str, float]] = []
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: logs.append(dict(trainer.state.output.logs)))
+    trainer.run(shard([[8] * 3, [8] * 3]), max_epochs=1)
+    return logs
+
+
+def test_ranks_may_log_different_names() -> None:
+    """A name that only some ranks log, or only from some update on, is summed over those that do; nobody hangs."""
+    first, second = run_ranks(different_names)
+    assert first == second
+    assert first[0] == {"both": 1.0, "zero": 3.0}
+    assert first[1] == first[2] == {"both": 6.0, "late": 5.0, "zero": 0.0}
+
+
+# --- deciding alike -------------------------------------------------------------------------------------------------------
+
+
+def nan_on_rank_one(site: str, on_nonfinite: str, scaling: bool) -> dict[str, Any]:
+    def forward(model: nn.Module, micro_batch: Any) -> ForwardOutput:
+        output = cuts.forward(model, micro_batch)
+        if idist.get_rank() == 1 and trainer.state.iteration == 2:
+            if site == "loss":
+                output = output._replace(loss=output.loss + float("nan"))
+            else:
+                output.loss.register_hook(lambda gradient: gradient * float("inf"))
+        return output
+
+    policy = TorchLossScaling(8.0, growth_interval=100) if scaling else None
+    trainer, model = make(forward, on_nonfinite=on_nonfinite, loss_scaling=policy)
+    seen: list[Any] = []
+    after: dict[int, list[float]] = {}
+    trainer.add_event_handler(TrainEvents.STEP_SKIPPED, lambda: seen.append(trainer.state.output.skipped_reason))
+
+    @trainer.on(Events.ITERATION_STARTED | Events.ITERATION_COMPLETED)
+    def remember(engine: Trainer) -> None:
+        after[engine.state.iteration] = flat(model)
+
+    try:
+        trainer.run(shard([[8] * 3, [8] * 3]), max_epochs=1)
+    except NonFiniteError as error:
+        seen.append((error.update, trainer.state.iteration, trainer.state.num_steps))
+    return {"seen": seen, "after": after, "final": flat(model), "scale": policy.scale if policy else None}
+
+
+@pytest.mark.parametrize("site", ["loss", "gradient"])
+@pytest.mark.parametrize("policy", ["raise", "skip", "scaling"])
+def test_a_nan_on_one_rank_is_judged_alike_on_both(site: str, policy: str) -> None:
+    """A non-finite value on rank 1 ends in the same verdict on both ranks, and moves no parameter on either."""
+    on_nonfinite = "raise" if policy == "scaling" else policy
+    first, second = run_ranks(nan_on_rank_one, site, on_nonfinite, policy == "scaling")
+    assert first == second
+    assert first["after"][2] == first["after"][1]  # bitwise: the update before is where they stayed
+    if policy == "raise":
+        assert first["seen"] == [(2, 1, 1)]
+    else:
+        assert first["seen"] == ["nonfinite" if policy == "skip" else "overflow"]
+        assert first["after"][3] != first["after"][2]
+    assert first["scale"] == (4.0 if policy == "scaling" else None)
+
+
+def no_samples_anywhere() -> tuple[Any, ...]:
+    def forward(model: nn.Module, micro_batch: Any) -> ForwardOutput:
+        return cuts.forward(model, micro_batch)._replace(sample_size=0 if trainer.state.iteration == 2 else 4)
+
+    trainer, model = make(forward)
+    parameters: list[Any] = []
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: parameters.append(flat(model)))
+    trainer.run(shard([[8] * 3, [8] * 3]), max_epochs=1)
+    return parameters, trainer.state.num_steps, trainer.state.num_skipped
+
+
+def test_an_update_without_samples_moves_nothing_on_any_rank() -> None:
+    """Σ sample_size = 0 over all ranks is a skip, not a division by zero and not a step of momentum alone."""
+    first, second = run_ranks(no_samples_anywhere)
+    assert first == second
+    parameters, num_steps, num_skipped = first
+    assert parameters[1] == parameters[0] != parameters[2]
+    assert (num_steps, num_skipped) == (2, 1)
+
+
+# --- ending together --------------------------------------------------------------------------------------------------------
+
+
+class Unsized:
+    """A loader that does not know its length."""
+
+    def __init__(self, micro_batches: list[Any]) -> None:
+        self.micro_batches = micro_batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.micro_batches)
+
+
+def stop_on_rank(stopper: int, event: str, method: str, sized: bool) -> tuple[Any, ...]:
+    trainer, _ = make()
+    completed: list[str] = []
+    for name in ("EPOCH_COMPLETED", "TERMINATE", "COMPLETED"):
+        trainer.add_event_handler(Events[name], partial(completed.append, name))
+    if idist.get_rank() == stopper:
+        when = Events.EPOCH_COMPLETED(once=1) if event == "epoch" else Events.ITERATION_COMPLETED(once=2)
+        trainer.add_event_handler(when, lambda: getattr(trainer, method)())
+    loader = shard([[4] * 5, [4] * 5])
+    trainer.run(loader if sized else Unsized(loader), max_epochs=2)
+    return trainer.state.iteration, trainer.state.epoch, completed
+
+
+@pytest.mark.parametrize("sized", [True, False], ids=["sized", "unsized"])
+@pytest.mark.parametrize("stopper", [0, 1])
+@pytest.mark.parametrize(
+    ("event", "method", "expected"),
+    [
+        ("update", "terminate", (3, 1, ["TERMINATE", "COMPLETED"])),
+        ("epoch", "terminate", (5, 1, ["EPOCH_COMPLETED", "TERMINATE", "COMPLETED"])),
+        ("update", "terminate_epoch", (8, 2, ["EPOCH_COMPLETED", "EPOCH_COMPLETED", "COMPLETED"])),
+    ],
+)
+def test_one_rank_ends_the_run_on_both(stopper: int, sized: bool, event: str, method: str, expected: Any) -> None:
+    """A request of one rank, after update 2 or after epoch 1, ends both ranks after the same update, with the same events."""
+    assert run_ranks(stop_on_rank, stopper, event, method, sized) == [expected, expected]
+
+
+def time_limit_on_rank_one() -> int:
+    trainer, _ = make()
+    if idist.get_rank() == 1:
+        TimeLimit(seconds=1e-9).attach(trainer)
+    return trainer.run(shard([[4] * 5, [4] * 5]), max_epochs=2).iteration
+
+
+def test_a_clock_that_ran_out_on_one_rank_ends_both_before_the_first_update() -> None:
+    """Clocks differ; the ranks agree all the same."""
+    assert run_ranks(time_limit_on_rank_one) == [0, 0]
+
+
+def without_data_anywhere(sized: bool) -> str:
+    trainer, _ = make()
+    with pytest.raises(ValueError, match="data must give at least one micro-batch on some rank") as caught:
+        trainer.run([] if sized else Unsized([]), max_iters=5)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("sized", [True, False], ids=["sized", "unsized"])
+def test_no_data_on_any_rank_is_an_error_on_both(sized: bool) -> None:
+    """An epoch without an update would be repeated for ever."""
+    first, second = run_ranks(without_data_anywhere, sized)
+    assert first == second
+    assert "\n" not in first
+
+
+def lying_loader() -> int:
+    class Lying(list[Any]):
+        def __len__(self) -> int:
+            return 5
+
+    trainer, _ = make()
+    with pytest.warns(UserWarning, match=r"len\(\) 5 and gave 3"):
+        trainer.run(Lying(shard([[4] * 3, [4] * 3])), max_epochs=1)
+    return trainer.state.num_steps
+
+
+def test_a_loader_shorter_than_its_length_hangs_nobody() -> None:
+    """Ranks that agreed on five updates and find data for three skip the rest and say why."""
+    assert run_ranks(lying_loader) == [3, 3]
+
+
+# --- what DDP does on the side ----------------------------------------------------------------------------------------------
+
+
+class Normalised(nn.Module):
+    """BatchNorm, whose buffers DDP broadcasts in forward, and a parameter that is never used."""
+
+    def __init__(self, unused: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.head = nn.BatchNorm1d(cuts.FEATURES).double(), nn.Linear(cuts.FEATURES, 1).double()
+        if unused:
+            self.idle = nn.Parameter(torch.ones(2, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(x))
+
+
+def uneven_with_buffers(unused: bool, sized: bool) -> dict[str, Any]:
+    model = Normalised(unused)
+    ddp = DistributedDataParallel(model, find_unused_parameters=unused)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.5)
+    trainer = create_trainer(ddp, optimizer, cuts.forward, accumulation_steps=3)
+    loader = shard([[8] * 4, [8]])
+    trainer.run(loader if sized else Unsized(loader), max_epochs=3)
+    evaluator = create_evaluator(ddp, cuts.forward)
+    metrics = evaluator.run(shard([[3, 5, 8], []])).metrics
+    return {"parameters": flat(model), "idle": model.idle.tolist() if unused else None, "metrics": metrics}
+
+
+@pytest.mark.parametrize("sized", [True, False], ids=["sized", "unsized"])
+@pytest.mark.parametrize("unused", [False, True], ids=["all used", "unused parameter"])
+def test_buffers_and_unused_parameters_with_uneven_ranks(unused: bool, sized: bool) -> None:
+    """Uneven ranks keep DDP's buffer broadcasts in step; a parameter that no rank uses gets no gradient and no decay."""
+    first, second = run_ranks(uneven_with_buffers, unused, sized)
+    assert first == second
+    assert first["idle"] == ([1.0, 1.0] if unused else None)
+
+
+# --- evaluation -------------------------------------------------------------------------------------------------------------
+
+
+def evaluate(sizes: list[list[int]]) -> dict[str, float]:
+    model = DistributedDataParallel(cuts.linear())
+    return dict(create_evaluator(model, cuts.forward).run(shard(sizes)).metrics)
+
+
+@pytest.mark.parametrize("sizes", [[[16, 16], [32]], [[10, 3], [1, 7, 43]], [[64], []], [[], [20, 44]]])
+def test_evaluation_is_the_mean_over_all_samples(sizes: list[list[int]]) -> None:
+    """Whatever the shares, every sample counts once, by its weight."""
+    data = cuts.samples()
+    expected = cuts.reference([data])
+    for metrics in run_ranks(evaluate, sizes):
+        assert metrics["loss"] == pytest.approx(expected["losses"][0], rel=1e-14)
+        assert metrics["samples"] == pytest.approx(64 / expected["sizes"][0], rel=1e-14)
+
+
+def validate_while_training() -> tuple[Any, ...]:
+    trainer, model = make()
+    evaluator = create_evaluator(model, cuts.forward)
+    validation = Validation(evaluator, shard([[7], [3, 4]]))
+    validation.attach(trainer, Events.ITERATION_COMPLETED(every=2))
+    trainer.run(shard([[8, 8, 8], [8, 8]]), max_epochs=3)
+    return validation.best, validation.best_update, flat(model)
+
+
+def test_validation_is_the_same_on_both_ranks() -> None:
+    """Validation during training has one result, and one best."""
+    first, second = run_ranks(validate_while_training)
+    assert first == second
+
+
+def padded() -> str:
+    dataset = TensorDataset(torch.arange(5.0))
+    loader = DataLoader(dataset, sampler=DistributedSampler(dataset))
+    with pytest.raises(ValueError, match="repeats 1") as caught:
+        create_evaluator(DistributedDataParallel(cuts.linear()), cuts.forward).run(loader)
+    return str(caught.value)
+
+
+def test_a_sampler_that_pads_is_refused() -> None:
+    """DistributedSampler repeats samples to even out the ranks; they would count twice."""
+    first, second = run_ranks(padded)
+    assert first == second
+    assert "ShardedSampler" in first
+
+
+def deal(shuffle: bool) -> list[list[int]]:
+    sampler = ShardedSampler(range(11), shuffle=shuffle, seed=3)
+    orders = []
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        assert len(sampler) == len(list(sampler))
+        orders.append(list(sampler))
+    return orders
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_the_sharded_sampler_deals_every_sample_once(shuffle: bool) -> None:
+    """Two ranks see each sample once an epoch; round by round what one process would see; shuffled anew each epoch."""
+    first, second = run_ranks(deal, shuffle)
+    alone = deal(shuffle)
+    for epoch in range(2):
+        dealt = [index for pair in zip(first[epoch], [*second[epoch], None], strict=True) for index in pair][:-1]
+        assert dealt == alone[epoch]
+        assert sorted(dealt) == list(range(11))
+    assert (first[0] != first[1]) == shuffle
+
+
+# --- wrong set-ups ------------------------------------------------------------------------------------------------------------
+
+
+def bare_model() -> str:
+    model = cuts.linear()
+    with pytest.raises(ValueError, match="model must be wrapped") as caught:
+        create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), cuts.forward)
+    return str(caught.value)
+
+
+def test_a_bare_model_on_two_ranks_is_refused() -> None:
+    """Its replicas would drift apart without a word."""
+    for message in run_ranks(bare_model):
+        assert "auto_model" in message
+
+
+def half_wrapped() -> str:
+    model = nn.ModuleDict({"in": DistributedDataParallel(cuts.linear()), "out": nn.Linear(1, 1)})
+    with pytest.raises(ValueError, match=r"out\.weight"):
+        create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), cuts.forward)
+    with pytest.raises(ValueError, match="create_graph must be False"):
+        make(create_graph=True)
+    return "refused"
+
+
+def test_parameters_outside_of_ddp_are_refused() -> None:
+    """They would not be synchronised."""
+    assert run_ranks(half_wrapped) == ["refused"] * 2
+
+
+def scaled() -> list[float]:
+    trainer, model = make(loss_scaling=StaticLossScaling(1024.0), max_grad_norm=0.1)
+    trainer.run(shard([[8, 8], [4]]), max_epochs=1)
+    return flat(model)
+
+
+def unscaled() -> list[float]:
+    trainer, model = make(max_grad_norm=0.1)
+    trainer.run(shard([[8, 8], [4]]), max_epochs=1)
+    return flat(model)
+
+
+def test_loss_scaling_cancels_over_ranks() -> None:
+    """A power-of-two scale changes nothing but the exponents on the way, with ranks and clipping."""
+    for with_scale, without in zip(run_ranks(scaled), run_ranks(unscaled), strict=True):
+        assert with_scale == pytest.approx(without, rel=1e-14)
+
+
+def hang() -> None:
+    if idist.get_rank() == 1:
+        torch.distributed.barrier()
+
+
+def fail() -> None:
+    raise RuntimeError(f"boom on {idist.get_rank()}")
+
+
+def test_the_harness_itself_notices_hangs_and_failures() -> None:
+    """A rank that waits for ever is reported at the deadline, one that raises with its traceback."""
+    with pytest.raises(RanksFailedError, match="rank 1: "):
+        run_ranks(hang, timeout_seconds=5)
+    with pytest.raises(RanksFailedError, match=r"(?s)boom on 0.*boom on 1"):
+        run_ranks(fail)

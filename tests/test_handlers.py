@@ -1,0 +1,416 @@
+"""Each handler does what its first line says, at the update it says, and leaves the training as it was."""
+
+from __future__ import annotations
+
+import io
+import logging
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from ignite.engine import Events
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import nn
+from tqdm import tqdm
+
+import cuts
+from ignite_train import FairseqLossScaling, ForwardOutput, TrainEvents, Trainer, create_evaluator, create_trainer
+from ignite_train.handlers import (
+    EmptyCache,
+    LearningRateSchedule,
+    LossScaleLogger,
+    MinLearningRate,
+    ProgressLog,
+    TensorBoard,
+    TimeLimit,
+    TrainingMetrics,
+    Validation,
+)
+
+DATA = cuts.cut(cuts.samples(), [4, 12, 7, 9, 16, 16])  # six micro-batches
+
+
+def make(
+    forward: Callable[..., Any] = cuts.forward, groups: int = 1, **options: Any
+) -> tuple[Trainer, nn.Linear, torch.optim.Optimizer]:
+    model = cuts.linear()
+    optimizer = torch.optim.SGD(
+        [{"params": [model.weight]}, {"params": [model.bias], "lr": 0.01}] if groups == 2 else model.parameters(), lr=0.05
+    )
+    return create_trainer(model, optimizer, forward, **options), model, optimizer
+
+
+def overflow_at(*updates: int) -> Callable[[Trainer], Callable[..., ForwardOutput]]:
+    """A forward whose loss is infinite in these updates."""
+
+    def bind(holder: list[Trainer]) -> Callable[..., ForwardOutput]:
+        def forward(model: nn.Module, micro_batch: Any) -> ForwardOutput:
+            output = cuts.forward(model, micro_batch)
+            return output._replace(loss=output.loss * math.inf) if holder[0].state.iteration in updates else output
+
+        return forward
+
+    return bind
+
+
+# --- EmptyCache -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("event", "expected"),
+    [
+        (Events.ITERATION_COMPLETED(every=2), [2, 4, 6]),
+        (Events.ITERATION_COMPLETED(once=1) | Events.ITERATION_COMPLETED(every=3), [1, 3, 6]),
+    ],
+)
+def test_empty_cache_at_updates(monkeypatch: pytest.MonkeyPatch, event: Any, expected: list[int]) -> None:
+    """It empties after updates N, 2N, ...; with `once=1` also after the first; evaluation does not count."""
+    trainer, model, _ = make()
+    emptied: list[int] = []
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: emptied.append(trainer.state.iteration))
+    EmptyCache().attach(trainer, event)
+    evaluator = create_evaluator(model, cuts.forward)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: evaluator.run(DATA))
+    trainer.run(DATA, max_epochs=1)
+    assert emptied == expected
+
+
+def test_empty_cache_without_an_accelerator() -> None:
+    """On a machine without an accelerator it does nothing and raises nothing."""
+    trainer, _, _ = make()
+    EmptyCache().attach(trainer, Events.ITERATION_COMPLETED)
+    assert trainer.run(DATA, max_epochs=1).num_steps == 6
+
+
+# --- LossScaleLogger --------------------------------------------------------------------------------------------------------
+
+
+def test_loss_scale_logger(caplog: pytest.LogCaptureFixture) -> None:
+    """The metric is the scale each update used, also in skipped ones and whatever the order of attaching; changes are logged."""
+    holder: list[Trainer] = []
+    trainer, _, _ = make(overflow_at(3)(holder), loss_scaling=FairseqLossScaling(8.0, scale_window=4))
+    holder.append(trainer)
+    seen: list[float] = []
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: seen.append(trainer.state.metrics["loss_scale"]))
+    LossScaleLogger().attach(trainer)
+    with caplog.at_level(logging.INFO):
+        trainer.run(DATA, max_epochs=2)
+    assert seen == [8, 8, 8, 4, 4, 4, 4, 8, 8, 8, 8, 16]
+    changes = [record.message for record in caplog.records if "loss scale" in record.message and "->" in record.message]
+    assert changes == [
+        "update 4: loss scale 8 -> 4",
+        "update 8: loss scale 4 -> 8",
+        "update 12: loss scale 8 -> 16",
+    ]
+
+
+# --- LearningRateSchedule -----------------------------------------------------------------------------------------------------
+
+
+def test_schedule_follows_applied_updates() -> None:
+    """Skipped updates leave the rate as it is; the curve over applied ones is that of torch's scheduler alone."""
+    holder: list[Trainer] = []
+    trainer, _, optimizer = make(overflow_at(2, 3, 7)(holder), loss_scaling=FairseqLossScaling(8.0))
+    holder.append(trainer)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=12)
+    LearningRateSchedule(scheduler).attach(trainer)
+    used: list[float] = []
+    trainer.add_event_handler(TrainEvents.STEP_COMPLETED, lambda: used.append(trainer.state.output.learning_rates[0]))
+    trainer.run(DATA, max_epochs=2)
+
+    parameter = nn.Parameter(torch.zeros(1))
+    alone = torch.optim.SGD([parameter], lr=0.05)
+    reference = torch.optim.lr_scheduler.CosineAnnealingLR(alone, T_max=12)
+    expected = []
+    for _ in range(9):
+        expected.append(alone.param_groups[0]["lr"])
+        alone.step()
+        reference.step()
+    assert used == expected
+    assert scheduler.last_epoch == 9
+
+
+def test_schedule_needs_no_score() -> None:
+    """ReduceLROnPlateau is refused with the remedy; so is what is no scheduler."""
+    _, _, optimizer = make()
+    with pytest.raises(TypeError, match="scheduler must not be ReduceLROnPlateau"):
+        LearningRateSchedule(torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer))
+    with pytest.raises(TypeError, match="scheduler must be one of"):
+        LearningRateSchedule(0.1)  # type: ignore[arg-type]
+
+
+def test_a_schedules_own_type_error_is_not_hidden() -> None:
+    """Errors inside a schedule reach the user."""
+    trainer, _, optimizer = make()
+
+    def shape(step: int) -> float:
+        return 1.0 if step < 2 else step + "broken"  # type: ignore[operator]
+
+    LearningRateSchedule(torch.optim.lr_scheduler.LambdaLR(optimizer, shape)).attach(trainer)
+    with pytest.raises(TypeError, match="unsupported operand"):
+        trainer.run(DATA, max_epochs=1)
+
+
+# --- TrainingMetrics ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("logger_first", [True, False])
+def test_training_metrics(logger_first: bool) -> None:
+    """The window's loss is Σloss/Σsize over its applied updates; a reader on the same event sees it, attached before or after."""
+    holder: list[Trainer] = []
+    trainer, _, _ = make(overflow_at(4)(holder), on_nonfinite="skip", max_grad_norm=1.0)
+    holder.append(trainer)
+    outputs: list[Any] = []
+    published: list[dict[str, float]] = []
+
+    def read() -> None:
+        published.append(dict(trainer.state.metrics))
+
+    event = Events.ITERATION_COMPLETED(every=4)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: outputs.append(trainer.state.output))
+    if logger_first:
+        trainer.add_event_handler(event, read)
+        trainer.add_event_handler(Events.COMPLETED, read)
+    TrainingMetrics().attach(trainer, event)
+    if not logger_first:
+        trainer.add_event_handler(event, read)
+        trainer.add_event_handler(Events.COMPLETED, read)
+    trainer.run(DATA, max_epochs=1)
+
+    for metrics, window in zip(published, [outputs[:3], outputs[4:]], strict=True):
+        total = sum(output.sample_size for output in window)
+        assert metrics["loss"] == pytest.approx(sum(o.loss * o.sample_size for o in window) / total, rel=1e-14)
+        assert metrics["grad_norm"] == pytest.approx(sum(o.grad_norm for o in window) / len(window), rel=1e-14)
+        assert metrics["clipped"] == sum(o.grad_norm > 1.0 for o in window) / len(window)
+        assert metrics["sample_size"] == total / len(window)
+        assert metrics["samples"] == pytest.approx(sum(o.logs["samples"] for o in window) / total, rel=1e-14)
+        assert metrics["learning_rate"] == 0.05
+        assert metrics["skipped"] == 1
+        assert metrics["samples_per_second"] > 0
+
+
+def test_training_metrics_of_two_groups() -> None:
+    """Each parameter group has its own learning rate, in full precision."""
+    trainer, _, optimizer = make(groups=2)
+    optimizer.param_groups[1]["lr"] = 3e-7
+    TrainingMetrics().attach(trainer)
+    metrics = trainer.run(DATA, max_epochs=1).metrics
+    assert (metrics["learning_rate/0"], metrics["learning_rate/1"]) == (0.05, 3e-7)
+
+
+def test_training_metrics_go_on_in_the_middle_of_a_window() -> None:
+    """A window that is saved and loaded ends as if nothing had happened."""
+    trainer, _, _ = make()
+    whole = TrainingMetrics()
+    whole.attach(trainer, Events.ITERATION_COMPLETED(every=6))
+    saved: dict[str, Any] = {}
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), lambda: saved.update(whole.state_dict()))
+    expected = trainer.run(DATA, max_epochs=1).metrics
+
+    other, model, _ = make()
+    half = TrainingMetrics()
+    half.attach(other, Events.ITERATION_COMPLETED(every=6))
+    other.run(DATA, max_iters=2)
+    half.load_state_dict(saved)
+    metrics = other.run(DATA, max_iters=6).metrics
+    assert {k: v for k, v in metrics.items() if k != "samples_per_second"} == {
+        k: v for k, v in expected.items() if k != "samples_per_second"
+    }
+
+
+# --- Validation -------------------------------------------------------------------------------------------------------------------
+
+
+def scores(monkeypatch: pytest.MonkeyPatch, values: list[float], mode: Any) -> list[tuple[Any, ...]]:
+    """What Validation thinks after each of these scores."""
+    trainer, model, _ = make()
+    evaluator = create_evaluator(model, cuts.forward)
+    remaining = iter(values)
+
+    @evaluator.on(Events.COMPLETED)
+    def replace() -> None:
+        evaluator.state.metrics["loss"] = next(remaining)
+
+    validation = Validation(evaluator, DATA, mode=mode)
+    validation.attach(trainer, Events.ITERATION_COMPLETED)
+    history: list[tuple[Any, ...]] = []
+    trainer.add_event_handler(
+        Events.ITERATION_COMPLETED, lambda: history.append((validation.best, validation.best_update, validation.is_best))
+    )
+    trainer.run(DATA, max_iters=len(values))
+    return history
+
+
+def test_validation_keeps_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a strictly better score is a new best; NaN is none and does not erase the best."""
+    assert scores(monkeypatch, [3.0, math.nan, 3.0, 2.0, 5.0], "min") == [
+        (3.0, 1, True),
+        (3.0, 1, False),
+        (3.0, 1, False),
+        (2.0, 4, True),
+        (2.0, 4, False),
+    ]
+    assert scores(monkeypatch, [math.nan, -3.0, -1.0], "max") == [(None, None, False), (-3.0, 2, True), (-1.0, 3, True)]
+
+
+def test_validation_once_an_update() -> None:
+    """Where the end of an epoch and every N updates meet, it validates once."""
+    trainer, model, _ = make()
+    evaluator = create_evaluator(model, cuts.forward)
+    at: list[int] = []
+    evaluator.add_event_handler(Events.STARTED, lambda: at.append(trainer.state.iteration))
+    Validation(evaluator, DATA).attach(trainer, Events.ITERATION_COMPLETED(every=3) | Events.EPOCH_COMPLETED)
+    trainer.run(DATA, max_epochs=2)
+    assert at == [3, 6, 9, 12]
+
+
+def test_validation_leaves_the_training_as_it_was() -> None:
+    """With validation after each update the parameters end bitwise where they end without it, and modes are put back."""
+    results = []
+    for validates in (False, True):
+        trainer, model, _ = make()
+        model.eval()  # a mode the user chose: the trainer sets it to train, once
+        if validates:
+            Validation(create_evaluator(model, cuts.forward), DATA).attach(trainer, Events.ITERATION_COMPLETED)
+        trainer.add_event_handler(TrainEvents.MICRO_BATCH_STARTED, lambda model=model: None)
+        trainer.run(DATA, max_epochs=1)
+        assert model.training
+        results.append(model.weight.detach().clone())
+    assert torch.equal(*results)
+
+
+def test_validation_names_an_unknown_score() -> None:
+    """A misspelt score is answered with the nearest metric."""
+    trainer, model, _ = make()
+    Validation(create_evaluator(model, cuts.forward), DATA, score="sampels").attach(trainer)
+    with pytest.raises(ValueError, match="did you mean 'samples'"):
+        trainer.run(DATA, max_epochs=1)
+
+
+# --- stopping -----------------------------------------------------------------------------------------------------------------------
+
+
+def test_min_learning_rate() -> None:
+    """The run ends before the first update at or below the minimum; a warm-up from below does not count."""
+    trainer, _, optimizer = make()
+    rates = [0.0, 0.5, 1.0, 0.5, 0.1, 0.01, 0.001]
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rates[min(step, 6)])
+    LearningRateSchedule(scheduler).attach(trainer)
+    stop = MinLearningRate(optimizer, minimum=0.0005)
+    stop.attach(trainer)
+    used: list[float] = []
+    trainer.add_event_handler(TrainEvents.GRADIENTS_READY, lambda: used.append(trainer.state.output.learning_rates[0]))
+    trainer.run(DATA, max_epochs=10)
+    assert used == [0.05 * rate for rate in rates[:5]]
+    trainer.run(DATA, max_epochs=10)
+    assert len(used) == 5  # running a finished job adds nothing
+
+
+def test_time_limit() -> None:
+    """No update begins after the limit; the time of earlier runs counts; a job that is out of time adds nothing."""
+    trainer, _, _ = make()
+    limit = TimeLimit(seconds=1000)
+    limit.attach(trainer)
+    trainer.run(DATA, max_epochs=1)
+    assert 0 < limit.elapsed_seconds < 1000
+
+    late, _, _ = make()
+    limit = TimeLimit(seconds=1000)
+    limit.load_state_dict({"elapsed_seconds": 999.9999999})
+    limit.attach(late)
+    late.run(DATA, max_epochs=1)
+    assert late.state.num_steps <= 1
+
+    over, _, _ = make()
+    limit = TimeLimit(seconds=1000)
+    limit.load_state_dict({"elapsed_seconds": 1000.0})
+    limit.attach(over)
+    completed: list[int] = []
+    over.add_event_handler(Events.COMPLETED, lambda: completed.append(over.state.iteration))
+    over.run(DATA, max_epochs=1)
+    assert completed == [0]
+
+
+@pytest.mark.parametrize("seconds", [0, -1, math.nan, "1", True])
+def test_time_limit_refuses(seconds: Any) -> None:
+    """A limit is a positive number of seconds."""
+    with pytest.raises((TypeError, ValueError), match="seconds must be"):
+        TimeLimit(seconds=seconds)
+
+
+# --- showing ---------------------------------------------------------------------------------------------------------------------------
+
+
+def test_progress_log(capsys: pytest.CaptureFixture[str]) -> None:
+    """A line every N updates with the metrics, one for each validation, one at the end, with the skips."""
+    holder: list[Trainer] = []
+    trainer, model, _ = make(overflow_at(2)(holder), on_nonfinite="skip")
+    holder.append(trainer)
+    evaluator = create_evaluator(model, cuts.forward)
+    Validation(evaluator, DATA).attach(trainer)
+    ProgressLog().attach(trainer, Events.ITERATION_COMPLETED(every=3), evaluator=evaluator)
+    TrainingMetrics().attach(trainer, Events.ITERATION_COMPLETED(every=3))
+    trainer.run(DATA, max_epochs=2)
+    lines = capsys.readouterr().out.splitlines()
+    heads = ["epoch 1, update 3: ", "epoch 1, update 6: ", "validation after update 6: loss ", "epoch 2, update 9: "]
+    heads += ["epoch 2, update 12: ", "validation after update 12: loss ", "finished after 12 updates (11 steps, 1 skipped) in 2 epochs"]
+    assert len(lines) == len(heads)
+    for line, head in zip(lines, heads, strict=True):
+        assert line.startswith(head)
+    assert "skipped 1" in lines[0]
+    assert "loss " in lines[0]
+
+
+class ShownBar(tqdm):  # type: ignore[type-arg]
+    """A bar that is shown though this is no terminal, and remembers whether it was closed."""
+
+    shown: ClassVar[list[ShownBar]] = []
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**(options | {"disable": False, "file": io.StringIO()}))
+        self.is_closed, self.n_at_start = False, self.n
+        self.shown.append(self)
+
+    def close(self) -> None:
+        self.is_closed = True
+        super().close()
+
+
+def test_progress_log_closes_its_bar_when_the_run_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exception ends the bar too; running again opens a new one that starts where the run stands."""
+    monkeypatch.setattr("ignite_train.handlers.progress.tqdm", ShownBar)
+    trainer, _, _ = make()
+    progress = ProgressLog()
+    progress.attach(trainer)
+    failures = [RuntimeError("once")]
+
+    @trainer.on(Events.ITERATION_COMPLETED(once=4))
+    def fail() -> None:
+        if failures:
+            raise failures.pop()
+
+    with pytest.raises(RuntimeError, match="once"):
+        trainer.run(DATA, max_epochs=1)
+    trainer.run(DATA, max_epochs=1)
+    assert [(bar.n_at_start, bar.n, bar.total, bar.is_closed) for bar in ShownBar.shown] == [(0, 4, 6, True), (4, 6, 6, True)]
+
+
+def test_tensorboard(tmp_path: Path) -> None:
+    """Every scalar is written once, at the number of its update, validation under its own tag."""
+    trainer, model, _ = make()
+    evaluator = create_evaluator(model, cuts.forward)
+    Validation(evaluator, DATA).attach(trainer)
+    expected: list[float] = []
+    TensorBoard(tmp_path).attach(trainer, Events.ITERATION_COMPLETED(every=2), evaluator=evaluator)
+    TrainingMetrics().attach(trainer, Events.ITERATION_COMPLETED(every=2))
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(every=2), lambda: expected.append(trainer.state.metrics["loss"]))
+    trainer.run(DATA, max_epochs=2)
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [scalar.step for scalar in events.Scalars("loss")] == [2, 4, 6, 8, 10, 12]
+    assert [scalar.value for scalar in events.Scalars("loss")] == pytest.approx(expected, rel=1e-6)
+    assert [scalar.step for scalar in events.Scalars("validation/loss")] == [6, 12]

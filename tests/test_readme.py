@@ -1,0 +1,27 @@
+"""The README's code runs as it is printed."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+
+
+def test_the_quickstart_runs_as_printed(tmp_path: Path) -> None:
+    """The first block is at most 25 lines, stands on the first screen, and learns what its data hold; the second block goes on."""
+    quickstart, own_handler = BLOCKS
+    assert len(quickstart.splitlines()) <= 25
+    assert README[: README.index("```python")].count("\n") < 30
+    script = tmp_path / "quickstart.py"
+    go_on = "\nfrom ignite_train import TrainEvents\n" + own_handler + "\ntrainer.run(DataLoader(data, batch_size=32), max_epochs=4)\n"
+    script.write_text("import torch\ntorch.manual_seed(0)\n" + quickstart + go_on, encoding="utf-8")
+    result = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=100, check=True)
+    accuracies = [float(value) for value in re.findall(r"accuracy ([0-9.e-]+)", result.stdout)]
+    assert len(accuracies) == 4
+    assert accuracies[-1] > 0.9
+    assert "finished after 96 updates (96 steps, 0 skipped) in 3 epochs" in result.stdout
+    assert "100 {'weight': " in result.stdout
