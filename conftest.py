@@ -30,7 +30,9 @@ def optimizer(model: nn.Module) -> torch.optim.Optimizer:
 @pytest.fixture
 def loader() -> DataLoader[tuple[Tensor, ...]]:
     generator = torch.Generator().manual_seed(1)
-    return DataLoader(TensorDataset(torch.randn(16, 3, generator=generator), torch.randn(16, 1, generator=generator)), batch_size=4)
+    return DataLoader(
+        TensorDataset(torch.randn(16, 3, generator=generator), torch.randn(16, 1, generator=generator)), batch_size=4
+    )
 
 
 @pytest.fixture

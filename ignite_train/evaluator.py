@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from ignite_train import distributed
+from ignite_train.arguments import positive_int
 from ignite_train.engine import Signals
 from ignite_train.forward_output import Forward, ForwardOutput, as_forward_output
 from ignite_train.loop import Loop
@@ -38,7 +40,7 @@ class Evaluator(Loop):
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         self.transfer, self.precision = transfer_to(device), Precision(precision, device)
         self.statistics = Statistics(device)
-        self._device = device
+        self._limit: int | None = None
 
     def run(
         self,
@@ -65,9 +67,10 @@ class Evaluator(Loop):
         if not isinstance(data, Iterable) or isinstance(data, (str, bytes)):
             raise TypeError(f"data must be a loader of micro-batches, got {data!r:.60} of type {type(data).__name__}")
         _refuse_padding(data)
-        limit = max_iters if max_iters is not None else epoch_length
+        limit = epoch_length if max_iters is None else max_iters
+        self._limit = None if limit is None else positive_int("max_iters", limit)
         self.state = State()
-        self.state.max_iters, self.state.max_epochs = limit, None if limit is not None else 1
+        self.state.max_epochs = 1
         self._epoch_open = False
         self.statistics.reset()
         distributed.broadcast_buffers(self.model)
@@ -81,7 +84,7 @@ class Evaluator(Loop):
         return self.state
 
     def _open(self, data: Iterable[Any]) -> _Whole:
-        return _Whole(data)
+        return _Whole(islice(data, self._limit))
 
     def _close_epoch(self, started: float) -> None:
         self._publish()
@@ -98,12 +101,12 @@ class Evaluator(Loop):
 
 
 class _Whole:
-    """One pass over a loader, as it comes."""
+    """One pass over micro-batches, as they come."""
 
     length: int | None = None
 
-    def __init__(self, loader: Iterable[Any]) -> None:
-        self._micro_batches: Iterator[Any] = iter(loader)
+    def __init__(self, micro_batches: Iterator[Any]) -> None:
+        self._micro_batches = micro_batches
 
     def __next__(self) -> Any:
         return next(self._micro_batches)

@@ -20,9 +20,11 @@ class Reduction(Protocol):
 
     Attributes:
         divisor: what the reduced gradient is the sum over ranks divided by.
+        module: the model without a wrapper around it, whose parameters have the names the user gave them.
     """
 
     divisor: int
+    module: nn.Module
 
     def local(self) -> AbstractContextManager[Any]:
         """The context of a forward and backward whose gradients stay on this rank."""
@@ -32,9 +34,16 @@ class Reduction(Protocol):
 
 
 class NoReduction:
-    """One process: there is nobody to reduce with."""
+    """One process: there is nobody to reduce with.
+
+    Args:
+        model: the model.
+    """
 
     divisor = 1
+
+    def __init__(self, model: nn.Module) -> None:
+        self.module = model
 
     def local(self) -> AbstractContextManager[Any]:
         """Nothing to hold back."""
@@ -49,11 +58,13 @@ class HookedReduction:
     """`DistributedDataParallel`: its hooks average gradients in the last backward, overlapping it.
 
     Args:
+        model: `ddp`, or what holds it.
         ddp: the wrapped model.
     """
 
-    def __init__(self, ddp: DistributedDataParallel) -> None:
+    def __init__(self, model: nn.Module, ddp: DistributedDataParallel) -> None:
         self._ddp = ddp
+        self.module = ddp.module if model is ddp else model
         self.divisor = torch.distributed.get_world_size(ddp.process_group)
 
     def local(self) -> AbstractContextManager[Any]:
@@ -99,7 +110,7 @@ class _NoGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_grad_outputs: Any) -> tuple[None, ...]:
-        return (None,) * ctx.count
+        return (None,) * int(ctx.count)
 
 
 def reduction_for(model: nn.Module) -> Reduction:
@@ -122,12 +133,12 @@ def reduction_for(model: nn.Module) -> Reduction:
                 f"model must be wrapped to train on {distributed.world_size()} ranks, got a bare {type(model).__name__}; pass "
                 "idist.auto_model(model) or DistributedDataParallel(model)"
             )
-        return NoReduction()
+        return NoReduction(model)
     covered = {id(parameter) for parameter in ddp.parameters()}
     stray = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in covered]
     if stray:
         raise ValueError(f"model must have all trainable parameters inside DistributedDataParallel, got {stray[0]!r} outside")
-    reduction = HookedReduction(ddp)
+    reduction = HookedReduction(model, ddp)
     if reduction.divisor != distributed.world_size():
         raise ValueError(
             f"model must be reduced over all {distributed.world_size()} ranks, got a process_group of {reduction.divisor}"

@@ -90,7 +90,7 @@ def create_trainer(
         loss_scaling=_default_scaling(precision) if loss_scaling is None else _check_scaling(loss_scaling),
         reduction=reduction,
         statistics=Statistics(device),
-        gradients=Gradients(model, optimizer),
+        gradients=Gradients(reduction.module, optimizer),
         max_grad_norm=max_grad_norm,
         on_nonfinite=on_nonfinite,
         retain_graph=retain_graph,

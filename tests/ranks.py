@@ -44,7 +44,9 @@ def run_ranks(function: Callable[..., Any], *args: Any, world_size: int = 2, tim
                 process.join()
     if all(ok for ok, _ in outcomes):
         return [value for _, value in outcomes]
-    raise RanksFailedError("\n".join(f"rank {rank}: {'returned' if ok else value}" for rank, (ok, value) in enumerate(outcomes)))
+    raise RanksFailedError(
+        "\n".join(f"rank {rank}: {'returned' if ok else value}" for rank, (ok, value) in enumerate(outcomes))
+    )
 
 
 def _collect(pipes: list[Connection], deadline: float) -> list[tuple[bool, Any]]:

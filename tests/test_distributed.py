@@ -23,8 +23,8 @@ from ignite_train import (
     ShardedSampler,
     StaticLossScaling,
     TorchLossScaling,
-    TrainEvents,
     Trainer,
+    TrainEvents,
     create_evaluator,
     create_trainer,
 )
@@ -32,7 +32,9 @@ from ignite_train.handlers import TimeLimit, TrainingMetrics, Validation
 from ranks import RanksFailedError, run_ranks
 
 
-def make(forward: Callable[..., Any] = cuts.forward, model: nn.Module | None = None, **options: Any) -> tuple[Trainer, nn.Module]:
+def make(
+    forward: Callable[..., Any] = cuts.forward, model: nn.Module | None = None, **options: Any
+) -> tuple[Trainer, nn.Module]:
     """A trainer with SGD and momentum around a model in DDP, and the model inside."""
     model = cuts.linear() if model is None else model
     optimizer = torch.optim.SGD(model.parameters(), lr=cuts.LEARNING_RATE, momentum=0.9)
@@ -50,7 +52,7 @@ def shard(sizes: list[list[int]]) -> list[Any]:
     return cuts.cut(cuts.samples(), sizes[rank], start=sum(map(sum, sizes[:rank])))
 
 
-# --- what crosses the ranks -----------------------------------------------------------------------------------------------
+# --- what crosses the ranks ---
 
 
 def count_collectives(accumulation_steps: int) -> dict[str, int]:
@@ -101,7 +103,7 @@ def test_ranks_may_log_different_names() -> None:
     assert first[1] == first[2] == {"both": 6.0, "late": 5.0, "zero": 0.0}
 
 
-# --- deciding alike -------------------------------------------------------------------------------------------------------
+# --- deciding alike ---
 
 
 def nan_on_rank_one(site: str, on_nonfinite: str, scaling: bool) -> dict[str, Any]:
@@ -167,7 +169,7 @@ def test_an_update_without_samples_moves_nothing_on_any_rank() -> None:
     assert (num_steps, num_skipped) == (2, 1)
 
 
-# --- ending together --------------------------------------------------------------------------------------------------------
+# --- ending together ---
 
 
 class Unsized:
@@ -251,7 +253,7 @@ def test_a_loader_shorter_than_its_length_hangs_nobody() -> None:
     assert run_ranks(lying_loader) == [3, 3]
 
 
-# --- what DDP does on the side ----------------------------------------------------------------------------------------------
+# --- what DDP does on the side ---
 
 
 class Normalised(nn.Module):
@@ -289,7 +291,7 @@ def test_buffers_and_unused_parameters_with_uneven_ranks(unused: bool, sized: bo
     assert first["idle"] == ([1.0, 1.0] if unused else None)
 
 
-# --- evaluation -------------------------------------------------------------------------------------------------------------
+# --- evaluation ---
 
 
 def evaluate(sizes: list[list[int]]) -> dict[str, float]:
@@ -359,7 +361,7 @@ def test_the_sharded_sampler_deals_every_sample_once(shuffle: bool) -> None:
     assert (first[0] != first[1]) == shuffle
 
 
-# --- wrong set-ups ------------------------------------------------------------------------------------------------------------
+# --- wrong set-ups ---
 
 
 def bare_model() -> str:

@@ -17,7 +17,7 @@ from torch import nn
 from tqdm import tqdm
 
 import cuts
-from ignite_train import FairseqLossScaling, ForwardOutput, TrainEvents, Trainer, create_evaluator, create_trainer
+from ignite_train import FairseqLossScaling, ForwardOutput, Trainer, TrainEvents, create_evaluator, create_trainer
 from ignite_train.handlers import (
     EmptyCache,
     LearningRateSchedule,
@@ -56,7 +56,7 @@ def overflow_at(*updates: int) -> Callable[[Trainer], Callable[..., ForwardOutpu
     return bind
 
 
-# --- EmptyCache -----------------------------------------------------------------------------------------------------------
+# --- EmptyCache ---
 
 
 @pytest.mark.parametrize(
@@ -86,11 +86,11 @@ def test_empty_cache_without_an_accelerator() -> None:
     assert trainer.run(DATA, max_epochs=1).num_steps == 6
 
 
-# --- LossScaleLogger --------------------------------------------------------------------------------------------------------
+# --- LossScaleLogger ---
 
 
 def test_loss_scale_logger(caplog: pytest.LogCaptureFixture) -> None:
-    """The metric is the scale each update used, also in skipped ones and whatever the order of attaching; changes are logged."""
+    """The metric is the scale each update used, skipped or not, whatever the order of attaching; changes are logged."""
     holder: list[Trainer] = []
     trainer, _, _ = make(overflow_at(3)(holder), loss_scaling=FairseqLossScaling(8.0, scale_window=4))
     holder.append(trainer)
@@ -108,7 +108,7 @@ def test_loss_scale_logger(caplog: pytest.LogCaptureFixture) -> None:
     ]
 
 
-# --- LearningRateSchedule -----------------------------------------------------------------------------------------------------
+# --- LearningRateSchedule ---
 
 
 def test_schedule_follows_applied_updates() -> None:
@@ -155,12 +155,12 @@ def test_a_schedules_own_type_error_is_not_hidden() -> None:
         trainer.run(DATA, max_epochs=1)
 
 
-# --- TrainingMetrics ------------------------------------------------------------------------------------------------------------
+# --- TrainingMetrics ---
 
 
 @pytest.mark.parametrize("logger_first", [True, False])
 def test_training_metrics(logger_first: bool) -> None:
-    """The window's loss is Σloss/Σsize over its applied updates; a reader on the same event sees it, attached before or after."""
+    """The window's loss is Σloss/Σsize over its applied updates; a reader on the same event sees it, whenever attached."""
     holder: list[Trainer] = []
     trainer, _, _ = make(overflow_at(4)(holder), on_nonfinite="skip", max_grad_norm=1.0)
     holder.append(trainer)
@@ -211,7 +211,7 @@ def test_training_metrics_go_on_in_the_middle_of_a_window() -> None:
     trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), lambda: saved.update(whole.state_dict()))
     expected = trainer.run(DATA, max_epochs=1).metrics
 
-    other, model, _ = make()
+    other, _, _ = make()
     half = TrainingMetrics()
     half.attach(other, Events.ITERATION_COMPLETED(every=6))
     other.run(DATA, max_iters=2)
@@ -222,7 +222,7 @@ def test_training_metrics_go_on_in_the_middle_of_a_window() -> None:
     }
 
 
-# --- Validation -------------------------------------------------------------------------------------------------------------------
+# --- Validation ---
 
 
 def scores(monkeypatch: pytest.MonkeyPatch, values: list[float], mode: Any) -> list[tuple[Any, ...]]:
@@ -291,7 +291,7 @@ def test_validation_names_an_unknown_score() -> None:
         trainer.run(DATA, max_epochs=1)
 
 
-# --- stopping -----------------------------------------------------------------------------------------------------------------------
+# --- stopping ---
 
 
 def test_min_learning_rate() -> None:
@@ -342,7 +342,7 @@ def test_time_limit_refuses(seconds: Any) -> None:
         TimeLimit(seconds=seconds)
 
 
-# --- showing ---------------------------------------------------------------------------------------------------------------------------
+# --- showing ---
 
 
 def test_progress_log(capsys: pytest.CaptureFixture[str]) -> None:
@@ -357,7 +357,11 @@ def test_progress_log(capsys: pytest.CaptureFixture[str]) -> None:
     trainer.run(DATA, max_epochs=2)
     lines = capsys.readouterr().out.splitlines()
     heads = ["epoch 1, update 3: ", "epoch 1, update 6: ", "validation after update 6: loss ", "epoch 2, update 9: "]
-    heads += ["epoch 2, update 12: ", "validation after update 12: loss ", "finished after 12 updates (11 steps, 1 skipped) in 2 epochs"]
+    heads += [
+        "epoch 2, update 12: ",
+        "validation after update 12: loss ",
+        "finished after 12 updates (11 steps, 1 skipped) in 2 epochs",
+    ]
     assert len(lines) == len(heads)
     for line, head in zip(lines, heads, strict=True):
         assert line.startswith(head)

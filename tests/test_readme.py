@@ -17,7 +17,11 @@ def test_the_quickstart_runs_as_printed(tmp_path: Path) -> None:
     assert len(quickstart.splitlines()) <= 25
     assert README[: README.index("```python")].count("\n") < 30
     script = tmp_path / "quickstart.py"
-    go_on = "\nfrom ignite_train import TrainEvents\n" + own_handler + "\ntrainer.run(DataLoader(data, batch_size=32), max_epochs=4)\n"
+    go_on = (
+        "\nfrom ignite_train import TrainEvents\n"
+        + own_handler
+        + "\ntrainer.run(DataLoader(data, batch_size=32), max_epochs=4)\n"
+    )
     script.write_text("import torch\ntorch.manual_seed(0)\n" + quickstart + go_on, encoding="utf-8")
     result = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=100, check=True)
     accuracies = [float(value) for value in re.findall(r"accuracy ([0-9.e-]+)", result.stdout)]

@@ -1,0 +1,74 @@
+"""What several test files share: one small regression, and a view of any state that is equal only bit by bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+from ignite_train import ForwardOutput, Trainer, create_trainer
+
+Batch = tuple[Tensor, Tensor]
+
+
+class Setup(NamedTuple):
+    """A trainer and what it moves."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    trainer: Trainer
+
+    def contents(self) -> Any:
+        """Parameters, moments and the trainer's own state, bit by bit."""
+        return _bits([self.model.state_dict(), self.optimizer.state_dict(), self.trainer.state_dict()])
+
+
+def summed_loss(model: nn.Module, batch: Batch) -> ForwardOutput:
+    """The summed squared error, weighed by its samples."""
+    x, y = batch
+    return ForwardOutput(mse_loss(model(x), y, reduction="sum"), len(y), {"samples": len(y)})
+
+
+@pytest.fixture
+def micro_batches() -> list[Batch]:
+    """Five micro-batches of 3, 1, 4, 2 and 3 samples."""
+    generator = torch.Generator().manual_seed(1)
+    return [(torch.randn(size, 4, generator=generator), torch.randn(size, 1, generator=generator)) for size in (3, 1, 4, 2, 3)]
+
+
+@pytest.fixture
+def build() -> Callable[..., Setup]:
+    """Makes a small regression with the same weights each time: `build(accumulation_steps=2, optimizer=..., dtype=...)`."""
+
+    def build(
+        forward: Callable[..., Any] = summed_loss,
+        *,
+        optimizer: Callable[..., torch.optim.Optimizer] = lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+        dtype: torch.dtype = torch.float32,
+        **arguments: Any,
+    ) -> Setup:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).to(dtype)
+        built = optimizer(model.parameters())
+        return Setup(model, built, create_trainer(model, built, forward, **arguments))
+
+    return build
+
+
+@pytest.fixture
+def bits() -> Callable[[Any], Any]:
+    """Turns nested state into plain values that are equal only if every tensor in it is bitwise equal."""
+    return _bits
+
+
+def _bits(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.dtype, tuple(value.shape), bytes(value.detach().reshape(-1).view(torch.uint8).tolist())
+    if isinstance(value, Mapping):
+        return {key: _bits(entry) for key, entry in value.items()}
+    return [_bits(entry) for entry in value] if isinstance(value, (list, tuple)) else value

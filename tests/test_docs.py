@@ -1,0 +1,234 @@
+"""The documents speak of what exists: files, names, commands, and the order in which the events fire."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import importlib
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import ignite.distributed
+import ignite.engine
+import ignite.handlers
+import ignite.metrics
+import pytest
+import torch
+from ignite.engine import Events
+
+from ignite_train import Trainer, TrainEvents, create_trainer
+
+ROOT = Path(__file__).parent.parent
+DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+pytestmark = pytest.mark.skipif(not (ROOT / "ignite_train").is_dir(), reason="looks at a checkout, and this is none")
+
+FOLDERS = ("", ".ci", "benchmarks", "docs", "examples", "handlers", "ignite_train", "tests")
+FOREIGN_FILES = {
+    "handlers.py": "a module of the user's own",
+    "train.py": "the user's script",
+}
+FOREIGN_NAMES = {
+    "DynamicLossScaler": "fairseq and DeepSpeed",
+}
+ELSEWHERE = (
+    builtins,
+    torch,
+    torch.amp,
+    torch.autograd,
+    torch.distributed,
+    torch.nn,
+    torch.nn.parallel,
+    torch.optim,
+    torch.optim.lr_scheduler,
+    torch.utils.data,
+    torch.utils.data.distributed,
+    ignite.distributed,
+    ignite.engine,
+    ignite.handlers,
+    ignite.metrics,
+)
+
+_FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+_INLINE = re.compile(r"`([^`\n]+)`")
+_LINK = re.compile(r"\]\(([^)#\s]+)")
+_CHAIN = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*")
+_MODULE = re.compile(r"\bignite_train(?:\.[A-Za-z_]\w*)+")
+_COMMAND = re.compile(r"^(?:\$ )?make ([a-z][\w-]*)", re.MULTILINE)
+_FILE = re.compile(r"[\w.*-]+\.(?:py|md|toml|txt)")
+
+
+def _name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+each_document = pytest.mark.parametrize("document", DOCS, ids=_name)
+
+
+@pytest.fixture(scope="module")
+def trainer() -> Trainer:
+    """A trainer that has run, so that everything a document can speak of is there."""
+    model = torch.nn.Linear(1, 1)
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda model, x: model(x).sum())
+    trainer.run([torch.ones(1, 1)])
+    return trainer
+
+
+def _code(document: Path) -> tuple[list[str], list[tuple[str, str]]]:
+    """What stands between single backticks, and the fenced blocks with their language."""
+    text = document.read_text(encoding="utf-8")
+    return _INLINE.findall(_FENCE.sub("", text)), _FENCE.findall(text)
+
+
+# --- files and commands ---
+
+
+def _paths(text: str) -> Iterator[str]:
+    """The words that look like a file of this repository, with the test in it if one is named."""
+    for word in re.split(r"[\s,;()'\"=→│├└─]+", text):
+        path = word.rstrip(".:")
+        first, _, rest = path.partition("/")
+        if "<" not in path and ((rest and first in FOLDERS[1:]) or _FILE.fullmatch(path.partition("::")[0])):
+            yield path
+
+
+def _path_exists(path: str) -> bool:
+    path, _, test = path.partition("::")
+    folders = FOLDERS if "/" not in path else ("",)
+    found = [match for folder in folders for match in (ROOT / folder).glob(path.rstrip("/"))]
+    return path in FOREIGN_FILES or any(not test or f"def {test}(" in match.read_text(encoding="utf-8") for match in found)
+
+
+@each_document
+def test_every_file_that_is_named_exists(document):
+    """A path in code or in a link leads to a file of this repository."""
+    inline, blocks = _code(document)
+    named = {path for text in [*inline, *(text for _, text in blocks)] for path in _paths(text)}
+    linked = {link for link in _LINK.findall(document.read_text(encoding="utf-8")) if ":" not in link}
+
+    assert sorted(path for path in named if not _path_exists(path)) == []
+    assert sorted(link for link in linked if not (document.parent / link).exists()) == []
+
+
+@each_document
+def test_every_command_that_is_named_exists(document):
+    """A `make` command in a document is a target of the Makefile."""
+    inline, blocks = _code(document)
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+
+    assert set(_COMMAND.findall("\n".join([*inline, *(text for _, text in blocks)]))) <= targets
+
+
+# --- names ---
+
+
+def _has(owner: Any, attributes: list[str]) -> bool:
+    """Whether `owner.a.b...` exists; an attribute that a class only declares counts."""
+    for index, name in enumerate(attributes):
+        declared = {key for kind in getattr(owner, "__mro__", ()) for key in vars(kind).get("__annotations__", ())}
+        if hasattr(owner, name):
+            owner = getattr(owner, name)
+        else:
+            return name in declared and index == len(attributes) - 1
+    return True
+
+
+def _module_exists(dotted: str) -> bool:
+    """Whether `ignite_train.a.b.c` can be imported, or is a name in what can be."""
+    parts = dotted.split(".")
+    for end in range(len(parts), 0, -1):
+        try:
+            owner = importlib.import_module(".".join(parts[:end]))
+        except ModuleNotFoundError:
+            continue
+        return _has(owner, parts[end:])
+    return False
+
+
+def _name_exists(chain: str) -> bool:
+    """Whether a capitalised name, with what follows it, is one of ours or of what we stand on."""
+    head, *rest = chain.split(".")
+    modules = [*(ROOT / "ignite_train").glob("[!_]*.py"), *(ROOT / "ignite_train/handlers").glob("[!_]*.py")]
+    ours = [importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts)) for path in modules]
+    if head.isupper():  # an event, or a constant of somebody's
+        is_event = head.endswith(("_STARTED", "_COMPLETED", "_SKIPPED", "_READY", "_MEMORY"))
+        return not is_event or _has(TrainEvents, [head]) or _has(Events, [head])
+    return head in FOREIGN_NAMES or any(_has(module, [head, *rest]) for module in (*ours, *ELSEWHERE))
+
+
+@each_document
+def test_every_name_of_this_library_exists(document, trainer):
+    """A module, class, event or attribute that a document names is in the code."""
+    inline, blocks = _code(document)
+    chains = {match.group() for token in inline if (match := _CHAIN.match(token)) and not _FILE.fullmatch(token)}
+    modules = set(_MODULE.findall("\n".join([*inline, *(text for _, text in blocks)])))
+    roots = {"trainer": trainer, "state": trainer.state, "output": trainer.state.output}
+    attributes = {chain for chain in chains if chain.partition(".")[0] in roots}
+
+    assert sorted(module for module in modules if not _module_exists(module)) == []
+    assert sorted(chain for chain in chains if chain[0].isupper() and not _name_exists(chain)) == []
+    assert sorted(chain for chain in attributes if not _has(roots[chain.split(".")[0]], chain.split(".")[1:])) == []
+
+
+@each_document
+def test_every_import_that_is_shown_works(document):
+    """What a Python block imports from this library is public."""
+    for language, text in _code(document)[1]:
+        if language != "python":
+            continue
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "ignite_train":
+                package = importlib.import_module(node.module or "")
+                assert {alias.name for alias in node.names} <= {*package.__all__, "handlers"}
+
+
+# --- what the documents promise ---
+
+
+def test_every_dependency_has_its_reason():
+    """docs/decisions.md says of each dependency in pyproject.toml why it is there."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    project, tools = settings["project"], settings["build-system"]["requires"]
+    required = [
+        *project["dependencies"],
+        *tools,
+        *(one for extra in project["optional-dependencies"].values() for one in extra),
+    ]
+    names = {re.split(r"[^\w.-]", requirement, maxsplit=1)[0] for requirement in required}
+
+    assert sorted(names - set(_INLINE.findall((ROOT / "docs/decisions.md").read_text(encoding="utf-8")))) == []
+
+
+def test_every_file_of_the_core_is_in_the_architecture():
+    """docs/architecture.md names each file of the core."""
+    inline, blocks = _code(ROOT / "docs/architecture.md")
+    named = {path for text in [*inline, *(text for _, text in blocks)] for path in _paths(text)}
+
+    assert sorted({path.name for path in (ROOT / "ignite_train").glob("[!_]*.py")} - named) == []
+
+
+def test_the_timeline_is_what_happens():
+    """The table in docs/architecture.md lists the events in the order in which they fire, with the counters they filter on."""
+    text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    rows = [_INLINE.findall(line) for line in text.splitlines() if re.match(r"\| `[A-Z_]+`", line)]
+    documented = [row for row in rows if row[0] not in {"STEP_SKIPPED", "OUT_OF_MEMORY"}]
+    model, fired = torch.nn.Linear(1, 1), []
+    trainer = create_trainer(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), lambda model, x: model(x).sum(), accumulation_steps=2
+    )
+    for event in (*Events, *TrainEvents):
+        if event is not Events.EXCEPTION_RAISED:
+            trainer.add_event_handler(event, lambda trainer, name: fired.append(name), event.name)
+    trainer.run([torch.ones(1, 1)] * 2)
+
+    assert [row[0] for row in documented] == list(dict.fromkeys(fired))
+    assert [row[0] for row in rows if row[1] != trainer.state.event_to_attr[row[0]]] == []
+    assert {event.name for event in TrainEvents} <= {row[0] for row in rows}
+
+
+def test_contributing_is_short():
+    """What a contributor must read fits on one page."""
+    assert len((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").splitlines()) <= 60

@@ -1,0 +1,238 @@
+"""Loss scaling: every policy against the sequences of the system whose rule it has, and its state through a checkpoint."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import random
+from typing import Any
+
+import pytest
+import torch
+from ignite.engine import Events
+
+from ignite_train import (
+    DeepSpeedLossScaling,
+    FairseqLossScaling,
+    LossScaleFloorError,
+    NoLossScaling,
+    StaticLossScaling,
+    TorchLossScaling,
+)
+
+GOOD = [0] * 10
+EARLY = [1, 1, 0, 0, 0, 1, 0, 0, 0, 0]
+MIXED = [0, 1, 0, 1, 1, 0, 0, 0, 1, 0, 1]
+
+torch_like = lambda: TorchLossScaling(256.0, growth_interval=2)  # noqa: E731
+fairseq_like = lambda: FairseqLossScaling(256.0, scale_window=2)  # noqa: E731
+impatient = lambda: DeepSpeedLossScaling(256.0, scale_window=2, hysteresis=1)  # noqa: E731
+patient = lambda: DeepSpeedLossScaling(256.0, scale_window=2, hysteresis=2)  # noqa: E731
+forgiving = lambda: DeepSpeedLossScaling(256.0, scale_window=2, hysteresis=2, consecutive_hysteresis=True)  # noqa: E731
+
+
+def scales(policy: Any, overflows: list[int]) -> list[float]:
+    """The scale after each update."""
+    after = []
+    for overflow in overflows:
+        policy.update(overflow=bool(overflow))
+        after.append(policy.scale)
+    return after
+
+
+# What the systems themselves gave, run side by side: initial scale 256, window 2, an overflow where there is a 1.
+@pytest.mark.parametrize(
+    ("policy", "overflows", "expected"),
+    [
+        (torch_like, GOOD, [256, 512, 512, 1024, 1024, 2048, 2048, 4096, 4096, 8192]),
+        (fairseq_like, GOOD, [256, 512, 512, 1024, 1024, 2048, 2048, 4096, 4096, 8192]),
+        (impatient, GOOD, [256, 256, 512, 512, 1024, 1024, 2048, 2048, 4096, 4096]),
+        (patient, GOOD, [256, 256, 512, 512, 1024, 1024, 2048, 2048, 4096, 4096]),
+        (forgiving, GOOD, [256, 256, 512, 512, 1024, 1024, 2048, 2048, 4096, 4096]),
+        (torch_like, EARLY, [128, 64, 64, 128, 128, 64, 64, 128, 128, 256]),
+        (fairseq_like, EARLY, [128, 64, 64, 128, 128, 64, 64, 128, 128, 256]),
+        (impatient, EARLY, [128, 64, 64, 64, 128, 64, 64, 64, 128, 128]),
+        (patient, EARLY, [256, 128, 128, 128, 256, 256, 256, 256, 512, 512]),
+        (forgiving, EARLY, [256, 128, 128, 128, 256, 256, 256, 256, 512, 512]),
+        (torch_like, MIXED, [256, 128, 128, 64, 32, 32, 64, 64, 32, 32, 16]),
+        (fairseq_like, MIXED, [256, 128, 128, 64, 32, 32, 64, 64, 32, 32, 16]),
+        (impatient, MIXED, [256, 128, 128, 64, 32, 32, 32, 64, 32, 32, 16]),
+        (patient, MIXED, [256, 256, 256, 128, 64, 64, 64, 128, 128, 128, 64]),
+        (forgiving, MIXED, [256, 256, 256, 256, 128, 128, 128, 256, 256, 256, 256]),
+    ],
+)
+def test_sequences(policy, overflows, expected):
+    """Each policy gives the scales that its system gives, update by update."""
+    assert scales(policy(), overflows) == expected
+
+
+@pytest.mark.parametrize(
+    ("tolerance", "overflows_at", "expected"),
+    [
+        (0.0, {5}, [8, 8, 8, 16, 16, 8, 8, 8, 8, 16, 16, 16]),
+        (0.5, {3, 4, 5, 6}, [8, 8, 8, 8, 8, 4, 2, 2, 2, 2, 4, 4]),
+    ],
+)
+def test_fairseq_tolerance(tolerance, overflows_at, expected):
+    """Fairseq's own sequences: initial scale 8, window 4; with a tolerance only frequent overflows halve."""
+    policy = FairseqLossScaling(8.0, scale_window=4, tolerance=tolerance)
+    assert scales(policy, [int(index in overflows_at) for index in range(12)]) == expected
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("chance", [0.0, 0.1, 0.5])
+def test_torch_is_grad_scaler(seed, chance):
+    """The scales are those of a real `torch.amp.GradScaler` fed the same overflows, and so are the updates it skips."""
+    draw = random.Random(seed)
+    interval, growth, backoff = draw.randint(1, 4), draw.choice([2.0, 4.0]), draw.choice([0.5, 0.25])  # exact in float32 too
+    arguments = {"growth_interval": interval, "growth_factor": growth, "backoff_factor": backoff}
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, **arguments)
+    policy = TorchLossScaling(2.0**10, max_scale=2.0**120, min_scale=2.0**-120, **arguments)
+    weight = torch.nn.Parameter(torch.zeros(()))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    for _ in range(40):
+        overflow = draw.random() < chance
+        scaler.scale(weight * (math.inf if overflow else 1.0)).backward()
+        before = weight.item()
+        scaler.step(optimizer)
+        scaler.update()
+        assert (weight.item() == before) == overflow
+        optimizer.zero_grad()
+        policy.update(overflow=overflow)
+        assert policy.scale == scaler.get_scale()
+
+
+@pytest.mark.parametrize(
+    ("policy", "lowered"),
+    [
+        (lambda on_floor: DeepSpeedLossScaling(8.0, hysteresis=1, min_scale=2.0, on_floor=on_floor), [4, 2]),
+        (lambda on_floor: FairseqLossScaling(8.0, min_scale=2.0, on_floor=on_floor), [4]),
+        (lambda on_floor: TorchLossScaling(8.0, min_scale=2.0, on_floor=on_floor), [4, 2]),
+    ],
+    ids=["deepspeed", "fairseq", "torch"],
+)
+def test_floor(policy, lowered):
+    """At the floor the policy raises, with the scale as it was and both numbers in the error, or holds it for good."""
+    holding = policy("hold")
+    assert scales(holding, [1] * 6) == (lowered + [lowered[-1]] * 6)[:6]
+    raising = policy("raise")
+    assert scales(raising, [1] * len(lowered)) == lowered
+    for _ in range(2):
+        with pytest.raises(LossScaleFloorError, match=rf"loss scale {lowered[-1]} .* below 2\b") as raised:
+            raising.update(overflow=True)
+        assert (raised.value.loss_scale, raised.value.floor) == (lowered[-1], 2.0)
+        assert raising.scale == lowered[-1]
+
+
+def test_fairseq_threshold_is_a_silent_floor():
+    """Fairseq's `threshold` holds the scale without an error."""
+    assert scales(FairseqLossScaling(8.0, threshold=3.0), [1] * 4) == [4, 3, 3, 3]
+
+
+def test_torch_reaches_far_below_one():
+    """Without a floor of the user's the scale goes on halving, to fractions, as GradScaler's does."""
+    assert scales(TorchLossScaling(8.0), [1] * 8) == [4, 2, 1, 0.5, 0.25, 0.125, 0.0625, 0.03125]
+
+
+@pytest.mark.parametrize(
+    ("policy", "ceiling"),
+    [
+        (TorchLossScaling(growth_interval=1), 2.0**24),
+        (FairseqLossScaling(scale_window=1), 2.0**24),
+        (DeepSpeedLossScaling(scale_window=1), 2.0**24),
+        (TorchLossScaling(100.0, growth_interval=1, max_scale=1000.0), 1000.0),
+    ],
+    ids=["torch", "fairseq", "deepspeed", "own"],
+)
+def test_ceiling(policy, ceiling):
+    """However many good windows, the scale stops at the ceiling, and comes down from there."""
+    assert scales(policy, [0] * 40)[-1] == ceiling
+    assert min(scales(policy, [1] * 2)) < ceiling
+
+
+@pytest.mark.parametrize("policy", [torch_like, fairseq_like, impatient, patient, forgiving])
+@pytest.mark.parametrize("overflows", [GOOD, EARLY, MIXED], ids=["good", "early", "mixed"])
+def test_state_survives_at_every_update(policy, overflows):
+    """Saved after any update, through JSON, and loaded into a fresh policy, the scales to come are the same to the last."""
+    whole = scales(policy(), overflows)
+    for cut in range(len(overflows) + 1):
+        first, second = policy(), policy()
+        scales(first, overflows[:cut])
+        second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+        assert scales(second, overflows[cut:]) == whole[cut:]
+
+
+def test_static_and_none_keep_theirs():
+    """A static scale never moves and comes back from its state; without scaling there is nothing to keep."""
+    static, other, none = StaticLossScaling(512), StaticLossScaling(2.0), NoLossScaling()
+    assert scales(static, MIXED) == [512.0] * len(MIXED)
+    other.load_state_dict(static.state_dict())
+    assert other.scale == 512.0
+    assert scales(none, MIXED) == [1.0] * len(MIXED)
+    assert (none.enabled, static.enabled, none.state_dict()) == (False, True, {})
+
+
+POLICIES = [StaticLossScaling(2.0), TorchLossScaling(), FairseqLossScaling(), DeepSpeedLossScaling()]
+
+
+@pytest.mark.parametrize(
+    ("own", "foreign"),
+    [(own, foreign) for own in POLICIES for foreign in [NoLossScaling(), *POLICIES] if own is not foreign],
+    ids=lambda policy: type(policy).__name__,
+)
+def test_the_state_of_another_policy_is_refused(own, foreign):
+    """A policy takes only the state of its own kind; another's is an error in one line, and nothing of it is taken over."""
+    own = copy.deepcopy(own)
+    before = own.state_dict()
+    with pytest.raises(ValueError, match=type(own).__name__) as raised:
+        own.load_state_dict(foreign.state_dict())
+    assert "\n" not in str(raised.value)
+    assert own.state_dict() == before
+
+
+@pytest.mark.parametrize("own", POLICIES, ids=lambda policy: type(policy).__name__)
+@pytest.mark.parametrize("scale", [math.nan, math.inf, 0.0, -2.0, "512", None], ids=str)
+def test_a_damaged_scale_is_refused(own, scale):
+    """A scale that is no positive finite number is refused when it is loaded, not when it has ruined the gradients."""
+    own = copy.deepcopy(own)
+    before = own.state_dict()
+    with pytest.raises((ValueError, TypeError), match=r"scale") as raised:
+        own.load_state_dict({**before, "scale": scale})
+    assert "\n" not in str(raised.value)
+    assert own.state_dict() == before
+
+
+def test_a_resumed_run_grows_at_the_same_update(build, micro_batches):
+    """A trainer saved one good update short of growing grows its scale at the very next update of the resumed run."""
+
+    def run(saved: Any, updates: int) -> tuple[list[float], Any]:
+        setup = build(loss_scaling=TorchLossScaling(256.0, growth_interval=4))
+        if saved is not None:
+            setup.trainer.load_state_dict(saved)
+        used: list[float] = []
+        setup.trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda engine: used.append(engine.state.output.loss_scale))
+        setup.trainer.run(micro_batches, max_iters=updates)
+        return used, setup.trainer.state_dict()
+
+    whole, _ = run(None, 9)
+    assert whole == [256.0] * 4 + [512.0] * 4 + [1024.0]
+    first, saved = run(None, 3)
+    rest, _ = run(json.loads(json.dumps(saved)), 9)
+    assert first + rest == whole
+
+
+def test_the_floor_ends_a_run_before_anything_moved(build, micro_batches):
+    """In a run the floor's error comes out of `run`, with gradients cleared, counts as before and the scale still there."""
+    model, _, trainer = setup = build(
+        lambda model, batch: model(batch[0]).sum() * math.inf, loss_scaling=TorchLossScaling(8.0, min_scale=4.0)
+    )
+    trainer.run(micro_batches, max_iters=1)
+    before = setup.contents()
+    with pytest.raises(LossScaleFloorError):
+        trainer.run(micro_batches, max_iters=5)
+    after = setup.contents()
+    assert after[:2] == before[:2]
+    assert (trainer.state.iteration, trainer.state.num_skipped) == (1, 1)
+    assert after[2]["update"]["loss_scaling"]["scale"] == 4.0
+    assert all(parameter.grad is None for parameter in model.parameters())
