@@ -24,6 +24,16 @@ check: $(INSTALLED)
 nightly: $(INSTALLED)  ## the tests that take longer than the gate allows
 	$(BIN)/python -m pytest -q -m nightly
 
+wheel-test: $(INSTALLED)  ## the tests against the built wheel, where no checkout is near
+	there=$$(mktemp -d) && trap 'rm -rf "$$there"' EXIT && python="$$PWD/$(BIN)/python" && \
+	"$$python" -m build --no-isolation --wheel --outdir "$$there/dist" . > /dev/null && \
+	"$$python" -m pip install --quiet --no-index --no-deps --target "$$there/installed" "$$there"/dist/*.whl && \
+	cp -R tests examples conftest.py pyproject.toml README.md "$$there" && \
+	cd "$$there" && export PYTHONPATH="$$there/installed" && \
+	"$$python" -c 'import ignite_train.handlers as h, sys; sys.exit(not h.__file__.startswith(sys.argv[1]))' "$$there" && \
+	"$$python" -m pytest -q -o pythonpath= tests && \
+	"$$python" -m pytest -q -o pythonpath= --pyargs ignite_train
+
 curve: $(INSTALLED)  ## train and draw docs/curve.png
 	$(BIN)/python examples/plot_curve.py
 

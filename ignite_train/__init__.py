@@ -11,29 +11,36 @@ from ignite_train.errors import (
 )
 from ignite_train.evaluator import Evaluator, create_evaluator
 from ignite_train.events import TrainEvents
-from ignite_train.forward_output import ForwardOutput
+from ignite_train.forward_output import Forward, ForwardOutput
 from ignite_train.loss_scaling import (
     DeepSpeedLossScaling,
     FairseqLossScaling,
+    LossScaling,
     NoLossScaling,
     StaticLossScaling,
     TorchLossScaling,
 )
+from ignite_train.micro_batches import AccumulationSteps
+from ignite_train.precision import PrecisionName
 from ignite_train.samplers import ShardedSampler
 from ignite_train.state import TrainState, UpdateOutput
 from ignite_train.trainer import create_supervised_trainer, create_trainer
 
 __all__ = [
+    "AccumulationSteps",
     "DeepSpeedLossScaling",
     "Evaluator",
     "FairseqLossScaling",
+    "Forward",
     "ForwardContractError",
     "ForwardOutput",
     "GradientAccessError",
     "LossScaleFloorError",
+    "LossScaling",
     "NoGradientError",
     "NoLossScaling",
     "NonFiniteError",
+    "PrecisionName",
     "ShardedSampler",
     "StaticLossScaling",
     "TorchLossScaling",

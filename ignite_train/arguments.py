@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from numbers import Integral, Real
 from typing import Any
 
-__all__ = ["nearest", "one_of", "positive_int", "real_number"]
+__all__ = ["nearest", "one_of", "positive_int", "real_number", "shown"]
 
 
 def positive_int(name: str, value: Any) -> int:
@@ -19,7 +19,7 @@ def positive_int(name: str, value: Any) -> int:
         ValueError: it is below 1.
     """
     if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"{name} must be a positive integer, got {value!r} of type {type(value).__name__}")
+        raise TypeError(f"{name} must be a positive integer, got {shown(value)}")
     if value < 1:
         raise ValueError(f"{name} must be at least 1, got {value!r}")
     return int(value)
@@ -33,7 +33,7 @@ def real_number(name: str, value: Any, *, above: float = -math.inf, at_least: fl
         ValueError: it is NaN, infinite or out of bounds.
     """
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
+        raise TypeError(f"{name} must be a number, got {shown(value)}")
     number = float(value)
     if not math.isfinite(number):
         raise ValueError(f"{name} must be finite, got {value!r}")
@@ -57,8 +57,13 @@ def one_of(name: str, value: Any, choices: Iterable[str]) -> str:
     raise ValueError(f"{name} must be one of {allowed}, got {value!r}{nearest(value, choices)}")
 
 
+def shown(value: Any) -> str:
+    """Returns the value and its type for a message: one line, however the value prints, and a short one."""
+    return f"{' '.join(repr(value).split()):.60} of type {type(value).__name__}"
+
+
 def nearest(value: Any, choices: Iterable[str]) -> str:
     """Returns `"; did you mean '...'?"` for a misspelt name, or nothing if no choice is near."""
     by_folded = {choice.lower(): choice for choice in choices}
-    matches = difflib.get_close_matches(str(value).lower(), by_folded, n=1)
+    matches = difflib.get_close_matches(str(value).lower(), by_folded, n=1, cutoff=0.5)
     return f"; did you mean {by_folded[matches[0]]!r}?" if matches else ""

@@ -47,7 +47,7 @@ def largest(*values: float) -> list[float]:
         return list(values)
     vector = torch.tensor(values, dtype=torch.float64, device=_device())
     dist.all_reduce(vector, op=dist.ReduceOp.MAX)
-    return [float(value) for value in vector.tolist()]
+    return [float(value) for value in vector.tolist()]  # sync
 
 
 def any_rank(flag: object) -> bool:

@@ -10,7 +10,7 @@ from ignite.engine import RemovableEventHandle
 from torch import Tensor
 
 from ignite_train import distributed
-from ignite_train.arguments import positive_int
+from ignite_train.arguments import positive_int, shown
 from ignite_train.events import EVENT_COUNTERS, TrainEvents
 from ignite_train.loop import Batches, Loop
 from ignite_train.state import TrainState, UpdateOutput
@@ -87,7 +87,7 @@ class Trainer(Loop):
         self.signals = Signals()
         self._update, self._open_groups = update, open_groups
         self._ranks_have_more = True
-        self._groups: Groups
+        self._micro_batches_before = 0  # this update
         self.register_events(*TrainEvents, event_to_attr=EVENT_COUNTERS)
 
     def run(
@@ -120,9 +120,11 @@ class Trainer(Loop):
                 f"epoch_length must be None, got {epoch_length!r}: an epoch is one pass over the loader; "
                 "for data without an end pass max_iters and attach handlers to ITERATION_COMPLETED(every=...)"
             )
-        self._set_limits(max_epochs, max_iters)
-        self._check_data(data)
-        state = self.state
+        self._refuse_nested_run()
+        limits = self._limits(max_epochs, max_iters)
+        loader, state = self._as_loader(data), self.state
+        self._refuse_used_iterator(loader, limits[0])
+        state.max_epochs, state.max_iters = limits
         if self._is_done(state):
             self.logger.warning(
                 f"nothing to do: epoch {state.epoch} and update {state.iteration} are done and the limit is "
@@ -130,7 +132,7 @@ class Trainer(Loop):
             )
             return state
         self.signals = Signals()
-        self._run(data)  # type: ignore[arg-type]  # checked above
+        self._run(loader)
         return state
 
     def terminate(self, skip_completed: bool = False, *, agreed: bool = False) -> None:
@@ -161,7 +163,6 @@ class Trainer(Loop):
             self.terminate(agreed=True)
         if agreed.stop_epoch:
             self.terminate_epoch(agreed=True)
-            self.signals.stop_epoch = False
         self._ranks_have_more = agreed.more_data
 
     def settle(self, *, applied: bool) -> None:
@@ -198,8 +199,10 @@ class Trainer(Loop):
         """Counters, limits, position in the epoch, user keys and the loss scaling, in plain types."""
         state = self.state
         saved: dict[str, Any] = {name: getattr(state, name) for name in _COUNTERS}
+        if self._iterating and not self.settled:  # an update that has not had its effect is not done
+            saved["iteration"], saved["micro_batch"] = state.iteration - 1, self._micro_batches_before
         saved["epochs_completed"] = state.epoch - self._epoch_open
-        saved["epoch_iteration"] = self._epoch_iteration if self._epoch_open else 0
+        saved["epoch_iteration"] = self._epoch_iteration + (self._iterating and self.settled) if self._epoch_open else 0
         saved["epoch_length"], saved["max_epochs"], saved["max_iters"] = state.epoch_length, state.max_epochs, state.max_iters
         saved["update"] = self._update.state_dict()
         return saved | {key: getattr(state, key) for key in self.state_dict_user_keys}
@@ -208,8 +211,11 @@ class Trainer(Loop):
         """Goes back to where `state_dict` was taken. The next `run` goes on from there.
 
         Raises:
-            ValueError: a key is missing or a counter is no count.
+            TypeError: it is no mapping, or a limit is no integer.
+            ValueError: a key is missing, or a counter or a limit is none.
         """
+        if not isinstance(state_dict, Mapping):
+            raise TypeError(f"state_dict must be what Trainer.state_dict() gave, got {shown(state_dict)}")
         expected = [*_COUNTERS, "epochs_completed", "epoch_iteration", "epoch_length", "max_epochs", "max_iters", "update"]
         missing = [key for key in [*expected, *self.state_dict_user_keys] if key not in state_dict]
         if missing:
@@ -217,6 +223,8 @@ class Trainer(Loop):
         for key in (*_COUNTERS, "epochs_completed", "epoch_iteration"):
             if isinstance(state_dict[key], bool) or not isinstance(state_dict[key], int) or state_dict[key] < 0:
                 raise ValueError(f"state_dict[{key!r}] must be an integer of at least 0, got {state_dict[key]!r}")
+        for key in (key for key in ("max_epochs", "max_iters") if state_dict[key] is not None):
+            positive_int(f"state_dict[{key!r}]", state_dict[key])
         self._update.load_state_dict(state_dict["update"])
         for key in (*_COUNTERS, "epoch_length", "max_epochs", "max_iters", *self.state_dict_user_keys):
             setattr(self.state, key, state_dict[key])
@@ -237,7 +245,7 @@ class Trainer(Loop):
     def add_event_handler(self, event_name: Any, handler: Any, *args: Any, **kwargs: Any) -> RemovableEventHandle:
         """As in Ignite; a misspelt event is answered with the nearest one."""
         if not callable(handler):
-            raise TypeError(f"handler must be callable, got {handler!r} of type {type(handler).__name__}")
+            raise TypeError(f"handler must be callable, got {shown(handler)}")
         return super().add_event_handler(event_name, handler, *args, **kwargs)
 
     # --- what the loop asks -----------------------------------------------------------------------------------------------
@@ -246,17 +254,18 @@ class Trainer(Loop):
         first_update = self.state.iteration + 1 - self._epoch_iteration
         groups = self._open_groups(data, epoch=self.state.epoch, first_update=first_update, skip=self._epoch_iteration)
         self._ranks_have_more = groups.length is not None or distributed.any_rank(groups.more)
-        self._groups = groups
         return groups
 
-    def _iterate(self, batch: Any) -> None:
-        self.signals.more_data = self._groups.more
-        super()._iterate(batch)
+    def _fetch(self, batches: Any) -> Any:
+        group = super()._fetch(batches)
+        self.signals.more_data, self._micro_batches_before = batches.more, self.state.micro_batch
+        return group
 
     def _close_epoch(self, started: float) -> None:
         if self._epoch_iteration == 0 and not self.should_terminate_single_epoch:
             raise ValueError(f"data must give at least one micro-batch on some rank, got none in epoch {self.state.epoch}")
         super()._close_epoch(started)
+        self.signals.stop_epoch = False  # what handlers of EPOCH_COMPLETED asked for is done already
 
     def _epoch_is_over(self, batches: Batches) -> bool:
         return super()._epoch_is_over(batches) or not self._ranks_have_more
@@ -267,16 +276,13 @@ class Trainer(Loop):
             self.terminate(agreed=True)
         return super()._stop_between_epochs()
 
-    def _check_data(self, data: Any) -> None:
-        if not isinstance(data, Iterable) or isinstance(data, (str, bytes, Mapping)):
-            raise TypeError(f"data must be a loader of micro-batches, got {data!r:.60} of type {type(data).__name__}")
-        if isinstance(data, Iterator) and (self.state.max_epochs or 1) > 1:
-            raise TypeError(
-                f"data must be a loader that can be iterated {self.state.max_epochs} times, got an iterator of type "
-                f"{type(data).__name__}, which can be read once; pass a list, a DataLoader or an object with __iter__"
-            )
+    def _refuse_used_iterator(self, loader: Iterable[Any], max_epochs: int | None) -> None:
+        half_read = self._epoch_open and loader is self.state.dataloader
+        if isinstance(loader, Iterator) and (half_read or (max_epochs or 1) > 1):
+            why = "is half read" if half_read else f"can be iterated once, not {max_epochs} times"
+            raise TypeError(f"data must be a loader, got an iterator ({type(loader).__name__}), which {why}; pass a DataLoader")
 
-    def _set_limits(self, max_epochs: int | None, max_iters: int | None) -> None:
+    def _limits(self, max_epochs: int | None, max_iters: int | None) -> tuple[int | None, int | None]:
         state = self.state
         if max_epochs is not None and max_iters is not None:
             raise ValueError(f"max_epochs and max_iters exclude each other, got {max_epochs!r} and {max_iters!r}; pass one")
@@ -284,11 +290,10 @@ class Trainer(Loop):
             begun, limit = state.epoch, positive_int("max_epochs", max_epochs)
             if limit < begun:
                 raise ValueError(f"max_epochs must not be below the {begun} epochs already begun, got {max_epochs}")
-            state.max_epochs, state.max_iters = limit, None
-        elif max_iters is not None:
+            return limit, None
+        if max_iters is not None:
             limit = positive_int("max_iters", max_iters)
             if limit < state.iteration:
                 raise ValueError(f"max_iters must not be below the {state.iteration} updates already done, got {max_iters}")
-            state.max_epochs, state.max_iters = None, limit
-        elif state.max_epochs is None and state.max_iters is None:
-            state.max_epochs = 1
+            return None, limit
+        return (1, None) if state.max_epochs is None and state.max_iters is None else (state.max_epochs, state.max_iters)

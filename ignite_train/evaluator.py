@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from ignite_train import distributed
-from ignite_train.arguments import positive_int
+from ignite_train.arguments import positive_int, shown
 from ignite_train.engine import Signals
 from ignite_train.forward_output import Forward, ForwardOutput, as_forward_output
 from ignite_train.loop import Loop
@@ -64,11 +64,11 @@ class Evaluator(Loop):
             TypeError: `data` cannot be iterated.
             ValueError: its sampler repeats samples, which would count twice; or no rank has a sample.
         """
-        if not isinstance(data, Iterable) or isinstance(data, (str, bytes)):
-            raise TypeError(f"data must be a loader of micro-batches, got {data!r:.60} of type {type(data).__name__}")
-        _refuse_padding(data)
-        limit = epoch_length if max_iters is None else max_iters
-        self._limit = None if limit is None else positive_int("max_iters", limit)
+        self._refuse_nested_run()
+        loader = self._as_loader(data)
+        _refuse_padding(loader)
+        name, limit = ("epoch_length", epoch_length) if max_iters is None else ("max_iters", max_iters)
+        self._limit = None if limit is None else positive_int(name, limit)
         self.state = State()
         self.state.max_epochs = 1
         self._epoch_open = False
@@ -77,7 +77,7 @@ class Evaluator(Loop):
         training = [module for module in self.model.modules() if module.training]
         self.model.eval()
         try:
-            self._run(data)
+            self._run(loader)
         finally:
             for module in training:
                 module.training = True
@@ -111,7 +111,7 @@ class _Whole:
     def __next__(self) -> Any:
         return next(self._micro_batches)
 
-    def close(self) -> None:
+    def close(self, *, whole: bool) -> None:
         """Nothing to do."""
 
 
@@ -147,4 +147,8 @@ def create_evaluator(model: nn.Module, forward: Forward, *, precision: Precision
     Returns:
         An engine whose `run(loader)` fills `state.metrics`.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {shown(model)}")
+    if not callable(forward):
+        raise TypeError(f"forward must be callable as forward(model, micro_batch), got {shown(forward)}")
     return Evaluator(model, forward, precision)

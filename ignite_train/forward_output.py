@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from ignite_train.arguments import shown
 from ignite_train.errors import ForwardContractError
 
 __all__ = ["Forward", "ForwardOutput", "as_forward_output"]
@@ -79,4 +80,4 @@ def _check_number(name: str, value: Any) -> None:
 def _describe(value: Any) -> str:
     if value is None:
         return "None (is a return statement missing?)"
-    return f"{value!r:.60} of type {type(value).__name__}"
+    return shown(value)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
-from ignite.engine import Engine, EventEnum, Events, RemovableEventHandle, State
+from ignite.engine import Engine, EventEnum, Events, EventsList, RemovableEventHandle, State
 
-from ignite_train.arguments import nearest
+from ignite_train.arguments import nearest, shown
 from ignite_train.events import Event
 
 __all__ = ["Batches", "Loop"]
@@ -29,8 +29,8 @@ class Batches(Protocol):
 
     def __next__(self) -> Any: ...
 
-    def close(self) -> None:
-        """Called when the epoch ends, however it ends."""
+    def close(self, *, whole: bool) -> None:
+        """Called once, when the pass ends: `whole` by itself or by a request, or else by an exception."""
 
 
 class Loop(Engine):
@@ -68,7 +68,7 @@ class Loop(Engine):
     def prepend_event_handler(self, event: Event, handler: Callable[..., Any]) -> RemovableEventHandle:
         """Adds a handler that runs before all those already attached to `event`: for what others on it will read."""
         handle = self.add_event_handler(event, handler)
-        for single in event if isinstance(event, Iterable) else [event]:
+        for single in event if isinstance(event, EventsList) else [event]:
             handlers = self._event_handlers[single]
             handlers.insert(0, handlers.pop())
         return handle
@@ -91,6 +91,10 @@ class Loop(Engine):
             hint = nearest(name, self._registered)
             raise ValueError(f"event must be one registered on this {type(self).__name__}, got {name!r}{hint}")
 
+    def _handler_wrapper(self, handler: Callable[..., Any], event_name: Any, event_filter: Any) -> Callable[..., Any]:
+        """As in Ignite, but without the cycle from engine to handler to engine: filters see a proxy of the engine."""
+        return Engine._handler_wrapper(weakref.proxy(self), handler, event_name, event_filter)
+
     # --- the loop -------------------------------------------------------------------------------------------------------
 
     def _open(self, data: Iterable[Any]) -> Batches:
@@ -99,8 +103,7 @@ class Loop(Engine):
 
     def _run(self, data: Iterable[Any]) -> None:
         """Runs epochs until the limits of the state are reached or somebody stops the run."""
-        if self._running:
-            raise RuntimeError("run was called inside a handler of the same run; call terminate() there, or use another engine")
+        self._refuse_nested_run()
         state, started = self.state, time.perf_counter()
         self.should_terminate = self.should_terminate_single_epoch = self.should_interrupt = False
         state.dataloader = data
@@ -121,6 +124,15 @@ class Loop(Engine):
             self._running = self._iterating = False
             state.batch = None
 
+    def _refuse_nested_run(self) -> None:
+        if self._running:
+            raise RuntimeError("run was called inside a handler of the same run; call terminate() there, or use another engine")
+
+    def _as_loader(self, data: Any) -> Iterable[Any]:
+        if not isinstance(data, Iterable) or isinstance(data, (str, bytes, Mapping)):
+            raise TypeError(f"data must be a loader of micro-batches, got {shown(data)}")
+        return data
+
     def _run_epoch(self, data: Iterable[Any]) -> None:
         state, started = self.state, time.perf_counter()
         if not self._epoch_open:
@@ -129,18 +141,24 @@ class Loop(Engine):
         self.fire_event(Events.EPOCH_STARTED)
         if self._stopping():
             return
-        batches = self._open(data)
+        batches, whole = self._open(data), False
         state.epoch_length = batches.length
-        while not (over := self._epoch_is_over(batches)) and not self._stopping() and not self._reached_max_iters():
-            self.fire_event(Events.GET_BATCH_STARTED)
-            batch = next(batches, _END)
-            if batch is _END:
-                over = True
-                break
-            self._iterate(batch)
-        if over and not self._stopping():
-            self._close_epoch(started)
-        batches.close()
+        try:
+            while not (over := self._epoch_is_over(batches)) and not self._stopping() and not self._reached_max_iters():
+                self.fire_event(Events.GET_BATCH_STARTED)
+                batch = self._fetch(batches)
+                if batch is _END:
+                    over = True
+                    break
+                self._iterate(batch)
+            if over and not self._stopping():
+                self._close_epoch(started)
+            whole = True
+        finally:
+            batches.close(whole=whole)
+
+    def _fetch(self, batches: Batches) -> Any:
+        return next(batches, _END)
 
     def _iterate(self, batch: Any) -> None:
         state = self.state
@@ -164,6 +182,7 @@ class Loop(Engine):
         self.state.times[Events.EPOCH_COMPLETED.name] = time.perf_counter() - started
         if fires:
             self.fire_event(Events.EPOCH_COMPLETED)
+        self.should_terminate_single_epoch = False  # what its handlers asked for is done already
 
     def _fire_closing_events(self) -> None:
         if self.should_terminate:

@@ -81,8 +81,14 @@ class StaticLossScaling:
         return {"scale": self.scale}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes the scale over."""
-        self.scale = state_dict["scale"]
+        """Takes the scale over.
+
+        Raises:
+            ValueError: it is the state of another policy, or the scale is none.
+        """
+        if set(state_dict) != {"scale"}:
+            raise ValueError(f"StaticLossScaling state must have the key 'scale' alone, got {list(state_dict)}")
+        self.scale = real_number("scale", state_dict["scale"], above=0)
 
 
 class _DynamicLossScaling:
@@ -118,10 +124,11 @@ class _DynamicLossScaling:
         """Takes scale and counters over.
 
         Raises:
-            ValueError: it is the state of another policy.
+            ValueError: it is the state of another policy, or the scale is none.
         """
         if set(state_dict) != set(self._saved):
             raise ValueError(f"{type(self).__name__} state must have the keys {list(self._saved)}, got {list(state_dict)}")
+        real_number("scale", state_dict["scale"], above=0)
         for name in self._saved:
             setattr(self, name, state_dict[name])
 

@@ -40,6 +40,8 @@ class GroupedMicroBatches:
 
     def __init__(self, accumulation_steps: AccumulationSteps) -> None:
         self._steps = accumulation_steps
+        if isinstance(accumulation_steps, bytes):
+            positive_int("accumulation_steps", accumulation_steps)
         if isinstance(accumulation_steps, Sequence):
             if not accumulation_steps:
                 raise ValueError("accumulation_steps must have an entry for the first epoch, got an empty sequence")
@@ -66,7 +68,10 @@ class GroupedMicroBatches:
         if isinstance(self._steps, Sequence):
             return self._steps[min(epoch, len(self._steps)) - 1]
         if callable(self._steps):
-            return positive_int(f"accumulation_steps({update})", self._steps(update))
+            try:
+                return positive_int(f"accumulation_steps({update})", self._steps(update))
+            except StopIteration as error:  # would look like the end of the data
+                raise RuntimeError(f"accumulation_steps({update}) raised StopIteration; only the data ends an epoch") from error
         return self._steps
 
 
@@ -82,6 +87,7 @@ class _Pass:
         self._looks_ahead = self._fills_up and self.length is None
         self._ahead: list[Any] = []
         self._read = 0
+        self._ended = False
         self._micro_batches = iter(loader)
         for _ in range(skip):
             self._take()
@@ -94,16 +100,17 @@ class _Pass:
     def __next__(self) -> list[Any]:
         group = self._take()
         if not group and not self._fills_up:
+            self._ended = True
             raise StopIteration
         if self._looks_ahead:
             self._look_ahead()
         return group
 
-    def close(self) -> None:
-        """Ends the pass; warns if the loader's length was not what it had said."""
-        if self.length is not None and self._done >= self.length:
+    def close(self, *, whole: bool) -> None:
+        """Ends the pass and lets go of the loader; warns if the loader's length was not what it had said."""
+        if whole and self.length is not None and (self._ended or self._done >= self.length):
             surplus = self._announced is not None and next(self._micro_batches, self) is not self
-            if surplus or (self._announced is not None and self._read < self._announced):
+            if surplus or (self._announced is not None and self._read != self._announced):
                 warnings.warn(
                     f"the loader has len() {self._announced} and gave {'more' if surplus else self._read} micro-batches: "
                     f"{'those after are left out of the epoch' if surplus else 'the epoch was shorter'}; mend its __len__",

@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import Sampler
 
 from ignite_train import distributed
-from ignite_train.arguments import real_number
+from ignite_train.arguments import real_number, shown
 
 __all__ = ["ShardedSampler"]
 
@@ -26,8 +26,12 @@ class ShardedSampler(Sampler[int]):
     """
 
     def __init__(self, dataset: Sized, *, shuffle: bool, seed: int = 0) -> None:
+        if not isinstance(dataset, Sized):
+            raise TypeError(f"dataset must have a length, got {shown(dataset)}")
         self._length, self._shuffle = len(dataset), shuffle
         self._seed = int(real_number("seed", seed, at_least=0))
+        if self._seed != seed:
+            raise ValueError(f"seed must be a whole number, got {seed!r}")
         self._epoch = 0
         self._rank, self._world_size = distributed.rank(), distributed.world_size()
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import LBFGS, Optimizer
 
-from ignite_train.arguments import one_of, real_number
+from ignite_train.arguments import one_of, real_number, shown
 from ignite_train.engine import Trainer
 from ignite_train.forward_output import Forward, ForwardOutput
 from ignite_train.gradients import Gradients
@@ -194,14 +194,14 @@ def _check_scaling(loss_scaling: Any) -> LossScaling:
         raise TypeError(
             "loss_scaling must be a policy such as TorchLossScaling(), which has GradScaler's rule; got a GradScaler"
         )
-    if not isinstance(loss_scaling, LossScaling):
-        raise TypeError(f"loss_scaling must be a policy such as TorchLossScaling(), got {loss_scaling!r}")
+    if isinstance(loss_scaling, type) or not isinstance(loss_scaling, LossScaling):
+        raise TypeError(f"loss_scaling must be a policy such as TorchLossScaling(), got {shown(loss_scaling)}")
     return loss_scaling
 
 
 def _check_model(model: Any) -> None:
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {model!r:.60} of type {type(model).__name__}")
+        raise TypeError(f"model must be a torch.nn.Module, got {shown(model)}")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError("model must have parameters that require gradients, got none; call requires_grad_(True) on some")
     for name, parameter in model.named_parameters():
@@ -222,7 +222,7 @@ def _check_model(model: Any) -> None:
 
 def _check_optimizer(model: nn.Module, optimizer: Any) -> None:
     if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {optimizer!r:.60} of type {type(optimizer).__name__}")
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {shown(optimizer)}")
     if isinstance(optimizer, LBFGS):
         raise TypeError(
             "optimizer must not be LBFGS, which calls the model several times a step; use one that steps on gradients"

@@ -6,13 +6,14 @@ import logging
 import math
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ignite_train.arguments import shown
 from ignite_train.engine import Trainer
 from ignite_train.errors import ForwardContractError, NonFiniteError
 from ignite_train.events import TrainEvents
@@ -68,6 +69,8 @@ class Update:
                         self.statistics.start(trainer.signals)  # overlaps backward
                     self._backward(output.loss)
                 fire(TrainEvents.BACKWARD_COMPLETED)
+                if self.create_graph:
+                    self.gradients.detach()
                 state.forward_output = None
                 del output  # and its graph
             if not group:
@@ -78,6 +81,7 @@ class Update:
             totals = self.statistics.finish(self.gradients.norm())
             state.output = decided = self._decide(totals)
             fire(TrainEvents.GRADIENTS_READY)
+            state.output = decided = replace(decided, learning_rates=self._learning_rates())
             self._step(state.iteration, decided)
         except BaseException:
             self._forget()
@@ -96,7 +100,13 @@ class Update:
         return {"loss_scaling": self.loss_scaling.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes it over."""
+        """Takes it over.
+
+        Raises:
+            ValueError: it is no state of an update, or the loss scaling's is not of this policy.
+        """
+        if not isinstance(state_dict, Mapping) or "loss_scaling" not in state_dict:
+            raise ValueError(f"state_dict['update'] must be a mapping with the key loss_scaling, got {shown(state_dict)}")
         self.loss_scaling.load_state_dict(state_dict["loss_scaling"])
 
     def _begin(self) -> None:
@@ -109,29 +119,30 @@ class Update:
             raise ForwardContractError("the loss that forward returned has no graph; return it without .detach() or no_grad()")
         scaled = loss if self.loss_scaling.scale == 1.0 else loss * self.loss_scaling.scale
         torch.autograd.backward(scaled, retain_graph=self.retain_graph or self.create_graph, create_graph=self.create_graph)
-        if self.create_graph:
-            self.gradients.detach()
 
     def _decide(self, totals: Totals) -> UpdateOutput:
         """Judges the update by reduced numbers only, so that every rank comes to the same verdict."""
         scale, size = self.loss_scaling.scale, totals.sample_size
-        loss, norm, reason = math.nan, math.nan, None
+        mean, loss, norm = math.nan, math.nan, math.nan
         if size > 0:
             mean = self.reduction.divisor / (scale * size)
-            self.gradients.ready(mean)
             loss, norm = totals.loss / size, totals.extra * mean
+        self.gradients.ready(mean)
         reason = self._reason_to_skip(size, loss, norm)
         return UpdateOutput(
             loss=loss,
             sample_size=size,
             grad_norm=norm,
             clip_coefficient=clip_coefficient(norm, self.max_grad_norm) if reason is None else 1.0,
-            learning_rates=tuple(float(group["lr"]) for group in self.optimizer.param_groups),
+            learning_rates=self._learning_rates(),
             loss_scale=scale,
             num_micro_batches=totals.num_micro_batches,
             logs=totals.logs,
             skipped_reason=reason,
         )
+
+    def _learning_rates(self) -> tuple[float, ...]:
+        return tuple(float(group["lr"]) for group in self.optimizer.param_groups)
 
     def _reason_to_skip(self, size: float, loss: float, norm: float) -> SkippedReason | None:
         if size == 0:

@@ -84,7 +84,7 @@ def test_fairseq_tolerance(tolerance, overflows_at, expected):
 @pytest.mark.parametrize("chance", [0.0, 0.1, 0.5])
 def test_torch_is_grad_scaler(seed, chance):
     """The scales are those of a real `torch.amp.GradScaler` fed the same overflows, and so are the updates it skips."""
-    draw = random.Random(seed)
+    draw = random.Random(seed)  # noqa: S311
     interval, growth, backoff = draw.randint(1, 4), draw.choice([2.0, 4.0]), draw.choice([0.5, 0.25])  # exact in float32 too
     arguments = {"growth_interval": interval, "growth_factor": growth, "backoff_factor": backoff}
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, **arguments)
@@ -188,6 +188,17 @@ def test_the_state_of_another_policy_is_refused(own, foreign):
     with pytest.raises(ValueError, match=type(own).__name__) as raised:
         own.load_state_dict(foreign.state_dict())
     assert "\n" not in str(raised.value)
+    assert own.state_dict() == before
+
+
+@pytest.mark.parametrize("own", POLICIES, ids=lambda policy: type(policy).__name__)
+@pytest.mark.parametrize("change", [lambda state: state | {"unknown": 1}, lambda state: {}], ids=["more", "less"])
+def test_a_state_with_other_keys_is_refused(own, change):
+    """A state with a key too many or too few is refused by name."""
+    own = copy.deepcopy(own)
+    before = own.state_dict()
+    with pytest.raises(ValueError, match=type(own).__name__):
+        own.load_state_dict(change(before))
     assert own.state_dict() == before
 
 

@@ -230,7 +230,7 @@ def test_a_growing_scale_does_not_change_the_step(scaling, scales, accumulation_
 @pytest.mark.parametrize("accumulation_steps", [1, 4])
 @pytest.mark.parametrize("scale", [2.0**-8, 1.0, 2.0**8, 2.0**16])
 def test_scaling_cancels(scale, accumulation_steps, max_grad_norm, precision):
-    """Whatever the scale, the norm is that of the true gradient, clipping looks at that, and the step is the learning rate's."""
+    """Whatever the scale, norm and clipping are those of the true gradient, and so is the step."""
     model = Weights(0.0, 0.0, 0.0, 0.0)
     trainer = create_trainer(
         model,
@@ -248,7 +248,7 @@ def test_scaling_cancels(scale, accumulation_steps, max_grad_norm, precision):
 
 
 def test_clipping_follows_accumulation():
-    """Twelve samples in updates of three times two, clipped to 0.1 at a learning rate of 1, take a weight from 5 to 4.9 to 4.8."""
+    """Twelve samples in updates of 3 · 2, clipped to 0.1 at a learning rate of 1, take a weight from 5 to 4.9 to 4.8."""
     model = Weights(5.0)
 
     def forward(model: Weights, x: torch.Tensor) -> ForwardOutput:
@@ -388,8 +388,8 @@ def test_the_last_group_of_an_epoch_may_be_smaller(build, micro_batches):
         (9, [5] * 3),
         ([2, 1, 3], [2, 2, 1] + [1] * 5 + [3, 2]),
         ((4, 1), [4, 1] + [1] * 5 + [1] * 5),  # the last entry repeats
-        (lambda update: update, [1, 2, 2] + [4, 1] + [5]),
-        (lambda update: 1 + update % 2, [2, 1, 2] + [1, 2, 1, 1] + [1, 2, 1, 1]),
+        (lambda update: update, [1, 2, 2, 4, 1, 5]),
+        (lambda update: 1 + update % 2, [2, 1, 2, 1, 2, 1, 1, 1, 2, 1, 1]),
     ],
     ids=["one", "three", "more-than-an-epoch", "by-epoch", "last-repeats", "growing", "alternating"],
 )
@@ -460,7 +460,7 @@ def test_what_else_the_model_returns_does_not_matter(call, loss_of):
 
 @pytest.mark.parametrize("as_tensors", [False, True], ids=["numbers", "tensors"])
 def test_reported_sums_are_exact(as_tensors):
-    """Loss is Σloss / Σsample_size; logs are sums, over micro-batches that need not log the same names; scaling shows in neither."""
+    """Loss is Σloss / Σsample_size; logs are sums, whichever micro-batches have them; scaling shows in neither."""
     model = Weights(0.0)
 
     def forward(model: Weights, number: int) -> ForwardOutput:
@@ -603,7 +603,7 @@ def with_flag(model: nn.Module, batch: Any) -> ForwardOutput:
     ids=["sgd", "adamw"],
 )
 def test_a_skipped_update_moves_nothing(build, bits, micro_batches, optimizer, flaw, arguments, reason):
-    """Overflow, non-finite or no samples: parameters, moments, schedule and steps are bitwise as before, and the skip is counted."""
+    """Overflow, non-finite, no samples: parameters, moments, schedule and steps are bitwise as before, the skip is counted."""
     arguments = copy.deepcopy(arguments)
     setup = build(with_flag, accumulation_steps=2, optimizer=optimizer, **arguments)
     schedule, trainer = scheduled(setup), setup.trainer
@@ -662,7 +662,7 @@ def test_gradients_of_an_update_without_samples():
 
 @pytest.mark.parametrize("flaw", ["inf", "nan", "nan_loss"])
 def test_non_finite_raises_by_default(build, micro_batches, flaw):
-    """Without loss scaling a non-finite gradient or loss is an error that names update and values; nothing moved and no count."""
+    """Without loss scaling a non-finite gradient or loss is an error with update and values; nothing moved, no count either."""
     setup = build(with_flag, accumulation_steps=2)
     good = (micro_batches[0], "")
     setup.trainer.run([good, good])
@@ -720,7 +720,7 @@ def test_gradient_penalty_in_forward(build, micro_batches):
 
 
 def test_retain_graph(build, micro_batches):
-    """With `retain_graph` a handler of BACKWARD_COMPLETED can go through the micro-batch's graph again; without, torch refuses."""
+    """With `retain_graph` a handler of BACKWARD_COMPLETED can go through the graph again; without, torch refuses."""
 
     def again(engine: Any) -> None:
         torch.autograd.grad(engine.state.forward_output.loss, list(setup.model.parameters()))
@@ -761,7 +761,7 @@ def test_create_graph(build, micro_batches):
     "flags", [{}, {"retain_graph": True}, {"create_graph": True}], ids=lambda flags: "-".join(flags) or "plain"
 )
 def test_no_graph_outlives_its_micro_batch(build, micro_batches, flags):
-    """Before the next micro-batch starts, the graph of the last one is freed, without the garbage collector; also at the end."""
+    """Before the next micro-batch starts, the graph of the last one is freed, without the garbage collector."""
     graphs: list[weakref.ref[Any]] = []
 
     class Marked(torch.autograd.Function):
@@ -772,7 +772,7 @@ def test_no_graph_outlives_its_micro_batch(build, micro_batches, flags):
             return x.clone()
 
         @staticmethod
-        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        def backward(_ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
             return gradient * 1.0
 
     def forward(model: nn.Module, batch: Any) -> ForwardOutput:
@@ -835,7 +835,7 @@ def test_stale_gradients_do_not_leak(build, micro_batches, event):
 
 
 def test_training_mode(build, micro_batches):
-    """A model left in eval mode trains in training mode; one that is training keeps the modules that its owner put into eval."""
+    """A model left in eval mode trains in training mode; one in training mode keeps modules put into eval."""
     model, _, trainer = build()
     model.eval()
     trainer.run(micro_batches)
@@ -902,7 +902,7 @@ def place(fault: Fault, setup: Any, site: Any) -> None:
     ids=lambda value: getattr(value, "name", str(value)),
 )
 def test_a_failure_leaves_nothing_behind(build, micro_batches, site, number, error):
-    """Wherever an exception strikes, no gradient, count or context is left of the update, and run again it ends bitwise right."""
+    """Wherever an exception strikes, no gradient, count or context is left, and the run goes on to the same bits."""
     data = [(batch, "inf" if index == 3 else "") for index, batch in enumerate(micro_batches)]  # the second update is skipped
     unharmed, setup = (build(with_flag, accumulation_steps=2, on_nonfinite="skip", precision="bf16") for _ in range(2))
     unharmed.trainer.run(data, max_epochs=2)
