@@ -12,7 +12,7 @@ BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
 
 
 def test_the_quickstart_runs_as_printed(tmp_path: Path) -> None:
-    """The first block is at most 25 lines, stands on the first screen, and learns what its data hold; the second block goes on."""
+    """The first block is at most 25 lines, on the first screen, and learns what its data hold; the second goes on."""
     quickstart, own_handler = BLOCKS
     assert len(quickstart.splitlines()) <= 25
     assert README[: README.index("```python")].count("\n") < 30

@@ -1,0 +1,103 @@
+"""Learns the handwritten digits that come with scikit-learn, with `create_supervised_trainer`, in a few seconds.
+
+    python examples/digits.py                                          # one process
+    python examples/digits.py --nproc 2                                # two, started by the script itself
+    torchrun --nproc_per_node=2 examples/digits.py                     # two, started by torchrun
+
+`language_model.py` beside this file is the longer tutorial.
+"""
+
+import os
+import socket
+from typing import Annotated
+
+import ignite.distributed as idist
+import torch
+import torch.nn.functional as F  # noqa: N812
+import typer
+from ignite.engine import Events
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from typer import Option
+
+from ignite_train import ForwardOutput, ShardedSampler, create_evaluator, create_supervised_trainer
+from ignite_train.handlers import ProgressLog, TrainingMetrics, Validation
+
+
+def read_digits() -> tuple[TensorDataset, TensorDataset]:
+    """Returns the images to train on and every fifth, drawn at random but always alike, to test on."""
+    images, labels = load_digits(return_X_y=True)
+    arrays = train_test_split(images, labels, test_size=0.2, stratify=labels, random_state=0)
+    x, x_test, y, y_test = map(torch.from_numpy, arrays)
+    x, x_test = (pixels.float().view(-1, 1, 8, 8) / 16 for pixels in (x, x_test))
+    return TensorDataset(x, y), TensorDataset(x_test, y_test)
+
+
+def build_model() -> nn.Sequential:
+    """Two convolutions and a linear layer."""
+    return nn.Sequential(
+        *(nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Flatten(), nn.Linear(64 * 2 * 2, 10)),
+    )
+
+
+def test_forward(model: nn.Module, batch: tuple[Tensor, Tensor]) -> ForwardOutput:
+    """What the evaluator adds up; divided by the number of samples, the count of right answers is the accuracy."""
+    x, y = batch
+    logits = model(x)
+    loss = F.cross_entropy(logits, y, reduction="sum")
+    return ForwardOutput(loss, sample_size=len(y), logs={"accuracy": (logits.argmax(dim=-1) == y).sum()})
+
+
+def train(_local_rank: int, epochs: int, batch_size: int, seed: int) -> None:
+    """The run: what each process does."""
+    processes = idist.get_world_size()
+    torch.set_num_threads(1)  # the operations are too small for threads to share
+    torch.manual_seed(seed)
+    model = build_model().to(idist.device())
+    if processes > 1:
+        model = idist.auto_model(model)
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+
+    train_set, test_set = read_digits()
+    sampler = ShardedSampler(train_set, shuffle=True, seed=seed)
+    loader = DataLoader(train_set, batch_size=max(1, batch_size // processes), sampler=sampler)
+    test_loader = DataLoader(test_set, batch_size=128, sampler=ShardedSampler(test_set, shuffle=False))
+
+    trainer = create_supervised_trainer(model, optimizer, nn.CrossEntropyLoss())
+    evaluator = create_evaluator(model, test_forward)
+    TrainingMetrics().attach(trainer, Events.EPOCH_COMPLETED)
+    ProgressLog().attach(trainer, Events.EPOCH_COMPLETED(every=5))
+    Validation(evaluator, test_loader, score="accuracy", mode="max").attach(trainer, Events.COMPLETED)
+    trainer.run(loader, max_epochs=epochs)
+
+    if idist.get_rank() == 0:
+        print(f"held-out accuracy: {evaluator.state.metrics['accuracy']:.2%} of {len(test_set)} images")
+
+
+def main(
+    nproc: Annotated[int, Option(min=1, help="Processes to start; leave at 1 under torchrun.")] = 1,
+    epochs: Annotated[int, Option(min=1, help="Passes over the images.")] = 15,
+    batch_size: Annotated[int, Option(min=1, help="Images to an update, over all processes.")] = 64,
+    seed: Annotated[int, Option(min=0, help="Of the initial weights and the order of the images.")] = 0,
+) -> None:
+    """Learn scikit-learn's handwritten digits."""
+    started = "RANK" in os.environ  # by torchrun or another launcher
+    backend = ("nccl" if torch.cuda.is_available() else "gloo") if started or nproc > 1 else None
+    spawn = {} if started or nproc == 1 else {"nproc_per_node": nproc, "master_port": free_port()}
+    with idist.Parallel(backend=backend, **spawn) as parallel:
+        parallel.run(train, epochs, batch_size, seed)
+
+
+def free_port() -> int:
+    """A port that nobody listens at, so that two runs on one machine do not meet."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+if __name__ == "__main__":
+    typer.run(main)
