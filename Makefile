@@ -5,6 +5,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 
+# Waiting threads that spin take the cores from those that work.
+export OMP_WAIT_POLICY = passive
+
 .PHONY: demo digits test check nightly wheel-test curve clean
 
 demo: $(INSTALLED)  ## train the language model; NPROC=2 for two processes

@@ -9,7 +9,7 @@
 
 import os
 import socket
-from typing import Annotated
+from typing import Annotated, Any
 
 import ignite.distributed as idist
 import torch
@@ -35,7 +35,7 @@ def read_digits() -> tuple[TensorDataset, TensorDataset]:
     return TensorDataset(x, y), TensorDataset(x_test, y_test)
 
 
-def build_model() -> nn.Sequential:
+def build_model() -> nn.Module:
     """Two convolutions and a linear layer."""
     return nn.Sequential(
         *(nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
@@ -87,7 +87,7 @@ def main(
     """Learn scikit-learn's handwritten digits."""
     started = "RANK" in os.environ  # by torchrun or another launcher
     backend = ("nccl" if torch.cuda.is_available() else "gloo") if started or nproc > 1 else None
-    spawn = {} if started or nproc == 1 else {"nproc_per_node": nproc, "master_port": free_port()}
+    spawn: dict[str, Any] = {} if started or nproc == 1 else {"nproc_per_node": nproc, "master_port": free_port()}
     with idist.Parallel(backend=backend, **spawn) as parallel:
         parallel.run(train, epochs, batch_size, seed)
 
@@ -96,7 +96,7 @@ def free_port() -> int:
     """A port that nobody listens at, so that two runs on one machine do not meet."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+        return int(probe.getsockname()[1])
 
 
 if __name__ == "__main__":

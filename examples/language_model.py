@@ -216,7 +216,7 @@ def main(**options: Any) -> None:
     if settings.micro_batch % processes:
         raise typer.BadParameter(f"--micro-batch must be a multiple of {processes}, the processes; got {settings.micro_batch}")
     backend = ("nccl" if torch.cuda.is_available() else "gloo") if started or processes > 1 else None
-    spawn = {} if started or processes == 1 else {"nproc_per_node": processes, "master_port": free_port()}
+    spawn: dict[str, Any] = {} if started or processes == 1 else {"nproc_per_node": processes, "master_port": free_port()}
     with idist.Parallel(backend=backend, **spawn) as parallel:
         parallel.run(train, settings)
 
@@ -225,7 +225,7 @@ def free_port() -> int:
     """A port that nobody listens at, so that two runs on one machine do not meet."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+        return int(probe.getsockname()[1])
 
 
 main.__signature__ = inspect.signature(Settings)  # typer takes the options of the command line from here

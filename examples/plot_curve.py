@@ -50,16 +50,14 @@ def draw(events: EventAccumulator, output: Path) -> None:
     bigram = curve(events, "bigram/bits_per_byte")[1][0]
     plt.rcParams.update({"font.family": "sans-serif", "font.size": 10, "text.color": INK, "axes.labelcolor": INK})
     figure, axes = plt.subplots(figsize=(7.5, 4.2), layout="constrained")
-    last = training[0][-1]
+    last, points = training[0][-1], {"textcoords": "offset points"}  # names stand a little off their curves
 
     axes.axhline(bigram, color=BIGRAM, linewidth=1.4, linestyle=(0, (5, 3)))
     axes.plot(*training, color=TRAIN, linewidth=1.6)
     axes.plot(*held_out, color=HELD_OUT, linewidth=2, marker="o", markersize=4.5)
-    axes.annotate(f"byte bigrams, held-out {bigram:.2f}", (last, bigram), (0, 6), color=BIGRAM, ha="right")
-    axes.annotate("training", (training[0][1], training[1][1]), (8, 2), color=MUTED)
-    axes.annotate(f"held-out\n{held_out[1][-1]:.2f}", (held_out[0][-1], held_out[1][-1]), (8, -6), color=HELD_OUT)
-    for text in axes.texts:  # their places are in points from the data
-        text.anncoords = "offset points"
+    axes.annotate(f"byte bigrams, held-out {bigram:.2f}", (last, bigram), (0, 6), color=BIGRAM, ha="right", **points)
+    axes.annotate("training", (training[0][1], training[1][1]), (8, 2), color=MUTED, **points)
+    axes.annotate(f"held-out\n{held_out[1][-1]:.2f}", (held_out[0][-1], held_out[1][-1]), (8, -6), color=HELD_OUT, **points)
 
     axes.set(xlabel="update", ylabel="bits per byte", xlim=(0, last * 1.12))
     axes.set_ylim(0, max(bigram * 1.5, held_out[1][0] * 1.1))

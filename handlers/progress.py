@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from typing import Any
 
@@ -71,6 +72,7 @@ class ProgressLog:
     def _print(self, head: str, metrics: dict[str, Any]) -> None:
         body = ", ".join(f"{name} {float(value):.4g}" for name, value in metrics.items())
         tqdm.write(f"{head}: {body}" if body else head)
+        sys.stdout.flush()  # a log file, too, is to be read while the run goes on
 
     def _conclude(self, trainer: Trainer) -> None:
         self._close()

@@ -35,6 +35,7 @@ class TensorBoard:
     def __init__(self, log_dir: str | Path) -> None:
         self.log_dir = Path(log_dir)
         self._logger: Any = None
+        self._written: int | None = None
 
     def attach(
         self,
@@ -50,18 +51,26 @@ class TensorBoard:
         self._logger = self._logger or TensorboardLogger(log_dir=str(self.log_dir))
         if evaluator is not None:
             evaluator.add_event_handler(Events.COMPLETED, self._write_evaluation, trainer, tag)
-        trainer.add_event_handler(Events.COMPLETED | Events.TERMINATE, self._flush)
+        trainer.add_event_handler(Events.COMPLETED, self._write_rest)
+        trainer.add_event_handler(Events.TERMINATE, self._flush)
         trainer.add_event_handler(Events.EXCEPTION_RAISED, self._flush_at_exception)
         return trainer.add_event_handler(event, self)
 
     def __call__(self, trainer: Trainer) -> None:
         """Writes the metrics as they are."""
+        self._written = trainer.state.iteration
         for name, value in trainer.state.metrics.items():
             self._logger.writer.add_scalar(name, float(value), trainer.state.iteration)
 
     def _write_evaluation(self, evaluator: Evaluator, trainer: Trainer, tag: str) -> None:
         for name, value in evaluator.state.metrics.items():
             self._logger.writer.add_scalar(f"{tag}/{name}", float(value), trainer.state.iteration)
+
+    def _write_rest(self, trainer: Trainer) -> None:
+        """What was published after the last time, at the end of the run."""
+        if trainer.state.iteration != self._written:
+            self(trainer)
+        self._flush()
 
     def _flush(self) -> None:
         self._logger.writer.flush()

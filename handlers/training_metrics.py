@@ -20,8 +20,8 @@ class TrainingMetrics:
     - `"loss"`: Σloss / Σsample_size, and each log of `forward` by its name, likewise per sample;
     - `"grad_norm"`: mean norm before clipping; `"clipped"`: the fraction of updates that were clipped;
     - `"learning_rate"`: the one the latest update used (`"learning_rate/0"`, `"learning_rate/1"`, ... with several groups);
-    - `"sample_size"`: mean per update; `"samples_per_second"`: per second of fetching and training, without validation,
-      checkpoints and other handlers;
+    - `"sample_size"`: mean per update; `"samples_per_second"`: the same (tokens, if those are what it counts) per second of
+      fetching and training, without validation, checkpoints and other handlers;
     - `"skipped"`: updates skipped since training began.
 
     All of it comes from the statistics that the update reduces anyway: no collective of its own.
@@ -56,11 +56,6 @@ class TrainingMetrics:
         metrics, output, steps = trainer.state.metrics, trainer.state.output, self._sums["steps"]
         if output is None or self._sums["updates"] == 0:
             return
-        metrics["skipped"] = float(trainer.state.num_skipped)
-        if len(output.learning_rates) == 1:
-            metrics["learning_rate"] = output.learning_rates[0]
-        else:
-            metrics |= {f"learning_rate/{group}": rate for group, rate in enumerate(output.learning_rates)}
         if steps:
             samples = self._sums["sample_size"]
             metrics["loss"] = self._sums["loss"] / samples
@@ -69,6 +64,11 @@ class TrainingMetrics:
             metrics["sample_size"] = samples / steps
             metrics["samples_per_second"] = samples / self._sums["seconds"]
             metrics |= {name: value / samples for name, value in self._logs.items()}
+        if len(output.learning_rates) == 1:
+            metrics["learning_rate"] = output.learning_rates[0]
+        else:
+            metrics |= {f"learning_rate/{group}": rate for group, rate in enumerate(output.learning_rates)}
+        metrics["skipped"] = float(trainer.state.num_skipped)
         self._clear()
 
     def state_dict(self) -> dict[str, Any]:

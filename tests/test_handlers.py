@@ -418,3 +418,14 @@ def test_tensorboard(tmp_path: Path) -> None:
     assert [scalar.step for scalar in events.Scalars("loss")] == [2, 4, 6, 8, 10, 12]
     assert [scalar.value for scalar in events.Scalars("loss")] == pytest.approx(expected, rel=1e-6)
     assert [scalar.step for scalar in events.Scalars("validation/loss")] == [6, 12]
+
+
+def test_tensorboard_has_the_end_of_the_run(tmp_path: Path) -> None:
+    """What is left of the last window is written when the run is over, and nothing is written twice."""
+    trainer, _, _ = make()
+    TensorBoard(tmp_path).attach(trainer, Events.ITERATION_COMPLETED(every=2))
+    TrainingMetrics().attach(trainer, Events.ITERATION_COMPLETED(every=2))
+    trainer.run(DATA, max_iters=5)
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [scalar.step for scalar in events.Scalars("loss")] == [2, 4, 5]
