@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,7 +15,7 @@ from ignite_train.events import EVENT_COUNTERS, TrainEvents
 from ignite_train.loop import Batches, Loop
 from ignite_train.state import TrainState, UpdateOutput
 
-__all__ = ["Groups", "OpenGroups", "Process", "Signals", "Trainer"]
+__all__ = ["Groups", "OpenGroups", "Passenger", "Process", "Signals", "Trainer"]
 
 _COUNTERS = ("iteration", "num_steps", "num_skipped", "micro_batch")
 
@@ -33,6 +33,22 @@ class Signals:
     stop: bool = False
     stop_epoch: bool = False
     more_data: bool = True
+
+
+class Passenger(Protocol):
+    """A few numbers of this rank that travel with the next update's statistics and come back summed over the ranks.
+
+    Attributes:
+        num_words: how many; the same on all ranks.
+    """
+
+    num_words: int
+
+    def words(self) -> Sequence[float]:
+        """What travels. Called once an update, on every rank."""
+
+    def arrived(self, sums: list[float]) -> None:
+        """What came back: the same on every rank, so that an error raised here is raised on all of them."""
 
 
 class Groups(Batches, Protocol):
@@ -77,6 +93,7 @@ class Trainer(Loop):
     Attributes:
         state: counters, the latest output and the metrics; see `TrainState`.
         signals: what this rank will tell the others with the next update.
+        passengers: whose numbers travel with the statistics of each update; attached alike on all ranks.
     """
 
     state: TrainState
@@ -85,6 +102,7 @@ class Trainer(Loop):
         super().__init__(update)
         self.state = TrainState()
         self.signals = Signals()
+        self.passengers: list[Passenger] = []
         self._update, self._open_groups = update, open_groups
         self._ranks_have_more = True
         self._micro_batches_before = 0  # this update

@@ -18,9 +18,9 @@ from ignite_train.engine import Signals
 from ignite_train.forward_output import Forward, ForwardOutput, as_forward_output
 from ignite_train.loop import Loop
 from ignite_train.precision import Precision, PrecisionName
-from ignite_train.reduction import unwrap
 from ignite_train.statistics import Statistics
 from ignite_train.transfer import transfer_to
+from ignite_train.wrapping import unwrap
 
 __all__ = ["Evaluator", "create_evaluator"]
 

@@ -1,4 +1,4 @@
-"""When and how gradients cross ranks."""
+"""When and how gradients and statistics cross ranks: what the update asks, and the ways that need no code of their own."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 
-from ignite_train import distributed
+from ignite_train.engine import Trainer
+from ignite_train.gradients import Gradients
+from ignite_train.statistics import Statistics
 
-__all__ = ["HookedReduction", "NoReduction", "Reduction", "reduction_for", "unwrap"]
+__all__ = ["HookedReduction", "NoReduction", "Reduction"]
 
 
 class Reduction(Protocol):
@@ -21,16 +22,24 @@ class Reduction(Protocol):
     Attributes:
         divisor: what the reduced gradient is the sum over ranks divided by.
         module: the model without a wrapper around it, whose parameters have the names the user gave them.
+        tolerant: whether a rank may drop a micro-batch on its own: no collective is issued before all backwards are done.
     """
 
     divisor: int
     module: nn.Module
+    tolerant: bool
 
     def local(self) -> AbstractContextManager[Any]:
         """The context of a forward and backward whose gradients stay on this rank."""
 
-    def forward_without_data(self) -> Tensor:
-        """On a rank without a micro-batch: a loss whose backward adds zero to what the others reduce in theirs. Collective."""
+    def forward_without_data(self) -> Tensor | None:
+        """On a rank without a micro-batch: the loss whose backward takes part in what others reduce in theirs. Collective."""
+
+    def begin(self, trainer: Trainer, statistics: Statistics) -> None:
+        """Before the last backward: starts what can overlap it. Collective."""
+
+    def end(self, trainer: Trainer, statistics: Statistics, gradients: Gradients) -> Tensor:
+        """After the last backward: reduces what is left and returns the gradients' norm, a scalar, not read. Collective."""
 
 
 class NoReduction:
@@ -41,6 +50,7 @@ class NoReduction:
     """
 
     divisor = 1
+    tolerant = True
 
     def __init__(self, model: nn.Module) -> None:
         self.module = model
@@ -49,9 +59,17 @@ class NoReduction:
         """Nothing to hold back."""
         return nullcontext()
 
-    def forward_without_data(self) -> Tensor:
-        """Never called: in one process there is no update without data."""
-        raise NotImplementedError
+    def forward_without_data(self) -> Tensor | None:
+        """Nothing to take part in."""
+        return None
+
+    def begin(self, trainer: Trainer, statistics: Statistics) -> None:
+        """Nothing to start."""
+
+    def end(self, trainer: Trainer, statistics: Statistics, gradients: Gradients) -> Tensor:
+        """The norm."""
+        statistics.pack(trainer.signals, trainer.passengers)
+        return gradients.norm()
 
 
 class HookedReduction:
@@ -61,6 +79,8 @@ class HookedReduction:
         model: `ddp`, or what holds it.
         ddp: the wrapped model.
     """
+
+    tolerant = False
 
     def __init__(self, model: nn.Module, ddp: DistributedDataParallel) -> None:
         self._ddp = ddp
@@ -88,6 +108,14 @@ class HookedReduction:
             ddp.module = module
         return loss
 
+    def begin(self, trainer: Trainer, statistics: Statistics) -> None:
+        """Starts the statistics, ahead of the gradients' buckets on every rank."""
+        statistics.start(trainer.signals, trainer.passengers)
+
+    def end(self, trainer: Trainer, statistics: Statistics, gradients: Gradients) -> Tensor:  # noqa: ARG002
+        """The norm: the gradients are the same on all ranks by now."""
+        return gradients.norm()
+
 
 class _NoData(nn.Module):
     """A module with the parameters and buffers of another, because DDP looks them up, and with a forward of its own."""
@@ -111,55 +139,3 @@ class _NoGradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_grad_outputs: Any) -> tuple[None, ...]:
         return (None,) * int(ctx.count)
-
-
-def reduction_for(model: nn.Module) -> Reduction:
-    """Recognises how the gradients of `model` cross ranks.
-
-    Raises:
-        TypeError: the model is wrapped in a way that cannot be right.
-        ValueError: there are several ranks and parameters that nobody would synchronise.
-    """
-    if isinstance(model, DataParallel):
-        raise TypeError("model must not be a DataParallel, whose replicas are threads; run one process for each device instead")
-    if any(isinstance(module, FSDPModule) for module in model.modules()):
-        raise TypeError(
-            "model must not be sharded by fully_shard: that is not supported yet; wrap it in DistributedDataParallel"
-        )
-    ddp = _find_ddp(model)
-    if ddp is None:
-        if distributed.world_size() > 1:
-            raise ValueError(
-                f"model must be wrapped to train on {distributed.world_size()} ranks, got a bare {type(model).__name__}; pass "
-                "idist.auto_model(model) or DistributedDataParallel(model)"
-            )
-        return NoReduction(model)
-    covered = {id(parameter) for parameter in ddp.parameters()}
-    stray = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in covered]
-    if stray:
-        raise ValueError(f"model must have all trainable parameters inside DistributedDataParallel, got {stray[0]!r} outside")
-    reduction = HookedReduction(model, ddp)
-    if reduction.divisor != distributed.world_size():
-        raise ValueError(
-            f"model must be reduced over all {distributed.world_size()} ranks, got a process_group of {reduction.divisor}"
-        )
-    return reduction
-
-
-def unwrap(model: nn.Module) -> nn.Module:
-    """The module inside a `DistributedDataParallel`: to run forward without a collective in it."""
-    ddp = _find_ddp(model)
-    if ddp is None:
-        return model
-    inside = {id(parameter) for parameter in ddp.parameters()}
-    if any(id(parameter) not in inside for parameter in model.parameters()):
-        raise TypeError("model must be a DistributedDataParallel or contain none; pass the modules without their wrappers")
-    module: nn.Module = ddp.module
-    return module
-
-
-def _find_ddp(model: nn.Module) -> DistributedDataParallel | None:
-    wrapped = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
-    if len(wrapped) > 1:
-        raise TypeError(f"model must hold one DistributedDataParallel at most, got {len(wrapped)}; wrap the whole model once")
-    return wrapped[0] if wrapped else None

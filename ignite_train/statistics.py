@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,13 +10,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ignite_train import distributed
-from ignite_train.engine import Signals
+from ignite_train.engine import Passenger, Signals
 from ignite_train.errors import ForwardContractError
 from ignite_train.forward_output import ForwardOutput
 
 __all__ = ["Statistics", "Totals"]
 
-_HEAD = 7  # sample_size, loss, micro-batches, stop, stop_epoch, more_data, unknown names; the logs follow
+_HEAD = 7  # sample_size, loss, micro-batches, stop, stop_epoch, more_data, unknown names; passengers and logs follow
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,7 @@ class Totals:
         num_micro_batches: how many took part.
         logs: the sum of each log by name.
         signals: what any rank asked for.
-        extra: the number that was handed to `finish`: of this rank, read in the same transfer.
+        extra: the number that was handed to `finish`, read in the same transfer.
     """
 
     sample_size: float
@@ -61,7 +62,9 @@ class Statistics:
         self._sums: list[float | Tensor] = [0.0, 0.0]
         self._logs: dict[str, float | Tensor] = {}
         self._count = 0
-        self._signals = Signals()
+        self._flags = [0.0, 0.0, 0.0]
+        self._passengers: Sequence[Passenger] = ()
+        self._words: list[float] = []
         self._vector: Tensor | None = None
         self._work: dist.Work | None = None
 
@@ -73,15 +76,25 @@ class Statistics:
         for name, value in output.logs.items():
             self._logs[name] = self._logs.get(name, 0.0) + self._number(value)
 
-    def start(self, signals: Signals) -> None:
-        """Starts the reduction, to overlap what follows. Collective; nothing may be added after it."""
-        self._signals = signals
+    def pack(self, signals: Signals, passengers: Sequence[Passenger] = ()) -> Tensor | None:
+        """The vector to sum over the ranks, in place; None where nobody needs it. Nothing may be added after it."""
+        self._flags = [float(flag) for flag in (signals.stop, signals.stop_epoch, signals.more_data)]
+        self._passengers = passengers
+        self._words = [float(word) for passenger in passengers for word in passenger.words()]
         if distributed.world_size() > 1 or not self._on_host:
-            self._vector = self._pack()
-            self._work = distributed.start_sum(self._vector)
+            self._vector = self._as_vector()
+        return self._vector
+
+    def start(self, signals: Signals, passengers: Sequence[Passenger] = ()) -> None:
+        """Packs and starts the reduction, to overlap what follows. Collective."""
+        vector = self.pack(signals, passengers)
+        if vector is not None:
+            self._work = distributed.start_sum(vector)
 
     def finish(self, extra: Tensor) -> Totals:
-        """Waits for the reduction and reads it, with `extra` in the same transfer. Synchronises with the device.
+        """Waits for the reduction, reads it, with `extra` in the same transfer, and lets the passengers off.
+
+        Synchronises with the device.
 
         Raises:
             ForwardContractError: Σsample_size is negative or not finite.
@@ -90,16 +103,21 @@ class Statistics:
         while self._vector is not None and numbers[6] > 0:
             known = distributed.gather_objects(sorted({*self._names, *self._logs}))
             self._names = tuple(sorted({name for names in known for name in names}))
-            self._vector = self._pack()
+            self._vector = self._as_vector()
             self._work = distributed.start_sum(self._vector)
             numbers = self._read(extra)
         sample_size, loss, count, stop, stop_epoch, more_data = numbers[:6]
         if not 0 <= sample_size < float("inf"):
             raise ForwardContractError(f"sample_size must sum to a finite number of at least 0, forward's sum to {sample_size}")
+        words = numbers[_HEAD : _HEAD + len(self._words)]
         names = self._logs if self._vector is None else self._names
-        logs = dict(zip(names, numbers[_HEAD:-1], strict=True))
+        logs = dict(zip(names, numbers[_HEAD + len(words) : -1], strict=True))
         signals = Signals(stop=stop > 0, stop_epoch=stop_epoch > 0, more_data=more_data > 0)
+        passengers = self._passengers
         self.reset()
+        for passenger in passengers:
+            passenger.arrived(words[: passenger.num_words])
+            words = words[passenger.num_words :]
         return Totals(sample_size, loss, round(count), logs, signals, extra=numbers[-1])
 
     def _number(self, value: float | Tensor) -> float | Tensor:
@@ -107,13 +125,12 @@ class Statistics:
             return float(value.detach()) if self._on_host else value.detach().reshape(()).to(self._device, self._dtype)
         return float(value)
 
-    def _entries(self) -> list[float | Tensor]:
-        signals, unknown = self._signals, not self._logs.keys() <= set(self._names)
-        flags = [signals.stop, signals.stop_epoch, signals.more_data, unknown]
-        return [*self._sums, self._count, *map(float, flags), *(self._logs.get(name, 0.0) for name in self._names)]
+    def _entries(self, names: Iterable[str]) -> list[float | Tensor]:
+        unknown = float(not self._logs.keys() <= {*names})
+        return [*self._sums, float(self._count), *self._flags, unknown, *self._words, *(self._logs.get(n, 0.0) for n in names)]
 
-    def _pack(self) -> Tensor:
-        entries = self._entries()
+    def _as_vector(self) -> Tensor:
+        entries = self._entries(self._names)
         vector = torch.tensor([0.0 if isinstance(e, Tensor) else e for e in entries], dtype=self._dtype)
         vector = vector.to(self._device, non_blocking=True)
         for index, entry in enumerate(entries):
@@ -123,8 +140,7 @@ class Statistics:
 
     def _read(self, extra: Tensor) -> list[float]:
         if self._vector is None:
-            entries = [*self._sums, self._count, *map(float, (self._signals.stop, self._signals.stop_epoch, True, False))]
-            return [*map(float, entries), *map(float, self._logs.values()), float(extra)]
+            return [*map(float, self._entries(self._logs)), float(extra)]
         if self._work is not None:
             self._work.wait()
         packed = torch.cat([self._vector, extra.reshape(1).to(self._vector.device, self._vector.dtype)])

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import LBFGS, Optimizer
 
+from ignite_train import distributed
 from ignite_train.arguments import one_of, real_number, shown
 from ignite_train.engine import Trainer
 from ignite_train.forward_output import Forward, ForwardOutput
@@ -18,10 +19,10 @@ from ignite_train.gradients import Gradients
 from ignite_train.loss_scaling import LossScaling, NoLossScaling, TorchLossScaling
 from ignite_train.micro_batches import AccumulationSteps, GroupedMicroBatches
 from ignite_train.precision import Precision, PrecisionName
-from ignite_train.reduction import reduction_for
 from ignite_train.statistics import Statistics
 from ignite_train.transfer import transfer_to
 from ignite_train.update import Update
+from ignite_train.wrapping import ReductionName, reduction_for
 
 __all__ = ["create_supervised_trainer", "create_trainer"]
 
@@ -38,6 +39,7 @@ def create_trainer(
     on_nonfinite: Literal["raise", "skip"] = "raise",
     retain_graph: bool = False,
     create_graph: bool = False,
+    reduction: ReductionName = "auto",
 ) -> Trainer:
     """Makes a trainer: an Ignite engine whose one iteration is one optimizer update over a group of micro-batches.
 
@@ -59,6 +61,8 @@ def create_trainer(
         retain_graph: keep the graph of each micro-batch after its backward.
         create_graph: make gradients differentiable, for handlers of BACKWARD_COMPLETED; what they hold is cut loose before
             the next micro-batch. Not on several ranks.
+        reduction: how gradients cross ranks: `"auto"` is what the model is wrapped for, `"explicit"` sums those of plain
+            replicas after the last backward.
 
     Returns:
         The trainer; start it with `trainer.run(loader, max_epochs=...)`.
@@ -74,8 +78,8 @@ def create_trainer(
     one_of("on_nonfinite", on_nonfinite, ("raise", "skip"))
     if max_grad_norm is not None:
         real_number("max_grad_norm", max_grad_norm, above=0)
-    reduction = reduction_for(model)
-    if create_graph and reduction.divisor > 1:
+    way = reduction_for(model, reduction)
+    if create_graph and distributed.world_size() > 1:
         raise ValueError(
             "create_graph must be False on several ranks: DistributedDataParallel's gradients have no graph; take second "
             "derivatives inside forward with torch.autograd.grad(..., create_graph=True)"
@@ -88,9 +92,9 @@ def create_trainer(
         transfer=transfer_to(device),
         precision=Precision(precision, device),
         loss_scaling=_default_scaling(precision) if loss_scaling is None else _check_scaling(loss_scaling),
-        reduction=reduction,
+        reduction=way,
         statistics=Statistics(device),
-        gradients=Gradients(reduction.module, optimizer),
+        gradients=Gradients(way.module, optimizer),
         max_grad_norm=max_grad_norm,
         on_nonfinite=on_nonfinite,
         retain_graph=retain_graph,

@@ -66,7 +66,7 @@ class Update:
                     self.statistics.add(output)
                     fire(TrainEvents.FORWARD_COMPLETED)
                     if last:
-                        self.statistics.start(trainer.signals)  # overlaps backward
+                        self.reduction.begin(trainer, self.statistics)
                     self._backward(output.loss)
                 fire(TrainEvents.BACKWARD_COMPLETED)
                 if self.create_graph:
@@ -74,11 +74,9 @@ class Update:
                 state.forward_output = None
                 del output  # and its graph
             if not group:
-                zero = self.reduction.forward_without_data()
-                self.statistics.start(trainer.signals)
-                torch.autograd.backward(zero)
+                self._take_part(trainer)
 
-            totals = self.statistics.finish(self.gradients.norm())
+            totals = self.statistics.finish(self.reduction.end(trainer, self.statistics, self.gradients))
             state.output = decided = self._decide(totals)
             fire(TrainEvents.GRADIENTS_READY)
             state.output = decided = replace(decided, learning_rates=self._learning_rates())
@@ -113,6 +111,13 @@ class Update:
         if not self.model.training:
             self.model.train()
         self.gradients.clear_stale()
+
+    def _take_part(self, trainer: Trainer) -> None:
+        """On a rank without a micro-batch: joins the collectives of those that have one, in their order."""
+        zero = self.reduction.forward_without_data()
+        self.reduction.begin(trainer, self.statistics)
+        if zero is not None:
+            torch.autograd.backward(zero)
 
     def _backward(self, loss: Tensor) -> None:
         if not loss.requires_grad:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import ignite.distributed as idist
@@ -30,14 +30,18 @@ class Unsized:
         return iter(self.micro_batches)
 
 
-def train(
-    loader: Any, accumulation_steps: Any, *, dtype: torch.dtype, epochs: int, forward: Callable[..., Any] = cuts.forward
-) -> dict[str, Any]:
+WAYS = ["ddp", "explicit"]
+
+
+def train(loader: Any, accumulation_steps: Any, *, dtype: torch.dtype, epochs: int, way: str = "ddp") -> dict[str, Any]:
     """Runs `epochs` over `loader` on this rank; what came of it, in plain numbers."""
     model = cuts.linear(dtype)
-    wrapped = DistributedDataParallel(model) if idist.get_world_size() > 1 else model
+    several = idist.get_world_size() > 1
+    wrapped = DistributedDataParallel(model) if several and way == "ddp" else model
     optimizer = torch.optim.SGD(model.parameters(), lr=cuts.LEARNING_RATE)
-    trainer = create_trainer(wrapped, optimizer, forward, accumulation_steps=accumulation_steps)
+    trainer = create_trainer(
+        wrapped, optimizer, cuts.forward, accumulation_steps=accumulation_steps, reduction=way if several else "auto"
+    )
     outputs = []
 
     @trainer.on(Events.ITERATION_COMPLETED)
@@ -98,6 +102,7 @@ def test_one_process(sizes: list[int], accumulation_steps: int, dtype: torch.dty
     assert result["samples"] == [64.0] * 5
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("sized", [True, False], ids=["sized", "unsized"])
 @pytest.mark.parametrize(
     ("sizes", "accumulation_steps"),
@@ -109,12 +114,12 @@ def test_one_process(sizes: list[int], accumulation_steps: int, dtype: torch.dty
         pytest.param([[0, 30], [34]], 2, id="an empty micro-batch"),
     ],
 )
-def test_two_ranks(sizes: list[list[int]], accumulation_steps: int, sized: bool) -> None:
+def test_two_ranks(sizes: list[list[int]], accumulation_steps: int, sized: bool, way: str) -> None:
     """Two ranks make the single process's updates together, whatever the share of each, bitwise alike on both."""
     data = cuts.samples()
     shards = [cuts.cut(data, sizes[0]), cuts.cut(data, sizes[1], start=sum(sizes[0]))]
     for dtype, tolerance in TOLERANCES.items():
-        options = {"dtype": dtype, "epochs": 5}
+        options = {"dtype": dtype, "epochs": 5, "way": way}
         results = run_ranks(train_rank, shards, sized, accumulation_steps, options)
         for result in results:
             assert_matches(result, cuts.reference([data] * 5), tolerance)
@@ -122,14 +127,15 @@ def test_two_ranks(sizes: list[list[int]], accumulation_steps: int, sized: bool)
         assert_same_on_both(results)
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("sized", [True, False], ids=["sized", "unsized"])
-def test_two_ranks_of_unequal_length(sized: bool) -> None:
+def test_two_ranks_of_unequal_length(sized: bool, way: str) -> None:
     """Rank 0 has 3 micro-batches, rank 1 has 5, two to an update: three updates an epoch, each the mean of what was there."""
     data = cuts.samples()
     shards = [cuts.cut(data, [7, 9, 4]), cuts.cut(data, [10, 6, 8, 12, 8], start=20)]
     groups = [shards[0][0:2] + shards[1][0:2], shards[0][2:3] + shards[1][2:4], shards[1][4:5]]
     merged = [tuple(torch.cat(parts) for parts in zip(*group, strict=True)) for group in groups]
-    results = run_ranks(train_rank, shards, sized, 2, {"dtype": torch.float64, "epochs": 2})
+    results = run_ranks(train_rank, shards, sized, 2, {"dtype": torch.float64, "epochs": 2, "way": way})
     for result in results:
         assert_matches(result, cuts.reference(merged * 2), 1e-12)
         assert result["steps"] == 6
@@ -202,9 +208,11 @@ def test_any_cut_in_one_process(sizes: list[int], accumulation_steps: Any, seed:
     assert result["steps"] == len(expected["sizes"])
 
 
-def train_many(cases: Sequence[tuple[Any, bool, Any]]) -> list[dict[str, Any]]:
+def train_many(cases: Sequence[tuple[Any, bool, Any]], way: str) -> list[dict[str, Any]]:
     """Several trainings in the same processes."""
-    return [train_rank(shards, sized, steps, {"dtype": torch.float64, "epochs": 2}) for shards, sized, steps in cases]
+    return [
+        train_rank(shards, sized, steps, {"dtype": torch.float64, "epochs": 2, "way": way}) for shards, sized, steps in cases
+    ]
 
 
 @settings(max_examples=4, deadline=None)
@@ -215,8 +223,9 @@ def train_many(cases: Sequence[tuple[Any, bool, Any]]) -> list[dict[str, Any]]:
         max_size=6,
     ),
     world_size=st.integers(2, 3),
+    way=st.sampled_from(WAYS),
 )
-def test_any_cut_on_several_ranks(drawn: Any, world_size: int) -> None:
+def test_any_cut_on_several_ranks(drawn: Any, world_size: int, way: str) -> None:
     """For any cut, weights, accumulation, number of ranks and division among them, so do several ranks."""
     cases, expectations = [], []
     for sizes, choose, sized, accumulation_steps, seed in drawn:
@@ -225,7 +234,7 @@ def test_any_cut_on_several_ranks(drawn: Any, world_size: int) -> None:
         shards = [[m for m, o in zip(micro_batches, owners, strict=True) if o == rank] for rank in range(world_size)]
         cases.append((shards, sized, accumulation_steps))
         expectations.append(cuts.reference(expected_updates(shards, accumulation_steps, 2)))
-    for results in run_ranks(train_many, cases, world_size=world_size):
+    for results in run_ranks(train_many, cases, way, world_size=world_size):
         for result, expected in zip(results, expectations, strict=True):
             kept = [index for index, size in enumerate(result["sizes"]) if size > 0]
             result |= {key: [result[key][index] for index in kept] for key in ("losses", "norms", "sizes")}

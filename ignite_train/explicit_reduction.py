@@ -1,0 +1,117 @@
+"""Plain replicas: gradients and statistics cross the ranks together, once all backwards are done."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ignite_train import distributed
+from ignite_train.engine import Trainer
+from ignite_train.gradients import Gradients
+from ignite_train.statistics import Statistics
+
+__all__ = ["ExplicitReduction"]
+
+_BUCKET_BYTES = 25 * 2**20  # DDP's default
+_TAIL_ELEMENTS = 2**14  # how much of the gradient travels beside the statistics, in float64
+
+
+class ExplicitReduction:
+    """Sums gradients over ranks after the last backward, in buckets; the last bucket carries the statistics too.
+
+    No collective is issued before every rank is done with its micro-batches, so whatever happens to one of them in forward or
+    backward on one rank leaves the others undisturbed. Nothing overlaps backward in return. The smallest parameters' gradients
+    and the statistics share one bucket in float64, so that the statistics cost no collective of their own and stay exact.
+
+    Parameters and buffers of rank 0 are given to all ranks when it is made. Collective.
+
+    Args:
+        model: the same on all ranks, without a wrapper.
+    """
+
+    divisor = 1
+    tolerant = True
+
+    def __init__(self, model: nn.Module) -> None:
+        self.module = model
+        for tensor in chain(model.parameters(), model.buffers()):
+            dist.broadcast(tensor.detach(), src=0)
+        self._buckets: tuple[tuple[nn.Parameter, ...], ...] = ()
+        self._tail: tuple[nn.Parameter, ...] = ()
+        self._planned: tuple[int, ...] = ()
+
+    def local(self) -> AbstractContextManager[Any]:
+        """Every backward is local."""
+        return nullcontext()
+
+    def forward_without_data(self) -> Tensor | None:
+        """Missing gradients are zeros in the reduction: there is no forward to take part in."""
+        return None
+
+    def begin(self, trainer: Trainer, statistics: Statistics) -> None:
+        """Nothing may start before the last backward."""
+
+    def end(self, trainer: Trainer, statistics: Statistics, gradients: Gradients) -> Tensor:
+        """Sums gradients and statistics; a parameter that no rank has a gradient for keeps none."""
+        self._make_plan()
+        vector = statistics.pack(trainer.signals, trainer.passengers)
+        assert vector is not None  # noqa: S101  # there are several ranks
+        present = [parameter.grad is not None for parameter in chain(*self._buckets, self._tail)]
+        counts = torch.tensor(present, dtype=vector.dtype).to(vector.device, non_blocking=True)
+        flat = [_flatten(bucket, bucket[0].dtype) for bucket in self._buckets]
+        last = torch.cat([vector, counts, *([_flatten(self._tail, vector.dtype)] if self._tail else [])])
+        for work in [distributed.start_sum(bucket) for bucket in (*flat, last)]:
+            if work is not None:
+                work.wait()
+        sums, counts, tail = torch.split(last, [len(vector), len(counts), len(last) - len(vector) - len(counts)])
+        vector.copy_(sums)
+        if not all(present):
+            present = (counts > 0).tolist()  # sync, only where a parameter has no gradient on this rank
+        whose = iter(present)
+        for bucket, summed in zip((*self._buckets, self._tail), (*flat, tail), strict=True):
+            _unflatten(bucket, summed, whose)
+        return gradients.norm()
+
+    def _make_plan(self) -> None:
+        """Cuts the trainable parameters into buckets; again only when others have become trainable."""
+        trainable = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        planned = tuple(map(id, trainable))
+        if planned == self._planned:
+            return
+        self._planned = planned
+        tail: list[nn.Parameter] = []
+        elements = 0
+        for parameter in sorted(trainable, key=Tensor.numel):
+            elements += parameter.numel()
+            if elements > _TAIL_ELEMENTS:
+                break
+            tail.append(parameter)
+        in_tail = set(map(id, tail))
+        buckets: dict[tuple[torch.dtype, torch.device], list[list[nn.Parameter]]] = {}
+        for parameter in trainable:
+            if id(parameter) not in in_tail:
+                same = buckets.setdefault((parameter.dtype, parameter.device), [[]])
+                if same[-1] and sum(p.nbytes for p in same[-1]) + parameter.nbytes > _BUCKET_BYTES:
+                    same.append([])
+                same[-1].append(parameter)
+        self._buckets = tuple(tuple(bucket) for same in buckets.values() for bucket in same)
+        self._tail = tuple(tail)
+
+
+def _flatten(parameters: tuple[nn.Parameter, ...], dtype: torch.dtype) -> Tensor:
+    """The gradients end to end; zeros for those that are missing."""
+    parts = [torch.zeros_like(p) if p.grad is None else p.grad.detach() for p in parameters]
+    return torch.cat([part.reshape(-1).to(dtype) for part in parts])
+
+
+def _unflatten(parameters: tuple[nn.Parameter, ...], flat: Tensor, present: Iterator[bool]) -> None:
+    """Gives each parameter its part of `flat` for a gradient, unless no rank has one."""
+    for parameter, part in zip(parameters, torch.split(flat, [p.numel() for p in parameters]), strict=True):
+        if next(present):
+            parameter.grad = part.view_as(parameter).to(parameter.dtype)

@@ -1,0 +1,85 @@
+"""Recognising how a model is wrapped, and so how its gradients cross ranks."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from ignite_train import distributed
+from ignite_train.arguments import one_of
+from ignite_train.explicit_reduction import ExplicitReduction
+from ignite_train.reduction import HookedReduction, NoReduction, Reduction
+
+__all__ = ["ReductionName", "reduction_for", "unwrap"]
+
+ReductionName = Literal["auto", "ddp", "explicit"]
+
+
+def reduction_for(model: nn.Module, name: ReductionName = "auto") -> Reduction:
+    """Chooses how the gradients of `model` cross ranks. Collective.
+
+    Args:
+        model: a plain module, or one in DistributedDataParallel.
+        name: `"auto"` is what the model is wrapped for; the others insist on one way.
+
+    Raises:
+        TypeError: the model is wrapped in a way that cannot be right.
+        ValueError: there are several ranks and parameters that nobody would synchronise.
+    """
+    one_of("reduction", name, ("auto", "ddp", "explicit"))
+    if isinstance(model, DataParallel):
+        raise TypeError("model must not be a DataParallel, whose replicas are threads; run one process for each device instead")
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise TypeError(
+            "model must not be sharded by fully_shard: that is not supported yet; wrap it in DistributedDataParallel"
+        )
+    ddp = _find_ddp(model)
+    if name == "explicit" and ddp is not None:
+        raise ValueError("model must be without DistributedDataParallel for reduction='explicit'; pass the module inside")
+    if name == "ddp" and ddp is None:
+        raise ValueError("model must be in DistributedDataParallel for reduction='ddp'; wrap it, say with idist.auto_model")
+    if ddp is not None:
+        return _hooked(model, ddp)
+    if distributed.world_size() == 1:
+        return NoReduction(model)
+    if name == "explicit":
+        return ExplicitReduction(model)
+    raise ValueError(
+        f"model must be wrapped to train on {distributed.world_size()} ranks, got a bare {type(model).__name__}; pass "
+        "idist.auto_model(model) or DistributedDataParallel(model), or reduction='explicit'"
+    )
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The module inside a `DistributedDataParallel`: to run forward without a collective in it."""
+    ddp = _find_ddp(model)
+    if ddp is None:
+        return model
+    inside = {id(parameter) for parameter in ddp.parameters()}
+    if any(id(parameter) not in inside for parameter in model.parameters()):
+        raise TypeError("model must be a DistributedDataParallel or contain none; pass the modules without their wrappers")
+    module: nn.Module = ddp.module
+    return module
+
+
+def _hooked(model: nn.Module, ddp: DistributedDataParallel) -> HookedReduction:
+    covered = {id(parameter) for parameter in ddp.parameters()}
+    stray = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in covered]
+    if stray:
+        raise ValueError(f"model must have all trainable parameters inside DistributedDataParallel, got {stray[0]!r} outside")
+    reduction = HookedReduction(model, ddp)
+    if reduction.divisor != distributed.world_size():
+        raise ValueError(
+            f"model must be reduced over all {distributed.world_size()} ranks, got a process_group of {reduction.divisor}"
+        )
+    return reduction
+
+
+def _find_ddp(model: nn.Module) -> DistributedDataParallel | None:
+    wrapped = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+    if len(wrapped) > 1:
+        raise TypeError(f"model must hold one DistributedDataParallel at most, got {len(wrapped)}; wrap the whole model once")
+    return wrapped[0] if wrapped else None
