@@ -1,10 +1,13 @@
 """Ready-made handlers, imported as `ignite_train.handlers`. Each is one file; none imports another."""
 
 from ignite_train.handlers.empty_cache import EmptyCache
+from ignite_train.handlers.failure_board import FailureBoard, PeerFailureError
+from ignite_train.handlers.hang_watch import HangWatch
 from ignite_train.handlers.learning_rate import LearningRateSchedule
 from ignite_train.handlers.loss_scale import LossScaleLogger
 from ignite_train.handlers.min_learning_rate import MinLearningRate
 from ignite_train.handlers.progress import ProgressLog
+from ignite_train.handlers.stop_on_signal import StopOnSignal
 from ignite_train.handlers.tensorboard import TensorBoard
 from ignite_train.handlers.time_limit import TimeLimit
 from ignite_train.handlers.training_metrics import TrainingMetrics
@@ -12,10 +15,14 @@ from ignite_train.handlers.validation import Validation
 
 __all__ = [
     "EmptyCache",
+    "FailureBoard",
+    "HangWatch",
     "LearningRateSchedule",
     "LossScaleLogger",
     "MinLearningRate",
+    "PeerFailureError",
     "ProgressLog",
+    "StopOnSignal",
     "TensorBoard",
     "TimeLimit",
     "TrainingMetrics",

@@ -1,8 +1,13 @@
-"""The few collectives this library uses, with exact types; everything else is `ignite.distributed`."""
+"""The few collectives this library uses, with exact types, and what watches over them; the rest is `ignite.distributed`."""
 
 from __future__ import annotations
 
-from typing import Any
+import logging
+import os
+import sys
+import threading
+from contextlib import suppress
+from typing import Any, NoReturn
 
 import ignite.distributed as idist
 import torch
@@ -12,9 +17,11 @@ from torch import Tensor, nn
 __all__ = [
     "any_rank",
     "broadcast_buffers",
+    "end_process",
     "gather_objects",
     "is_main_rank",
     "largest",
+    "own_store",
     "rank",
     "start_sum",
     "world_size",
@@ -69,6 +76,30 @@ def broadcast_buffers(module: nn.Module) -> None:
     if world_size() > 1:
         for buffer in module.buffers():
             dist.broadcast(buffer, src=0)
+
+
+def own_store() -> dist.Store | None:
+    """A new client of the store at which the ranks met, with a connection of its own; None in a single process.
+
+    For a thread that must not wait for what others ask the store. Its keys live as long as the process group.
+    """
+    if world_size() == 1 or not dist.is_initialized():
+        return None
+    store: dist.Store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+    return store
+
+
+def end_process(status: int) -> NoReturn:
+    """Ends this process within a second, from any thread: for one whose main thread waits in a collective for ever.
+
+    Logs and standard streams are written out first, as far as that takes no longer. Nothing else is: no `finally`, no `atexit`.
+    """
+    threading.Timer(1.0, os._exit, [status]).start()
+    with suppress(Exception):
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(status)
 
 
 def _device() -> torch.device:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from typing import Any
@@ -50,9 +50,11 @@ class ExplicitReduction:
         """Every backward is local."""
         return nullcontext()
 
-    def forward_without_data(self) -> Tensor | None:
+    def begin_update(self, group: list[Any]) -> None:
+        """Nothing to prepare."""
+
+    def forward_without_data(self, loss_of: Callable[[Any], Tensor]) -> None:
         """Missing gradients are zeros in the reduction: there is no forward to take part in."""
-        return None
 
     def begin(self, trainer: Trainer, statistics: Statistics) -> None:
         """Nothing may start before the last backward."""

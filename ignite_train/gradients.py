@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ignite_train.errors import GradientAccessError, NoGradientError
@@ -51,23 +54,23 @@ class Gradients:
         Raises:
             NoGradientError: no parameter has one.
         """
-        gradients = self._existing()
-        if not gradients:
-            raise NoGradientError(
-                "backward left no gradient on any parameter of the optimizer: the loss that forward returned does not depend "
-                "on them; return it with its graph (no .detach(), .item() or torch.no_grad())"
-            )
-        by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for gradient in gradients:
-            by_dtype.setdefault(gradient.dtype, []).append(gradient)
-        norms: list[Tensor] = []
-        for dtype, same in by_dtype.items():
-            wide = torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
-            norms.extend(torch._foreach_norm(same, 2.0, dtype=None if dtype.is_complex else wide))
-        device = norms[0].device
-        wide = torch.float32 if device.type == "mps" else torch.float64
-        total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(device, wide) for norm in norms]))
+        total: Tensor = torch.linalg.vector_norm(torch.stack(_norms(self._some())))
         return total
+
+    def shard_norm_squared(self) -> Tensor:
+        """This rank's share of the squared norm, for gradients that are sharded over all ranks: Σ over ranks is the whole.
+
+        A shard that several ranks hold counts on each of them for its part.
+        """
+        shares: dict[int, list[Tensor]] = {}
+        for gradient in self._some():
+            if not isinstance(gradient, DTensor):
+                raise TypeError("model must have all trainable parameters inside fully_shard; apply it to the root module last")
+            placements = zip(gradient.placements, gradient.device_mesh.shape, strict=True)
+            replicas = math.prod(size for placement, size in placements if placement.is_replicate())
+            shares.setdefault(replicas, []).append(gradient.to_local())
+        squares = [torch.stack(_norms(gradients)).square().sum() / replicas for replicas, gradients in shares.items()]
+        return torch.stack(squares).sum()
 
     def ready(self, factor: float) -> None:
         """From here until the next `multiply` or `clear`, `named` gives the gradients times `factor`."""
@@ -92,8 +95,31 @@ class Gradients:
         if factor != 1.0:
             torch._foreach_mul_(self._existing(), factor)
 
+    def _some(self) -> list[Tensor]:
+        gradients = self._existing()
+        if not gradients:
+            raise NoGradientError(
+                "backward left no gradient on any parameter of the optimizer: the loss that forward returned does not depend "
+                "on them; return it with its graph (no .detach(), .item() or torch.no_grad())"
+            )
+        return gradients
+
     def _parameters(self) -> list[nn.Parameter]:
         return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
 
     def _existing(self) -> list[Tensor]:
         return [parameter.grad.detach() for parameter in self._parameters() if parameter.grad is not None]
+
+
+def _norms(gradients: list[Tensor]) -> list[Tensor]:
+    """The L2 norm of each, in float64 on one device."""
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for gradient in gradients:
+        by_dtype.setdefault(gradient.dtype, []).append(gradient)
+    norms: list[Tensor] = []
+    for dtype, same in by_dtype.items():
+        wide = torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
+        norms.extend(torch._foreach_norm(same, 2.0, dtype=None if dtype.is_complex else wide))
+    device = norms[0].device
+    wide = torch.float32 if device.type == "mps" else torch.float64
+    return [norm.to(device, wide) for norm in norms]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -32,14 +33,24 @@ class Reduction(Protocol):
     def local(self) -> AbstractContextManager[Any]:
         """The context of a forward and backward whose gradients stay on this rank."""
 
-    def forward_without_data(self) -> Tensor | None:
-        """On a rank without a micro-batch: the loss whose backward takes part in what others reduce in theirs. Collective."""
+    def begin_update(self, group: list[Any]) -> None:
+        """Before the first forward of a group, which may be empty. May be collective."""
+
+    def forward_without_data(self, loss_of: Callable[[Any], Tensor]) -> Tensor | None:
+        """On a rank without a micro-batch: a loss whose backward takes part in what others reduce in theirs. Collective.
+
+        `loss_of` runs the user's forward on a micro-batch, for those who cannot do without.
+        """
 
     def begin(self, trainer: Trainer, statistics: Statistics) -> None:
         """Before the last backward: starts what can overlap it. Collective."""
 
-    def end(self, trainer: Trainer, statistics: Statistics, gradients: Gradients) -> Tensor:
-        """After the last backward: reduces what is left and returns the gradients' norm, a scalar, not read. Collective."""
+    def end(self, trainer: Trainer, statistics: Statistics, gradients: Gradients) -> Tensor | None:
+        """After the last backward: reduces what is left. Collective.
+
+        Returns:
+            The gradients' norm, a scalar, not read; None if the statistics carry each rank's share of it.
+        """
 
 
 class NoReduction:
@@ -59,9 +70,11 @@ class NoReduction:
         """Nothing to hold back."""
         return nullcontext()
 
-    def forward_without_data(self) -> Tensor | None:
+    def begin_update(self, group: list[Any]) -> None:
+        """Nothing to prepare."""
+
+    def forward_without_data(self, loss_of: Callable[[Any], Tensor]) -> None:
         """Nothing to take part in."""
-        return None
 
     def begin(self, trainer: Trainer, statistics: Statistics) -> None:
         """Nothing to start."""
@@ -92,7 +105,10 @@ class HookedReduction:
         context: AbstractContextManager[Any] = self._ddp.no_sync()
         return context
 
-    def forward_without_data(self) -> Tensor:
+    def begin_update(self, group: list[Any]) -> None:
+        """Nothing to prepare."""
+
+    def forward_without_data(self, loss_of: Callable[[Any], Tensor]) -> Tensor:  # noqa: ARG002
         """Goes through DDP's forward, with its collectives, to a graph that reaches each parameter without a gradient.
 
         DDP takes what is missing for zero, or, where it looks for unused parameters, for unused on this rank. The module inside

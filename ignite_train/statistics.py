@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ from ignite_train.forward_output import ForwardOutput
 
 __all__ = ["Statistics", "Totals"]
 
-_HEAD = 7  # sample_size, loss, micro-batches, stop, stop_epoch, more_data, unknown names; passengers and logs follow
+_UNKNOWN, _NORM, _HEAD = 6, 7, 8  # after sample_size, loss, micro-batches, stop, stop_epoch, more_data; then words and logs
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,7 @@ class Totals:
         num_micro_batches: how many took part.
         logs: the sum of each log by name.
         signals: what any rank asked for.
-        extra: the number that was handed to `finish`, read in the same transfer.
+        norm: L2 norm of the gradients as they are.
     """
 
     sample_size: float
@@ -37,7 +38,7 @@ class Totals:
     num_micro_batches: int
     logs: dict[str, float]
     signals: Signals
-    extra: float
+    norm: float
 
 
 class Statistics:
@@ -63,6 +64,7 @@ class Statistics:
         self._logs: dict[str, float | Tensor] = {}
         self._count = 0
         self._flags = [0.0, 0.0, 0.0]
+        self._norm_squared: float | Tensor = 0.0
         self._passengers: Sequence[Passenger] = ()
         self._words: list[float] = []
         self._vector: Tensor | None = None
@@ -76,8 +78,9 @@ class Statistics:
         for name, value in output.logs.items():
             self._logs[name] = self._logs.get(name, 0.0) + self._number(value)
 
-    def pack(self, signals: Signals, passengers: Sequence[Passenger] = ()) -> Tensor | None:
+    def pack(self, signals: Signals, passengers: Sequence[Passenger] = (), norm_squared: float | Tensor = 0.0) -> Tensor | None:
         """The vector to sum over the ranks, in place; None where nobody needs it. Nothing may be added after it."""
+        self._norm_squared = norm_squared
         self._flags = [float(flag) for flag in (signals.stop, signals.stop_epoch, signals.more_data)]
         self._passengers = passengers
         self._words = [float(word) for passenger in passengers for word in passenger.words()]
@@ -85,28 +88,29 @@ class Statistics:
             self._vector = self._as_vector()
         return self._vector
 
-    def start(self, signals: Signals, passengers: Sequence[Passenger] = ()) -> None:
+    def start(self, signals: Signals, passengers: Sequence[Passenger] = (), norm_squared: float | Tensor = 0.0) -> None:
         """Packs and starts the reduction, to overlap what follows. Collective."""
-        vector = self.pack(signals, passengers)
+        vector = self.pack(signals, passengers, norm_squared)
         if vector is not None:
             self._work = distributed.start_sum(vector)
 
-    def finish(self, extra: Tensor) -> Totals:
-        """Waits for the reduction, reads it, with `extra` in the same transfer, and lets the passengers off.
+    def finish(self, norm: Tensor | None) -> Totals:
+        """Waits for the reduction, reads it in one transfer, and lets the passengers off. Synchronises with the device.
 
-        Synchronises with the device.
+        Args:
+            norm: the gradients' norm, read in the same transfer; None if its square is in what was packed.
 
         Raises:
             ForwardContractError: Σsample_size is negative or not finite.
         """
-        numbers = self._read(extra)
-        while self._vector is not None and numbers[6] > 0:
+        numbers = self._read(norm)
+        while self._vector is not None and numbers[_UNKNOWN] > 0:
             known = distributed.gather_objects(sorted({*self._names, *self._logs}))
             self._names = tuple(sorted({name for names in known for name in names}))
             self._vector = self._as_vector()
             self._work = distributed.start_sum(self._vector)
-            numbers = self._read(extra)
-        sample_size, loss, count, stop, stop_epoch, more_data = numbers[:6]
+            numbers = self._read(norm)
+        sample_size, loss, count, stop, stop_epoch, more_data = numbers[:_UNKNOWN]
         if not 0 <= sample_size < float("inf"):
             raise ForwardContractError(f"sample_size must sum to a finite number of at least 0, forward's sum to {sample_size}")
         words = numbers[_HEAD : _HEAD + len(self._words)]
@@ -118,7 +122,9 @@ class Statistics:
         for passenger in passengers:
             passenger.arrived(words[: passenger.num_words])
             words = words[passenger.num_words :]
-        return Totals(sample_size, loss, round(count), logs, signals, extra=numbers[-1])
+        return Totals(
+            sample_size, loss, round(count), logs, signals, norm=math.sqrt(numbers[_NORM]) if norm is None else numbers[-1]
+        )
 
     def _number(self, value: float | Tensor) -> float | Tensor:
         if isinstance(value, Tensor):
@@ -127,7 +133,8 @@ class Statistics:
 
     def _entries(self, names: Iterable[str]) -> list[float | Tensor]:
         unknown = float(not self._logs.keys() <= {*names})
-        return [*self._sums, float(self._count), *self._flags, unknown, *self._words, *(self._logs.get(n, 0.0) for n in names)]
+        head = [*self._sums, float(self._count), *self._flags, unknown, self._norm_squared]
+        return [*head, *self._words, *(self._logs.get(n, 0.0) for n in names)]
 
     def _as_vector(self) -> Tensor:
         entries = self._entries(self._names)
@@ -138,11 +145,12 @@ class Statistics:
                 vector[index] = entry
         return vector
 
-    def _read(self, extra: Tensor) -> list[float]:
+    def _read(self, norm: Tensor | None) -> list[float]:
+        norm = torch.zeros(1) if norm is None else norm
         if self._vector is None:
-            return [*map(float, self._entries(self._logs)), float(extra)]
+            return [*map(float, self._entries(self._logs)), float(norm)]
         if self._work is not None:
             self._work.wait()
-        packed = torch.cat([self._vector, extra.reshape(1).to(self._vector.device, self._vector.dtype)])
+        packed = torch.cat([self._vector, norm.reshape(1).to(self._vector.device, self._vector.dtype)])
         numbers: list[float] = packed.tolist()  # sync
         return numbers

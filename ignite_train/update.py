@@ -17,7 +17,7 @@ from ignite_train.arguments import shown
 from ignite_train.engine import Trainer
 from ignite_train.errors import ForwardContractError, NonFiniteError
 from ignite_train.events import TrainEvents
-from ignite_train.forward_output import Forward, as_forward_output
+from ignite_train.forward_output import Forward, ForwardOutput, as_forward_output
 from ignite_train.gradients import Gradients, clip_coefficient
 from ignite_train.loss_scaling import LossScaling
 from ignite_train.precision import Precision
@@ -54,14 +54,13 @@ class Update:
         state, fire = trainer.state, trainer.fire_event
         before = state.micro_batch
         try:
-            self._begin()
+            self._begin(group)
             for number, micro_batch in enumerate(group, start=1):
                 last = number == len(group)
                 state.micro_batch += 1
                 fire(TrainEvents.MICRO_BATCH_STARTED)
                 with nullcontext() if last else self.reduction.local():
-                    with self.precision.autocast():
-                        output = as_forward_output(self.forward(self.model, self.transfer(micro_batch)))
+                    output = self._forward(micro_batch)
                     state.forward_output = output
                     self.statistics.add(output)
                     fire(TrainEvents.FORWARD_COMPLETED)
@@ -107,14 +106,19 @@ class Update:
             raise ValueError(f"state_dict['update'] must be a mapping with the key loss_scaling, got {shown(state_dict)}")
         self.loss_scaling.load_state_dict(state_dict["loss_scaling"])
 
-    def _begin(self) -> None:
+    def _begin(self, group: list[Any]) -> None:
         if not self.model.training:
             self.model.train()
         self.gradients.clear_stale()
+        self.reduction.begin_update(group)
+
+    def _forward(self, micro_batch: Any) -> ForwardOutput:
+        with self.precision.autocast():
+            return as_forward_output(self.forward(self.model, self.transfer(micro_batch)))
 
     def _take_part(self, trainer: Trainer) -> None:
         """On a rank without a micro-batch: joins the collectives of those that have one, in their order."""
-        zero = self.reduction.forward_without_data()
+        zero = self.reduction.forward_without_data(lambda micro_batch: self._forward(micro_batch).loss)
         self.reduction.begin(trainer, self.statistics)
         if zero is not None:
             torch.autograd.backward(zero)
@@ -131,7 +135,7 @@ class Update:
         mean, loss, norm = math.nan, math.nan, math.nan
         if size > 0:
             mean = self.reduction.divisor / (scale * size)
-            loss, norm = totals.loss / size, totals.extra * mean
+            loss, norm = totals.loss / size, totals.norm * mean
         self.gradients.ready(mean)
         reason = self._reason_to_skip(size, loss, norm)
         return UpdateOutput(

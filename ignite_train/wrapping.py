@@ -6,36 +6,38 @@ from typing import Literal
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ignite_train import distributed
 from ignite_train.arguments import one_of
 from ignite_train.explicit_reduction import ExplicitReduction
 from ignite_train.reduction import HookedReduction, NoReduction, Reduction
+from ignite_train.sharded_reduction import ShardedReduction
 
 __all__ = ["ReductionName", "reduction_for", "unwrap"]
 
-ReductionName = Literal["auto", "ddp", "explicit"]
+ReductionName = Literal["auto", "ddp", "explicit", "fsdp"]
 
 
 def reduction_for(model: nn.Module, name: ReductionName = "auto") -> Reduction:
     """Chooses how the gradients of `model` cross ranks. Collective.
 
     Args:
-        model: a plain module, or one in DistributedDataParallel.
+        model: a plain module, one in DistributedDataParallel, or one that `fully_shard` was applied to.
         name: `"auto"` is what the model is wrapped for; the others insist on one way.
 
     Raises:
         TypeError: the model is wrapped in a way that cannot be right.
         ValueError: there are several ranks and parameters that nobody would synchronise.
     """
-    one_of("reduction", name, ("auto", "ddp", "explicit"))
+    one_of("reduction", name, ("auto", "ddp", "explicit", "fsdp"))
     if isinstance(model, DataParallel):
         raise TypeError("model must not be a DataParallel, whose replicas are threads; run one process for each device instead")
     if any(isinstance(module, FSDPModule) for module in model.modules()):
-        raise TypeError(
-            "model must not be sharded by fully_shard: that is not supported yet; wrap it in DistributedDataParallel"
-        )
+        return _sharded(model, name)
+    if name == "fsdp":
+        raise ValueError("model must be sharded for reduction='fsdp'; apply torch.distributed.fsdp.fully_shard to it")
     ddp = _find_ddp(model)
     if name == "explicit" and ddp is not None:
         raise ValueError("model must be without DistributedDataParallel for reduction='explicit'; pass the module inside")
@@ -63,6 +65,18 @@ def unwrap(model: nn.Module) -> nn.Module:
         raise TypeError("model must be a DistributedDataParallel or contain none; pass the modules without their wrappers")
     module: nn.Module = ddp.module
     return module
+
+
+def _sharded(model: nn.Module, name: ReductionName) -> ShardedReduction:
+    if name not in ("auto", "fsdp"):
+        raise ValueError(f"reduction must be 'auto' or 'fsdp' for a model that fully_shard was applied to, got {name!r}")
+    whole = [key for key, p in model.named_parameters() if p.requires_grad and not isinstance(p, DTensor)]
+    if whole or not isinstance(model, FSDPModule):
+        raise ValueError(
+            f"model must have fully_shard applied to the root module, last, got one where {(whole or ['the root'])[0]!r} is not "
+            "sharded; its gradient would not cross the ranks"
+        )
+    return ShardedReduction(model)
 
 
 def _hooked(model: nn.Module, ddp: DistributedDataParallel) -> HookedReduction:

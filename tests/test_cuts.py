@@ -11,6 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ignite.engine import Events
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import cuts
@@ -30,14 +33,16 @@ class Unsized:
         return iter(self.micro_batches)
 
 
-WAYS = ["ddp", "explicit"]
+WAYS = ["ddp", "explicit", "fsdp"]
 
 
 def train(loader: Any, accumulation_steps: Any, *, dtype: torch.dtype, epochs: int, way: str = "ddp") -> dict[str, Any]:
     """Runs `epochs` over `loader` on this rank; what came of it, in plain numbers."""
     model = cuts.linear(dtype)
     several = idist.get_world_size() > 1
-    wrapped = DistributedDataParallel(model) if several and way == "ddp" else model
+    wrapped: Any = DistributedDataParallel(model) if several and way == "ddp" else model
+    if several and way == "fsdp":
+        fully_shard(model, mesh=init_device_mesh("cpu", (idist.get_world_size(),)))
     optimizer = torch.optim.SGD(model.parameters(), lr=cuts.LEARNING_RATE)
     trainer = create_trainer(
         wrapped, optimizer, cuts.forward, accumulation_steps=accumulation_steps, reduction=way if several else "auto"
@@ -49,9 +54,10 @@ def train(loader: Any, accumulation_steps: Any, *, dtype: torch.dtype, epochs: i
         outputs.append(engine.state.output)
 
     trainer.run(loader, max_epochs=epochs)
+    weight, bias = (p.full_tensor() if isinstance(p, DTensor) else p for p in (model.weight.detach(), model.bias.detach()))
     return {
-        "weight": model.weight.detach().double().squeeze(0),
-        "bias": float(model.bias.detach()),
+        "weight": weight.double().squeeze(0),
+        "bias": bias.item(),
         "losses": [output.loss for output in outputs],
         "sizes": [output.sample_size for output in outputs],
         "norms": [output.grad_norm for output in outputs],

@@ -1,0 +1,160 @@
+"""Noticing that the ranks step along different gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import ignite.distributed as idist
+import torch
+from ignite.engine import Events, RemovableEventHandle
+from torch import Tensor
+
+from ignite_train import distributed
+from ignite_train.arguments import real_number
+from ignite_train.engine import Trainer
+from ignite_train.errors import TrainingError
+from ignite_train.events import Event, TrainEvents
+
+__all__ = ["GradNormConsistency", "GradNormMismatchError"]
+
+_NO_CHECK = -1.0  # no norm is negative
+_NAMED = 5  # parameters in the message
+
+
+class GradNormMismatchError(TrainingError, RuntimeError):
+    """The ranks reduced one update to gradients of different norms. Raised on every rank in the update after it.
+
+    Attributes:
+        update: number of the update (`state.iteration`) whose norms differ.
+        norms: its gradient norm on each rank.
+        parameters: those whose gradients differ in the update in which this was raised, in the order of the model; empty if
+            they agree there, or if there is no such update because the run is over.
+    """
+
+    def __init__(self, update: int, norms: tuple[float, ...], parameters: tuple[str, ...]) -> None:
+        self.update, self.norms, self.parameters = update, norms, parameters
+        table = "\n".join(f"  rank {rank}: {norm:.9g}" for rank, norm in enumerate(norms))
+        more = f" and {len(parameters) - _NAMED} more" if len(parameters) > _NAMED else ""
+        which = (
+            f"one update later the gradients of {', '.join(parameters[:_NAMED])}{more} differ"
+            if parameters
+            else "no parameter can be named, because no later update has gradients that differ"
+        )
+        super().__init__(
+            f"update {update}: the gradient norm differs between the ranks:\n{table}\n{which}; look for a backward beside "
+            "the trainer's, a communication hook or a change of .grad that is not the same on every rank, and go on from a "
+            f"checkpoint before update {update}: the parameters of the ranks may differ since"
+        )
+
+    def __reduce__(self) -> tuple[type[GradNormMismatchError], tuple[int, tuple[float, ...], tuple[str, ...]]]:
+        return type(self), (self.update, self.norms, self.parameters)
+
+
+class GradNormConsistency:
+    """Compares the gradient norms of all ranks and raises `GradNormMismatchError` on each of them when they differ.
+
+    After the reduction all ranks must hold the same gradient, so different norms mean that it is broken: a parameter outside
+    of it, a lossy hook, a rank that changed its gradients. Norms agree when they are finite and within `tolerance` of rank
+    0's, relatively, or when none is finite, which is for the trainer's own policy to judge. What the norm cannot show is
+    parameters, moments or learning rates that differ while gradients are averaged: that is for `StateConsistency`.
+
+    A norm travels with the statistics of the next update, so that the verdict comes one update late and costs no collective
+    of its own; what is left at the end of the run takes one. Parameters are named by the gradients of the update in which
+    the verdict comes, since those of the update that was compared are gone. All ranks attach it alike.
+
+    Args:
+        tolerance: the largest relative difference, greater than 0.
+
+    Example:
+        >>> from ignite_train import TrainEvents
+        >>> from ignite_train.handlers import GradNormConsistency
+        >>> trainer = getfixture("trainer")
+        >>> handle = GradNormConsistency().attach(trainer, TrainEvents.GRADIENTS_READY(every=10))
+        >>> trainer.run(getfixture("loader"), max_epochs=3).num_steps
+        12
+    """
+
+    def __init__(self, *, tolerance: float = 1e-6) -> None:
+        self.tolerance = real_number("tolerance", tolerance, above=0)
+        self.num_words = 1
+        self._due: tuple[int, float] | None = None  # update and norm, not yet sent
+        self._sent: tuple[int, float] | None = None  # on its way
+        self._mismatch: tuple[int, tuple[float, ...]] | None = None
+
+    def attach(self, trainer: Trainer, event: Event = TrainEvents.GRADIENTS_READY) -> RemovableEventHandle:
+        """Compares the norm of each update in which `event` fires, which must be the same updates on all ranks."""
+        self.num_words = distributed.world_size()
+        if self.num_words > 1 and self not in trainer.passengers:
+            trainer.passengers.append(self)
+            trainer.prepend_event_handler(TrainEvents.GRADIENTS_READY, self._judge)
+            trainer.prepend_event_handler(Events.COMPLETED, self._settle)
+        return trainer.prepend_event_handler(event, self)
+
+    def __call__(self, trainer: Trainer) -> None:
+        """Puts the norm of the latest update aside."""
+        if trainer.state.output is not None:
+            self._due = trainer.state.iteration, trainer.state.output.grad_norm
+
+    def words(self) -> Sequence[float]:
+        """One for each rank: the norm in this rank's place."""
+        if self._due is not None:
+            self._sent, self._due = self._due, None
+        words = [0.0] * self.num_words
+        words[distributed.rank()] = _NO_CHECK if self._sent is None else self._sent[1]
+        return words
+
+    def arrived(self, sums: list[float]) -> None:
+        """Compares the norms; `_judge` raises, where gradients can be looked at.
+
+        Raises:
+            ValueError: some ranks have a norm to compare and others have not.
+        """
+        sent, self._sent = self._sent, None
+        without = [rank for rank, norm in enumerate(sums) if norm == _NO_CHECK]
+        if without and len(without) < len(sums):
+            raise ValueError(
+                "event must fire in the same updates on all ranks, got one that GradNormConsistency had a norm from on some "
+                f"ranks and not on {without}: attach it alike everywhere, to an event whose counter is the same on all ranks"
+            )
+        if sent is not None and not _agree(sums, self.tolerance):
+            self._mismatch = sent[0], tuple(sums)
+
+    def _judge(self, trainer: Trainer) -> None:
+        if self._mismatch is not None:
+            output = trainer.state.output
+            has_gradients = output is not None and output.sample_size > 0
+            self._raise(self._differing(trainer.gradients()) if has_gradients else ())
+
+    def _settle(self) -> None:
+        """After the last update: no other brings its norm to the ranks."""
+        vector = torch.tensor(self.words(), dtype=torch.float64, device=idist.device())
+        work = distributed.start_sum(vector)
+        if work is not None:
+            work.wait()
+        self.arrived(vector.tolist())
+        self._raise(())
+
+    def _raise(self, parameters: tuple[str, ...]) -> None:
+        mismatch, self._mismatch = self._mismatch, None
+        if mismatch is not None:
+            raise GradNormMismatchError(*mismatch, parameters)
+
+    def _differing(self, gradients: dict[str, Tensor]) -> tuple[str, ...]:
+        """The names of those whose norms differ, or that some rank has no gradient for. Collective."""
+        ranks: list[dict[str, float]] = distributed.gather_objects({name: _norm(g) for name, g in gradients.items()})
+        names = dict.fromkeys(name for norms in ranks for name in norms)
+        missing = {name for name in names if any(name not in norms for norms in ranks)}
+        return tuple(name for name in names if name in missing or not _agree([norms[name] for norms in ranks], self.tolerance))
+
+
+def _norm(gradient: Tensor) -> float:
+    return float(torch.linalg.vector_norm(gradient, dtype=torch.promote_types(gradient.dtype, torch.float32)))
+
+
+def _agree(norms: Sequence[float], tolerance: float) -> bool:
+    """Whether all are finite and near the first, or none is finite."""
+    finite = [math.isfinite(norm) for norm in norms]
+    if not all(finite):
+        return not any(finite)
+    return max(abs(norm - norms[0]) for norm in norms) / (norms[0] + 1e-6) < tolerance

@@ -1,0 +1,252 @@
+"""A rank that hangs is noticed, on all ranks, with the stacks of all threads."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import logging
+import sys
+import threading
+import time
+from itertools import count
+from pathlib import Path
+from typing import NamedTuple
+
+import torch.distributed as dist
+from ignite.engine import Events
+
+from ignite_train import distributed
+from ignite_train.arguments import real_number
+from ignite_train.engine import Trainer
+from ignite_train.evaluator import Evaluator
+
+__all__ = ["HangWatch"]
+
+_logger = logging.getLogger(__name__)
+_STDERR = 2
+_PATIENCE_SECONDS = 2.0  # for a store that does not answer, when the run is over
+_ENDS = (Events.COMPLETED, Events.TERMINATE, Events.INTERRUPT, Events.EXCEPTION_RAISED)
+
+_WAITING_PLACES = ("torch/distributed/", "torch/autograd/graph.py", "ignite_train/statistics.py", "ignite_train/explicit_reduction.py")
+
+_watches = count()  # ranks make their watches in the same order, so that a number means the same watch on all of them
+
+
+class HangWatch:
+    """Ends all ranks, each with its stacks on standard error, when training has stood still for `timeout_seconds`.
+
+    All ranks attach it alike; nothing in it is a collective, and an update costs nothing. On every rank a thread reads the
+    trainer's counters, about once a second, and shows them to the others through the store at which the ranks met. Training
+    stands still when no rank has begun another update or micro-batch for `timeout_seconds`, or when a rank has been silent for
+    as long: its process is stopped, or code that never gives up Python's lock runs in it. Then every rank that still lives
+
+    - logs which ranks are behind and where each one is, as an error;
+    - writes the stacks of all its threads to standard error, by `faulthandler`;
+    - ends its process with status 1. A stopped process is left to the launcher.
+
+    What takes longer than `timeout_seconds` without an update, such as a validation or a save, is taken for a hang. The
+    micro-batches of an evaluator that is attached too count as life. A process that is suspended and woken again, with or
+    without the others, goes on: time does not pass for its watch meanwhile.
+
+    A single process watches itself. Tried with gloo over a file and over TCP; not with NCCL, whose own watchdog may be faster.
+
+    Args:
+        timeout_seconds: how long training may stand still.
+        first_timeout_seconds: as long as the first update of a run may take, where workers start and code is compiled;
+            None means three times `timeout_seconds`.
+
+    Example:
+        >>> from ignite_train.handlers import HangWatch
+        >>> trainer = getfixture("trainer")
+        >>> HangWatch(timeout_seconds=120).attach(trainer, evaluator=getfixture("evaluator"))
+        >>> trainer.run(getfixture("loader"), max_epochs=1).iteration
+        4
+    """
+
+    def __init__(self, timeout_seconds: float = 600.0, *, first_timeout_seconds: float | None = None) -> None:
+        self.timeout_seconds = real_number("timeout_seconds", timeout_seconds, above=0)
+        first = 3 * self.timeout_seconds if first_timeout_seconds is None else first_timeout_seconds
+        self.first_timeout_seconds = real_number("first_timeout_seconds", first, at_least=self.timeout_seconds)
+        self._number, self._runs = next(_watches), 0
+        self._evaluator: Evaluator | None = None
+        self._watch: _Watch | None = None
+
+    def attach(self, trainer: Trainer, *, evaluator: Evaluator | None = None) -> None:
+        """Watches each run of `trainer` from STARTED to COMPLETED; micro-batches of `evaluator` count as life."""
+        self._evaluator = evaluator
+        trainer.prepend_event_handler(Events.STARTED, self._start)
+        for event in _ENDS:
+            trainer.add_event_handler(event, self._finish)
+
+    def _start(self, trainer: Trainer) -> None:
+        self._runs += 1
+        limits = self.timeout_seconds, self.first_timeout_seconds
+        self._watch = _Watch(trainer, self._evaluator, limits, f"ignite_train/hangs/{self._number}/{self._runs}")
+
+    def _finish(self, trainer: Trainer, *_error: BaseException) -> None:
+        completed_follows = trainer.last_event_name == Events.TERMINATE and trainer.should_terminate != "skip_completed"
+        if self._watch is not None and not completed_follows:
+            self._watch.end()
+            self._watch = None
+
+
+class _Report(NamedTuple):
+    """What a rank shows to the others.
+
+    Attributes:
+        beat: counts up as long as the process lives.
+        update: number of the update it is in.
+        micro_batch: and of the micro-batch.
+        evaluated: micro-batches of the running evaluation.
+        waits: whether its main thread is where one waits for other ranks.
+        where: the function, file and line its main thread is in.
+        over: whether its run has ended.
+    """
+
+    beat: int
+    update: int
+    micro_batch: int
+    evaluated: int
+    waits: bool
+    where: str
+    over: bool
+
+
+class _Watch:
+    """Two threads for one run: one talks with the store, and may get stuck in it; the other judges by what is known.
+
+    Their clock stands still while the process does: it would otherwise wake up and take the others for silent.
+    """
+
+    def __init__(self, trainer: Trainer, evaluator: Evaluator | None, limits: tuple[float, float], run: str) -> None:
+        self._trainer, self._evaluator, self._run = trainer, evaluator, run
+        self._timeout, self._first_timeout = limits
+        self._main, self._first_update = threading.get_ident(), trainer.state.iteration + 1
+        self._rank, world_size = distributed.rank(), distributed.world_size()
+        self._interval = min(self._timeout / 8, max(1.0, world_size / 64))  # every rank reads what every other wrote
+        self._over = threading.Event()
+        self._clock = self._answered = self._moved = 0.0
+        self._heard = [0.0] * world_size
+        self._reports: list[_Report | None] = [None] * world_size
+        self._verdict = ""
+        self._store = distributed.own_store()
+        self._threads = [threading.Thread(target=work, name="HangWatch", daemon=True) for work in (self._talk, self._judge)]
+        for thread in self._threads:
+            thread.start()
+
+    def end(self) -> None:
+        """Called by the main thread when the run is over. Waits for the threads, but not for a store that does not answer."""
+        self._over.set()
+        for thread in self._threads:
+            thread.join(_PATIENCE_SECONDS)
+
+    # --- what goes on ---
+
+    def _talk(self) -> None:
+        """Shows this rank's report and reads those of the others, once an interval, and a last time when the run is over."""
+        for beat in count():
+            over = self._over.is_set()
+            self._hear(self._rank, self._look(beat, over=over))
+            try:
+                self._exchange()
+            except RuntimeError as error:  # the store is gone, and with it most likely the process that held it
+                _logger.warning(f"rank {self._rank} watches only itself from here on: {error}")
+                self._store = None
+            if over:
+                return
+            self._over.wait(self._interval)
+
+    def _look(self, beat: int, *, over: bool) -> _Report:
+        state, evaluator = self._trainer.state, self._evaluator
+        frame, waits, where = sys._current_frames().get(self._main), False, "nowhere"
+        if frame is not None:
+            code = frame.f_code
+            waits = any(place in Path(code.co_filename).as_posix() for place in _WAITING_PLACES)
+            where = f"{code.co_name} ({Path(code.co_filename).name}:{frame.f_lineno})"
+        evaluated = 0 if evaluator is None else evaluator.state.iteration
+        return _Report(beat, state.iteration, state.micro_batch, evaluated, waits, where, over)
+
+    def _exchange(self) -> None:
+        store = self._store
+        if store is None:
+            return
+        store.set(f"{self._run}/{self._rank}", json.dumps(self._reports[self._rank]))
+        begun = [
+            rank
+            for rank, report in enumerate(self._reports)
+            if rank != self._rank and (report is not None or store.check([f"{self._run}/{rank}"]))
+        ]
+        shown = store.multi_get([f"{self._run}/{rank}" for rank in begun]) if begun else []
+        for rank, text in zip(begun, shown, strict=True):
+            self._hear(rank, _Report(*json.loads(text)))
+        if self._verdict:
+            store.compare_set(f"{self._run}/verdict", "", self._verdict)
+        elif store.check([f"{self._run}/verdict"]):
+            self._verdict = store.get(f"{self._run}/verdict").decode()
+        self._answered = self._clock
+
+    def _hear(self, rank: int, report: _Report) -> None:
+        before = self._reports[rank]
+        self._reports[rank] = report
+        if before is None or report.beat != before.beat:
+            self._heard[rank] = self._clock
+        if before is None or report[1:4] != before[1:4] or report.over != before.over:
+            self._moved = self._clock
+
+    # --- what it means ---
+
+    def _judge(self) -> None:
+        latest = time.monotonic()
+        while not self._over.wait(self._interval / 2):
+            now = time.monotonic()
+            self._clock += min(now - latest, self._interval)
+            latest = now
+            verdict = self._verdict or self._find_hang()
+            if verdict:
+                self._verdict = verdict
+                self._conclude()
+
+    def _find_hang(self) -> str:
+        limit = self._first_timeout if self._trainer.state.iteration <= self._first_update else self._timeout
+        if self._store is None:
+            known = [self._rank]
+        elif self._clock - self._answered > limit:
+            return (
+                f"the store at which the ranks met has not answered for {self._clock - self._answered:.1f} s: the process that "
+                "holds it is stopped, which is rank 0 unless torchrun started the ranks"
+            )
+        else:
+            known = [rank for rank, report in enumerate(self._reports) if report is None or not report.over]
+        silent = [rank for rank in known if self._clock - self._heard[rank] > limit]
+        if silent:
+            return f"{_ranks(silent)} silent for more than {limit:g} s; {self._places()}"
+        if self._clock - self._moved > limit:
+            return f"no rank has moved for more than {limit:g} s; {self._behind(known)}; {self._places()}"
+        return ""
+
+    def _behind(self, ranks: list[int]) -> str:
+        """Who is behind: in an earlier update or micro-batch, or at work where others wait."""
+        positions = {rank: report[1:3] + report[4:5] for rank in ranks if (report := self._reports[rank]) is not None}
+        last = [rank for rank, position in positions.items() if position == min(positions.values())]
+        return f"{_ranks(last)} behind" if len(last) < len(positions) else "no rank is ahead of the others"
+
+    def _places(self) -> str:
+        return "; ".join(
+            f"rank {rank} has not begun the run"
+            if report is None
+            else f"rank {rank} has left the run at update {report.update}"
+            if report.over
+            else f"rank {rank} at update {report.update} in {report.where}"
+            for rank, report in enumerate(self._reports)
+        )
+
+    def _conclude(self) -> None:
+        """Says what is known, and ends the process when the others have had the time to read it and say it too."""
+        _logger.error(f"training hangs: {self._verdict}. The stacks of rank {self._rank} follow; then it ends.")
+        faulthandler.dump_traceback(_STDERR, all_threads=True)
+        time.sleep(3 * self._interval)
+        distributed.end_process(1)
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank {ranks[0]} is" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} are"

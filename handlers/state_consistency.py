@@ -1,0 +1,284 @@
+"""Noticing that the ranks hold different states."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from numbers import Number
+from typing import Any, NamedTuple, Protocol
+
+import ignite.distributed as idist
+import torch
+from ignite.engine import Events, RemovableEventHandle
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from ignite_train import distributed
+from ignite_train.arguments import nearest
+from ignite_train.engine import Trainer
+from ignite_train.errors import TrainingError
+from ignite_train.events import Event
+
+__all__ = ["StateConsistency", "StateMismatchError", "tensor_digests"]
+
+_COUNTERS = ("num_steps", "num_skipped", "iteration", "epoch")  # micro_batch counts what one rank had
+_COLUMNS = 257  # prime, so that what repeats in a tensor does not fall into one column
+_WORDS = 4  # of 16 bits: a digest of 64
+_NAMED = 5  # tensors and values in the message
+
+
+class StateMismatchError(TrainingError, RuntimeError):
+    """The ranks do not hold the same state. Raised on every rank, in the update after the check.
+
+    Attributes:
+        update: the update after which (`state.iteration` at which) the state differed.
+        names: the tensors and values that differ, in the order of the state.
+        ranks: those that differ from the majority; empty if there is none, as with two ranks.
+    """
+
+    def __init__(self, update: int, names: tuple[str, ...], ranks: tuple[int, ...]) -> None:
+        self.update, self.names, self.ranks = update, names, ranks
+        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        who = (
+            f"rank {', '.join(map(str, ranks))} differs from the majority"
+            if ranks
+            else "there is no majority to tell which ranks are right"
+        )
+        own = " (own_buffers is for those that each rank fills from its own data)" if names[0].startswith("buffer ") else ""
+        super().__init__(
+            f"update {update}: the ranks differ in {', '.join(names[:_NAMED])}{more}{own}; {who}; look for what one rank alone "
+            "does to its state, and go on from a checkpoint not younger than the last check that passed"
+        )
+
+    def __reduce__(self) -> tuple[type[StateMismatchError], tuple[int, tuple[str, ...], tuple[int, ...]]]:
+        return type(self), (self.update, self.names, self.ranks)
+
+
+class _Check(NamedTuple):
+    """What was compared: the update, and a digest of 64 bits for each tensor and value by name."""
+
+    update: int
+    digests: dict[str, int]
+
+    @property
+    def digest(self) -> int:
+        """One for all, whatever their order."""
+        return sum(self.digests.values()) % 2**64
+
+
+class _Schedule(Protocol):
+    def state_dict(self) -> Mapping[str, Any]: ...
+
+
+class StateConsistency:
+    """Compares, bit by bit, what all ranks must hold alike, and raises `StateMismatchError` on each of them if they do not.
+
+    That is: parameters, buffers, the optimizer's state and settings, the schedule, the loss scale and the counters
+    `num_steps`, `num_skipped`, `iteration` and `epoch`. Gradients are averaged over ranks, so nothing else in training, no
+    gradient norm either, ever shows that a parameter, a moment or a learning rate has come to differ on one of them.
+
+    A check reads the state once and makes a digest of it. The digest travels with the statistics of the next update, so that
+    the verdict comes one update late and costs no collective of its own; what is left at the end of the run takes one. A
+    single bit that differs is always seen, anything else as good as always; the digest is no protection against intent.
+
+    What differs between ranks by design is left out: the running statistics of normalisation layers (each rank has those of
+    its own data, until DistributedDataParallel hands out those of rank 0), tensors that are sharded, and objects that are
+    neither tensors nor numbers nor strings. Optimizers must keep the same state on all ranks, as torch's do, except for
+    `ZeroRedundancyOptimizer`. All ranks attach it alike.
+
+    Args:
+        model: the model, in `DistributedDataParallel` or not.
+        optimizer: its optimizer.
+        scheduler: what sets the learning rate; anything with a `state_dict`.
+        own_buffers: names of buffers that each rank fills from its own data; they are left out too.
+
+    Raises:
+        TypeError: model or optimizer are none.
+        ValueError: the model has no buffer of a name in `own_buffers`.
+
+    Example:
+        >>> from ignite.engine import Events
+        >>> from ignite_train.handlers import StateConsistency
+        >>> trainer, model, optimizer = getfixture("trainer"), getfixture("model"), getfixture("optimizer")
+        >>> handle = StateConsistency(model, optimizer).attach(trainer, Events.ITERATION_COMPLETED(every=10))
+        >>> trainer.run(getfixture("loader"), max_epochs=3).num_steps
+        12
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        scheduler: _Schedule | None = None,
+        own_buffers: Collection[str] = (),
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model must be a torch.nn.Module, got {model!r:.60} of type {type(model).__name__}")
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {optimizer!r:.60}")
+        self.model = model.module if isinstance(model, DistributedDataParallel) else model
+        self.optimizer, self.scheduler = optimizer, scheduler
+        buffers = dict(self.model.named_buffers())
+        for name in own_buffers:
+            if name not in buffers:
+                raise ValueError(f"own_buffers must be names of buffers of model, got {name!r}{nearest(name, buffers)}")
+        self.own_buffers = frozenset(own_buffers)
+        self.num_words = 2 * _WORDS + 1
+        self._trainer: Trainer
+        self._due: _Check | None = None  # not yet sent
+        self._sent: _Check | None = None  # on its way
+
+    def attach(self, trainer: Trainer, event: Event = Events.ITERATION_COMPLETED(every=100)) -> RemovableEventHandle:
+        """Takes the digest at `event`, which must fire in the same updates on all ranks, before other handlers there."""
+        self._trainer = trainer
+        if distributed.world_size() > 1 and self not in trainer.passengers:
+            trainer.passengers.append(self)
+            trainer.prepend_event_handler(Events.COMPLETED, self._settle)
+        return trainer.prepend_event_handler(event, self)
+
+    def __call__(self, trainer: Trainer) -> None:
+        """Takes the digest. Synchronises with the device."""
+        if distributed.world_size() > 1:
+            self._due = self._check(trainer)
+
+    def words(self) -> Sequence[float]:
+        """Each 16 bits of the digest and their square, and a 1 for having one; all zero where no check is due.
+
+        W equal words w sum to W·w and their squares to W·w², and (Σw)² = W·Σw² for no others. Float64 adds both exactly.
+        """
+        if self._due is not None:
+            self._sent, self._due = self._due, None
+        if self._sent is None:
+            return [0.0] * self.num_words
+        digest = self._sent.digest
+        words = [float(digest >> 16 * place & 0xFFFF) for place in range(_WORDS)]
+        return [*words, *(word * word for word in words), 1.0]
+
+    def arrived(self, sums: list[float]) -> None:
+        """Compares.
+
+        Raises:
+            StateMismatchError: the digests differ, or some rank has none because its counters differ.
+            ValueError: the states agree, and yet some rank had no digest.
+        """
+        sent, self._sent = self._sent, None
+        present, world_size = round(sums[-1]), distributed.world_size()
+        if present < world_size:
+            if present:
+                self._compare(self._check(self._trainer))
+                raise ValueError(
+                    f"event must fire in the same updates on all ranks, got one that StateConsistency had a digest from on "
+                    f"{present} of {world_size} ranks: attach it alike everywhere, to an event with the same counter on all"
+                )
+            return
+        words, squares = sums[:_WORDS], sums[_WORDS : 2 * _WORDS]
+        if any(int(word) ** 2 != world_size * int(square) for word, square in zip(words, squares, strict=True)):
+            assert sent is not None  # noqa: S101  # all ranks have one
+            self._compare(sent)
+
+    def _settle(self) -> None:
+        """After the last update: no other brings its digest to the ranks."""
+        vector = torch.tensor(self.words(), dtype=torch.float64, device=idist.device())
+        work = distributed.start_sum(vector)
+        if work is not None:
+            work.wait()
+        self.arrived(vector.tolist())
+
+    def _compare(self, check: _Check) -> None:
+        """Exchanges all digests and raises if any differ. Collective."""
+        checks: list[_Check] = distributed.gather_objects(check)
+        names = dict.fromkeys(name for one in checks for name in one.digests)
+        differing = tuple(name for name in names if len({one.digests.get(name) for one in checks}) > 1)
+        if differing:
+            (most, count), *_ = Counter(one.digest for one in checks).most_common()
+            ranks = [rank for rank, one in enumerate(checks) if one.digest != most] if 2 * count > len(checks) else []
+            raise StateMismatchError(checks[0].update, differing, tuple(ranks))
+
+    def _check(self, trainer: Trainer) -> _Check:
+        """Digests of everything, as it is now."""
+        state = dict(self._state(trainer))
+        digests = {name: _hash(name, repr(value).encode()) for name, value in state.items() if not isinstance(value, Tensor)}
+        by_device: dict[torch.device, dict[str, Tensor]] = {}
+        for name, value in state.items():
+            if isinstance(value, Tensor):
+                by_device.setdefault(value.device, {})[name] = value
+        for tensors in by_device.values():
+            digests |= tensor_digests(tensors)
+        return _Check(trainer.state.iteration, {name: digests[name] for name in state})
+
+    def _state(self, trainer: Trainer) -> Iterator[tuple[str, Any]]:
+        """Tensors and values by name."""
+        names: dict[Any, str] = {parameter: name for name, parameter in self.model.named_parameters()}
+        yield from _flatten({f"parameter {name}": parameter for parameter, name in names.items()})
+        for prefix, module in self.model.named_modules():
+            for name, buffer in module.named_buffers(prefix, recurse=False):
+                if not isinstance(module, _NormBase) and name not in self.own_buffers:
+                    yield from _flatten({f"buffer {name}": buffer})
+        for parameter, entries in self.optimizer.state.items():
+            yield from _flatten(entries, "optimizer ", f" of {names.get(parameter, 'a parameter outside of the model')}")
+        for index, group in enumerate(self.optimizer.param_groups):
+            settings = {"learning rate" if key == "lr" else key: entry for key, entry in group.items() if key != "params"}
+            yield from _flatten(settings, after=f" of group {index}")
+        if self.scheduler is not None:
+            yield from _flatten(self.scheduler.state_dict(), "schedule ")
+        for name, value in _flatten(trainer.state_dict()["update"]):
+            yield name.replace("loss_scaling.scale", "loss scale").replace("loss_scaling.", "loss scaling "), value
+        yield from ((f"counter {name}", getattr(trainer.state, name)) for name in _COUNTERS)
+
+
+def _flatten(entries: Mapping[Any, Any], before: str = "", after: str = "") -> Iterator[tuple[str, Any]]:
+    """The tensors and plain values in nested state, by their path between `before` and `after`."""
+    for key, value in entries.items():
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{before}{key}.", after)
+        elif isinstance(value, (list, tuple)):
+            yield from _flatten(dict(enumerate(value)), f"{before}{key}.", after)
+        elif isinstance(value, DTensor):
+            if all(placement.is_replicate() for placement in value.placements):
+                yield f"{before}{key}{after}", value.to_local()
+        elif isinstance(value, (Tensor, Number, str, bytes)) or value is None:
+            yield f"{before}{key}{after}", value
+
+
+def tensor_digests(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """64 bits for the name and the content of each, all on one device, in one transfer."""
+    parts = {name: _column_sums(tensor.detach()) for name, tensor in tensors.items()}
+    numbers = array("q", torch.cat([part for several in parts.values() for part in several]).tolist())  # sync
+    digests, start = {}, 0
+    for name, several in parts.items():
+        end = start + sum(map(len, several))
+        tensor = tensors[name]
+        digests[name] = _hash(f"{name} {tensor.dtype} {tuple(tensor.shape)}", numbers[start:end].tobytes())
+        start = end
+    return digests
+
+
+def _column_sums(tensor: Tensor) -> list[Tensor]:
+    """A few int64 numbers, made in one pass, that are not all the same once a single bit of the tensor is flipped.
+
+    The bytes are laid out in rows of int64 words; the sums of the columns wrap around. A flipped sign of a float64 adds 2^63
+    to one, so that two of them in a column would cancel: hence short rows, and an odd number of them, so that all signs
+    flipped cannot. What is left at the end is taken as it is: less than two rows, and less than one word.
+    """
+    data = (tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor).contiguous().reshape(-1).view(torch.uint8)
+    if data.storage_offset() % 8:
+        data = data.clone()
+    whole = len(data) // 8 * 8
+    words, rest = data[:whole].view(torch.int64), data[whole:].long()
+    rows = len(words) // _COLUMNS
+    rows -= rows % 2 == 0
+    if rows < 3:
+        return [words, rest]
+    cut = rows * _COLUMNS
+    return [words[:cut].view(rows, _COLUMNS).sum(0), words[cut:], rest]
+
+
+def _hash(name: str, content: bytes) -> int:
+    """64 bits of a name and what stands under it."""
+    return int.from_bytes(hashlib.blake2b(f"{name}\0".encode() + content, digest_size=8).digest())

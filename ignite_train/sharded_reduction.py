@@ -1,0 +1,93 @@
+"""Models sharded by `fully_shard` (FSDP2): gradients are reduced to shards in the last backward only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ignite_train import distributed
+from ignite_train.engine import Trainer
+from ignite_train.gradients import Gradients
+from ignite_train.statistics import Statistics
+
+__all__ = ["ShardedReduction"]
+
+
+class ShardedReduction:
+    """FSDP2: gradients stay whole and local until the last backward scatters their mean over the ranks.
+
+    That keeps a whole gradient in memory for the price of one reduction an update. The norm needs the shards of all ranks:
+    each rank's share of it travels with the statistics, whose reduction therefore starts after the last backward.
+
+    Every forward and backward gathers parameters from all ranks, so a rank without data has to run them too. It does so on
+    the latest micro-batch it has seen, or on one that it is given by another rank before the first update, with a gradient of
+    zero, and puts random state and buffers back. (Should that micro-batch be one whose derivatives are infinite, 0 · inf makes
+    this update non-finite, and it is treated as such.)
+
+    Args:
+        root: the module that `fully_shard` was applied to last.
+    """
+
+    tolerant = False
+
+    def __init__(self, root: nn.Module) -> None:
+        self.module = root
+        self.divisor = distributed.world_size()
+        self._root: Any = root
+        self._spare: Any = None
+        self._all_have_spare = False
+
+    def begin_update(self, group: list[Any]) -> None:
+        """Sees to it that every rank has a micro-batch to run on if it is without data. Collective in the first updates."""
+        if group:
+            self._spare = group[-1]
+        if not self._all_have_spare:
+            spares = distributed.gather_objects(self._spare if distributed.any_rank(self._spare is None) else True)
+            if self._spare is None:
+                self._spare = next(spare for spare in spares if spare is not None)
+            self._all_have_spare = True
+
+    def local(self) -> AbstractContextManager[Any]:
+        """Backward leaves whole gradients on this rank."""
+        return self._unsynchronised()
+
+    @contextmanager
+    def _unsynchronised(self) -> Iterator[None]:
+        self._root.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            self._root.set_requires_gradient_sync(True)
+
+    def forward_without_data(self, loss_of: Callable[[Any], Tensor]) -> Tensor:
+        """Runs the forward of a micro-batch that does not count; its backward adds zeros. Collective, as any forward."""
+        buffers = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
+        device = next(self.module.parameters()).device
+        devices = [] if device.type == "cpu" else [device]
+        with torch.random.fork_rng(devices, device_type="cuda" if device.type == "cpu" else device.type):
+            loss: Tensor = _WithoutGradient.apply(loss_of(self._spare))  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+        return loss
+
+    def begin(self, trainer: Trainer, statistics: Statistics) -> None:
+        """Nothing: the statistics wait for the norm."""
+
+    def end(self, trainer: Trainer, statistics: Statistics, gradients: Gradients) -> None:
+        """Starts the statistics, with this rank's share of the squared norm."""
+        statistics.start(trainer.signals, trainer.passengers, norm_squared=gradients.shard_norm_squared())
+
+
+class _WithoutGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor) -> Tensor:  # noqa: ARG004
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Tensor:  # noqa: ARG004
+        return torch.zeros_like(grad_outputs[0])
