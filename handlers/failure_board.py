@@ -7,10 +7,9 @@ import logging
 import threading
 import time
 from itertools import count
-from typing import Any
 
-import torch.distributed as dist
 from ignite.engine import Events
+from torch.distributed.distributed_c10d import Store
 
 from ignite_train import distributed
 from ignite_train.engine import Trainer
@@ -141,7 +140,7 @@ class _Watch(threading.Thread):
         run: what the keys of this run begin with.
     """
 
-    def __init__(self, trainer: Trainer, store: dist.Store, run: str) -> None:
+    def __init__(self, trainer: Trainer, store: Store, run: str) -> None:
         super().__init__(name="FailureBoard", daemon=True)
         self._trainer, self._store = trainer, store
         self._first, self._informed = f"{run}/first", f"{run}/informed"

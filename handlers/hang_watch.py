@@ -12,7 +12,6 @@ from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
-import torch.distributed as dist
 from ignite.engine import Events
 
 from ignite_train import distributed
@@ -27,7 +26,12 @@ _STDERR = 2
 _PATIENCE_SECONDS = 2.0  # for a store that does not answer, when the run is over
 _ENDS = (Events.COMPLETED, Events.TERMINATE, Events.INTERRUPT, Events.EXCEPTION_RAISED)
 
-_WAITING_PLACES = ("torch/distributed/", "torch/autograd/graph.py", "ignite_train/statistics.py", "ignite_train/explicit_reduction.py")
+_WAITING_PLACES = (
+    "torch/distributed/",
+    "torch/autograd/graph.py",
+    "ignite_train/statistics.py",
+    "ignite_train/explicit_reduction.py",
+)
 
 _watches = count()  # ranks make their watches in the same order, so that a number means the same watch on all of them
 
@@ -207,7 +211,8 @@ class _Watch:
                 self._conclude()
 
     def _find_hang(self) -> str:
-        limit = self._first_timeout if self._trainer.state.iteration <= self._first_update else self._timeout
+        own = self._reports[self._rank]
+        limit = self._first_timeout if own is None or own.update <= self._first_update else self._timeout
         if self._store is None:
             known = [self._rank]
         elif self._clock - self._answered > limit:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 from ignite.engine import Events
 
@@ -26,6 +26,7 @@ __all__ = ["StopOnSignal"]
 _logger = logging.getLogger(__name__)
 _STDERR = 2
 _SAME_REQUEST_SECONDS = 0.5  # scheduler and launcher both pass it on
+_PATIENCE_SECONDS = 2.0  # for the thread to end
 _OVER = 0  # no signal has this number
 _ENDS = (Events.COMPLETED, Events.TERMINATE, Events.INTERRUPT, Events.EXCEPTION_RAISED)
 _SIGNALS = tuple(number for number in signal.Signals if number.name in ("SIGTERM", "SIGUSR1"))
@@ -69,9 +70,11 @@ class StopOnSignal:
 
     def __init__(self, signals: Iterable[signal.Signals] = _SIGNALS, *, grace_seconds: float = 25.0) -> None:
         self.signals = tuple(signal.Signals(number) for number in signals)
+        for number in self.signals:
+            if number.name in ("SIGKILL", "SIGSTOP"):
+                raise ValueError(f"signals must be such as a process can handle, got {number.name}; leave it out")
         self.grace_seconds = real_number("grace_seconds", grace_seconds, above=0)
         self.received: signal.Signals | None = None
-        self._trainer: Trainer | None = None
         self._previous: dict[signal.Signals, Any] = {}
         self._watch: _Watch | None = None
 
@@ -82,18 +85,24 @@ class StopOnSignal:
 
     def _start(self, trainer: Trainer) -> None:
         if threading.current_thread() is not threading.main_thread():
-            raise RuntimeError("run must be called in the main thread, where Python handles signals, if StopOnSignal is attached")
-        self.received, self._trainer = None, trainer
-        self._watch = _Watch(self.signals, self.grace_seconds, trainer)
-        _listening.append(self)
-        self._previous = {number: signal.signal(number, self._receive) for number in self.signals}
-        self._finish_last(trainer)
+            raise RuntimeError(
+                "run must be called in the main thread, where Python handles signals, if StopOnSignal is attached"
+            )
 
-    def _receive(self, number: int, _frame: FrameType | None) -> None:
-        """The signal handler: no lock, no log, no collective. `Trainer.terminate` logs in a single process, so it is not used."""
-        if self._trainer is not None:
+        def receive(number: int, _frame: FrameType | None) -> None:
+            """No lock, no log, no collective. `terminate` logs in a single process, so that it is not for a signal handler."""
             self.received = self.received or signal.Signals(number)
-            self._trainer.signals.stop = True
+            trainer.signals.stop = True
+
+        self.received = None
+        self._finish_last(trainer)
+        self._watch = _Watch(trainer, self.signals, self.grace_seconds)
+        _listening.append(self)
+        for number in self.signals:
+            if signal.getsignal(number) is None:
+                _logger.warning(f"{number.name} has a handler that is not Python's, and keeps it: the run will not end by it")
+            else:
+                self._previous[number] = signal.signal(number, receive)
 
     def _finish_last(self, trainer: Trainer) -> None:
         """Moves the end behind what others do when the run is over: saving, above all."""
@@ -104,9 +113,88 @@ class StopOnSignal:
 
     def _finish(self, trainer: Trainer, *_error: BaseException) -> None:
         completed_follows = trainer.last_event_name == Events.TERMINATE and trainer.should_terminate != "skip_completed"
-        if self._watch is not None and not completed_follows:
+        watch = self._watch
+        if watch is not None and not completed_follows:
             self._restore()
+            watch.end()
 
     def _restore(self) -> None:
+        """Puts back what was before, in this process or in one that was forked from it."""
         for number, previous in self._previous.items():
-            signal.signal(number, signal.SIG_DFL if previous is None else previous)
+            signal.signal(number, previous)
+        if self._watch is not None:
+            signal.set_wakeup_fd(self._watch.previous_fd)
+        self._previous, self._watch = {}, None
+        _listening.remove(self)
+
+
+class _Watch(threading.Thread):
+    """Hears of signals through the file descriptor that Python writes their numbers to, whatever the main thread does."""
+
+    def __init__(self, trainer: Trainer, signals: tuple[signal.Signals, ...], grace_seconds: float) -> None:
+        super().__init__(name="StopOnSignal", daemon=True)
+        self._trainer, self._signals, self._grace_seconds = trainer, signals, grace_seconds
+        self._first: tuple[float, signal.Signals] | None = None  # when a signal came, and which
+        self._reader, self._writer = socket.socketpair()
+        self._writer.setblocking(False)
+        self.previous_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        self.start()
+
+    def end(self) -> None:
+        """Ends the thread. The file descriptor is no longer written to."""
+        self._writer.send(bytes([_OVER]))
+        self.join(_PATIENCE_SECONDS)
+        self._writer.close()
+
+    def run(self) -> None:
+        """Waits for signals, and then for the end of the run."""
+        with self._reader:
+            while (number := self._next()) != _OVER:
+                if number in self._signals:
+                    self._hear(signal.Signals(number))
+                elif self.previous_fd != -1:
+                    with suppress(OSError):
+                        os.write(self.previous_fd, bytes([number]))
+
+    def _next(self) -> int:
+        if self._first is not None:
+            since, _ = self._first
+            self._reader.settimeout(max(0.001, since + self._grace_seconds - time.monotonic()))
+        try:
+            return self._reader.recv(1)[0]
+        except TimeoutError:
+            self._give_up()
+
+    def _hear(self, number: signal.Signals) -> None:
+        now = time.monotonic()
+        if self._first is None:
+            self._first = now, number
+            grace = f"it has {self._grace_seconds:g} s for that"
+            _logger.warning(f"{number.name}: the run ends after this update or the next, on all ranks; {grace}")
+        elif now - self._first[0] >= _SAME_REQUEST_SECONDS:
+            _logger.error(f"{number.name} again: {self._place()} ends at once")
+            distributed.end_process(128 + number)
+
+    def _give_up(self) -> NoReturn:
+        assert self._first is not None  # noqa: S101  # there is no timeout before
+        _, number = self._first
+        late = f"the run has not ended within grace_seconds={self._grace_seconds:g}"
+        _logger.error(f"{number.name}: {late}; {self._place()} ends, and its stacks follow")
+        faulthandler.dump_traceback(_STDERR, all_threads=True)
+        distributed.end_process(128 + number)
+
+    def _place(self) -> str:
+        return f"rank {distributed.rank()}, at update {self._trainer.state.iteration},"
+
+
+_listening: list[StopOnSignal] = []
+
+
+def _forget_in_child() -> None:
+    """A forked process would pass its signals on to this one, through the file descriptor that both have."""
+    for handler in _listening[::-1]:
+        handler._restore()
+
+
+if sys.platform != "win32":
+    os.register_at_fork(after_in_child=_forget_in_child)

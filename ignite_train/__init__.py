@@ -3,6 +3,7 @@
 from ignite_train.engine import Trainer
 from ignite_train.errors import (
     ForwardContractError,
+    GaveUpError,
     GradientAccessError,
     LossScaleFloorError,
     NoGradientError,
@@ -34,6 +35,7 @@ __all__ = [
     "Forward",
     "ForwardContractError",
     "ForwardOutput",
+    "GaveUpError",
     "GradientAccessError",
     "LossScaleFloorError",
     "LossScaling",

@@ -13,11 +13,13 @@ import ignite.distributed as idist
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import Store
 
 __all__ = [
     "any_rank",
     "broadcast_buffers",
     "end_process",
+    "everyones",
     "gather_objects",
     "is_main_rank",
     "largest",
@@ -57,6 +59,11 @@ def largest(*values: float) -> list[float]:
     return [float(value) for value in vector.tolist()]  # sync
 
 
+def everyones(value: float) -> list[float]:
+    """The value of each rank, in rank order. One blocking all-reduce; none in a single process."""
+    return largest(*(value if rank() == number else float("-inf") for number in range(world_size())))
+
+
 def any_rank(flag: object) -> bool:
     """Whether `flag` is true on any rank: the same answer on all. One blocking all-reduce; none in a single process."""
     return largest(float(bool(flag)))[0] > 0
@@ -78,14 +85,14 @@ def broadcast_buffers(module: nn.Module) -> None:
             dist.broadcast(buffer, src=0)
 
 
-def own_store() -> dist.Store | None:
+def own_store() -> Store | None:
     """A new client of the store at which the ranks met, with a connection of its own; None in a single process.
 
     For a thread that must not wait for what others ask the store. Its keys live as long as the process group.
     """
     if world_size() == 1 or not dist.is_initialized():
         return None
-    store: dist.Store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+    store: Store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
     return store
 
 

@@ -27,12 +27,13 @@ class Signals:
     Attributes:
         stop: end the run after this update.
         stop_epoch: end the epoch after this update.
-        more_data: there are micro-batches for another update. Looked at only where the loader has no length.
+        more_data: this rank's vote on another update: 1 for it, 0 if it has no more micro-batches, less to veto. In what was
+            agreed: whether there is one. Looked at only where the loader has no length.
     """
 
     stop: bool = False
     stop_epoch: bool = False
-    more_data: bool = True
+    more_data: int = 1
 
 
 class Passenger(Protocol):
@@ -55,10 +56,12 @@ class Groups(Batches, Protocol):
     """One pass over the data of all ranks, in groups of micro-batches.
 
     Attributes:
-        more: whether this rank has another group after the one given last; True where nobody needs to know.
+        more: this rank's vote on another group after the one given last; see `Signals`.
+        widest: micro-batches of the rank that had the most of them in the group given last; None if nobody knows.
     """
 
-    more: bool
+    more: int
+    widest: int | None
 
     def __next__(self) -> list[Any]:
         """The micro-batches of the next update; empty where only other ranks have some."""
@@ -93,6 +96,7 @@ class Trainer(Loop):
     Attributes:
         state: counters, the latest output and the metrics; see `TrainState`.
         signals: what this rank will tell the others with the next update.
+        widest_group: micro-batches of the rank that has the most of them in this update; None if nobody knows.
         passengers: whose numbers travel with the statistics of each update; attached alike on all ranks.
     """
 
@@ -103,6 +107,7 @@ class Trainer(Loop):
         self.state = TrainState()
         self.signals = Signals()
         self.passengers: list[Passenger] = []
+        self.widest_group: int | None = None
         self._update, self._open_groups = update, open_groups
         self._ranks_have_more = True
         self._micro_batches_before = 0  # this update
@@ -181,7 +186,7 @@ class Trainer(Loop):
             self.terminate(agreed=True)
         if agreed.stop_epoch:
             self.terminate_epoch(agreed=True)
-        self._ranks_have_more = agreed.more_data
+        self._ranks_have_more = agreed.more_data > 0
 
     def settle(self, *, applied: bool) -> None:
         """Counts the update as done and fires STEP_COMPLETED or STEP_SKIPPED. The update calls it once it had its effect."""
@@ -271,12 +276,13 @@ class Trainer(Loop):
     def _open(self, data: Iterable[Any]) -> Groups:
         first_update = self.state.iteration + 1 - self._epoch_iteration
         groups = self._open_groups(data, epoch=self.state.epoch, first_update=first_update, skip=self._epoch_iteration)
-        self._ranks_have_more = groups.length is not None or distributed.any_rank(groups.more)
+        self._ranks_have_more = groups.length is not None or sum(distributed.everyones(groups.more)) > 0
         return groups
 
     def _fetch(self, batches: Any) -> Any:
         group = super()._fetch(batches)
         self.signals.more_data, self._micro_batches_before = batches.more, self.state.micro_batch
+        self.widest_group = batches.widest
         return group
 
     def _close_epoch(self, started: float) -> None:

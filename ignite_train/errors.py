@@ -7,6 +7,7 @@ A caller's mistake that is known before the first batch is a plain `ValueError` 
     ├── NoGradientError        (RuntimeError)        backward reached no parameter of the optimizer
     ├── GradientAccessError    (RuntimeError)        gradients were asked for outside of GRADIENTS_READY
     ├── NonFiniteError         (FloatingPointError)  the reduced gradient norm or loss is inf or NaN
+    ├── GaveUpError            (RuntimeError)        too many updates in a row were skipped or ran out of memory
     └── LossScaleFloorError    (FloatingPointError)  the loss scale cannot be lowered any further
 """
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 __all__ = [
     "ForwardContractError",
+    "GaveUpError",
     "GradientAccessError",
     "LossScaleFloorError",
     "NoGradientError",
@@ -47,17 +49,38 @@ class NonFiniteError(TrainingError, FloatingPointError):
         update: number of the update (`state.iteration`).
         loss: loss per sample, over all ranks.
         grad_norm: L2 norm of the gradient before clipping.
+        where: what each rank found when it ran its micro-batches again: the first module or parameter that is not finite.
     """
 
-    def __init__(self, update: int, loss: float, grad_norm: float) -> None:
-        self.update, self.loss, self.grad_norm = update, loss, grad_norm
+    def __init__(self, update: int, loss: float, grad_norm: float, where: tuple[str, ...] = ()) -> None:
+        self.update, self.loss, self.grad_norm, self.where = update, loss, grad_norm, where
+        origin = f" ({'; '.join(where)})" if where else ""
         super().__init__(
-            f"update {update}: gradient norm {grad_norm:g}, loss {loss:g}: not finite, so no parameter was moved; look at "
-            "the data of this update, lower the learning rate or set max_grad_norm, or pass on_nonfinite='skip'"
+            f"update {update}: gradient norm {grad_norm:g}, loss {loss:g}: not finite, so no parameter was moved{origin}; look "
+            "at the data of this update, lower the learning rate or set max_grad_norm, or pass on_nonfinite='skip'"
         )
 
-    def __reduce__(self) -> tuple[type[NonFiniteError], tuple[int, float, float]]:
-        return type(self), (self.update, self.loss, self.grad_norm)
+    def __reduce__(self) -> tuple[type[NonFiniteError], tuple[int, float, float, tuple[str, ...]]]:
+        return type(self), (self.update, self.loss, self.grad_norm, self.where)
+
+
+class GaveUpError(TrainingError, RuntimeError):
+    """Too many updates in a row were skipped, or lost micro-batches for want of memory.
+
+    Attributes:
+        update: number of the last of them.
+        in_a_row: how many.
+    """
+
+    def __init__(self, update: int, in_a_row: int, why: str) -> None:
+        self.update, self.in_a_row, self.why = update, in_a_row, why
+        super().__init__(
+            f"update {update} is the {in_a_row}th in a row that {why}: this will not mend itself; look at the data and the "
+            "learning rate, use smaller micro-batches, or raise give_up_after"
+        )
+
+    def __reduce__(self) -> tuple[type[GaveUpError], tuple[int, int, str]]:
+        return type(self), (self.update, self.in_a_row, self.why)
 
 
 class LossScaleFloorError(TrainingError, FloatingPointError):

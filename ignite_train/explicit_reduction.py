@@ -37,6 +37,7 @@ class ExplicitReduction:
 
     divisor = 1
     tolerant = True
+    replayable = True
 
     def __init__(self, model: nn.Module) -> None:
         self.module = model
@@ -50,11 +51,13 @@ class ExplicitReduction:
         """Every backward is local."""
         return nullcontext()
 
-    def begin_update(self, group: list[Any]) -> None:
-        """Nothing to prepare."""
+    def missing(self, group: list[Any], widest: int | None) -> int:  # noqa: ARG002
+        """None: missing gradients are zeros in the reduction."""
+        return 0
 
-    def forward_without_data(self, loss_of: Callable[[Any], Tensor]) -> None:
-        """Missing gradients are zeros in the reduction: there is no forward to take part in."""
+    def forward_without_data(self, loss_of: Callable[[Any], Tensor]) -> Tensor:
+        """Never called."""
+        raise NotImplementedError
 
     def begin(self, trainer: Trainer, statistics: Statistics) -> None:
         """Nothing may start before the last backward."""

@@ -42,6 +42,27 @@ class Gradients:
         if any(parameter.grad is not None for group in self._optimizer.param_groups for parameter in group["params"]):
             self.clear()
 
+    def set_aside(self) -> list[Tensor | None]:
+        """Takes all gradients off their parameters."""
+        aside = []
+        for parameter in self._parameters():
+            aside.append(parameter.grad)
+            parameter.grad = None
+        return aside
+
+    def put_back(self, aside: list[Tensor | None]) -> None:
+        """Undoes `set_aside`, and whatever came since."""
+        for parameter, gradient in zip(self._parameters(), aside, strict=True):
+            parameter.grad = gradient
+
+    def add_back(self, aside: list[Tensor | None]) -> None:
+        """Adds what was set aside to what came since, as backward would have."""
+        for parameter, gradient in zip(self._parameters(), aside, strict=True):
+            if parameter.grad is None:
+                parameter.grad = gradient
+            elif gradient is not None:
+                parameter.grad = gradient.add_(parameter.grad)
+
     def detach(self) -> None:
         """Cuts the graphs that `create_graph=True` leaves on gradients, so that the next micro-batch does not grow them."""
         for parameter in self._parameters():
@@ -49,12 +70,11 @@ class Gradients:
                 parameter.grad = parameter.grad.detach()
 
     def norm(self) -> Tensor:
-        """L2 norm over all of them as they are, accumulated in float32 or wider; a 0-d float64 tensor, not read back.
-
-        Raises:
-            NoGradientError: no parameter has one.
-        """
-        total: Tensor = torch.linalg.vector_norm(torch.stack(_norms(self._some())))
+        """L2 norm over all of them as they are, accumulated in float32 or wider; a 0-d float64 tensor, not read back."""
+        gradients = self._existing()
+        if not gradients:
+            return torch.zeros((), dtype=torch.float64)
+        total: Tensor = torch.linalg.vector_norm(torch.stack(_norms(gradients)))
         return total
 
     def shard_norm_squared(self) -> Tensor:
@@ -63,14 +83,26 @@ class Gradients:
         A shard that several ranks hold counts on each of them for its part.
         """
         shares: dict[int, list[Tensor]] = {}
-        for gradient in self._some():
+        for gradient in self._existing():
             if not isinstance(gradient, DTensor):
                 raise TypeError("model must have all trainable parameters inside fully_shard; apply it to the root module last")
             placements = zip(gradient.placements, gradient.device_mesh.shape, strict=True)
             replicas = math.prod(size for placement, size in placements if placement.is_replicate())
             shares.setdefault(replicas, []).append(gradient.to_local())
         squares = [torch.stack(_norms(gradients)).square().sum() / replicas for replicas, gradients in shares.items()]
-        return torch.stack(squares).sum()
+        return torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
+
+    def check(self) -> None:
+        """Sees to it that there are any.
+
+        Raises:
+            NoGradientError: no parameter has one.
+        """
+        if all(parameter.grad is None for parameter in self._parameters()):
+            raise NoGradientError(
+                "backward left no gradient on any parameter of the optimizer: the loss that forward returned does not depend "
+                "on them; return it with its graph (no .detach(), .item() or torch.no_grad())"
+            )
 
     def ready(self, factor: float) -> None:
         """From here until the next `multiply` or `clear`, `named` gives the gradients times `factor`."""
@@ -94,15 +126,6 @@ class Gradients:
         self._factor = None
         if factor != 1.0:
             torch._foreach_mul_(self._existing(), factor)
-
-    def _some(self) -> list[Tensor]:
-        gradients = self._existing()
-        if not gradients:
-            raise NoGradientError(
-                "backward left no gradient on any parameter of the optimizer: the loss that forward returned does not depend "
-                "on them; return it with its graph (no .detach(), .item() or torch.no_grad())"
-            )
-        return gradients
 
     def _parameters(self) -> list[nn.Parameter]:
         return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]

@@ -5,17 +5,21 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from itertools import islice
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from torch.utils.data import DataLoader
 
 from ignite_train import distributed
-from ignite_train.arguments import positive_int
+from ignite_train.arguments import one_of, positive_int
 
-__all__ = ["AccumulationSteps", "GroupedMicroBatches"]
+__all__ = ["AccumulationSteps", "GroupedMicroBatches", "Uneven"]
 
 AccumulationSteps = int | Sequence[int] | Callable[[int], int]
 """Micro-batches to an update: a number, one for each epoch (the last one repeats), or a function of the update's number."""
+
+Uneven = Literal["all", "shortest", "error"]
+"""What ranks with different numbers of micro-batches do: `"all"` go on until every one has been used, those that ran out with
+no weight; all end the epoch once the `"shortest"` has run out; or it is an `"error"` at the start, which names each number."""
 
 
 @runtime_checkable
@@ -33,13 +37,14 @@ class GroupedMicroBatches:
 
     Args:
         accumulation_steps: see `AccumulationSteps`.
+        uneven: see `Uneven`.
 
     Raises:
-        TypeError, ValueError: it is neither of the three, or a number is below 1.
+        TypeError, ValueError: `accumulation_steps` is neither of the three, or a number is below 1, or `uneven` is unknown.
     """
 
-    def __init__(self, accumulation_steps: AccumulationSteps) -> None:
-        self._steps = accumulation_steps
+    def __init__(self, accumulation_steps: AccumulationSteps, uneven: Uneven = "all") -> None:
+        self._steps, self._uneven = accumulation_steps, one_of("uneven", uneven, ("all", "shortest", "error"))
         if isinstance(accumulation_steps, bytes):
             positive_int("accumulation_steps", accumulation_steps)
         if isinstance(accumulation_steps, Sequence):
@@ -62,7 +67,7 @@ class GroupedMicroBatches:
             skip: updates of this epoch that are done already: their micro-batches are read and dropped.
         """
         _set_epoch(loader, epoch - 1)
-        return _Pass(loader, lambda done: self._size(epoch, first_update + done), skip)
+        return _Pass(loader, lambda done: self._size(epoch, first_update + done), self._uneven, skip)
 
     def _size(self, epoch: int, update: int) -> int:
         if isinstance(self._steps, Sequence):
@@ -78,11 +83,14 @@ class GroupedMicroBatches:
 class _Pass:
     """One pass over a loader; `size(done)` says how many micro-batches the next group has after `done` groups."""
 
-    def __init__(self, loader: Iterable[Any], size: Callable[[int], int], skip: int) -> None:
-        self._size, self._done = size, 0
+    def __init__(self, loader: Iterable[Any], size: Callable[[int], int], uneven: str, skip: int) -> None:
+        self._size, self._done, self._position = size, 0, 0
         self._announced = _length(loader)
-        self.length = self._agree_on_length()
-        self.more = True
+        self._lengths = [int(length) for length in distributed.everyones(-1 if self._announced is None else self._announced)]
+        self._against = -distributed.world_size() if uneven == "shortest" else 0
+        self.length = self._agree_on_length(uneven)
+        self.widest: int | None = None
+        self.more = 1
         self._fills_up = distributed.world_size() > 1  # with empty groups, where other ranks have more
         self._looks_ahead = self._fills_up and self.length is None
         self._ahead: list[Any] = []
@@ -98,7 +106,10 @@ class _Pass:
         return self
 
     def __next__(self) -> list[Any]:
+        begin = self._position
         group = self._take()
+        if self.length is not None:
+            self.widest = max(min(length, self._position) for length in self._lengths) - begin
         if not group and not self._fills_up:
             self._ended = True
             raise StopIteration
@@ -108,7 +119,7 @@ class _Pass:
 
     def close(self, *, whole: bool) -> None:
         """Ends the pass and lets go of the loader; warns if the loader's length was not what it had said."""
-        if whole and self.length is not None and (self._ended or self._done >= self.length):
+        if whole and self.length is not None and not self._against and (self._ended or self._done >= self.length):
             surplus = self._announced is not None and next(self._micro_batches, self) is not self
             if surplus or (self._announced is not None and self._read != self._announced):
                 warnings.warn(
@@ -119,9 +130,11 @@ class _Pass:
         self._micro_batches = iter(())
 
     def _take(self) -> list[Any]:
-        group = self._ahead + list(islice(self._micro_batches, self._size(self._done) - len(self._ahead)))
+        size = self._size(self._done)
+        group = self._ahead + list(islice(self._micro_batches, size - len(self._ahead)))
         self._ahead = []
         self._done += 1
+        self._position += size
         self._read += len(group)
         for micro_batch in group:
             if micro_batch is None:
@@ -130,17 +143,23 @@ class _Pass:
 
     def _look_ahead(self) -> None:
         self._ahead = list(islice(self._micro_batches, 1))
-        self.more = bool(self._ahead)
+        self.more = 1 if self._ahead else self._against
 
-    def _agree_on_length(self) -> int | None:
-        """Updates of the longest rank; None if any rank does not know its own."""
-        groups = 0
-        rest = self._announced or 0
+    def _agree_on_length(self, uneven: str) -> int | None:
+        """Updates of the longest rank, or the shortest; None if any rank does not know its own."""
+        if uneven == "error" and (min(self._lengths) < 0 or len(set(self._lengths)) > 1):
+            table = ", ".join(f"rank {rank}: {'unknown' if n < 0 else n}" for rank, n in enumerate(self._lengths))
+            raise ValueError(
+                f"data must be equally long on all ranks for uneven='error', got micro-batches on {table}; even out the shards "
+                "or pass uneven='all' or 'shortest'"
+            )
+        if min(self._lengths) < 0:
+            return None
+        groups, rest = 0, min(self._lengths) if self._against else max(self._lengths)
         while rest > 0:
             rest -= self._size(groups)
             groups += 1
-        unknown, longest = distributed.largest(float(self._announced is None), float(groups))
-        return None if unknown else int(longest)
+        return groups
 
 
 def _length(loader: Iterable[Any]) -> int | None:

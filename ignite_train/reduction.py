@@ -24,20 +24,27 @@ class Reduction(Protocol):
         divisor: what the reduced gradient is the sum over ranks divided by.
         module: the model without a wrapper around it, whose parameters have the names the user gave them.
         tolerant: whether a rank may drop a micro-batch on its own: no collective is issued before all backwards are done.
+        replayable: whether a rank can run `module` on its own, without a collective.
     """
 
     divisor: int
     module: nn.Module
     tolerant: bool
+    replayable: bool
 
     def local(self) -> AbstractContextManager[Any]:
         """The context of a forward and backward whose gradients stay on this rank."""
 
-    def begin_update(self, group: list[Any]) -> None:
-        """Before the first forward of a group, which may be empty. May be collective."""
+    def missing(self, group: list[Any], widest: int | None) -> int:
+        """How often this rank has to run `forward_without_data` to take part in an update. May be collective.
 
-    def forward_without_data(self, loss_of: Callable[[Any], Tensor]) -> Tensor | None:
-        """On a rank without a micro-batch: a loss whose backward takes part in what others reduce in theirs. Collective.
+        Args:
+            group: this rank's micro-batches.
+            widest: how many the rank with the most of them has; None if nobody knows.
+        """
+
+    def forward_without_data(self, loss_of: Callable[[Any], Tensor]) -> Tensor:
+        """On a rank that lacks a micro-batch: a loss whose backward takes part in what others reduce in theirs. Collective.
 
         `loss_of` runs the user's forward on a micro-batch, for those who cannot do without.
         """
@@ -62,6 +69,7 @@ class NoReduction:
 
     divisor = 1
     tolerant = True
+    replayable = True
 
     def __init__(self, model: nn.Module) -> None:
         self.module = model
@@ -70,11 +78,13 @@ class NoReduction:
         """Nothing to hold back."""
         return nullcontext()
 
-    def begin_update(self, group: list[Any]) -> None:
-        """Nothing to prepare."""
+    def missing(self, group: list[Any], widest: int | None) -> int:  # noqa: ARG002
+        """None: nobody waits."""
+        return 0
 
-    def forward_without_data(self, loss_of: Callable[[Any], Tensor]) -> None:
-        """Nothing to take part in."""
+    def forward_without_data(self, loss_of: Callable[[Any], Tensor]) -> Tensor:
+        """Never called: in one process there is no update without data."""
+        raise NotImplementedError
 
     def begin(self, trainer: Trainer, statistics: Statistics) -> None:
         """Nothing to start."""
@@ -94,6 +104,7 @@ class HookedReduction:
     """
 
     tolerant = False
+    replayable = True
 
     def __init__(self, model: nn.Module, ddp: DistributedDataParallel) -> None:
         self._ddp = ddp
@@ -105,8 +116,9 @@ class HookedReduction:
         context: AbstractContextManager[Any] = self._ddp.no_sync()
         return context
 
-    def begin_update(self, group: list[Any]) -> None:
-        """Nothing to prepare."""
+    def missing(self, group: list[Any], widest: int | None) -> int:  # noqa: ARG002
+        """One without data, for the one backward that reduces."""
+        return 0 if group else 1
 
     def forward_without_data(self, loss_of: Callable[[Any], Tensor]) -> Tensor:  # noqa: ARG002
         """Goes through DDP's forward, with its collectives, to a graph that reaches each parameter without a gradient.

@@ -14,7 +14,7 @@ from ignite_train.engine import Trainer
 from ignite_train.gradients import Gradients
 from ignite_train.statistics import Statistics
 
-__all__ = ["ShardedReduction"]
+__all__ = ["ShardedReduction", "spare_micro_batch"]
 
 
 class ShardedReduction:
@@ -33,6 +33,7 @@ class ShardedReduction:
     """
 
     tolerant = False
+    replayable = False
 
     def __init__(self, root: nn.Module) -> None:
         self.module = root
@@ -41,15 +42,20 @@ class ShardedReduction:
         self._spare: Any = None
         self._all_have_spare = False
 
-    def begin_update(self, group: list[Any]) -> None:
-        """Sees to it that every rank has a micro-batch to run on if it is without data. Collective in the first updates."""
+    def missing(self, group: list[Any], widest: int | None) -> int:
+        """As many as the rank with the most micro-batches has more: all run the same number of forwards.
+
+        Collective in the first update, to give a rank without data another's micro-batch to run on; and in every update if
+        the loaders have no length.
+        """
         if group:
             self._spare = group[-1]
         if not self._all_have_spare:
-            spares = distributed.gather_objects(self._spare if distributed.any_rank(self._spare is None) else True)
-            if self._spare is None:
-                self._spare = next(spare for spare in spares if spare is not None)
+            self._spare = spare_micro_batch(self._spare)
             self._all_have_spare = True
+        if widest is None:
+            widest = int(distributed.largest(len(group))[0])
+        return widest - len(group)
 
     def local(self) -> AbstractContextManager[Any]:
         """Backward leaves whole gradients on this rank."""
@@ -81,6 +87,14 @@ class ShardedReduction:
     def end(self, trainer: Trainer, statistics: Statistics, gradients: Gradients) -> None:
         """Starts the statistics, with this rank's share of the squared norm."""
         statistics.start(trainer.signals, trainer.passengers, norm_squared=gradients.shard_norm_squared())
+
+
+def spare_micro_batch(mine: Any) -> Any:
+    """This rank's own micro-batch, or another's if it has none. Collective; pickled between the ranks where one lacks one."""
+    if not distributed.any_rank(mine is None):
+        return mine
+    spares = distributed.gather_objects(mine)
+    return next((spare for spare in (mine, *spares) if spare is not None), None)
 
 
 class _WithoutGradient(torch.autograd.Function):

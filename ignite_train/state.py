@@ -29,6 +29,7 @@ class UpdateOutput:
         learning_rates: of each parameter group, as this update used them.
         loss_scale: the scale this update's backward used; 1.0 without loss scaling.
         num_micro_batches: how many micro-batches took part.
+        num_out_of_memory: how often forward or backward ran out of memory and was recovered from.
         logs: the sum of each entry of the `logs` that `forward` returned.
         applied: whether the parameters moved.
         skipped_reason: why not, or None.
@@ -41,6 +42,7 @@ class UpdateOutput:
     learning_rates: tuple[float, ...] = ()
     loss_scale: float = 1.0
     num_micro_batches: int = 1
+    num_out_of_memory: int = 0
     logs: Mapping[str, float] = field(default_factory=dict)
     skipped_reason: SkippedReason | None = None
 

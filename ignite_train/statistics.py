@@ -17,7 +17,7 @@ from ignite_train.forward_output import ForwardOutput
 
 __all__ = ["Statistics", "Totals"]
 
-_UNKNOWN, _NORM, _HEAD = 6, 7, 8  # after sample_size, loss, micro-batches, stop, stop_epoch, more_data; then words and logs
+_FLAGS, _UNKNOWN, _NORM, _HEAD = 4, 7, 8, 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,7 @@ class Totals:
         sample_size: Σsample_size.
         loss: Σloss, not divided.
         num_micro_batches: how many took part.
+        num_out_of_memory: how often forward or backward ran out of memory.
         logs: the sum of each log by name.
         signals: what any rank asked for.
         norm: L2 norm of the gradients as they are.
@@ -36,6 +37,7 @@ class Totals:
     sample_size: float
     loss: float
     num_micro_batches: int
+    num_out_of_memory: int
     logs: dict[str, float]
     signals: Signals
     norm: float
@@ -63,6 +65,7 @@ class Statistics:
         self._sums: list[float | Tensor] = [0.0, 0.0]
         self._logs: dict[str, float | Tensor] = {}
         self._count = 0
+        self.num_out_of_memory = 0
         self._flags = [0.0, 0.0, 0.0]
         self._norm_squared: float | Tensor = 0.0
         self._passengers: Sequence[Passenger] = ()
@@ -77,6 +80,14 @@ class Statistics:
         self._sums[1] += self._number(output.loss)
         for name, value in output.logs.items():
             self._logs[name] = self._logs.get(name, 0.0) + self._number(value)
+
+    def mark(self) -> tuple[list[float | Tensor], dict[str, float | Tensor], int]:
+        """Where the sums stand, for `rewind`."""
+        return list(self._sums), dict(self._logs), self._count
+
+    def rewind(self, mark: tuple[list[float | Tensor], dict[str, float | Tensor], int]) -> None:
+        """Forgets what was added since `mark`."""
+        self._sums, self._logs, self._count = mark
 
     def pack(self, signals: Signals, passengers: Sequence[Passenger] = (), norm_squared: float | Tensor = 0.0) -> Tensor | None:
         """The vector to sum over the ranks, in place; None where nobody needs it. Nothing may be added after it."""
@@ -110,20 +121,27 @@ class Statistics:
             self._vector = self._as_vector()
             self._work = distributed.start_sum(self._vector)
             numbers = self._read(norm)
-        sample_size, loss, count, stop, stop_epoch, more_data = numbers[:_UNKNOWN]
+        sample_size, loss, count, num_out_of_memory = numbers[:_FLAGS]
+        stop, stop_epoch, more_data = numbers[_FLAGS:_UNKNOWN]
         if not 0 <= sample_size < float("inf"):
             raise ForwardContractError(f"sample_size must sum to a finite number of at least 0, forward's sum to {sample_size}")
         words = numbers[_HEAD : _HEAD + len(self._words)]
         names = self._logs if self._vector is None else self._names
         logs = dict(zip(names, numbers[_HEAD + len(words) : -1], strict=True))
-        signals = Signals(stop=stop > 0, stop_epoch=stop_epoch > 0, more_data=more_data > 0)
+        signals = Signals(stop=stop > 0, stop_epoch=stop_epoch > 0, more_data=round(more_data))
         passengers = self._passengers
         self.reset()
         for passenger in passengers:
             passenger.arrived(words[: passenger.num_words])
             words = words[passenger.num_words :]
         return Totals(
-            sample_size, loss, round(count), logs, signals, norm=math.sqrt(numbers[_NORM]) if norm is None else numbers[-1]
+            sample_size,
+            loss,
+            round(count),
+            round(num_out_of_memory),
+            logs,
+            signals,
+            norm=math.sqrt(numbers[_NORM]) if norm is None else numbers[-1],
         )
 
     def _number(self, value: float | Tensor) -> float | Tensor:
@@ -133,7 +151,7 @@ class Statistics:
 
     def _entries(self, names: Iterable[str]) -> list[float | Tensor]:
         unknown = float(not self._logs.keys() <= {*names})
-        head = [*self._sums, float(self._count), *self._flags, unknown, self._norm_squared]
+        head = [*self._sums, float(self._count), float(self.num_out_of_memory), *self._flags, unknown, self._norm_squared]
         return [*head, *self._words, *(self._logs.get(n, 0.0) for n in names)]
 
     def _as_vector(self) -> Tensor:

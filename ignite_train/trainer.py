@@ -12,12 +12,13 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim import LBFGS, Optimizer
 
 from ignite_train import distributed
-from ignite_train.arguments import one_of, real_number, shown
+from ignite_train.arguments import one_of, positive_int, real_number, shown
 from ignite_train.engine import Trainer
 from ignite_train.forward_output import Forward, ForwardOutput
 from ignite_train.gradients import Gradients
 from ignite_train.loss_scaling import LossScaling, NoLossScaling, TorchLossScaling
-from ignite_train.micro_batches import AccumulationSteps, GroupedMicroBatches
+from ignite_train.micro_batches import AccumulationSteps, GroupedMicroBatches, Uneven
+from ignite_train.out_of_memory import OnOutOfMemory, RaiseOutOfMemory, RecoverFromOutOfMemory
 from ignite_train.precision import Precision, PrecisionName
 from ignite_train.statistics import Statistics
 from ignite_train.transfer import transfer_to
@@ -40,6 +41,9 @@ def create_trainer(
     retain_graph: bool = False,
     create_graph: bool = False,
     reduction: ReductionName = "auto",
+    uneven: Uneven = "all",
+    on_out_of_memory: OnOutOfMemory = "raise",
+    give_up_after: int | None = 20,
 ) -> Trainer:
     """Makes a trainer: an Ignite engine whose one iteration is one optimizer update over a group of micro-batches.
 
@@ -63,6 +67,13 @@ def create_trainer(
             the next micro-batch. Not on several ranks.
         reduction: how gradients cross ranks: `"auto"` is what the model is wrapped for, `"explicit"` sums those of plain
             replicas after the last backward.
+        uneven: what ranks with different numbers of micro-batches do: `"all"` go on until each micro-batch was used, those
+            that ran out with no weight; all stop once the `"shortest"` has run out; or it is an `"error"`.
+        on_out_of_memory: what a `torch.OutOfMemoryError` in forward or backward of one rank does: it is raised; the
+            micro-batch gets weight zero (`"skip"`); or it is halved along its batch dimension and tried again (`"split"`).
+            The latter two need a single process or `reduction="explicit"`.
+        give_up_after: so many updates in a row that are skipped, or that run out of memory, end the run with a
+            `GaveUpError` on all ranks; None never gives up.
 
     Returns:
         The trainer; start it with `trainer.run(loader, max_epochs=...)`.
@@ -76,6 +87,7 @@ def create_trainer(
     if not callable(forward):
         raise TypeError(f"forward must be callable as forward(model, micro_batch), got {forward!r}")
     one_of("on_nonfinite", on_nonfinite, ("raise", "skip"))
+    one_of("on_out_of_memory", on_out_of_memory, ("raise", "skip", "split"))
     if max_grad_norm is not None:
         real_number("max_grad_norm", max_grad_norm, above=0)
     way = reduction_for(model, reduction)
@@ -84,7 +96,13 @@ def create_trainer(
             "create_graph must be False on several ranks: DistributedDataParallel's gradients have no graph; take second "
             "derivatives inside forward with torch.autograd.grad(..., create_graph=True)"
         )
+    if not way.tolerant and on_out_of_memory != "raise":
+        raise ValueError(
+            f"on_out_of_memory must be 'raise' for a model in {type(model).__name__}, got {on_out_of_memory!r}: a rank that "
+            "leaves its backward would leave the others waiting in theirs; pass the plain model and reduction='explicit'"
+        )
     device = next(model.parameters()).device
+    gradients, statistics = Gradients(way.module, optimizer), Statistics(device)
     update = Update(
         model=model,
         optimizer=optimizer,
@@ -93,14 +111,20 @@ def create_trainer(
         precision=Precision(precision, device),
         loss_scaling=_default_scaling(precision) if loss_scaling is None else _check_scaling(loss_scaling),
         reduction=way,
-        statistics=Statistics(device),
-        gradients=Gradients(way.module, optimizer),
+        statistics=statistics,
+        gradients=gradients,
         max_grad_norm=max_grad_norm,
         on_nonfinite=on_nonfinite,
         retain_graph=retain_graph,
         create_graph=create_graph,
+        recovery=RaiseOutOfMemory()
+        if on_out_of_memory == "raise"
+        else RecoverFromOutOfMemory(
+            split=on_out_of_memory == "split", module=way.module, gradients=gradients, statistics=statistics
+        ),
+        give_up_after=None if give_up_after is None else positive_int("give_up_after", give_up_after),
     )
-    return Trainer(update, GroupedMicroBatches(accumulation_steps))
+    return Trainer(update, GroupedMicroBatches(accumulation_steps, uneven))
 
 
 def create_supervised_trainer(

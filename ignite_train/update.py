@@ -6,21 +6,25 @@ import logging
 import math
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ignite_train import distributed
 from ignite_train.arguments import shown
 from ignite_train.engine import Trainer
-from ignite_train.errors import ForwardContractError, NonFiniteError
+from ignite_train.errors import ForwardContractError, GaveUpError, NonFiniteError
 from ignite_train.events import TrainEvents
 from ignite_train.forward_output import Forward, ForwardOutput, as_forward_output
 from ignite_train.gradients import Gradients, clip_coefficient
 from ignite_train.loss_scaling import LossScaling
+from ignite_train.nonfinite import find_nonfinite
+from ignite_train.out_of_memory import Recovery
 from ignite_train.precision import Precision
+from ignite_train.random_state import RandomState
 from ignite_train.reduction import Reduction
 from ignite_train.state import SkippedReason, UpdateOutput
 from ignite_train.statistics import Statistics, Totals
@@ -48,38 +52,43 @@ class Update:
     on_nonfinite: Literal["raise", "skip"]
     retain_graph: bool
     create_graph: bool
+    recovery: Recovery
+    give_up_after: int | None
+    _in_a_row: dict[str, int] = field(default_factory=dict)
+    _random_state: RandomState = field(init=False)
 
     def __call__(self, trainer: Trainer, group: list[Any]) -> UpdateOutput:
         """Runs the update over `group`, which may be empty where other ranks have data. Collective."""
         state, fire = trainer.state, trainer.fire_event
         before = state.micro_batch
         try:
-            self._begin(group)
+            total = len(group) + self._begin(trainer, group)
             for number, micro_batch in enumerate(group, start=1):
-                last = number == len(group)
                 state.micro_batch += 1
                 fire(TrainEvents.MICRO_BATCH_STARTED)
-                with nullcontext() if last else self.reduction.local():
-                    output = self._forward(micro_batch)
-                    state.forward_output = output
-                    self.statistics.add(output)
-                    fire(TrainEvents.FORWARD_COMPLETED)
-                    if last:
-                        self.reduction.begin(trainer, self.statistics)
-                    self._backward(output.loss)
+                with nullcontext() if number == total else self.reduction.local():
+                    for part in self.recovery.parts(micro_batch):
+                        with self.recovery.attempt(part):
+                            state.forward_output = self._forward(part)
+                            self.statistics.add(state.forward_output)
+                            fire(TrainEvents.FORWARD_COMPLETED)
+                            if number == total:
+                                self.reduction.begin(trainer, self.statistics)
+                            self._backward(state.forward_output.loss)
                 fire(TrainEvents.BACKWARD_COMPLETED)
                 if self.create_graph:
                     self.gradients.detach()
-                state.forward_output = None
-                del output  # and its graph
-            if not group:
-                self._take_part(trainer)
+                state.forward_output = None  # and its graph
+            for number in range(len(group) + 1, total + 1):
+                self._take_part(trainer, last=number == total)
 
             totals = self.statistics.finish(self.reduction.end(trainer, self.statistics, self.gradients))
             state.output = decided = self._decide(totals)
+            if totals.num_out_of_memory:
+                fire(TrainEvents.OUT_OF_MEMORY)
             fire(TrainEvents.GRADIENTS_READY)
             state.output = decided = replace(decided, learning_rates=self._learning_rates())
-            self._step(state.iteration, decided)
+            self._step(state.iteration, decided, group)
         except BaseException:
             self._forget()
             state.micro_batch, state.forward_output = before, None
@@ -106,21 +115,24 @@ class Update:
             raise ValueError(f"state_dict['update'] must be a mapping with the key loss_scaling, got {shown(state_dict)}")
         self.loss_scaling.load_state_dict(state_dict["loss_scaling"])
 
-    def _begin(self, group: list[Any]) -> None:
+    def _begin(self, trainer: Trainer, group: list[Any]) -> int:
         if not self.model.training:
             self.model.train()
         self.gradients.clear_stale()
-        self.reduction.begin_update(group)
+        if self.on_nonfinite == "raise" and not self.loss_scaling.enabled:
+            self._random_state = RandomState(self.reduction.module)
+        return self.reduction.missing(group, trainer.widest_group)
 
     def _forward(self, micro_batch: Any) -> ForwardOutput:
         with self.precision.autocast():
             return as_forward_output(self.forward(self.model, self.transfer(micro_batch)))
 
-    def _take_part(self, trainer: Trainer) -> None:
-        """On a rank without a micro-batch: joins the collectives of those that have one, in their order."""
-        zero = self.reduction.forward_without_data(lambda micro_batch: self._forward(micro_batch).loss)
-        self.reduction.begin(trainer, self.statistics)
-        if zero is not None:
+    def _take_part(self, trainer: Trainer, *, last: bool) -> None:
+        """On a rank with fewer micro-batches than others: joins their collectives, in their order."""
+        with nullcontext() if last else self.reduction.local():
+            zero = self.reduction.forward_without_data(lambda micro_batch: self._forward(micro_batch).loss)
+            if last:
+                self.reduction.begin(trainer, self.statistics)
             torch.autograd.backward(zero)
 
     def _backward(self, loss: Tensor) -> None:
@@ -134,6 +146,7 @@ class Update:
         scale, size = self.loss_scaling.scale, totals.sample_size
         mean, loss, norm = math.nan, math.nan, math.nan
         if size > 0:
+            self.gradients.check()
             mean = self.reduction.divisor / (scale * size)
             loss, norm = totals.loss / size, totals.norm * mean
         self.gradients.ready(mean)
@@ -146,6 +159,7 @@ class Update:
             learning_rates=self._learning_rates(),
             loss_scale=scale,
             num_micro_batches=totals.num_micro_batches,
+            num_out_of_memory=totals.num_out_of_memory,
             logs=totals.logs,
             skipped_reason=reason,
         )
@@ -160,11 +174,12 @@ class Update:
             return None
         return "overflow" if self.loss_scaling.enabled else "nonfinite"
 
-    def _step(self, update: int, output: UpdateOutput) -> None:
+    def _step(self, update: int, output: UpdateOutput, group: list[Any]) -> None:
         """Unscales, normalises and clips in one pass, and steps; or leaves everything as it is."""
         reason = output.skipped_reason
         if reason == "nonfinite" and self.on_nonfinite == "raise":
-            raise NonFiniteError(update, output.loss, output.grad_norm)
+            raise NonFiniteError(update, output.loss, output.grad_norm, self._locate(group))
+        self._count_in_a_row(update, output)
         if reason is None:
             mean = self.reduction.divisor / (output.loss_scale * output.sample_size)
             self.gradients.multiply(mean * output.clip_coefficient)
@@ -172,6 +187,26 @@ class Update:
         if reason != "no_samples":
             self.loss_scaling.update(overflow=reason == "overflow")
         self.gradients.clear()
+
+    def _locate(self, group: list[Any]) -> tuple[str, ...]:
+        """Runs the micro-batches again, as they were, to find the first value that is not finite. Collective."""
+        found = None
+        if self.reduction.replayable:
+            self._random_state.restore()
+            self.gradients.clear()
+            module = self.reduction.module
+            with self.precision.autocast():
+                found = find_nonfinite(
+                    module, group, lambda part: as_forward_output(self.forward(module, self.transfer(part))).loss
+                )
+        reports = distributed.gather_objects(found)
+        return tuple(f"rank {rank}, {report}" for rank, report in enumerate(reports) if report is not None)
+
+    def _count_in_a_row(self, update: int, output: UpdateOutput) -> None:
+        for what, happened in (("was skipped", not output.applied), ("ran out of memory", output.num_out_of_memory > 0)):
+            self._in_a_row[what] = self._in_a_row.get(what, 0) + 1 if happened else 0
+            if self.give_up_after is not None and self._in_a_row[what] >= self.give_up_after:
+                raise GaveUpError(update, self._in_a_row[what], what)
 
     def _forget(self) -> None:
         """Leaves nothing of a broken-off update behind."""

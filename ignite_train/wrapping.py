@@ -73,8 +73,8 @@ def _sharded(model: nn.Module, name: ReductionName) -> ShardedReduction:
     whole = [key for key, p in model.named_parameters() if p.requires_grad and not isinstance(p, DTensor)]
     if whole or not isinstance(model, FSDPModule):
         raise ValueError(
-            f"model must have fully_shard applied to the root module, last, got one where {(whole or ['the root'])[0]!r} is not "
-            "sharded; its gradient would not cross the ranks"
+            f"model must have fully_shard applied to the root module, last, got one where {(whole or ['the root'])[0]!r} is "
+            "not sharded; its gradient would not cross the ranks"
         )
     return ShardedReduction(model)
 

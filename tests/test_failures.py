@@ -1,0 +1,567 @@
+"""A rank that fails or hangs takes nobody hostage: the others end in time, and say who it was."""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import count
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import ignite.distributed as idist
+import pytest
+import torch
+from ignite.engine import Events
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import cuts
+import ranks  # which tells the fork server what to import beforehand
+from ignite_train import ForwardOutput, NonFiniteError, Trainer, TrainEvents, TrainingError, create_evaluator, create_trainer
+from ignite_train.handlers import FailureBoard, HangWatch, PeerFailureError, Validation
+
+DEADLINE = 5.0  # seconds. The promise is two; what is tested is that nobody waits for ever, on a busy machine too
+
+_context = multiprocessing.get_context("forkserver")  # the one of ranks.py; what a first step imports takes half a second
+_context.set_forkserver_preload(["ignite.distributed", "ignite_train.handlers", "pytest", "ranks", "torch._dynamo"])
+
+
+def until(condition: Callable[[], Any], what: str, seconds: float = 20.0) -> Any:
+    """Waits for `condition` and returns what it is; an error at the deadline."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"{what}: not within {seconds} s"
+        time.sleep(0.02)
+    return value
+
+
+class Board:
+    """What the processes of a test tell one another and the test: small files in a directory, written at once."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def write(self, name: str, value: Any = None) -> None:
+        temporary = self.directory / f".{name}.{os.getpid()}.{threading.get_ident()}"
+        temporary.write_text(json.dumps(value))
+        temporary.rename(self.directory / name)
+
+    def read(self, name: str) -> Any:
+        return json.loads((self.directory / name).read_text())
+
+    def has(self, name: str) -> bool:
+        return (self.directory / name).exists()
+
+    def wait_for(self, name: str, seconds: float = 20.0) -> Any:
+        until(lambda: self.has(name), f"a note {name!r}", seconds)
+        return self.read(name)
+
+
+class Group:
+    """Processes of one gloo group, any of which may fail, hang or be stopped. None is left over at the end.
+
+    Each runs `function(board, *args)`; what it writes to standard error is in `stderr(rank)`.
+    """
+
+    def __init__(self, directory: Path, function: Callable[..., Any], *args: Any, world_size: int = 2, tcp: bool = False):
+        directory.mkdir(exist_ok=True)
+        self.board = Board(directory)
+        port = _free_port() if tcp else None
+        jobs = [(directory, pickle.dumps((function, args)), rank, world_size, port) for rank in range(world_size)]
+        self.processes = [_context.Process(target=_child, args=job, daemon=True) for job in jobs]
+
+    def __enter__(self) -> Group:
+        for process in self.processes:
+            process.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+        if error is not None:
+            for rank in range(len(self.processes)):
+                error.add_note(f"--- rank {rank} wrote ---\n{self.stderr(rank)}")
+
+    def stderr(self, rank: int) -> str:
+        path = self.board.directory / f"stderr.{rank}"
+        return path.read_text() if path.exists() else ""
+
+    def status(self, rank: int, seconds: float = 20.0) -> int:
+        """Waits for the end of a process and returns its exit status."""
+        process = self.processes[rank]
+        process.join(seconds)
+        assert process.exitcode is not None, f"rank {rank} had not ended after {seconds} s"
+        return process.exitcode
+
+    def lives(self, rank: int) -> bool:
+        return self.processes[rank].is_alive()
+
+    def send(self, number: signal.Signals, *to: int) -> None:
+        for rank in to:
+            os.kill(self.processes[rank].pid or 0, number)
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def _child(directory: Path, job: bytes, rank: int, world_size: int, port: int | None) -> None:
+    with (directory / f"stderr.{rank}").open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    torch.set_num_threads(1)
+    function, args = pickle.loads(job)
+    if port is None:
+        idist.initialize("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=world_size)
+    else:
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        os.environ.update({name: str(value) for name, value in place.items()})
+        idist.initialize("gloo")
+    function(Board(directory), *args)
+
+
+def make(reduction: str, forward: Callable[..., Any] = cuts.forward, **options: Any) -> Trainer:
+    """A trainer of a model of two layers, each in a bucket of its own."""
+    torch.manual_seed(0)
+    model: nn.Module = nn.Sequential(nn.Linear(cuts.FEATURES, 4), nn.Linear(4, 1)).double()
+    if reduction == "ddp":
+        model = DistributedDataParallel(model, bucket_cap_mb=1e-5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    return create_trainer(model, optimizer, forward, reduction=reduction, **options)  # type: ignore[arg-type]
+
+
+# --- FailureBoard ---
+
+
+EVENTS = {
+    "micro_batch_started": TrainEvents.MICRO_BATCH_STARTED,
+    "gradients_ready": TrainEvents.GRADIENTS_READY,
+    "step_completed": TrainEvents.STEP_COMPLETED,
+    "iteration_completed": Events.ITERATION_COMPLETED,
+    "epoch_completed": Events.EPOCH_COMPLETED,
+    "completed": Events.COMPLETED,
+}
+SITES = ["loader", "forward", "backward", "step", *EVENTS]
+
+
+class Loader(list[Any]):
+    """A loader that calls `before(index)` before each micro-batch."""
+
+    def __init__(self, micro_batches: list[Any], before: Callable[[int], None]) -> None:
+        super().__init__(micro_batches)
+        self.before = before
+
+    def __iter__(self) -> Iterator[Any]:
+        for index, micro_batch in enumerate(super().__iter__()):
+            self.before(index)
+            yield micro_batch
+
+
+def fail_on_one_rank(board: Board, site: str, failing: int, reduction: str, protected: bool) -> None:
+    """The rank fails at its third update, tells so, and its process lives on: a slow teardown, or a thread that is not done."""
+    mine = idist.get_rank() == failing
+
+    def boom(here: str, update: int | None = None) -> None:
+        if mine and here == site and (update or trainer.state.iteration) == 3:
+            board.write("failed", time.monotonic())
+            raise RuntimeError(f"boom in {site}")
+
+    def forward(model: nn.Module, micro_batch: Any) -> ForwardOutput:
+        boom("forward")
+        return cuts.forward(model, micro_batch)
+
+    trainer = make(reduction, forward)
+    first = next(iter(trainer._update.model.parameters()))  # type: ignore[attr-defined]
+    first.register_hook(lambda _gradient: boom("backward"))
+    trainer._update.optimizer.register_step_pre_hook(lambda *_: boom("step"))  # type: ignore[attr-defined]
+    if protected:
+        FailureBoard().attach(trainer)
+    for name, event in EVENTS.items():
+        trainer.add_event_handler(event, partial(boom, name, None))
+    if not mine and site == "completed":  # it waits for the other as a save by all ranks does
+        trainer.add_event_handler(Events.COMPLETED, idist.barrier)
+    loader = Loader(cuts.cut(cuts.samples(), [8] * 3), lambda index: boom("loader", index + 1))
+    try:
+        trainer.run(loader, max_epochs=1 if site == "completed" else 2)
+    except BaseException as error:
+        notes = getattr(error, "__notes__", [])
+        board.write(f"raised.{idist.get_rank()}", [type(error).__name__, str(error), notes, time.monotonic()])
+        if mine:
+            board.wait_for("release", 60)
+        raise
+
+
+def threads() -> list[str]:
+    """Threads that our handlers left behind."""
+    names = {"FailureBoard", "HangWatch", "StopOnSignal"}
+    return [thread.name for thread in threading.enumerate() if thread.name in names]
+
+
+def see_one_rank_fail(group: Group, site: str, failing: int) -> dict[str, float]:
+    """Asserts what both ranks do and returns the seconds that each took."""
+    survivor, board = 1 - failing, group.board
+    failed = board.wait_for("failed")
+    assert group.status(survivor, DEADLINE) == 1
+    ended = time.monotonic()
+    kind, message, notes, raised = board.wait_for(f"raised.{failing}")
+    assert (kind, message, notes) == ("RuntimeError", f"boom in {site}", [])
+    assert group.lives(failing)
+    board.write("release")
+    assert group.status(failing) == 1
+    update = 2 if site == "loader" else 3  # the loader is asked before the update begins
+    cause = f"rank {failing} failed at update {update}: RuntimeError: boom in {site} (rank {survivor} was at update "
+    assert cause in group.stderr(survivor)
+    assert raised - failed < DEADLINE
+    return {"survivor ended": ended - failed, "failing raised": raised - failed}
+
+
+@pytest.mark.parametrize("index", range(len(SITES)), ids=SITES)
+def test_wherever_a_rank_fails_the_other_ends_and_names_the_cause(tmp_path: Path, index: int) -> None:
+    """Either rank, either way of reducing: the other ends in time with status 1 and the cause; the failure goes on unchanged."""
+    site, ways = SITES[index], ["ddp", "explicit"] if index % 2 else ["explicit", "ddp"]
+    with (
+        Group(tmp_path / "0", fail_on_one_rank, site, 0, ways[0], True) as zero,
+        Group(tmp_path / "1", fail_on_one_rank, site, 1, ways[1], True) as one,
+        ThreadPoolExecutor() as pool,
+    ):
+        for case in [pool.submit(see_one_rank_fail, group, site, rank) for rank, group in enumerate((zero, one))]:
+            case.result()
+
+
+def test_without_the_board_the_other_hangs_and_blames_the_connection(tmp_path: Path) -> None:
+    """The same failure with no board: nothing ends as long as the failed process lives, and then nobody says why."""
+    with Group(tmp_path, fail_on_one_rank, "forward", 1, "ddp", False) as group:
+        raised = group.board.wait_for("raised.1")[-1]
+        until(lambda: not group.lives(0) or time.monotonic() > raised + 2.0, "two seconds")
+        assert group.lives(0)
+        group.board.write("release")
+        assert group.status(0) == 1
+        assert "boom" not in group.stderr(0)
+
+
+def fail_beside_a_busy_rank(board: Board) -> None:
+    """Rank 1 fails while rank 0 is in forward, again and again; no collective is near."""
+    rank, seen, forwards = idist.get_rank(), [], count(1)
+
+    def forward(model: nn.Module, micro_batch: Any) -> ForwardOutput:
+        if next(forwards) == 3 and rank == 1:
+            raise RuntimeError("boom")
+        time.sleep(0.01 * (1 - rank))
+        return cuts.forward(model, micro_batch)
+
+    trainer = make("explicit", forward, accumulation_steps=1_000)
+    FailureBoard().attach(trainer)
+    trainer.add_event_handler(Events.EXCEPTION_RAISED, lambda error: seen.append(type(error)))
+    with pytest.raises(RuntimeError) as caught:
+        trainer.run(cuts.cut(cuts.samples(), [1]) * 1_000, max_epochs=1)
+    assert seen == [caught.type]
+    if rank == 0:
+        assert isinstance(caught.value, PeerFailureError)
+        assert (caught.value.rank, caught.value.update, caught.value.error) == (1, 1, "RuntimeError: boom")
+    assert not any(trainer._event_handlers[event] for event in (TrainEvents.MICRO_BATCH_STARTED, Events.ITERATION_COMPLETED))
+    assert threads() == []
+    board.write(f"done.{rank}", next(forwards))
+
+
+def test_a_rank_that_is_not_blocked_raises_where_it_can_be_caught(tmp_path: Path) -> None:
+    """It gets a `PeerFailureError` at its next event, handlers of EXCEPTION_RAISED run, and nothing is left behind."""
+    with Group(tmp_path, fail_beside_a_busy_rank) as group:
+        assert [group.status(rank) for rank in (0, 1)] == [0, 0]
+        assert 0 < group.board.read("done.0") < 500
+        assert "rank 1 failed at update 1: RuntimeError: boom" in group.stderr(0)
+
+
+def fail_and_die(board: Board, failing: int) -> None:
+    """The process of the rank that fails is gone as soon as `run` has raised."""
+    rank = idist.get_rank()
+    trainer = make("ddp")
+    FailureBoard().attach(trainer)
+
+    @trainer.on(Events.ITERATION_STARTED(once=3))
+    def boom() -> None:
+        if rank == failing:
+            raise RuntimeError("boom")
+
+    try:
+        trainer.run(cuts.cut(cuts.samples(), [8] * 8), max_epochs=1)
+    except RuntimeError as error:
+        board.write(f"raised.{rank}", [type(error).__name__, getattr(error, "__notes__", [])])
+        if rank == failing:
+            os._exit(3)
+        raise
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_connection_that_breaks_keeps_its_error_and_learns_the_cause(tmp_path: Path, failing: int) -> None:
+    """Also where rank 0 fails, whose process holds the store: it stays until the others have read what happened."""
+    with Group(tmp_path, fail_and_die, failing, tcp=True) as group:
+        assert group.status(failing) == 3
+        assert group.status(1 - failing, DEADLINE) == 1
+        kind, notes = group.board.read(f"raised.{1 - failing}")
+        assert kind == "RuntimeError"  # gloo's
+        assert [f"rank {failing} failed at update 3: RuntimeError: boom" in note for note in notes] == [True]
+        assert f"rank {failing} failed at update 3: RuntimeError: boom" in group.stderr(1 - failing)
+
+
+def end_at_different_times(board: Board) -> None:
+    """Rank 0 is done, and then fails on its own account, while rank 1 still sits in a handler of COMPLETED."""
+    trainer = make("ddp")
+    FailureBoard().attach(trainer)
+    if idist.get_rank() == 1:
+        trainer.add_event_handler(Events.COMPLETED, lambda: board.wait_for("rank 0 has failed") or time.sleep(0.7))
+    trainer.run(cuts.cut(cuts.samples(), [8] * 3), max_epochs=1)
+    assert threads() == []
+    if idist.get_rank() == 0:
+        board.write("rank 0 has failed")
+        board.wait_for("rank 1 is done")
+        raise RuntimeError("after the run")
+    board.write("rank 1 is done")
+
+
+def test_a_run_that_has_ended_is_no_failure(tmp_path: Path) -> None:
+    """One rank may end its run a little earlier than another, and do then what it likes."""
+    with Group(tmp_path, end_at_different_times) as group:
+        assert [group.status(rank) for rank in (0, 1)] == [1, 0]
+        assert "failed at update" not in group.stderr(0) + group.stderr(1)
+
+
+def run_three_times(board: Board) -> None:
+    """A run that ends well, one in which both ranks raise alike, one far behind the other, and one in which rank 1 fails."""
+    rank = idist.get_rank()
+    loader = cuts.cut(cuts.samples(), [8] * 3)
+
+    def forward(model: nn.Module, micro_batch: Any) -> ForwardOutput:
+        output = cuts.forward(model, micro_batch)
+        return output._replace(loss=output.loss * float("nan")) if trainer.state.epoch == 2 else output
+
+    trainer = make("ddp", forward)
+    FailureBoard().attach(trainer)
+    trainer.run(loader, max_epochs=1)
+    assert threads() == []
+
+    @trainer.on(TrainEvents.GRADIENTS_READY)
+    def dawdle() -> None:
+        if rank == 1 and trainer.state.epoch == 2:
+            time.sleep(0.6)  # so that the thread has heard of rank 0 before this rank raises itself
+
+    with pytest.raises(NonFiniteError) as caught:
+        trainer.run(loader, max_epochs=2)
+    assert not hasattr(caught.value, "__notes__")
+    assert threads() == []
+
+    state = trainer.state_dict() | {"epochs_completed": 2, "epoch_iteration": 0}
+    trainer.load_state_dict(state)
+    assert trainer.run(loader, max_epochs=3).epoch == 3
+    assert threads() == []
+    board.write(f"three.{rank}")
+    if rank == 1:
+        trainer.add_event_handler(Events.EPOCH_STARTED, lambda: 1 / 0)
+    trainer.run(loader, max_epochs=4)
+
+
+def test_a_board_serves_one_run_after_another(tmp_path: Path) -> None:
+    """What one run left on the board is nothing to the next; an error that all ranks raise alike stays what it is."""
+    with Group(tmp_path, run_three_times) as group:
+        assert [group.status(rank) for rank in (0, 1)] == [1, 1]
+        assert group.board.has("three.0")
+        assert group.board.has("three.1")
+        assert "rank 1 failed at update 6: ZeroDivisionError: division by zero" in group.stderr(0)
+
+
+def fail_beside_a_stopped_store(board: Board) -> None:
+    trainer = make("ddp")
+    FailureBoard().attach(trainer)
+
+    @trainer.on(Events.ITERATION_STARTED(once=3))
+    def boom() -> None:
+        if idist.get_rank() == 0:
+            board.write("stopping")
+            os.kill(os.getpid(), signal.SIGSTOP)
+        board.wait_for("stopped")
+        raise RuntimeError("boom")
+
+    trainer.run(cuts.cut(cuts.samples(), [8] * 3), max_epochs=1)
+
+
+def test_a_store_that_does_not_answer_holds_nobody_up(tmp_path: Path) -> None:
+    """The process that holds the store is stopped: the exception of the rank that fails goes on all the same."""
+    with Group(tmp_path, fail_beside_a_stopped_store, tcp=True) as group:
+        group.board.wait_for("stopping")
+        until(lambda: _state_of(group.processes[0].pid) == "T", "rank 0 is stopped")
+        group.board.write("stopped")
+        assert group.status(1, DEADLINE) == 1
+        assert "RuntimeError: boom" in group.stderr(1)
+
+
+def _state_of(pid: int | None) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def test_the_watches_cost_an_update_nothing() -> None:
+    """Nothing is attached to what happens in an update, and in a single process the board has no thread either."""
+    trainer = make("auto")
+    FailureBoard().attach(trainer)
+    HangWatch().attach(trainer)
+    during: list[str] = []
+    trainer.add_event_handler(Events.STARTED, lambda: during.extend(threads()))
+    trainer.run(cuts.cut(cuts.samples(), [8]), max_epochs=1)
+    once = {*Events} - {event for event in Events if "ITERATION" in event.name or "BATCH" in event.name}
+    assert {event for event, handlers in trainer._event_handlers.items() if handlers} <= once
+    assert during == ["HangWatch"] * 2
+    assert threads() == []
+
+
+def test_a_peer_failure_can_be_caught_and_sent() -> None:
+    """It is one of our errors, and comes whole through a pickle."""
+    error = pickle.loads(pickle.dumps(PeerFailureError(3, 17, "ValueError: no")))
+    assert isinstance(error, TrainingError)
+    assert (error.rank, error.update, error.error) == (3, 17, "ValueError: no")
+    assert str(error) == "rank 3 failed at update 17: ValueError: no"
+
+
+# --- HangWatch ---
+
+
+def hang_on_one_rank(board: Board, hanging: int, how: str) -> None:
+    """At update 3 the rank stops or loops for ever, in forward."""
+
+    def forward(model: nn.Module, micro_batch: Any) -> ForwardOutput:
+        if idist.get_rank() == hanging and trainer.state.iteration == 3:
+            board.write("hangs", time.monotonic())
+            if how == "stopped":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            loop_for_ever()
+        return cuts.forward(model, micro_batch)
+
+    trainer = make("ddp", forward)
+    HangWatch(timeout_seconds=1.5, first_timeout_seconds=20.0).attach(trainer)
+    trainer.run(cuts.cut(cuts.samples(), [8] * 5), max_epochs=1)
+
+
+def loop_for_ever() -> None:
+    while True:
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("hanging", "tcp", "verdict"),
+    [
+        (1, False, "rank 1 is silent for more than 1.5 s; rank 0 at update 3 in "),
+        (0, True, "the store at which the ranks met has not answered for "),
+    ],
+    ids=["rank 1", "rank 0, which holds the store"],
+)
+def test_a_stopped_rank_is_noticed_by_the_other(tmp_path: Path, hanging: int, tcp: bool, verdict: str) -> None:
+    """SIGSTOP: the other names it, shows where itself is, and ends."""
+    with Group(tmp_path, hang_on_one_rank, hanging, "stopped", tcp=tcp) as group:
+        hangs = group.board.wait_for("hangs")
+        assert group.status(1 - hanging, 1.5 + DEADLINE) == 1
+        assert time.monotonic() - hangs > 1.5
+        assert group.lives(hanging)
+        stderr = group.stderr(1 - hanging)
+        assert f"training hangs: {verdict}" in stderr
+        assert "Thread 0x" in stderr  # every one of them
+        assert "in _run_epoch" in stderr
+
+
+def test_a_rank_that_never_comes_back_is_noticed_by_both(tmp_path: Path) -> None:
+    """An endless loop in forward: both ranks say that rank 1 is behind and where each is, show their stacks, and end."""
+    with Group(tmp_path, hang_on_one_rank, 1, "looping") as group:
+        hangs = group.board.wait_for("hangs")
+        assert [group.status(rank, 1.5 + DEADLINE) for rank in (0, 1)] == [1, 1]
+        assert time.monotonic() - hangs > 1.5
+        for rank in (0, 1):
+            stderr = group.stderr(rank)
+            assert "no rank has moved for more than 1.5 s; rank 1 is behind; rank 0 at update 3 in _engine_run_backward" in stderr
+            assert "; rank 1 at update 3 in loop_for_ever (test_failures.py:" in stderr
+            assert ("in loop_for_ever" in stderr.partition("stacks of rank")[2]) == (rank == 1)
+
+
+def dawdle_on_rank_one(board: Board) -> None:
+    """Each micro-batch takes its time on rank 1, the first one longer than what is allowed later."""
+
+    def dawdle(index: int) -> None:
+        if idist.get_rank() == 1:
+            time.sleep(0.6 if index else 1.9)
+
+    trainer = make("ddp")
+    HangWatch(timeout_seconds=1.5, first_timeout_seconds=20.0).attach(trainer)
+    for epoch in (1, 2):  # two runs
+        trainer.run(Loader(cuts.cut(cuts.samples(), [8] * 3), dawdle), max_epochs=epoch)
+        assert threads() == []
+    board.write(f"updates.{idist.get_rank()}", trainer.state.iteration)
+
+
+def test_a_slow_rank_does_not_hang(tmp_path: Path) -> None:
+    """A loader that sleeps, less than the timeout at a time, or longer before the first update, is no hang; in two runs."""
+    with Group(tmp_path, dawdle_on_rank_one) as group:
+        assert [group.status(rank) for rank in (0, 1)] == [0, 0]
+        assert group.board.read("updates.0") == 6
+
+
+def train_slowly(board: Board) -> None:
+    trainer = make("ddp")
+    HangWatch(timeout_seconds=0.8).attach(trainer)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: board.write(f"at.{idist.get_rank()}", trainer.state.iteration))
+    trainer.run(Loader(cuts.cut(cuts.samples(), [1] * 30), lambda _: time.sleep(0.05)), max_epochs=1)
+
+
+def test_ranks_that_are_suspended_together_wake_up_and_go_on(tmp_path: Path) -> None:
+    """A scheduler that takes the machine away for longer than the timeout is no hang."""
+    with Group(tmp_path, train_slowly) as group:
+        until(lambda: group.board.wait_for("at.0") >= 3, "update 3")
+        group.send(signal.SIGSTOP, 0, 1)
+        time.sleep(1.6)  # twice the timeout
+        group.send(signal.SIGCONT, 0, 1)
+        assert [group.status(rank) for rank in (0, 1)] == [0, 0]
+        assert group.board.read("at.0") == 30
+
+
+def validate_slowly(board: Board, attached: bool) -> None:
+    def forward(model: nn.Module, micro_batch: Any) -> ForwardOutput:
+        time.sleep(0.0 if model.training else 0.3)
+        return cuts.forward(model, micro_batch)
+
+    trainer = make("auto", forward)
+    evaluator = create_evaluator(trainer._update.model, forward)  # type: ignore[attr-defined]
+    validation = Validation(evaluator, cuts.cut(cuts.samples(), [1] * 6))
+    validation.attach(trainer, Events.ITERATION_COMPLETED(once=2))
+    HangWatch(0.9, first_timeout_seconds=0.9).attach(trainer, evaluator=evaluator if attached else None)
+    trainer.run(cuts.cut(cuts.samples(), [8] * 3), max_epochs=1)
+
+
+@pytest.mark.parametrize(("attached", "status"), [(True, 0), (False, 1)])
+def test_validation_counts_as_life_if_its_evaluator_is_attached(tmp_path: Path, attached: bool, status: int) -> None:
+    """In a single process, which watches itself, and with a validation longer than the timeout."""
+    with Group(tmp_path, validate_slowly, attached, world_size=1) as group:
+        assert group.status(0) == status
+        assert ("training hangs: no rank has moved" in group.stderr(0)) == bool(status)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"timeout_seconds": 0}, "timeout_seconds must be greater than 0, got 0"),
+        ({"timeout_seconds": float("nan")}, "timeout_seconds must be finite, got nan"),
+        ({"timeout_seconds": 10, "first_timeout_seconds": 9}, "first_timeout_seconds must be at least 10, got 9"),
+    ],
+)
+def test_timeouts_must_make_sense(arguments: dict[str, Any], message: str) -> None:
+    """The message names the argument, its value and what is allowed."""
+    with pytest.raises(ValueError, match=message):
+        HangWatch(**arguments)

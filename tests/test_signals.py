@@ -1,0 +1,313 @@
+"""A signal to any rank ends the run on all of them after the same update, and never later than it is allowed to."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import ignite.distributed as idist
+import pytest
+from ignite.engine import Events
+
+import cuts
+import ignite_train
+from ignite_train.handlers import FailureBoard, StopOnSignal
+from test_failures import DEADLINE, Board, Group, Loader, make, threads, until
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+
+def installed() -> list[Any]:
+    """What handles our signals, and the descriptor that Python tells of signals."""
+    descriptor = signal.set_wakeup_fd(-1)
+    signal.set_wakeup_fd(descriptor)
+    return [*map(signal.getsignal, SIGNALS), descriptor]
+
+
+# --- one process ---
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize(
+    ("event", "last"),
+    [
+        (Events.STARTED, 0),
+        (Events.ITERATION_STARTED(once=2), 2),
+        (Events.ITERATION_COMPLETED(once=2), 3),  # this update has been judged already, so the next one is the last
+        (Events.EPOCH_COMPLETED, 4),
+    ],
+    ids=["before", "in an update", "after an update", "after an epoch"],
+)
+def test_the_run_ends_after_this_update_or_the_next(number: signal.Signals, event: Any, last: int) -> None:
+    """As if nothing more had been asked for: handlers of COMPLETED run, and what handled the signals before is back."""
+    before, completed = installed(), []
+    trainer, stop = make("auto"), StopOnSignal()
+    stop.attach(trainer)
+    trainer.add_event_handler(event, lambda: signal.raise_signal(number))
+    trainer.add_event_handler(Events.COMPLETED, lambda: completed.append(installed() == before))
+    assert trainer.run(cuts.cut(cuts.samples(), [8] * 4), max_epochs=2).iteration == last
+    assert stop.received is number
+    assert completed == [False]  # still there for what saves at the end, whenever that was attached
+    assert installed() == before
+    assert threads() == []
+
+
+def test_a_second_run_listens_again_and_goes_on() -> None:
+    """The stop of one run is nothing to the next."""
+    trainer, stop = make("auto"), StopOnSignal([signal.SIGUSR1])
+    stop.attach(trainer)
+    trainer.add_event_handler(Events.ITERATION_STARTED(once=2), lambda: signal.raise_signal(signal.SIGUSR1))
+    loader = cuts.cut(cuts.samples(), [8] * 4)
+    assert trainer.run(loader, max_epochs=1).iteration == 2
+    assert stop.received is signal.SIGUSR1
+    assert trainer.run(loader).iteration == 4
+    assert stop.received is None
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_an_exception_leaves_no_handler_behind(error: type[BaseException]) -> None:
+    """However the run ends, signals mean what they meant before, and no thread is left."""
+    before, trainer = installed(), make("auto")
+    StopOnSignal().attach(trainer)
+
+    @trainer.on(Events.ITERATION_STARTED)
+    def boom() -> None:
+        raise error
+
+    with pytest.raises(error):
+        trainer.run(cuts.cut(cuts.samples(), [8] * 4), max_epochs=1)
+    assert installed() == before
+    assert threads() == []
+
+
+def test_signals_of_others_reach_them() -> None:
+    """A descriptor that was told of signals before, an event loop's say, hears of those that are not ours."""
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    ours.settimeout(DEADLINE)
+    heard: list[Any] = []
+    trainer = make("auto")
+    StopOnSignal([signal.SIGUSR1]).attach(trainer)
+
+    @trainer.on(Events.ITERATION_STARTED(once=1))
+    def other_signal() -> None:
+        signal.raise_signal(signal.SIGUSR2)
+        heard.append(ours.recv(1)[0])
+
+    previous_handler = signal.signal(signal.SIGUSR2, lambda *_: None)
+    previous_descriptor = signal.set_wakeup_fd(theirs.fileno())
+    try:
+        assert trainer.run(cuts.cut(cuts.samples(), [8] * 2), max_epochs=1).iteration == 2
+        assert signal.set_wakeup_fd(previous_descriptor) == theirs.fileno()
+    finally:
+        signal.set_wakeup_fd(previous_descriptor)
+        signal.signal(signal.SIGUSR2, previous_handler)
+        ours.close()
+        theirs.close()
+    assert heard == [signal.SIGUSR2]
+
+
+def test_only_the_main_thread_can_listen() -> None:
+    """The message says so."""
+    before, trainer, caught = installed(), make("auto"), []
+    StopOnSignal().attach(trainer)
+
+    def run() -> None:
+        with pytest.raises(RuntimeError, match="run must be called in the main thread"):
+            trainer.run(cuts.cut(cuts.samples(), [8]), max_epochs=1)
+        caught.append(True)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert caught
+    assert installed() == before
+
+
+def test_arguments_must_make_sense() -> None:
+    """What no process can handle is refused, and a grace of nothing."""
+    with pytest.raises(ValueError, match="signals must be such as a process can handle, got SIGKILL"):
+        StopOnSignal([signal.SIGTERM, signal.SIGKILL])
+    with pytest.raises(ValueError, match="grace_seconds must be greater than 0, got 0"):
+        StopOnSignal(grace_seconds=0)
+
+
+def fork_while_listening(board: Board) -> None:
+    trainer, stop = make("auto"), StopOnSignal()
+    stop.attach(trainer)
+    before = installed()
+
+    @trainer.on(Events.ITERATION_STARTED(once=2))
+    def fork() -> None:
+        assert installed() != before
+        child = os.fork()
+        if child == 0:
+            if installed() == before:
+                os.kill(os.getpid(), signal.SIGTERM)
+            os._exit(1)
+        _, status = os.waitpid(child, 0)
+        assert os.WTERMSIG(status) == signal.SIGTERM, status
+
+    trainer.run(cuts.cut(cuts.samples(), [8] * 4), max_epochs=1)
+    board.write("done", [stop.received, trainer.state.iteration])
+
+
+def test_a_forked_process_is_on_its_own(tmp_path: Path) -> None:
+    """A worker that gets SIGTERM dies of it, as it would have before, and the run hears nothing of it."""
+    with Group(tmp_path, fork_while_listening, world_size=1) as group:
+        assert group.status(0) == 0
+        assert group.board.read("done") == [None, 4]
+        assert "SIGTERM" not in group.stderr(0)
+
+
+# --- two processes ---
+
+
+def train_until_stopped(board: Board, reduction: str) -> None:
+    """Runs for minutes, if nobody stops it."""
+    rank, before = idist.get_rank(), installed()
+    trainer, stop = make(reduction), StopOnSignal()
+    stop.attach(trainer)
+    FailureBoard().attach(trainer)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), lambda: board.write(f"trains.{rank}"))
+    trainer.run(Loader(cuts.cut(cuts.samples(), [1]) * 10_000, lambda _: time.sleep(0.005)), max_epochs=1)
+    assert installed() == before
+    assert threads() == []
+    board.write(f"ended.{rank}", [trainer.state.iteration, stop.received])
+
+
+@pytest.mark.parametrize(
+    ("number", "to", "reduction"),
+    [
+        (signal.SIGTERM, [0], "ddp"),
+        (signal.SIGTERM, [1], "explicit"),
+        (signal.SIGTERM, [0, 1], "explicit"),
+        (signal.SIGUSR1, [0], "explicit"),
+        (signal.SIGUSR1, [1], "ddp"),
+        (signal.SIGUSR1, [0, 1], "ddp"),
+    ],
+)
+def test_all_ranks_stop_after_the_same_update(tmp_path: Path, number: signal.Signals, to: list[int], reduction: str) -> None:
+    """Whichever rank gets whichever signal, one or both: status 0, the same last update, and what was installed is back."""
+    with Group(tmp_path, train_until_stopped, reduction) as group:
+        for rank in (0, 1):
+            group.board.wait_for(f"trains.{rank}")
+        group.send(number, *to)
+        assert [group.status(rank) for rank in (0, 1)] == [0, 0]
+        outcomes = [group.board.read(f"ended.{rank}") for rank in (0, 1)]
+        assert outcomes[0][0] == outcomes[1][0] < 10_000
+        assert [received for _, received in outcomes] == [int(number) if rank in to else None for rank in (0, 1)]
+        for rank in to:
+            assert f"{number.name}: the run ends after this update or the next, on all ranks" in group.stderr(rank)
+
+
+def get_stuck(board: Board, grace_seconds: float) -> None:
+    """Rank 1 is stuck in its loader, where it still runs Python; rank 0 waits for it in a collective, where it does not."""
+
+    def stick(index: int) -> None:
+        if index == 2:
+            board.write(f"sticks.{idist.get_rank()}")
+            while idist.get_rank() == 1:
+                time.sleep(0.01)
+
+    trainer = make("ddp")
+    StopOnSignal(grace_seconds=grace_seconds).attach(trainer)
+    trainer.run(Loader(cuts.cut(cuts.samples(), [8] * 4), stick), max_epochs=1)
+
+
+def test_a_rank_that_is_stuck_ends_when_its_grace_is_over(tmp_path: Path) -> None:
+    """Not before, and with its stacks: blocked in a collective or busy in Python."""
+    with Group(tmp_path, get_stuck, 1.0) as group:
+        for rank in (0, 1):
+            group.board.wait_for(f"sticks.{rank}")
+        sent = time.monotonic()
+        group.send(signal.SIGTERM, 0, 1)
+        assert [group.status(rank, 1.0 + DEADLINE) for rank in (0, 1)] == [128 + signal.SIGTERM] * 2
+        assert time.monotonic() - sent >= 1.0
+        for rank in (0, 1):
+            late = f"SIGTERM: the run has not ended within grace_seconds=1; rank {rank}, at update "
+            assert late in group.stderr(rank)
+            assert "in _run_epoch" in group.stderr(rank).partition(late)[2]
+
+
+def test_a_second_signal_ends_the_process_at_once(tmp_path: Path) -> None:
+    """Whatever grace is left, and also where the main thread runs no handler."""
+    with Group(tmp_path, get_stuck, 100.0) as group:
+        for rank in (0, 1):
+            group.board.wait_for(f"sticks.{rank}")
+        group.send(signal.SIGTERM, 0)
+        until(lambda: "SIGTERM: the run ends after" in group.stderr(0), "the first signal is heard of")
+        again = time.monotonic()
+        while group.lives(0) and time.monotonic() < again + DEADLINE:
+            group.send(signal.SIGUSR1, 0)
+            time.sleep(0.05)
+        assert group.status(0, 1.0) == 128 + signal.SIGUSR1
+        assert "SIGUSR1 again: rank 0, at update " in group.stderr(0)
+
+
+def ask_twice(board: Board) -> None:
+    trainer, stop = make("auto"), StopOnSignal()
+    stop.attach(trainer)
+    for number in SIGNALS:
+        trainer.add_event_handler(Events.ITERATION_STARTED(once=2), signal.raise_signal, number)
+    trainer.run(cuts.cut(cuts.samples(), [8] * 4), max_epochs=1)
+    board.write("ended", [trainer.state.iteration, stop.received])
+
+
+def test_a_request_that_comes_twice_is_one(tmp_path: Path) -> None:
+    """Scheduler and launcher both pass it on: that is no second signal."""
+    with Group(tmp_path, ask_twice, world_size=1) as group:
+        assert group.status(0) == 0
+        assert group.board.read("ended") == [2, int(signal.SIGTERM)]
+
+
+# --- torchrun ---
+
+SCRIPT = """
+import os, pathlib, signal
+import ignite.distributed as idist
+from ignite.engine import Events
+import cuts
+from ignite_train.handlers import FailureBoard, HangWatch, StopOnSignal
+from test_failures import make
+
+here = pathlib.Path(__file__).parent
+idist.initialize("gloo")
+rank, trainer = idist.get_rank(), make("ddp")
+for handler in (FailureBoard(), HangWatch(), StopOnSignal()):
+    handler.attach(trainer)
+
+@trainer.on(Events.ITERATION_STARTED(once=3))
+def die_once():
+    if rank == 1 and not (here / "died").exists():
+        (here / "died").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+trainer.run(cuts.cut(cuts.samples(), [8] * 4), max_epochs=1)
+(here / f"ended.{rank}").write_text(f"{trainer.state.iteration} {os.environ['TORCHELASTIC_RESTART_COUNT']}")
+"""
+
+
+def test_torchrun_starts_a_job_again_whose_rank_was_killed(tmp_path: Path) -> None:
+    """SIGKILL, once: the other rank ends, the launcher starts both again, and the second attempt comes to its end."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=1"]
+    paths = [str(Path(cuts.__file__).parent), str(Path(ignite_train.__file__).parents[1])]
+    done = subprocess.run(
+        [*launcher, "--monitor-interval=0.1", str(script)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "died").exists()
+    assert [(tmp_path / f"ended.{rank}").read_text() for rank in (0, 1)] == ["4 1", "4 1"]
