@@ -6,7 +6,6 @@ import json
 import logging
 import threading
 import time
-from itertools import count
 
 from ignite.engine import Events
 from torch.distributed.distributed_c10d import Store
@@ -33,8 +32,6 @@ _SAFE_POINTS = (
     | Events.COMPLETED
 )
 
-_boards = count()  # ranks make their boards in the same order, so that a number means the same board on all of them
-
 
 class PeerFailureError(TrainingError, RuntimeError):
     """Another rank failed, so that the run cannot go on here either.
@@ -57,7 +54,7 @@ class FailureBoard:
     """Ends all ranks within about two seconds, with a line that names the cause, when one of them raises in `trainer.run`.
 
     Without it the others wait in their next collective until its timeout, 10 or 30 minutes, or until the failed process is
-    gone and a connection breaks. All ranks attach it alike; nothing in it is a collective. In a single process it does nothing.
+    gone and a connection breaks. All ranks attach it alike: STARTED is collective. In a single process it does nothing.
 
     The rank that raises, wherever in the run that is, first writes its rank, update and exception to the store at which the
     ranks met; then its exception goes on unchanged, at most a second later. Only the first failure of a run is kept: what
@@ -85,7 +82,6 @@ class FailureBoard:
     """
 
     def __init__(self) -> None:
-        self._number, self._runs = next(_boards), 0
         self._watch: _Watch | None = None
 
     def attach(self, trainer: Trainer) -> None:
@@ -98,10 +94,9 @@ class FailureBoard:
         trainer.prepend_event_handler(Events.EXCEPTION_RAISED, self._fail)
 
     def _start(self, trainer: Trainer) -> None:
-        self._runs += 1
         store = distributed.own_store()
         if store is not None:
-            self._watch = _Watch(trainer, store, f"ignite_train/failures/{self._number}/{self._runs}")
+            self._watch = _Watch(trainer, store)
             self._watch.start()
             self._finish_last(trainer)
 
@@ -136,14 +131,12 @@ class _Watch(threading.Thread):
 
     Args:
         trainer: whose run it is.
-        store: a client for this thread.
-        run: what the keys of this run begin with.
+        store: for this thread and this run.
     """
 
-    def __init__(self, trainer: Trainer, store: Store, run: str) -> None:
+    def __init__(self, trainer: Trainer, store: Store) -> None:
         super().__init__(name="FailureBoard", daemon=True)
         self._trainer, self._store = trainer, store
-        self._first, self._informed = f"{run}/first", f"{run}/informed"
         self._rank, self._world_size = distributed.rank(), distributed.world_size()
         self._over = threading.Event()
         self._error: str | None = None  # of this rank
@@ -170,12 +163,12 @@ class _Watch(threading.Thread):
         """Watches, and writes this rank's own failure."""
         try:
             while not self._over.wait(_POLL_SECONDS):
-                if self._store.check([self._first]):
-                    self._learn(self._store.get(self._first))
+                if self._store.check(["first"]):
+                    self._learn(self._store.get("first"))
                     self._insist()
                     return
             if self._error is None:
-                self._store.add(self._informed, 1)
+                self._store.add("informed", 1)
             else:
                 self._write(self._error)
         except RuntimeError as error:  # the store is gone, and with it most likely the process that held it
@@ -183,19 +176,19 @@ class _Watch(threading.Thread):
 
     def _write(self, error: str) -> None:
         record = json.dumps([self._rank, self._trainer.state.iteration, error])
-        first = self._store.compare_set(self._first, "", record)
+        first = self._store.compare_set("first", "", record)
         if first != record.encode():
             self._learn(first)
             return
-        self._store.add(self._informed, 1)
+        self._store.add("informed", 1)
         deadline = time.monotonic() + _PATIENCE_SECONDS  # the store may be in this process, and end with it
-        while int(self._store.get(self._informed)) < self._world_size and time.monotonic() < deadline:
+        while int(self._store.get("informed")) < self._world_size and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS / 10)
 
     def _learn(self, first: bytes) -> None:
         self._cause = PeerFailureError(*json.loads(first))
         _logger.error(f"{self._cause} (rank {self._rank} was at update {self._trainer.state.iteration})")
-        self._store.add(self._informed, 1)
+        self._store.add("informed", 1)
 
     def _insist(self) -> None:
         """Gives the main thread a moment to come out, and ends the process if it does not."""

@@ -33,13 +33,11 @@ _WAITING_PLACES = (
     "ignite_train/explicit_reduction.py",
 )
 
-_watches = count()  # ranks make their watches in the same order, so that a number means the same watch on all of them
-
 
 class HangWatch:
     """Ends all ranks, each with its stacks on standard error, when training has stood still for `timeout_seconds`.
 
-    All ranks attach it alike; nothing in it is a collective, and an update costs nothing. On every rank a thread reads the
+    All ranks attach it alike: STARTED is collective. An update costs nothing. On every rank a thread reads the
     trainer's counters, about once a second, and shows them to the others through the store at which the ranks met. Training
     stands still when no rank has begun another update or micro-batch for `timeout_seconds`, or when a rank has been silent for
     as long: its process is stopped, or code that never gives up Python's lock runs in it. Then every rank that still lives
@@ -71,7 +69,6 @@ class HangWatch:
         self.timeout_seconds = real_number("timeout_seconds", timeout_seconds, above=0)
         first = 3 * self.timeout_seconds if first_timeout_seconds is None else first_timeout_seconds
         self.first_timeout_seconds = real_number("first_timeout_seconds", first, at_least=self.timeout_seconds)
-        self._number, self._runs = next(_watches), 0
         self._evaluator: Evaluator | None = None
         self._watch: _Watch | None = None
 
@@ -83,9 +80,7 @@ class HangWatch:
             trainer.add_event_handler(event, self._finish)
 
     def _start(self, trainer: Trainer) -> None:
-        self._runs += 1
-        limits = self.timeout_seconds, self.first_timeout_seconds
-        self._watch = _Watch(trainer, self._evaluator, limits, f"ignite_train/hangs/{self._number}/{self._runs}")
+        self._watch = _Watch(trainer, self._evaluator, self.timeout_seconds, self.first_timeout_seconds)
 
     def _finish(self, trainer: Trainer, *_error: BaseException) -> None:
         completed_follows = trainer.last_event_name == Events.TERMINATE and trainer.should_terminate != "skip_completed"
@@ -122,9 +117,9 @@ class _Watch:
     Their clock stands still while the process does: it would otherwise wake up and take the others for silent.
     """
 
-    def __init__(self, trainer: Trainer, evaluator: Evaluator | None, limits: tuple[float, float], run: str) -> None:
-        self._trainer, self._evaluator, self._run = trainer, evaluator, run
-        self._timeout, self._first_timeout = limits
+    def __init__(self, trainer: Trainer, evaluator: Evaluator | None, timeout: float, first_timeout: float) -> None:
+        self._trainer, self._evaluator = trainer, evaluator
+        self._timeout, self._first_timeout = timeout, first_timeout
         self._main, self._first_update = threading.get_ident(), trainer.state.iteration + 1
         self._rank, world_size = distributed.rank(), distributed.world_size()
         self._interval = min(self._timeout / 8, max(1.0, world_size / 64))  # every rank reads what every other wrote
@@ -174,19 +169,19 @@ class _Watch:
         store = self._store
         if store is None:
             return
-        store.set(f"{self._run}/{self._rank}", json.dumps(self._reports[self._rank]))
+        store.set(str(self._rank), json.dumps(self._reports[self._rank]))
         begun = [
             rank
             for rank, report in enumerate(self._reports)
-            if rank != self._rank and (report is not None or store.check([f"{self._run}/{rank}"]))
+            if rank != self._rank and (report is not None or store.check([str(rank)]))
         ]
-        shown = store.multi_get([f"{self._run}/{rank}" for rank in begun]) if begun else []
+        shown = store.multi_get([str(rank) for rank in begun]) if begun else []
         for rank, text in zip(begun, shown, strict=True):
             self._hear(rank, _Report(*json.loads(text)))
         if self._verdict:
-            store.compare_set(f"{self._run}/verdict", "", self._verdict)
-        elif store.check([f"{self._run}/verdict"]):
-            self._verdict = store.get(f"{self._run}/verdict").decode()
+            store.compare_set("verdict", "", self._verdict)
+        elif store.check(["verdict"]):
+            self._verdict = store.get("verdict").decode()
         self._answered = self._clock
 
     def _hear(self, rank: int, report: _Report) -> None:

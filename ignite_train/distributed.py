@@ -13,7 +13,7 @@ import ignite.distributed as idist
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 __all__ = [
     "any_rank",
@@ -86,14 +86,17 @@ def broadcast_buffers(module: nn.Module) -> None:
 
 
 def own_store() -> Store | None:
-    """A new client of the store at which the ranks met, with a connection of its own; None in a single process.
+    """A fresh corner of the store at which the ranks met, by a connection of its own; None in a single process. Collective.
 
-    For a thread that must not wait for what others ask the store. Its keys live as long as the process group.
+    For a thread that must not wait for what others ask the store. What an earlier attempt of the job left there is not seen:
+    torchrun gives restarted ranks the store of those that failed.
     """
     if world_size() == 1 or not dist.is_initialized():
         return None
+    number = torch.tensor(int.from_bytes(os.urandom(7), "big"), device=_device())
+    dist.broadcast(number, src=0)
     store: Store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
-    return store
+    return PrefixStore(f"ignite_train/{number.item()}", store)
 
 
 def end_process(status: int) -> NoReturn:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from ignite.engine import State
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
@@ -18,6 +19,7 @@ from ignite_train.engine import Signals
 from ignite_train.forward_output import Forward, ForwardOutput, as_forward_output
 from ignite_train.loop import Loop
 from ignite_train.precision import Precision, PrecisionName
+from ignite_train.sharded_reduction import spare_micro_batch
 from ignite_train.statistics import Statistics
 from ignite_train.transfer import transfer_to
 from ignite_train.wrapping import unwrap
@@ -41,6 +43,7 @@ class Evaluator(Loop):
         self.transfer, self.precision = transfer_to(device), Precision(precision, device)
         self.statistics = Statistics(device)
         self._limit: int | None = None
+        self._in_step = isinstance(model, FSDPModule)
 
     def run(
         self,
@@ -84,7 +87,8 @@ class Evaluator(Loop):
         return self.state
 
     def _open(self, data: Iterable[Any]) -> _Whole:
-        return _Whole(islice(data, self._limit))
+        micro_batches = islice(data, self._limit)
+        return _Whole(_in_step(micro_batches) if self._in_step else micro_batches)
 
     def _close_epoch(self, started: float) -> None:
         self._publish()
@@ -115,11 +119,34 @@ class _Whole:
         """Nothing to do."""
 
 
-def _evaluate(engine: Evaluator, micro_batch: Any) -> ForwardOutput:
+class _Borrowed(NamedTuple):
+    """A micro-batch that does not count, for a forward in which only the others' matter."""
+
+    micro_batch: Any
+
+
+def _in_step(micro_batches: Iterator[Any]) -> Iterator[Any]:
+    """As many on every rank as the longest has: a sharded model's forward gathers its parameters from all ranks. Collective."""
+    spare, first = None, True
+    while True:
+        micro_batch = next(micro_batches, None)
+        if not distributed.any_rank(micro_batch is not None):
+            return
+        if micro_batch is not None:
+            spare = micro_batch
+        if first:
+            spare, first = spare_micro_batch(spare), False
+        yield _Borrowed(spare) if micro_batch is None else micro_batch
+
+
+def _evaluate(engine: Evaluator, micro_batch: Any) -> ForwardOutput | None:
+    counts = not isinstance(micro_batch, _Borrowed)
+    micro_batch = micro_batch if counts else micro_batch.micro_batch
     with torch.no_grad(), engine.precision.autocast():
         output = as_forward_output(engine.forward(engine.model, engine.transfer(micro_batch)))
-    engine.statistics.add(output)
-    return output
+    if counts:
+        engine.statistics.add(output)
+    return output if counts else None
 
 
 def _refuse_padding(data: Iterable[Any]) -> None:

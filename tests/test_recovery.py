@@ -1,0 +1,398 @@
+"""What happens to one micro-batch on one rank: out of memory, not finite, missing. All ranks know, and nothing is left of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ignite.distributed as idist
+import pytest
+import torch
+from ignite.engine import Events
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import cuts
+from ignite_train import ForwardOutput, GaveUpError, NonFiniteError, TrainEvents, create_evaluator, create_trainer
+from ranks import run_ranks
+
+WAYS = ["ddp", "explicit", "fsdp"]
+
+
+class Net(nn.Module):
+    """Dropout and BatchNorm: an attempt that is not taken back leaves traces in random state and buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.hidden, self.head = nn.BatchNorm1d(cuts.FEATURES), nn.Linear(cuts.FEATURES, 8), nn.Linear(8, 1)
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(nn.functional.dropout(self.hidden(self.norm(x)), 0.3, self.training))
+
+
+class Explode(torch.autograd.Function):
+    """The identity, whose backward runs out of memory."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *_gradients: Any) -> Any:  # noqa: ARG004
+        raise torch.OutOfMemoryError("no room in backward")
+
+
+def wrap(model: nn.Module, way: str) -> Any:
+    """The model as this way of crossing ranks wants it."""
+    if idist.get_world_size() == 1 or way == "explicit":
+        return model
+    if way == "ddp":
+        return DistributedDataParallel(model)
+    return fully_shard(model, mesh=init_device_mesh("cpu", (idist.get_world_size(),)))
+
+
+def shard(sizes: list[list[int]]) -> list[Any]:
+    """This rank's micro-batches."""
+    rank = idist.get_rank()
+    return cuts.cut(cuts.samples(), sizes[rank], start=sum(map(sum, sizes[:rank])))
+
+
+def whole(model: nn.Module) -> list[float]:
+    """All parameters and buffers as numbers."""
+    tensors = [t.full_tensor() if isinstance(t, DTensor) else t for t in model.state_dict().values()]
+    return torch.cat([tensor.detach().double().flatten() for tensor in tensors]).tolist()
+
+
+# --- out of memory ---
+
+
+def run_out_of_memory(policy: str, site: str, failing: int, at: int, sizes: list[list[int]]) -> dict[str, Any]:
+    """Two epochs; micro-batch `at` of rank `failing` fails, or, with policy "weightless", has weight and gradient zero."""
+    weightless = policy == "weightless"
+
+    def forward(model: nn.Module, micro_batch: Any) -> ForwardOutput:
+        strikes = idist.get_rank() == failing and trainer.state.micro_batch == at
+        if strikes and weightless:
+            raise torch.OutOfMemoryError("before anything has happened")
+        if strikes and site == "large":
+            strikes = len(micro_batch[0]) > 4
+        if strikes and site == "forward":
+            model(micro_batch[0])  # touches buffers and random state
+            raise torch.OutOfMemoryError("no room in forward")
+        output = cuts.forward(model, micro_batch)
+        if strikes and site == "large":
+            raise torch.OutOfMemoryError("too many samples")
+        # the loss also goes through the head alone, so that its gradients are there when backward fails further up
+        loss = output.loss if not strikes else Explode.apply(output.loss * 0.5) + output.loss * 0.5
+        return output._replace(loss=loss)
+
+    model = Net()
+    several = idist.get_world_size() > 1
+    trainer = create_trainer(
+        wrap(model, "explicit"),
+        torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
+        forward,
+        accumulation_steps=3,
+        reduction="explicit" if several else "auto",
+        on_out_of_memory="skip" if weightless else policy,
+    )
+    seen: list[Any] = []
+    trainer.add_event_handler(TrainEvents.OUT_OF_MEMORY, lambda: seen.append((trainer.state.iteration, trainer.state.output)))
+    trainer.run(shard(sizes), max_epochs=2)
+    events = [(update, output.num_out_of_memory, output.num_micro_batches) for update, output in seen]
+    return {"parameters": whole(model), "events": events, "random": torch.get_rng_state().tolist()}
+
+
+@pytest.mark.parametrize("site", ["forward", "backward"])
+@pytest.mark.parametrize(("failing", "at"), [(0, 1), (1, 3), (1, 5)], ids=["first", "last-of-group", "middle"])
+def test_skip_is_bitwise_a_micro_batch_of_weight_zero(site: str, failing: int, at: int) -> None:
+    """Dropped wherever it failed: parameters, moments, buffers and random state are those of a run in which it had no weight."""
+    sizes = [[8] * 4, [8] * 4]
+    skipped = run_ranks(run_out_of_memory, "skip", site, failing, at, sizes)
+    weightless = run_ranks(run_out_of_memory, "weightless", site, failing, at, sizes)
+    for rank in range(2):
+        assert skipped[rank]["parameters"] == weightless[rank]["parameters"]
+        assert skipped[rank]["random"] == weightless[rank]["random"]
+    assert skipped[0]["events"] == skipped[1]["events"]
+    update = 1 if at <= 3 else 3  # an epoch is two updates, of 3 + 3 and of 1 + 1 micro-batches
+    assert skipped[0]["events"] == [(update, 1, 5)]
+
+
+def split_in_one_process(fails: bool) -> dict[str, Any]:
+    seen: list[int] = []
+
+    def forward(model: nn.Module, micro_batch: Any) -> ForwardOutput:
+        seen.append(len(micro_batch[0]))
+        if fails and len(micro_batch[0]) > 4:
+            raise torch.OutOfMemoryError("too many samples")
+        return cuts.forward(model, micro_batch)
+
+    model = cuts.linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=cuts.LEARNING_RATE)
+    trainer = create_trainer(model, optimizer, forward, accumulation_steps=2, on_out_of_memory="split" if fails else "raise")
+    trainer.run(cuts.cut(cuts.samples(), [15, 3, 16, 1, 10, 19]), max_epochs=1)
+    return {"parameters": whole(model), "seen": seen, "output": trainer.state.output}
+
+
+def test_split_is_exact_and_remembers_what_fitted() -> None:
+    """Halved until they fit, micro-batches make the update of the whole ones; later ones are cut beforehand."""
+    split, together = split_in_one_process(fails=True), split_in_one_process(fails=False)
+    assert split["parameters"] == pytest.approx(together["parameters"], rel=1e-13)
+    assert split["output"].loss == pytest.approx(together["output"].loss, rel=1e-14)
+    assert split["output"].sample_size == together["output"].sample_size
+    assert split["seen"][:2] == [15, 8]  # 15 fails, then its first half, 8
+    assert max(split["seen"][2:]) <= 8
+    assert split["seen"].count(8) == 1
+
+
+def test_a_single_sample_that_does_not_fit_is_an_error() -> None:
+    """There is nothing left to halve."""
+
+    def forward(model: nn.Module, micro_batch: Any) -> ForwardOutput:
+        raise torch.OutOfMemoryError("never enough")
+
+    model = cuts.linear()
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), forward, on_out_of_memory="split")
+    with pytest.raises(ValueError, match="must be able to halve"):
+        trainer.run(cuts.cut(cuts.samples(), [4]), max_epochs=1)
+
+
+def test_raise_adds_advice() -> None:
+    """By default the error goes through, with what to do about it."""
+
+    def forward(model: nn.Module, micro_batch: Any) -> ForwardOutput:
+        raise torch.OutOfMemoryError("no room")
+
+    model = cuts.linear()
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), forward)
+    with pytest.raises(torch.OutOfMemoryError, match="no room") as caught:
+        trainer.run(cuts.cut(cuts.samples(), [4]), max_epochs=1)
+    assert "more accumulation_steps" in caught.value.__notes__[0]
+
+
+def refused(way: str) -> str:
+    model = wrap(Net(), way)
+    with pytest.raises(ValueError, match="on_out_of_memory must be 'raise'") as caught:
+        create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), cuts.forward, on_out_of_memory="skip")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+def test_recovery_is_refused_where_others_would_wait(way: str) -> None:
+    """Inside hooks a rank that leaves its backward leaves the others waiting: refused, with the remedy."""
+    for message in run_ranks(refused, way):
+        assert "reduction='explicit'" in message
+
+
+def always_out_of_memory(give_up_after: int) -> tuple[int, int]:
+    def forward(model: nn.Module, micro_batch: Any) -> ForwardOutput:
+        if idist.get_rank() == 1 and trainer.state.iteration > 1:
+            raise torch.OutOfMemoryError("again")
+        return cuts.forward(model, micro_batch)
+
+    model = cuts.linear()
+    trainer = create_trainer(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        forward,
+        reduction="explicit",
+        on_out_of_memory="skip",
+        give_up_after=give_up_after,
+    )
+    with pytest.raises(GaveUpError, match="in a row that ran out of memory") as caught:
+        trainer.run(shard([[4] * 8, [4] * 8]), max_epochs=1)
+    return caught.value.update, trainer.state.num_steps
+
+
+def test_running_out_again_and_again_ends_all_ranks() -> None:
+    """The third update in a row that lost a micro-batch on one rank ends both, before its step."""
+    assert run_ranks(always_out_of_memory, 3) == [(4, 3)] * 2
+
+
+# --- not finite ---
+
+
+def not_finite(site: str, way: str) -> tuple[str, int]:
+    """A value that is not finite on rank 1 in the second micro-batch of update 2."""
+    model = Net()
+    wrapped = wrap(model, way)
+
+    def forward(model: nn.Module, micro_batch: Any) -> ForwardOutput:
+        x, y, w = micro_batch
+        poisoned = bool((x == 77).any())
+        output = cuts.forward(model, (torch.where(x == 77, 0.0, x), y, w)) if poisoned and site != "input" else None
+        output = output or cuts.forward(model, micro_batch)
+        if poisoned and site == "loss":
+            output = output._replace(loss=output.loss * float("nan"))
+        return output
+
+    data = shard([[4] * 4, [4] * 4])
+    if idist.get_rank() == 1:
+        data[3][0][1, 2] = float("inf") if site == "input" else 77.0
+        if site in ("output", "gradient"):
+            child = model.hidden
+
+            def strike(_module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor | None:
+                active = trainer.state.iteration == 2 and torch.equal(flag[0], torch.ones(1))
+                if not active:
+                    return None
+                if site == "output":
+                    return output + float("inf")
+                output.register_hook(lambda gradient: gradient * float("nan"))
+                return None
+
+            child.register_forward_hook(strike)
+            model.norm.register_forward_pre_hook(
+                lambda _module, inputs: flag.__setitem__(0, torch.ones(1) if marks(inputs[0]) else torch.zeros(1))
+            )
+    flag = [torch.zeros(1)]
+    second = data[3][0].clone()
+
+    def marks(x: torch.Tensor) -> bool:
+        return x.shape == second.shape and torch.equal(x, torch.where(second == 77, 0.0, second))
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    reduction = "explicit" if way == "explicit" else "auto"
+    trainer = create_trainer(wrapped, optimizer, forward, accumulation_steps=2, reduction=reduction)
+    with pytest.raises(NonFiniteError) as caught:
+        trainer.run(data, max_epochs=1)
+    return str(caught.value), trainer.state.num_steps
+
+
+EXPECTED = {
+    "input": "micro-batch 2 of 2: inf in the micro-batch itself",
+    "output": "micro-batch 2 of 2: inf in the output of module 'hidden' (Linear)",
+    "loss": "micro-batch 2 of 2: NaN in the loss",
+    "gradient": "micro-batch 2 of 2: NaN in the gradient of the output of module 'hidden' (Linear)",
+}
+
+
+@pytest.mark.parametrize("way", ["ddp", "explicit"])
+@pytest.mark.parametrize("site", EXPECTED)
+def test_a_value_that_is_not_finite_is_found(site: str, way: str) -> None:
+    """Every rank's error names the rank, the micro-batch and the first module or parameter that is not finite."""
+    first, second = run_ranks(not_finite, site, way)
+    assert first == second
+    message, num_steps = first
+    assert f"(rank 1, {EXPECTED[site]}" in message
+    assert "rank 0" not in message
+    assert "\n" not in message
+    assert num_steps == 1
+
+
+def skip_for_ever() -> tuple[int, int, int]:
+    def forward(model: nn.Module, micro_batch: Any) -> ForwardOutput:
+        output = cuts.forward(model, micro_batch)
+        bad = idist.get_rank() == 0 and trainer.state.iteration in (2, 3, 5, 6, 7)
+        return output._replace(loss=output.loss * float("nan")) if bad else output
+
+    model = cuts.linear()
+    ddp = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    trainer = create_trainer(ddp, optimizer, forward, on_nonfinite="skip", give_up_after=3)
+    with pytest.raises(GaveUpError, match="in a row that was skipped") as caught:
+        trainer.run(shard([[2] * 9, [2] * 9]), max_epochs=1)
+    return caught.value.update, caught.value.in_a_row, trainer.state.num_steps
+
+
+def test_skipping_gives_up_on_all_ranks() -> None:
+    """Two skips in a row are survived, the third in a row ends both ranks in the same update."""
+    assert run_ranks(skip_for_ever) == [(7, 3, 2)] * 2
+
+
+# --- uneven data ---
+
+
+def uneven(policy: str, way: str, sized: bool) -> Any:
+    model = wrap(cuts.linear(), way)
+    reduction = "explicit" if way == "explicit" else "auto"
+    optimizer = torch.optim.SGD(model.parameters(), lr=cuts.LEARNING_RATE)
+    trainer = create_trainer(model, optimizer, cuts.forward, accumulation_steps=2, reduction=reduction, uneven=policy)
+    sizes: list[float] = []
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: sizes.append(trainer.state.output.logs["samples"]))
+    loader: Any = shard([[2] * 10, [2] * 8])
+    try:
+        trainer.run(loader if sized else iter(loader), max_epochs=1)
+    except ValueError as error:
+        return str(error)
+    return sizes
+
+
+@pytest.mark.parametrize("sized", [True, False], ids=["sized", "unsized"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("policy", ["all", "shortest", "error"])
+def test_policies_for_uneven_data(policy: str, way: str, sized: bool) -> None:
+    """10 and 8 micro-batches end together: after every sample, with the shortest, or with an error naming both numbers."""
+    first, second = run_ranks(uneven, policy, way, sized)
+    assert first == second
+    if policy == "error":
+        lengths = "rank 0: 10, rank 1: 8" if sized else "rank 0: unknown, rank 1: unknown"
+        assert lengths in first
+    else:
+        assert first == [8.0] * 4 + ([4.0] if policy == "all" else [])
+
+
+# --- sharded models ---
+
+
+def sharded_against_one(way: str) -> dict[str, Any]:
+    model = Net()
+    model.norm = nn.Identity()  # BatchNorm's statistics are a rank's own
+    for module in (model.hidden, model.head) if way == "fsdp" and idist.get_world_size() > 1 else ():
+        fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+    wrapped = wrap(model, way)
+    model.eval()
+    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=0.01, weight_decay=0.1)
+    trainer = create_trainer(wrapped, optimizer, no_dropout, accumulation_steps=2, max_grad_norm=0.3)
+    norms: list[float] = []
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: norms.append(trainer.state.output.grad_norm))
+    sizes = [[8, 3, 5], [10]] if idist.get_world_size() > 1 else [[8, 3, 10, 5]]
+    loader = shard(sizes) if idist.get_world_size() > 1 else alone()
+    trainer.run(loader, max_epochs=3)
+    evaluator = create_evaluator(wrapped, no_dropout)
+    held_out = shard([[4, 4, 8], []]) if idist.get_world_size() > 1 else cuts.cut(cuts.samples(), [16])
+    return {"parameters": whole(model), "norms": norms, "metrics": dict(evaluator.run(held_out).metrics)}
+
+
+def no_dropout(model: nn.Module, micro_batch: Any) -> ForwardOutput:
+    model.eval()
+    output = cuts.forward(model, micro_batch)
+    model.train()
+    return output
+
+
+def alone() -> list[Any]:
+    """The micro-batches of both ranks as one process sees them: updates of (8, 3, 10) and of (5)."""
+    data = cuts.samples()
+    first = tuple(torch.cat([part[0:11], part[16:26]]) for part in data)
+    second = tuple(part[11:16] for part in data)
+    empty = tuple(part[:0] for part in data)
+    return [first, empty, second]
+
+
+def test_a_sharded_model_trains_and_evaluates_as_one_process_does() -> None:
+    """FSDP2 on two ranks with uneven data, clipping and AdamW equals the single process, parameters, norms and metrics."""
+    expected = sharded_against_one("none")
+    for result in run_ranks(sharded_against_one, "fsdp"):
+        assert result["parameters"] == pytest.approx(expected["parameters"], rel=1e-9, abs=1e-12)
+        assert result["norms"] == pytest.approx(expected["norms"], rel=1e-12)
+        assert result["metrics"] == pytest.approx(expected["metrics"], rel=1e-9)
+
+
+def wrong_sharding() -> None:
+    partly = Net()
+    fully_shard(partly.head, mesh=init_device_mesh("cpu", (2,)))
+    with pytest.raises(ValueError, match="fully_shard applied to the root"):
+        create_trainer(partly, torch.optim.SGD(partly.parameters(), lr=0.1), cuts.forward)
+    root = fully_shard(Net(), mesh=init_device_mesh("cpu", (2,)))
+    with pytest.raises(ValueError, match="reduction must be 'auto' or 'fsdp'"):
+        create_trainer(root, torch.optim.SGD(root.parameters(), lr=0.1), cuts.forward, reduction="explicit")
+
+
+def test_models_that_are_partly_sharded_are_refused() -> None:
+    """A parameter outside of fully_shard would not cross the ranks."""
+    assert run_ranks(wrong_sharding) == [None, None]
