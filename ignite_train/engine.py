@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 from ignite.engine import RemovableEventHandle
@@ -13,43 +12,12 @@ from ignite_train import distributed
 from ignite_train.arguments import positive_int, shown
 from ignite_train.events import EVENT_COUNTERS, TrainEvents
 from ignite_train.loop import Batches, Loop
+from ignite_train.signals import Passenger, Signals
 from ignite_train.state import TrainState, UpdateOutput
 
-__all__ = ["Groups", "OpenGroups", "Passenger", "Process", "Signals", "Trainer"]
+__all__ = ["Groups", "OpenGroups", "Process", "Trainer"]
 
 _COUNTERS = ("iteration", "num_steps", "num_skipped", "micro_batch")
-
-
-@dataclass(slots=True)
-class Signals:
-    """What ranks tell one another; the update carries it on its packed statistics.
-
-    Attributes:
-        stop: end the run after this update.
-        stop_epoch: end the epoch after this update.
-        more_data: this rank's vote on another update: 1 for it, 0 if it has no more micro-batches, less to veto. In what was
-            agreed: whether there is one. Looked at only where the loader has no length.
-    """
-
-    stop: bool = False
-    stop_epoch: bool = False
-    more_data: int = 1
-
-
-class Passenger(Protocol):
-    """A few numbers of this rank that travel with the next update's statistics and come back summed over the ranks.
-
-    Attributes:
-        num_words: how many; the same on all ranks.
-    """
-
-    num_words: int
-
-    def words(self) -> Sequence[float]:
-        """What travels. Called once an update, on every rank."""
-
-    def arrived(self, sums: list[float]) -> None:
-        """What came back: the same on every rank, so that an error raised here is raised on all of them."""
 
 
 class Groups(Batches, Protocol):

@@ -15,11 +15,11 @@ from torch.utils.data.distributed import DistributedSampler
 
 from ignite_train import distributed
 from ignite_train.arguments import positive_int, shown
-from ignite_train.engine import Signals
 from ignite_train.forward_output import Forward, ForwardOutput, as_forward_output
 from ignite_train.loop import Loop
 from ignite_train.precision import Precision, PrecisionName
 from ignite_train.sharded_reduction import spare_micro_batch
+from ignite_train.signals import Signals
 from ignite_train.statistics import Statistics
 from ignite_train.transfer import transfer_to
 from ignite_train.wrapping import unwrap

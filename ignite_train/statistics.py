@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ignite_train import distributed
-from ignite_train.engine import Passenger, Signals
 from ignite_train.errors import ForwardContractError
 from ignite_train.forward_output import ForwardOutput
+from ignite_train.signals import Passenger, Signals
 
 __all__ = ["Statistics", "Totals"]
 

@@ -18,8 +18,9 @@ from ignite_train.forward_output import Forward, ForwardOutput
 from ignite_train.gradients import Gradients
 from ignite_train.loss_scaling import LossScaling, NoLossScaling, TorchLossScaling
 from ignite_train.micro_batches import AccumulationSteps, GroupedMicroBatches, Uneven
-from ignite_train.out_of_memory import OnOutOfMemory, RaiseOutOfMemory, RecoverFromOutOfMemory
+from ignite_train.out_of_memory import OnOutOfMemory, RaiseOutOfMemory, RecoverFromOutOfMemory, Recovery
 from ignite_train.precision import Precision, PrecisionName
+from ignite_train.reduction import Reduction
 from ignite_train.statistics import Statistics
 from ignite_train.transfer import transfer_to
 from ignite_train.update import Update
@@ -96,11 +97,6 @@ def create_trainer(
             "create_graph must be False on several ranks: DistributedDataParallel's gradients have no graph; take second "
             "derivatives inside forward with torch.autograd.grad(..., create_graph=True)"
         )
-    if not way.tolerant and on_out_of_memory != "raise":
-        raise ValueError(
-            f"on_out_of_memory must be 'raise' for a model in {type(model).__name__}, got {on_out_of_memory!r}: a rank that "
-            "leaves its backward would leave the others waiting in theirs; pass the plain model and reduction='explicit'"
-        )
     device = next(model.parameters()).device
     gradients, statistics = Gradients(way.module, optimizer), Statistics(device)
     update = Update(
@@ -117,11 +113,7 @@ def create_trainer(
         on_nonfinite=on_nonfinite,
         retain_graph=retain_graph,
         create_graph=create_graph,
-        recovery=RaiseOutOfMemory()
-        if on_out_of_memory == "raise"
-        else RecoverFromOutOfMemory(
-            split=on_out_of_memory == "split", module=way.module, gradients=gradients, statistics=statistics
-        ),
+        recovery=_recovery(on_out_of_memory, way, gradients, statistics),
         give_up_after=None if give_up_after is None else positive_int("give_up_after", give_up_after),
     )
     return Trainer(update, GroupedMicroBatches(accumulation_steps, uneven))
@@ -211,6 +203,18 @@ def create_supervised_trainer(
         loss_scaling=scaling,
         on_nonfinite=on_nonfinite,
     )
+
+
+def _recovery(on_out_of_memory: str, way: Reduction, gradients: Gradients, statistics: Statistics) -> Recovery:
+    if on_out_of_memory == "raise":
+        return RaiseOutOfMemory()
+    if not way.tolerant:
+        raise ValueError(
+            f"on_out_of_memory must be 'raise' in DistributedDataParallel and fully_shard, got {on_out_of_memory!r}: "
+            "a rank that leaves its backward leaves the others waiting in theirs; pass a plain model and reduction='explicit'"
+        )
+    split = on_out_of_memory == "split"
+    return RecoverFromOutOfMemory(split=split, module=way.module, gradients=gradients, statistics=statistics)
 
 
 def _default_scaling(precision: PrecisionName) -> LossScaling:

@@ -24,17 +24,17 @@ import pytest
 import torch
 from ignite.engine import Events
 from torch import nn
+from torch.distributed.distributed_c10d import TCPStore
 from torch.nn.parallel import DistributedDataParallel
 
 import cuts
-import ranks  # which tells the fork server what to import beforehand
 from ignite_train import ForwardOutput, NonFiniteError, Trainer, TrainEvents, TrainingError, create_evaluator, create_trainer
 from ignite_train.handlers import FailureBoard, HangWatch, PeerFailureError, Validation
 
 DEADLINE = 5.0  # seconds. The promise is two; what is tested is that nobody waits for ever, on a busy machine too
 
 _context = multiprocessing.get_context("forkserver")  # the one of ranks.py; what a first step imports takes half a second
-_context.set_forkserver_preload(["ignite.distributed", "ignite_train.handlers", "pytest", "ranks", "torch._dynamo"])
+_context.set_forkserver_preload(["ignite.distributed", "ignite_train.handlers", "pytest", "torch._dynamo"])
 
 
 def until(condition: Callable[[], Any], what: str, seconds: float = 20.0) -> Any:
@@ -71,14 +71,26 @@ class Board:
 class Group:
     """Processes of one gloo group, any of which may fail, hang or be stopped. None is left over at the end.
 
-    Each runs `function(board, *args)`; what it writes to standard error is in `stderr(rank)`.
+    Each runs `function(board, *args)`; what it writes to standard error is in `stderr(rank)`. They meet at a file, at a store
+    in the process of rank 0 (`tcp`), or at one in this process, as torchrun has it (`agent`).
     """
 
-    def __init__(self, directory: Path, function: Callable[..., Any], *args: Any, world_size: int = 2, tcp: bool = False):
+    def __init__(
+        self,
+        directory: Path,
+        function: Callable[..., Any],
+        *args: Any,
+        world_size: int = 2,
+        tcp: bool = False,
+        agent: TCPStore | None = None,
+    ) -> None:
         directory.mkdir(exist_ok=True)
         self.board = Board(directory)
-        port = _free_port() if tcp else None
-        jobs = [(directory, pickle.dumps((function, args)), rank, world_size, port) for rank in range(world_size)]
+        place: dict[str, Any] = {}
+        if tcp or agent is not None:
+            place = {"WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": agent.port if agent else _free_port()}
+            place["TORCHELASTIC_USE_AGENT_STORE"] = agent is not None
+        jobs = [(directory, pickle.dumps((function, args)), rank, world_size, place) for rank in range(world_size)]
         self.processes = [_context.Process(target=_child, args=job, daemon=True) for job in jobs]
 
     def __enter__(self) -> Group:
@@ -119,19 +131,18 @@ def _free_port() -> int:
         return int(free.getsockname()[1])
 
 
-def _child(directory: Path, job: bytes, rank: int, world_size: int, port: int | None) -> None:
+def _child(directory: Path, job: bytes, rank: int, world_size: int, place: dict[str, Any]) -> None:
     with (directory / f"stderr.{rank}").open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     torch.set_num_threads(1)
     function, args = pickle.loads(job)
-    if port is None:
-        idist.initialize("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=world_size)
-    else:
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        os.environ.update({name: str(value) for name, value in place.items()})
+    if place:
+        os.environ.update({name: str(value) for name, value in (place | {"RANK": rank, "LOCAL_RANK": rank}).items()})
         idist.initialize("gloo")
+    else:
+        idist.initialize("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=world_size)
     function(Board(directory), *args)
 
 
@@ -232,7 +243,7 @@ def see_one_rank_fail(group: Group, site: str, failing: int) -> dict[str, float]
 
 @pytest.mark.parametrize("index", range(len(SITES)), ids=SITES)
 def test_wherever_a_rank_fails_the_other_ends_and_names_the_cause(tmp_path: Path, index: int) -> None:
-    """Either rank, either way of reducing: the other ends in time with status 1 and the cause; the failure goes on unchanged."""
+    """Either rank, either way of reducing: the other ends in time, with status 1 and the cause; the error goes on unchanged."""
     site, ways = SITES[index], ["ddp", "explicit"] if index % 2 else ["explicit", "ddp"]
     with (
         Group(tmp_path / "0", fail_on_one_rank, site, 0, ways[0], True) as zero,
@@ -323,7 +334,12 @@ def end_at_different_times(board: Board) -> None:
     trainer = make("ddp")
     FailureBoard().attach(trainer)
     if idist.get_rank() == 1:
-        trainer.add_event_handler(Events.COMPLETED, lambda: board.wait_for("rank 0 has failed") or time.sleep(0.7))
+
+        @trainer.on(Events.COMPLETED)
+        def save() -> None:
+            board.wait_for("rank 0 has failed")
+            time.sleep(0.7)  # a few looks at the board
+
     trainer.run(cuts.cut(cuts.samples(), [8] * 3), max_epochs=1)
     assert threads() == []
     if idist.get_rank() == 0:
@@ -383,6 +399,26 @@ def test_a_board_serves_one_run_after_another(tmp_path: Path) -> None:
         assert "rank 1 failed at update 6: ZeroDivisionError: division by zero" in group.stderr(0)
 
 
+def fail_in_the_first_attempt(board: Board, attempt: int) -> None:
+    trainer = make("ddp")
+    FailureBoard().attach(trainer)
+    if attempt == 1 and idist.get_rank() == 1:
+        trainer.add_event_handler(Events.ITERATION_STARTED(once=2), lambda: 1 / 0)
+    trainer.run(Loader(cuts.cut(cuts.samples(), [8] * 3), lambda _: time.sleep(0.3)), max_epochs=1)
+
+
+def test_what_a_failed_attempt_left_in_the_store_is_nothing_to_the_next(tmp_path: Path) -> None:
+    """The launcher keeps its store, and starts the ranks again."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for attempt, status in [(1, 1), (2, 0)]:
+        with Group(tmp_path / str(attempt), fail_in_the_first_attempt, attempt, agent=store) as group:
+            assert [group.status(rank) for rank in (0, 1)] == [status, status]
+        ours = [key for key in store.list_keys() if "/first" in key or "/informed" in key]
+        assert len(ours) >= attempt
+        for key in {*store.list_keys()} - {*ours}:
+            store.delete_key(key)  # gloo does not cope with what its own last attempt left
+
+
 def fail_beside_a_stopped_store(board: Board) -> None:
     trainer = make("ddp")
     FailureBoard().attach(trainer)
@@ -429,7 +465,7 @@ def test_the_watches_cost_an_update_nothing() -> None:
 def test_a_peer_failure_can_be_caught_and_sent() -> None:
     """It is one of our errors, and comes whole through a pickle."""
     error = pickle.loads(pickle.dumps(PeerFailureError(3, 17, "ValueError: no")))
-    assert isinstance(error, TrainingError)
+    assert issubclass(PeerFailureError, TrainingError)
     assert (error.rank, error.update, error.error) == (3, 17, "ValueError: no")
     assert str(error) == "rank 3 failed at update 17: ValueError: no"
 
@@ -487,7 +523,9 @@ def test_a_rank_that_never_comes_back_is_noticed_by_both(tmp_path: Path) -> None
         assert time.monotonic() - hangs > 1.5
         for rank in (0, 1):
             stderr = group.stderr(rank)
-            assert "no rank has moved for more than 1.5 s; rank 1 is behind; rank 0 at update 3 in _engine_run_backward" in stderr
+            assert (
+                "no rank has moved for more than 1.5 s; rank 1 is behind; rank 0 at update 3 in _engine_run_backward" in stderr
+            )
             assert "; rank 1 at update 3 in loop_for_ever (test_failures.py:" in stderr
             assert ("in loop_for_ever" in stderr.partition("stacks of rank")[2]) == (rank == 1)
 
@@ -517,7 +555,9 @@ def test_a_slow_rank_does_not_hang(tmp_path: Path) -> None:
 def train_slowly(board: Board) -> None:
     trainer = make("ddp")
     HangWatch(timeout_seconds=0.8).attach(trainer)
-    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: board.write(f"at.{idist.get_rank()}", trainer.state.iteration))
+    trainer.add_event_handler(
+        Events.ITERATION_COMPLETED, lambda: board.write(f"at.{idist.get_rank()}", trainer.state.iteration)
+    )
     trainer.run(Loader(cuts.cut(cuts.samples(), [1] * 30), lambda _: time.sleep(0.05)), max_epochs=1)
 
 

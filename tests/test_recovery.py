@@ -1,4 +1,4 @@
-"""What happens to one micro-batch on one rank: out of memory, not finite, missing. All ranks know, and nothing is left of it."""
+"""One micro-batch on one rank is out of memory, not finite or missing: all ranks know, and nothing is left of it."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def run_out_of_memory(policy: str, site: str, failing: int, at: int, sizes: list
 @pytest.mark.parametrize("site", ["forward", "backward"])
 @pytest.mark.parametrize(("failing", "at"), [(0, 1), (1, 3), (1, 5)], ids=["first", "last-of-group", "middle"])
 def test_skip_is_bitwise_a_micro_batch_of_weight_zero(site: str, failing: int, at: int) -> None:
-    """Dropped wherever it failed: parameters, moments, buffers and random state are those of a run in which it had no weight."""
+    """Dropped wherever it failed: parameters, buffers and random state are those of a run in which it had no weight."""
     sizes = [[8] * 4, [8] * 4]
     skipped = run_ranks(run_out_of_memory, "skip", site, failing, at, sizes)
     weightless = run_ranks(run_out_of_memory, "weightless", site, failing, at, sizes)
