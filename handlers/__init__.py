@@ -2,11 +2,13 @@
 
 from ignite_train.handlers.empty_cache import EmptyCache
 from ignite_train.handlers.failure_board import FailureBoard, PeerFailureError
+from ignite_train.handlers.grad_norm_consistency import GradNormConsistency, GradNormMismatchError
 from ignite_train.handlers.hang_watch import HangWatch
 from ignite_train.handlers.learning_rate import LearningRateSchedule
 from ignite_train.handlers.loss_scale import LossScaleLogger
 from ignite_train.handlers.min_learning_rate import MinLearningRate
 from ignite_train.handlers.progress import ProgressLog
+from ignite_train.handlers.state_consistency import StateConsistency, StateMismatchError
 from ignite_train.handlers.stop_on_signal import StopOnSignal
 from ignite_train.handlers.tensorboard import TensorBoard
 from ignite_train.handlers.time_limit import TimeLimit
@@ -16,12 +18,16 @@ from ignite_train.handlers.validation import Validation
 __all__ = [
     "EmptyCache",
     "FailureBoard",
+    "GradNormConsistency",
+    "GradNormMismatchError",
     "HangWatch",
     "LearningRateSchedule",
     "LossScaleLogger",
     "MinLearningRate",
     "PeerFailureError",
     "ProgressLog",
+    "StateConsistency",
+    "StateMismatchError",
     "StopOnSignal",
     "TensorBoard",
     "TimeLimit",

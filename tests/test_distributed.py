@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -11,6 +12,8 @@ import pytest
 import torch
 from ignite.engine import Events
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, TensorDataset
@@ -28,7 +31,15 @@ from ignite_train import (
     create_evaluator,
     create_trainer,
 )
-from ignite_train.handlers import TimeLimit, TrainingMetrics, Validation
+from ignite_train.handlers import (
+    FailureBoard,
+    GradNormConsistency,
+    StateConsistency,
+    StopOnSignal,
+    TimeLimit,
+    TrainingMetrics,
+    Validation,
+)
 from ranks import RanksFailedError, run_ranks
 
 
@@ -55,29 +66,55 @@ def shard(sizes: list[list[int]]) -> list[Any]:
 # --- what crosses the ranks ---
 
 
-def count_collectives(accumulation_steps: int) -> dict[str, int]:
-    handlers = [TrainingMetrics()]
-    trainer, _ = make(lambda m, b: cuts.forward(m, b), accumulation_steps=accumulation_steps)
-    for handler in handlers:
-        handler.attach(trainer, Events.ITERATION_COMPLETED)
-    loader = shard([[2] * 12, [2] * 12])
-    trainer.run(loader, max_iters=3)  # names are exchanged and buckets rebuilt in the first updates
-    before = trainer.state.iteration
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        trainer.run(loader, max_iters=before + (12 - 3 * accumulation_steps % 12) // accumulation_steps)
-    counts = {event.key: event.count for event in profiler.key_averages() if event.key.startswith("gloo:")}
-    return {"updates": trainer.state.iteration - before, **counts}
+def count_collectives(way: str, accumulation_steps: int) -> dict[str, Any]:
+    """The collectives of some updates in the middle of an epoch, with all that talks over ranks attached."""
+    model = cuts.linear(torch.float32)
+    if way == "fsdp":
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    wrapped = DistributedDataParallel(model) if way == "ddp" else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=cuts.LEARNING_RATE, momentum=0.9)
+    trainer = create_trainer(
+        wrapped,
+        optimizer,
+        cuts.forward,
+        accumulation_steps=accumulation_steps,
+        max_grad_norm=1.0,
+        reduction="explicit" if way == "explicit" else "auto",
+    )
+    TrainingMetrics().attach(trainer, Events.ITERATION_COMPLETED)
+    TimeLimit(seconds=1000).attach(trainer)
+    FailureBoard().attach(trainer)
+    StopOnSignal().attach(trainer)
+    GradNormConsistency().attach(trainer)
+    if way != "fsdp":
+        StateConsistency(model, optimizer).attach(trainer, Events.ITERATION_COMPLETED)
+    profiler = profile(activities=[ProfilerActivity.CPU], record_shapes=True)
+    trainer.add_event_handler(Events.ITERATION_STARTED(once=4), profiler.__enter__)  # names and buckets are settled by then
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=6), lambda: profiler.__exit__(None, None, None))
+    trainer.run(shard([[2] * 28, [2] * 4]), max_iters=6)
+    sizes: dict[str, list[int]] = {}
+    for event in profiler.events():
+        if event.name.startswith("gloo:"):
+            shape = next((shape for shape in event.input_shapes if shape), [0])
+            sizes.setdefault(event.name, []).append(math.prod(shape))
+    return {name: sorted(counted) for name, counted in sizes.items()}
 
 
-@pytest.mark.parametrize("accumulation_steps", [1, 2, 4])
-def test_an_update_is_one_set_of_buckets_and_one_small_all_reduce(accumulation_steps: int) -> None:
-    """Whatever the accumulation and whatever is logged, an update all-reduces its one bucket and its statistics."""
-    for counts in run_ranks(count_collectives, accumulation_steps):
-        updates = counts.pop("updates")
-        assert updates > 0
-        epoch_edges = counts.pop("gloo:all_reduce") - 2 * updates
-        assert 0 <= epoch_edges <= 4  # agreeing on the length, and on stopping, once an epoch
-        assert counts == {}
+@pytest.mark.parametrize("accumulation_steps", [1, 4])
+@pytest.mark.parametrize("way", ["ddp", "explicit", "fsdp"])
+def test_an_update_is_its_gradients_and_one_small_all_reduce(way: str, accumulation_steps: int) -> None:
+    """Three updates, whatever the accumulation and whatever is attached: the gradients, and at most one small vector each."""
+    for collectives in run_ranks(count_collectives, way, accumulation_steps):
+        reductions = collectives.pop("gloo:all_reduce")  # gloo scatters FSDP's gradients by an all-reduce
+        if way == "explicit":
+            assert len(reductions) == 3  # the statistics are in the gradients' own bucket
+        else:
+            assert len(reductions) == 6
+            assert set(reductions[:3]) == {8 if way == "fsdp" else 4}  # three weights and a bias; FSDP pads the bias
+        assert max(reductions) <= 64  # numbers of 8 bytes
+        gathers = len(collectives.pop("gloo:all_gather", []))
+        assert gathers == (6 * accumulation_steps if way == "fsdp" else 0)  # FSDP's parameters, forward and backward
+        assert collectives == {}
 
 
 def different_names() -> list[dict[str, float]]:

@@ -149,6 +149,29 @@ def test_split_is_exact_and_remembers_what_fitted() -> None:
     assert split["seen"].count(8) == 1
 
 
+def split_on_ranks(fails: bool) -> list[float]:
+    def forward(model: nn.Module, micro_batch: Any) -> ForwardOutput:
+        if fails and idist.get_rank() == 1 and len(micro_batch[0]) > 3:
+            raise torch.OutOfMemoryError("too many samples")
+        return cuts.forward(model, micro_batch)
+
+    model = cuts.linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=cuts.LEARNING_RATE)
+    policy = "split" if fails else "raise"
+    trainer = create_trainer(
+        model, optimizer, forward, accumulation_steps=2, reduction="explicit", on_out_of_memory=policy, give_up_after=None
+    )
+    trainer.run(shard([[8] * 4, [8] * 4]), max_epochs=2)
+    return whole(model)
+
+
+def test_splitting_on_one_rank_is_exact_on_both() -> None:
+    """Rank 1 fits three samples at a time, rank 0 eight: the updates are those of enough memory."""
+    split = run_ranks(split_on_ranks, True)
+    assert split[0] == split[1]
+    assert split[0] == pytest.approx(run_ranks(split_on_ranks, False)[0], rel=1e-13)
+
+
 def test_a_single_sample_that_does_not_fit_is_an_error() -> None:
     """There is nothing left to halve."""
 

@@ -71,6 +71,20 @@ def test_a_second_run_listens_again_and_goes_on() -> None:
     assert stop.received is None
 
 
+def test_it_listens_as_long_as_others_save() -> None:
+    """What else is done when the run is over comes before its end, also what was attached when it started."""
+    before, trainer, saving = installed(), make("auto"), []
+    StopOnSignal().attach(trainer)
+
+    @trainer.on(Events.STARTED)
+    def attach() -> None:
+        trainer.add_event_handler(Events.COMPLETED, lambda: saving.append(installed() != before))
+
+    trainer.run(cuts.cut(cuts.samples(), [8]), max_epochs=1)
+    assert saving == [True]
+    assert installed() == before
+
+
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_an_exception_leaves_no_handler_behind(error: type[BaseException]) -> None:
     """However the run ends, signals mean what they meant before, and no thread is left."""
@@ -234,7 +248,7 @@ def test_a_rank_that_is_stuck_ends_when_its_grace_is_over(tmp_path: Path) -> Non
         for rank in (0, 1):
             late = f"SIGTERM: the run has not ended within grace_seconds=1; rank {rank}, at update "
             assert late in group.stderr(rank)
-            assert "in _run_epoch" in group.stderr(rank).partition(late)[2]
+            assert "in get_stuck" in group.stderr(rank).partition(late)[2]
 
 
 def test_a_second_signal_ends_the_process_at_once(tmp_path: Path) -> None:
@@ -298,8 +312,8 @@ trainer.run(cuts.cut(cuts.samples(), [8] * 4), max_epochs=1)
 def test_torchrun_starts_a_job_again_whose_rank_was_killed(tmp_path: Path) -> None:
     """SIGKILL, once: the other rank ends, the launcher starts both again, and the second attempt comes to its end.
 
-    The launcher of torch 2.13 gives both attempts the same store, where gloo finds the addresses of dead processes: two of three
-    restarts fail on that. Told not to share its store, it makes a new one for each attempt.
+    The launcher of torch 2.13 gives both attempts the same store, where gloo finds the addresses of dead processes: two of
+    three restarts fail on that. Told not to share its store, it makes a new one for each attempt.
     """
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)

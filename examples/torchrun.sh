@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# Trains on several machines. Run the same line on each of them:
+#
+#     HEAD=node0:29400 NNODES=2 NPROC=8 examples/torchrun.sh train.py --options of the script
+#
+# HEAD      a machine of the job that all others can reach, and a free port on it; its torchrun holds the store there
+# NNODES    how many machines (2)
+# NPROC     processes on each: a number, or "gpu" for one per GPU (gpu)
+# JOB       a name, the same on all machines and another for each job at the same HEAD (train)
+# RESTARTS  how often the failure of one process starts all of them again, on all machines (3)
+#
+# Any other option of torchrun can be set as PET_..., PET_LOCAL_ADDR for --local-addr. A machine with several networks may
+# have to be told which one is meant: GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME are names of interfaces.
+set -euo pipefail
+: "${HEAD:?is where the machines meet: host:port, the same on all of them}"
+
+options=(
+    --nnodes="${NNODES:-2}"
+    --nproc_per_node="${NPROC:-gpu}"
+    --rdzv_backend=c10d # ranks are dealt out when all have come: no --node_rank
+    --rdzv_endpoint="$HEAD"
+    --rdzv_id="${JOB:-train}"
+    --max-restarts="${RESTARTS:-3}"
+    # Passed on to the processes; SIGUSR1 would otherwise end torchrun and leave them behind.
+    --signals-to-handle='SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1'
+    --shutdown-timeout=30 # seconds from there to SIGKILL: a little more than StopOnSignal's grace_seconds
+)
+exec torchrun "${options[@]}" "$@"
