@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
-from array import array
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from numbers import Number
@@ -249,12 +249,13 @@ def _flatten(entries: Mapping[Any, Any], before: str = "", after: str = "") -> I
 def tensor_digests(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """64 bits for the name and the content of each, all on one device, in one transfer."""
     parts = {name: _column_sums(tensor.detach()) for name, tensor in tensors.items()}
-    numbers = array("q", torch.cat([part for several in parts.values() for part in several]).tolist())  # sync
+    numbers = torch.cat([part for several in parts.values() for part in several]).cpu()  # sync
+    content = memoryview(ctypes.string_at(numbers.data_ptr(), numbers.nbytes))
     digests, start = {}, 0
     for name, several in parts.items():
-        end = start + sum(map(len, several))
+        end = start + sum(part.nbytes for part in several)
         tensor = tensors[name]
-        digests[name] = _hash(f"{name} {tensor.dtype} {tuple(tensor.shape)}", numbers[start:end].tobytes())
+        digests[name] = _hash(f"{name} {tensor.dtype} {tuple(tensor.shape)}", content[start:end])
         start = end
     return digests
 
@@ -266,7 +267,8 @@ def _column_sums(tensor: Tensor) -> list[Tensor]:
     to one, so that two of them in a column would cancel: hence short rows, and an odd number of them, so that all signs
     flipped cannot. What is left at the end is taken as it is: less than two rows, and less than one word.
     """
-    data = (tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor).contiguous().reshape(-1).view(torch.uint8)
+    tensor = (tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor).contiguous()
+    data = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)  # reshape keeps the stride of a single element
     if data.storage_offset() % 8:
         data = data.clone()
     whole = len(data) // 8 * 8
@@ -279,6 +281,8 @@ def _column_sums(tensor: Tensor) -> list[Tensor]:
     return [words[:cut].view(rows, _COLUMNS).sum(0), words[cut:], rest]
 
 
-def _hash(name: str, content: bytes) -> int:
+def _hash(name: str, content: bytes | memoryview) -> int:
     """64 bits of a name and what stands under it."""
-    return int.from_bytes(hashlib.blake2b(f"{name}\0".encode() + content, digest_size=8).digest())
+    hasher = hashlib.blake2b(f"{name}\0".encode(), digest_size=8)
+    hasher.update(content)
+    return int.from_bytes(hasher.digest())

@@ -14,20 +14,24 @@ from torch.utils import _pytree as pytree
 __all__ = ["find_nonfinite"]
 
 
-def find_nonfinite(module: nn.Module, micro_batches: list[Any], loss_of: Callable[[Any], Tensor]) -> str | None:
+def find_nonfinite(
+    module: nn.Module, micro_batches: list[Any], loss_of: Callable[[Any], Tensor], *, all_of_them: bool
+) -> str | None:
     """Says which micro-batch, and which module or parameter in it, is the first that is not finite.
 
     Runs forward and backward again, so the caller restores the random state before, and clears gradients and buffers after.
-    No collective.
+    No collective but those of the module.
 
     Args:
         module: the model, without a wrapper.
         micro_batches: those of the update, in order.
         loss_of: runs the forward of one of them.
+        all_of_them: go through all, because other ranks take part in each, and not only to the first that is not finite.
 
     Returns:
         One line, or None if all of it is finite this time.
     """
+    first: str | None = None
     for number, micro_batch in enumerate(micro_batches, start=1):
         found: list[str] = []
         check = partial(_check, found)
@@ -41,9 +45,11 @@ def find_nonfinite(module: nn.Module, micro_batches: list[Any], loss_of: Callabl
                 torch.autograd.backward(loss)
             except Exception as error:  # the run ends with the first error; this is about where that came from
                 found.append(f"{type(error).__name__} when run again: {error}")
-        if found:
-            return f"micro-batch {number} of {len(micro_batches)}: {found[0]}"
-    return None
+        if found and first is None:
+            first = f"micro-batch {number} of {len(micro_batches)}: {found[0]}"
+            if not all_of_them:
+                break
+    return first
 
 
 def _check(found: list[str], what: str, value: Tensor) -> None:

@@ -24,7 +24,7 @@ class Reduction(Protocol):
         divisor: what the reduced gradient is the sum over ranks divided by.
         module: the model without a wrapper around it, whose parameters have the names the user gave them.
         tolerant: whether a rank may drop a micro-batch on its own: no collective is issued before all backwards are done.
-        replayable: whether a rank can run `module` on its own, without a collective.
+        replayable: whether a rank can run `module` on its own: its forward is no collective.
     """
 
     divisor: int

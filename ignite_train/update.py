@@ -56,6 +56,7 @@ class Update:
     give_up_after: int | None
     _in_a_row: dict[str, int] = field(default_factory=dict)
     _random_state: RandomState = field(init=False)
+    _missing: int = 0
 
     def __call__(self, trainer: Trainer, group: list[Any]) -> UpdateOutput:
         """Runs the update over `group`, which may be empty where other ranks have data. Collective."""
@@ -121,7 +122,8 @@ class Update:
         self.gradients.clear_stale()
         if self.on_nonfinite == "raise" and not self.loss_scaling.enabled:
             self._random_state = RandomState(self.reduction.module)
-        return self.reduction.missing(group, trainer.widest_group)
+        self._missing = self.reduction.missing(group, trainer.widest_group)
+        return self._missing
 
     def _forward(self, micro_batch: Any) -> ForwardOutput:
         with self.precision.autocast():
@@ -190,15 +192,17 @@ class Update:
 
     def _locate(self, group: list[Any]) -> tuple[str, ...]:
         """Runs the micro-batches again, as they were, to find the first value that is not finite. Collective."""
-        found = None
-        if self.reduction.replayable:
-            self._random_state.restore()
-            self.gradients.clear()
-            module = self.reduction.module
+        self._random_state.restore()
+        self.gradients.clear()
+        module = self.reduction.module
+
+        def loss_of(micro_batch: Any) -> Tensor:
             with self.precision.autocast():
-                found = find_nonfinite(
-                    module, group, lambda part: as_forward_output(self.forward(module, self.transfer(part))).loss
-                )
+                return as_forward_output(self.forward(module, self.transfer(micro_batch))).loss
+
+        found = find_nonfinite(module, group, loss_of, all_of_them=not self.reduction.replayable)
+        for _ in range(0 if self.reduction.replayable else self._missing):
+            torch.autograd.backward(self.reduction.forward_without_data(loss_of))
         reports = distributed.gather_objects(found)
         return tuple(f"rank {rank}, {report}" for rank, report in enumerate(reports) if report is not None)
 

@@ -13,7 +13,9 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 _context = multiprocessing.get_context("forkserver")  # imports torch once; every rank is then forked in milliseconds
-_context.set_forkserver_preload(["torch", "torch.optim", "ignite.distributed", "ignite_train.handlers"])
+_context.set_forkserver_preload(
+    ["torch", "torch._dynamo", "torch.optim", "pytest", "ignite.distributed", "ignite_train.handlers"]
+)
 
 
 class RanksFailedError(AssertionError):

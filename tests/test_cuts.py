@@ -221,8 +221,7 @@ def train_many(cases: Sequence[tuple[Any, bool, Any]], way: str) -> list[dict[st
     ]
 
 
-@settings(max_examples=4, deadline=None)
-@given(
+drawn_cases = given(
     drawn=st.lists(
         st.tuples(partition, st.data(), st.booleans(), accumulations, st.integers(0, 1000)).filter(lambda case: True),
         min_size=6,
@@ -231,8 +230,26 @@ def train_many(cases: Sequence[tuple[Any, bool, Any]], way: str) -> list[dict[st
     world_size=st.integers(2, 3),
     way=st.sampled_from(WAYS),
 )
+
+
+@settings(max_examples=4, deadline=None)
+@drawn_cases
 def test_any_cut_on_several_ranks(drawn: Any, world_size: int, way: str) -> None:
-    """For any cut, weights, accumulation, number of ranks and division among them, so do several ranks."""
+    """For any cut, weights, accumulation, number of ranks and division among them, so do several ranks, in each way."""
+    check_on_several_ranks(drawn, world_size, way)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+@settings(max_examples=100, deadline=None)
+@drawn_cases
+def test_any_cut_on_several_ranks_at_length(drawn: Any, world_size: int, way: str) -> None:
+    """The same law, looked at for longer."""
+    check_on_several_ranks(drawn, world_size, way)
+
+
+def check_on_several_ranks(drawn: Any, world_size: int, way: str) -> None:
+    """Trains all drawn cases in the same processes and compares each with its closed form."""
     cases, expectations = [], []
     for sizes, choose, sized, accumulation_steps, seed in drawn:
         micro_batches = cuts.cut(cuts.samples(sum(sizes), seed), sizes)

@@ -25,6 +25,8 @@ import torch
 from ignite.engine import Events
 from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import cuts
@@ -152,6 +154,9 @@ def make(reduction: str, forward: Callable[..., Any] = cuts.forward, **options: 
     model: nn.Module = nn.Sequential(nn.Linear(cuts.FEATURES, 4), nn.Linear(4, 1)).double()
     if reduction == "ddp":
         model = DistributedDataParallel(model, bucket_cap_mb=1e-5)
+    if reduction == "fsdp":
+        for module in (*model, model):
+            fully_shard(module, mesh=init_device_mesh("cpu", (idist.get_world_size(),)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     return create_trainer(model, optimizer, forward, reduction=reduction, **options)  # type: ignore[arg-type]
 
@@ -167,6 +172,7 @@ EVENTS = {
     "epoch_completed": Events.EPOCH_COMPLETED,
     "completed": Events.COMPLETED,
 }
+WAYS = ["ddp", "explicit", "fsdp"]
 SITES = ["loader", "forward", "backward", "step", *EVENTS]
 
 
@@ -243,8 +249,8 @@ def see_one_rank_fail(group: Group, site: str, failing: int) -> dict[str, float]
 
 @pytest.mark.parametrize("index", range(len(SITES)), ids=SITES)
 def test_wherever_a_rank_fails_the_other_ends_and_names_the_cause(tmp_path: Path, index: int) -> None:
-    """Either rank, either way of reducing: the other ends in time, with status 1 and the cause; the error goes on unchanged."""
-    site, ways = SITES[index], ["ddp", "explicit"] if index % 2 else ["explicit", "ddp"]
+    """Either rank, each way of reducing: the other ends in time, with status 1 and the cause; the error goes on unchanged."""
+    site, ways = SITES[index], [WAYS[(index + 1) % 3], WAYS[(index + 2) % 3]]
     with (
         Group(tmp_path / "0", fail_on_one_rank, site, 0, ways[0], True) as zero,
         Group(tmp_path / "1", fail_on_one_rank, site, 1, ways[1], True) as one,

@@ -294,7 +294,7 @@ EXPECTED = {
 }
 
 
-@pytest.mark.parametrize("way", ["ddp", "explicit"])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("site", EXPECTED)
 def test_a_value_that_is_not_finite_is_found(site: str, way: str) -> None:
     """Every rank's error names the rank, the micro-batch and the first module or parameter that is not finite."""
