@@ -75,7 +75,7 @@ class GaveUpError(TrainingError, RuntimeError):
     def __init__(self, update: int, in_a_row: int, why: str) -> None:
         self.update, self.in_a_row, self.why = update, in_a_row, why
         super().__init__(
-            f"update {update} is the {in_a_row}th in a row that {why}: this will not mend itself; look at the data and the "
+            f"update {update} is number {in_a_row} in a row that {why}: this will not mend itself; look at the data and the "
             "learning rate, use smaller micro-batches, or raise give_up_after"
         )
 

@@ -73,8 +73,8 @@ def create_trainer(
         on_out_of_memory: what a `torch.OutOfMemoryError` in forward or backward of one rank does: it is raised; the
             micro-batch gets weight zero (`"skip"`); or it is halved along its batch dimension and tried again (`"split"`).
             The latter two need a single process or `reduction="explicit"`.
-        give_up_after: so many updates in a row that are skipped, or that run out of memory, end the run with a
-            `GaveUpError` on all ranks; None never gives up.
+        give_up_after: so many updates in a row that are skipped because they are not finite, or that run out of memory, end
+            the run with a `GaveUpError` on all ranks; None never gives up. (An overflow lowers the loss scale to its floor.)
 
     Returns:
         The trainer; start it with `trainer.run(loader, max_epochs=...)`.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -31,8 +30,6 @@ from ignite_train.statistics import Statistics, Totals
 from ignite_train.transfer import Transfer
 
 __all__ = ["Update"]
-
-_logger = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
@@ -207,7 +204,10 @@ class Update:
         return tuple(f"rank {rank}, {report}" for rank, report in enumerate(reports) if report is not None)
 
     def _count_in_a_row(self, update: int, output: UpdateOutput) -> None:
-        for what, happened in (("was skipped", not output.applied), ("ran out of memory", output.num_out_of_memory > 0)):
+        for what, happened in (
+            ("was skipped", output.skipped_reason == "nonfinite"),
+            ("ran out of memory", output.num_out_of_memory > 0),
+        ):
             self._in_a_row[what] = self._in_a_row.get(what, 0) + 1 if happened else 0
             if self.give_up_after is not None and self._in_a_row[what] >= self.give_up_after:
                 raise GaveUpError(update, self._in_a_row[what], what)
