@@ -504,7 +504,9 @@ def test_a_peer_failure_can_be_caught_and_sent() -> None:
 # --- HangWatch ---
 
 
-def hang_on_one_rank(board: Board, hanging: int, how: str, update: int, first_timeouts: tuple[float, float]) -> None:
+def hang_on_one_rank(
+    board: Board, hanging: int, how: str, update: int, first_timeouts: tuple[float, float], reduction: str = "ddp"
+) -> None:
     """In this update the rank stops or loops for ever, in forward."""
     rank = idist.get_rank()
 
@@ -516,7 +518,7 @@ def hang_on_one_rank(board: Board, hanging: int, how: str, update: int, first_ti
             loop_for_ever()
         return cuts.forward(model, micro_batch)
 
-    trainer = make("ddp", forward)
+    trainer = make(reduction, forward)
     HangWatch(timeout_seconds=1.5, first_timeout_seconds=first_timeouts[rank]).attach(trainer)
     trainer.run(cuts.cut(cuts.samples(), [8] * 5), max_epochs=1)
 
@@ -527,16 +529,16 @@ def loop_for_ever() -> None:
 
 
 @pytest.mark.parametrize(
-    ("hanging", "tcp", "verdict"),
+    ("hanging", "tcp", "way", "verdict"),
     [
-        (1, False, "rank 1 is silent for more than 1.5 s; rank 0 at update 3 in "),
-        (0, True, "the store at which the ranks met has not answered for "),
+        *((1, False, way, "rank 1 is silent for more than 1.5 s; rank 0 at update 3 in ") for way in WAYS),
+        (0, True, "ddp", "the store at which the ranks met has not answered for "),
     ],
-    ids=["rank 1", "rank 0, which holds the store"],
+    ids=[*(f"rank 1, {way}" for way in WAYS), "rank 0, which holds the store"],
 )
-def test_a_stopped_rank_is_noticed_by_the_other(tmp_path: Path, hanging: int, tcp: bool, verdict: str) -> None:
-    """SIGSTOP: the other names it, shows where itself is, and ends."""
-    with Group(tmp_path, hang_on_one_rank, hanging, "stopped", 3, (20.0, 20.0), tcp=tcp) as group:
+def test_a_stopped_rank_is_noticed_by_the_other(tmp_path: Path, hanging: int, tcp: bool, way: str, verdict: str) -> None:
+    """SIGSTOP: the other names it, shows where itself is, and ends, in each way of crossing ranks."""
+    with Group(tmp_path, hang_on_one_rank, hanging, "stopped", 3, (20.0, 20.0), way, tcp=tcp) as group:
         hangs = group.board.wait_for("hangs")
         assert group.status(1 - hanging, 1.5 + DEADLINE) == 1
         assert time.monotonic() - hangs > 1.5

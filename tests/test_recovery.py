@@ -16,7 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import cuts
 from ignite_train import ForwardOutput, GaveUpError, NonFiniteError, TrainEvents, create_evaluator, create_trainer
-from ranks import run_ranks
+from ignite_train.out_of_memory import RecoverFromOutOfMemory
+from ranks import RanksFailedError, run_ranks
 
 WAYS = ["ddp", "explicit", "fsdp"]
 
@@ -209,6 +210,26 @@ def test_recovery_is_refused_where_others_would_wait(way: str) -> None:
     """Inside hooks a rank that leaves its backward leaves the others waiting: refused, with the remedy."""
     for message in run_ranks(refused, way):
         assert "reduction='explicit'" in message
+
+
+def recover_under_hooks() -> None:
+    def forward(model: nn.Module, micro_batch: Any) -> ForwardOutput:
+        if idist.get_rank() == 1 and trainer.state.iteration == 2:
+            raise torch.OutOfMemoryError("no room")
+        return cuts.forward(model, micro_batch)
+
+    model = cuts.linear()
+    trainer = create_trainer(DistributedDataParallel(model), torch.optim.SGD(model.parameters(), lr=0.1), forward)
+    update: Any = trainer._update
+    parts = {"gradients": update.gradients, "statistics": update.statistics}
+    update.recovery = RecoverFromOutOfMemory(split=False, module=model, **parts)  # what create_trainer refuses
+    trainer.run(shard([[8] * 4, [8] * 4]), max_epochs=1)
+
+
+def test_without_the_refusal_the_others_wait() -> None:
+    """Why it is refused: rank 1 drops its micro-batch, and the ranks wait for one another in different collectives."""
+    with pytest.raises(RanksFailedError):
+        run_ranks(recover_under_hooks, timeout_seconds=6)
 
 
 def always_out_of_memory(give_up_after: int) -> tuple[int, int]:
