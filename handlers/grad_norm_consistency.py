@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import ignite.distributed as idist
 import torch
 from ignite.engine import Events, RemovableEventHandle
 from torch import Tensor
@@ -128,11 +127,7 @@ class GradNormConsistency:
 
     def _settle(self) -> None:
         """After the last update: no other brings its norm to the ranks."""
-        vector = torch.tensor(self.words(), dtype=torch.float64, device=idist.device())
-        work = distributed.start_sum(vector)
-        if work is not None:
-            work.wait()
-        self.arrived(vector.tolist())
+        self.arrived(distributed.total(self.words()))
         self._raise(())
 
     def _raise(self, parameters: tuple[str, ...]) -> None:

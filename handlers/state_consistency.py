@@ -9,7 +9,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from numbers import Number
 from typing import Any, NamedTuple, Protocol
 
-import ignite.distributed as idist
 import torch
 from ignite.engine import Events, RemovableEventHandle
 from torch import Tensor, nn
@@ -184,11 +183,7 @@ class StateConsistency:
 
     def _settle(self) -> None:
         """After the last update: no other brings its digest to the ranks."""
-        vector = torch.tensor(self.words(), dtype=torch.float64, device=idist.device())
-        work = distributed.start_sum(vector)
-        if work is not None:
-            work.wait()
-        self.arrived(vector.tolist())
+        self.arrived(distributed.total(self.words()))
 
     def _compare(self, check: _Check) -> None:
         """Exchanges all digests and raises if any differ. Collective."""

@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
 
@@ -26,6 +27,7 @@ __all__ = [
     "own_store",
     "rank",
     "start_sum",
+    "total",
     "world_size",
 ]
 
@@ -52,11 +54,12 @@ def start_sum(vector: Tensor) -> dist.Work | None:
 
 def largest(*values: float) -> list[float]:
     """The largest of each value over the ranks. One blocking all-reduce; none in a single process."""
-    if world_size() == 1:
-        return list(values)
-    vector = torch.tensor(values, dtype=torch.float64, device=_device())
-    dist.all_reduce(vector, op=dist.ReduceOp.MAX)
-    return [float(value) for value in vector.tolist()]  # sync
+    return _all_reduce(values, dist.ReduceOp.MAX)
+
+
+def total(values: Sequence[float]) -> list[float]:
+    """The sum of each value over the ranks. One blocking all-reduce; none in a single process."""
+    return _all_reduce(values, dist.ReduceOp.SUM)
 
 
 def everyones(value: float) -> list[float]:
@@ -110,6 +113,14 @@ def end_process(status: int) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(status)
+
+
+def _all_reduce(values: Sequence[float], op: Any) -> list[float]:
+    if world_size() == 1:
+        return list(values)
+    vector = torch.tensor(values, dtype=torch.float64, device=_device())
+    dist.all_reduce(vector, op=op)
+    return [float(value) for value in vector.tolist()]  # sync
 
 
 def _device() -> torch.device:
