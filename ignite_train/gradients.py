@@ -74,7 +74,7 @@ class Gradients:
         gradients = self._existing()
         if not gradients:
             return torch.zeros((), dtype=torch.float64)
-        total: Tensor = torch.linalg.vector_norm(torch.stack(_norms(gradients)))
+        total: Tensor = torch.linalg.vector_norm(_norms(gradients))
         return total
 
     def shard_norm_squared(self) -> Tensor:
@@ -89,7 +89,7 @@ class Gradients:
             placements = zip(gradient.placements, gradient.device_mesh.shape, strict=True)
             replicas = math.prod(size for placement, size in placements if placement.is_replicate())
             shares.setdefault(replicas, []).append(gradient.to_local())
-        squares = [torch.stack(_norms(gradients)).square().sum() / replicas for replicas, gradients in shares.items()]
+        squares = [_norms(gradients).square().sum() / replicas for replicas, gradients in shares.items()]
         return torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
 
     def check(self) -> None:
@@ -134,15 +134,16 @@ class Gradients:
         return [parameter.grad.detach() for parameter in self._parameters() if parameter.grad is not None]
 
 
-def _norms(gradients: list[Tensor]) -> list[Tensor]:
+def _norms(gradients: list[Tensor]) -> Tensor:
     """The L2 norm of each, in float64 on one device."""
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for gradient in gradients:
-        by_dtype.setdefault(gradient.dtype, []).append(gradient)
-    norms: list[Tensor] = []
-    for dtype, same in by_dtype.items():
+        kinds.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    home = gradients[0].device
+    exact = torch.float32 if home.type == "mps" else torch.float64
+    stacks = []
+    for (_, dtype), same in kinds.items():
         wide = torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
-        norms.extend(torch._foreach_norm(same, 2.0, dtype=None if dtype.is_complex else wide))
-    device = norms[0].device
-    wide = torch.float32 if device.type == "mps" else torch.float64
-    return [norm.to(device, wide) for norm in norms]
+        norms = torch._foreach_norm(same, 2.0, dtype=None if dtype.is_complex else wide)
+        stacks.append(torch.stack(norms).to(home, exact))
+    return stacks[0] if len(stacks) == 1 else torch.cat(stacks)

@@ -75,10 +75,12 @@ class Loop(Engine):
 
     def fire_event(self, event_name: Any) -> None:
         """Calls the handlers of `event_name`; without any it costs one look-up."""
-        if self._event_handlers.get(event_name):
+        handlers = self._event_handlers.get(event_name)
+        if handlers:
             self._fire_event(event_name)
-        elif event_name not in self._event_handlers:
+        elif handlers is None:
             self._assert_allowed_event(event_name)
+            self._event_handlers[event_name] = []  # known from here on
 
     def _fire_event(self, event_name: Any, *event_args: Any, **event_kwargs: Any) -> None:
         self.last_event_name = event_name
