@@ -241,7 +241,7 @@ def test_any_cut_on_several_ranks(drawn: Any, world_size: int, way: str) -> None
 
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=150, deadline=None)
 @drawn_cases
 def test_any_cut_on_several_ranks_at_length(drawn: Any, world_size: int, way: str) -> None:
     """The same law, looked at for longer."""
