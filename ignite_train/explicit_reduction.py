@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
 from itertools import chain
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,6 +12,7 @@ from torch import Tensor, nn
 from ignite_train import distributed
 from ignite_train.engine import Trainer
 from ignite_train.gradients import Gradients
+from ignite_train.reduction import PlainReduction
 from ignite_train.statistics import Statistics
 
 __all__ = ["ExplicitReduction"]
@@ -22,7 +21,7 @@ _BUCKET_BYTES = 25 * 2**20  # DDP's default
 _TAIL_ELEMENTS = 2**14  # how much of the gradient travels beside the statistics, in float64
 
 
-class ExplicitReduction:
+class ExplicitReduction(PlainReduction):
     """Sums gradients over ranks after the last backward, in buckets; the last bucket carries the statistics too.
 
     No collective is issued before every rank is done with its micro-batches, so whatever happens to one of them in forward or
@@ -35,32 +34,13 @@ class ExplicitReduction:
         model: the same on all ranks, without a wrapper.
     """
 
-    divisor = 1
-    tolerant = True
-    replayable = True
-
     def __init__(self, model: nn.Module) -> None:
-        self.module = model
+        super().__init__(model)
         for tensor in chain(model.parameters(), model.buffers()):
             dist.broadcast(tensor.detach(), src=0)
         self._buckets: tuple[tuple[nn.Parameter, ...], ...] = ()
         self._tail: tuple[nn.Parameter, ...] = ()
         self._planned: tuple[int, ...] = ()
-
-    def local(self) -> AbstractContextManager[Any]:
-        """Every backward is local."""
-        return nullcontext()
-
-    def missing(self, group: list[Any], widest: int | None) -> int:  # noqa: ARG002
-        """None: missing gradients are zeros in the reduction."""
-        return 0
-
-    def forward_without_data(self, loss_of: Callable[[Any], Tensor]) -> Tensor:
-        """Never called."""
-        raise NotImplementedError
-
-    def begin(self, trainer: Trainer, statistics: Statistics) -> None:
-        """Nothing may start before the last backward."""
 
     def end(self, trainer: Trainer, statistics: Statistics, gradients: Gradients) -> Tensor:
         """Sums gradients and statistics; a parameter that no rank has a gradient for keeps none."""

@@ -105,7 +105,7 @@ class Gradients:
             )
 
     def ready(self, factor: float) -> None:
-        """From here until the next `multiply` or `clear`, `named` gives the gradients times `factor`."""
+        """From here until the next `make_mean` or `clear`, `named` gives the gradients times `factor`."""
         self._factor = factor
 
     def named(self) -> dict[str, Tensor]:
@@ -121,11 +121,12 @@ class Gradients:
         named = self._model.named_parameters()
         return {name: p.grad.detach() * self._factor for name, p in named if p.grad is not None}
 
-    def multiply(self, factor: float) -> None:
-        """Multiplies all of them by `factor` in one pass; in none if it is 1."""
-        self._factor = None
-        if factor != 1.0:
-            torch._foreach_mul_(self._existing(), factor)
+    def make_mean(self, coefficient: float) -> None:
+        """Makes them those of the mean loss, times `coefficient`, in one pass; in none if nothing changes."""
+        factor, self._factor = self._factor, None
+        assert factor is not None  # noqa: S101  # `ready` comes before
+        if factor * coefficient != 1.0:
+            torch._foreach_mul_(self._existing(), factor * coefficient)
 
     def _parameters(self) -> list[nn.Parameter]:
         return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ignite_train.gradients import Gradients
-from ignite_train.random_state import RandomState
+from ignite_train.side_effects import SideEffects
 from ignite_train.statistics import Statistics
 
 __all__ = ["OnOutOfMemory", "RaiseOutOfMemory", "RecoverFromOutOfMemory", "Recovery", "halves"]
@@ -115,18 +115,14 @@ class RecoverFromOutOfMemory:
 
     def snapshot(self) -> tuple[Any, ...]:
         """Gradients (set aside), statistics, buffers and random state."""
-        buffers = [(buffer, buffer.clone()) for buffer in self._module.buffers()]
-        return self._gradients.set_aside(), self._statistics.mark(), buffers, RandomState(self._module)
+        return self._gradients.set_aside(), self._statistics.mark(), SideEffects(self._module)
 
     def put_back(self, snapshot: tuple[Any, ...]) -> None:
         """Forgets the attempt."""
-        aside, mark, buffers, random_state = snapshot
+        aside, mark, side_effects = snapshot
         self._gradients.put_back(aside)
         self._statistics.rewind(mark)
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
-        random_state.restore()
+        side_effects.undo()
 
     def keep(self, snapshot: tuple[Any, ...]) -> None:
         """Adds the attempt's gradients to those set aside."""

@@ -14,7 +14,7 @@ from ignite_train.engine import Trainer
 from ignite_train.gradients import Gradients
 from ignite_train.statistics import Statistics
 
-__all__ = ["HookedReduction", "NoReduction", "Reduction"]
+__all__ = ["HookedReduction", "NoReduction", "PlainReduction", "Reduction"]
 
 
 class Reduction(Protocol):
@@ -60,11 +60,11 @@ class Reduction(Protocol):
         """
 
 
-class NoReduction:
-    """One process: there is nobody to reduce with.
+class PlainReduction:
+    """What the ways share in which forward and backward are all of one rank: nothing crosses before the last backward is done.
 
     Args:
-        model: the model.
+        model: the model, without a wrapper.
     """
 
     divisor = 1
@@ -75,19 +75,23 @@ class NoReduction:
         self.module = model
 
     def local(self) -> AbstractContextManager[Any]:
-        """Nothing to hold back."""
+        """Every backward is local."""
         return nullcontext()
 
     def missing(self, group: list[Any], widest: int | None) -> int:  # noqa: ARG002
-        """None: nobody waits."""
+        """None: nobody waits in forward or backward."""
         return 0
 
     def forward_without_data(self, loss_of: Callable[[Any], Tensor]) -> Tensor:
-        """Never called: in one process there is no update without data."""
+        """Never called, since nothing is missing."""
         raise NotImplementedError
 
     def begin(self, trainer: Trainer, statistics: Statistics) -> None:
-        """Nothing to start."""
+        """Nothing may start before the last backward."""
+
+
+class NoReduction(PlainReduction):
+    """One process: there is nobody to reduce with."""
 
     def end(self, trainer: Trainer, statistics: Statistics, gradients: Gradients) -> Tensor:
         """The norm."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ignite_train import distributed
 from ignite_train.engine import Trainer
 from ignite_train.gradients import Gradients
+from ignite_train.side_effects import SideEffects
 from ignite_train.statistics import Statistics
 
 __all__ = ["ShardedReduction", "spare_micro_batch"]
@@ -71,14 +72,9 @@ class ShardedReduction:
 
     def forward_without_data(self, loss_of: Callable[[Any], Tensor]) -> Tensor:
         """Runs the forward of a micro-batch that does not count; its backward adds zeros. Collective, as any forward."""
-        buffers = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
-        device = next(self.module.parameters()).device
-        devices = [] if device.type == "cpu" else [device]
-        with torch.random.fork_rng(devices, device_type="cuda" if device.type == "cpu" else device.type):
-            loss: Tensor = _WithoutGradient.apply(loss_of(self._spare))  # type: ignore[no-untyped-call]
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
+        side_effects = SideEffects(self.module)
+        loss: Tensor = _WithoutGradient.apply(loss_of(self._spare))  # type: ignore[no-untyped-call]
+        side_effects.undo()
         return loss
 
     def begin(self, trainer: Trainer, statistics: Statistics) -> None:

@@ -23,8 +23,8 @@ from ignite_train.loss_scaling import LossScaling
 from ignite_train.nonfinite import find_nonfinite
 from ignite_train.out_of_memory import Recovery
 from ignite_train.precision import Precision
-from ignite_train.random_state import RandomState
 from ignite_train.reduction import Reduction
+from ignite_train.side_effects import RandomState, SideEffects
 from ignite_train.state import SkippedReason, UpdateOutput
 from ignite_train.statistics import Statistics, Totals
 from ignite_train.transfer import Transfer
@@ -85,7 +85,8 @@ class Update:
             if totals.num_out_of_memory:
                 fire(TrainEvents.OUT_OF_MEMORY)
             fire(TrainEvents.GRADIENTS_READY)
-            state.output = decided = replace(decided, learning_rates=self._learning_rates())
+            if (rates := self._learning_rates()) != decided.learning_rates:  # a handler has set them
+                state.output = decided = replace(decided, learning_rates=rates)
             self._step(state.iteration, decided, group)
         except BaseException:
             self._forget()
@@ -180,8 +181,7 @@ class Update:
             raise NonFiniteError(update, output.loss, output.grad_norm, self._locate(group))
         self._count_in_a_row(update, output)
         if reason is None:
-            mean = self.reduction.divisor / (output.loss_scale * output.sample_size)
-            self.gradients.multiply(mean * output.clip_coefficient)
+            self.gradients.make_mean(output.clip_coefficient)
             self.optimizer.step()
         if reason != "no_samples":
             self.loss_scaling.update(overflow=reason == "overflow")
@@ -189,9 +189,10 @@ class Update:
 
     def _locate(self, group: list[Any]) -> tuple[str, ...]:
         """Runs the micro-batches again, as they were, to find the first value that is not finite. Collective."""
+        module = self.reduction.module
+        side_effects = SideEffects(module)
         self._random_state.restore()
         self.gradients.clear()
-        module = self.reduction.module
 
         def loss_of(micro_batch: Any) -> Tensor:
             with self.precision.autocast():
@@ -200,6 +201,7 @@ class Update:
         found = find_nonfinite(module, group, loss_of, all_of_them=not self.reduction.replayable)
         for _ in range(0 if self.reduction.replayable else self._missing):
             torch.autograd.backward(self.reduction.forward_without_data(loss_of))
+        side_effects.undo()
         reports = distributed.gather_objects(found)
         return tuple(f"rank {rank}, {report}" for rank, report in enumerate(reports) if report is not None)
 

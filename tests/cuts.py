@@ -6,9 +6,10 @@ sample's weight w counts as its sample size: what is minimised is Σ w·(...)² 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import ignite.distributed as idist
 import torch
 from torch import Tensor, nn
 
@@ -34,6 +35,22 @@ def cut(data: Sample, sizes: Sequence[int], start: int = 0) -> list[Sample]:
         micro_batches.append(tuple(part[start : start + size] for part in data))
         start += size
     return micro_batches  # type: ignore[return-value]
+
+
+def shard(sizes: Sequence[Sequence[int]]) -> list[Sample]:
+    """This rank's micro-batches, if `sizes` are those of each rank."""
+    rank = idist.get_rank()
+    return cut(samples(), sizes[rank], start=sum(map(sum, sizes[:rank])))
+
+
+class Unsized:
+    """A loader that does not know its length."""
+
+    def __init__(self, micro_batches: Sequence[Any]) -> None:
+        self.micro_batches = micro_batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.micro_batches)
 
 
 def linear(dtype: torch.dtype = torch.float64) -> nn.Linear:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import ignite.distributed as idist
@@ -21,16 +21,6 @@ from ignite_train import Trainer, create_trainer
 from ranks import run_ranks
 
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5}
-
-
-class Unsized:
-    """A loader that does not know its length."""
-
-    def __init__(self, micro_batches: Sequence[Any]) -> None:
-        self.micro_batches = micro_batches
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.micro_batches)
 
 
 WAYS = ["ddp", "explicit", "fsdp"]
@@ -69,7 +59,7 @@ def train(loader: Any, accumulation_steps: Any, *, dtype: torch.dtype, epochs: i
 def train_rank(shards: Sequence[Any], sized: bool, accumulation_steps: Any, options: dict[str, Any]) -> dict[str, Any]:
     """`train` on this rank's shard."""
     shard = shards[idist.get_rank()]
-    return train(shard if sized else Unsized(shard), accumulation_steps, **options)
+    return train(shard if sized else cuts.Unsized(shard), accumulation_steps, **options)
 
 
 def assert_matches(result: dict[str, Any], expected: dict[str, Any], tolerance: float) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -57,12 +57,6 @@ def flat(model: nn.Module) -> list[float]:
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).tolist()
 
 
-def shard(sizes: list[list[int]]) -> list[Any]:
-    """This rank's micro-batches."""
-    rank = idist.get_rank()
-    return cuts.cut(cuts.samples(), sizes[rank], start=sum(map(sum, sizes[:rank])))
-
-
 # --- what crosses the ranks ---
 
 
@@ -91,7 +85,7 @@ def count_collectives(way: str, accumulation_steps: int) -> dict[str, Any]:
     profiler = profile(activities=[ProfilerActivity.CPU], record_shapes=True)
     trainer.add_event_handler(Events.ITERATION_STARTED(once=4), profiler.__enter__)  # names and buckets are settled by then
     trainer.add_event_handler(Events.ITERATION_COMPLETED(once=6), lambda: profiler.__exit__(None, None, None))
-    trainer.run(shard([[2] * 28, [2] * 4]), max_iters=6)
+    trainer.run(cuts.shard([[2] * 28, [2] * 4]), max_iters=6)
     sizes: dict[str, list[int]] = {}
     for event in profiler.events():
         if event.name.startswith("gloo:"):
@@ -128,7 +122,7 @@ def different_names() -> list[dict[str, float]]:
     trainer, _ = make(forward)
     logs: list[dict[str, float]] = []
     trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: logs.append(dict(trainer.state.output.logs)))
-    trainer.run(shard([[8] * 3, [8] * 3]), max_epochs=1)
+    trainer.run(cuts.shard([[8] * 3, [8] * 3]), max_epochs=1)
     return logs
 
 
@@ -164,7 +158,7 @@ def nan_on_rank_one(site: str, on_nonfinite: str, scaling: bool) -> dict[str, An
         after[engine.state.iteration] = flat(model)
 
     try:
-        trainer.run(shard([[8] * 3, [8] * 3]), max_epochs=1)
+        trainer.run(cuts.shard([[8] * 3, [8] * 3]), max_epochs=1)
     except NonFiniteError as error:
         seen.append((error.update, trainer.state.iteration, trainer.state.num_steps))
     return {"seen": seen, "after": after, "final": flat(model), "scale": policy.scale if policy else None}
@@ -193,7 +187,7 @@ def no_samples_anywhere() -> tuple[Any, ...]:
     trainer, model = make(forward)
     parameters: list[Any] = []
     trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: parameters.append(flat(model)))
-    trainer.run(shard([[8] * 3, [8] * 3]), max_epochs=1)
+    trainer.run(cuts.shard([[8] * 3, [8] * 3]), max_epochs=1)
     return parameters, trainer.state.num_steps, trainer.state.num_skipped
 
 
@@ -209,16 +203,6 @@ def test_an_update_without_samples_moves_nothing_on_any_rank() -> None:
 # --- ending together ---
 
 
-class Unsized:
-    """A loader that does not know its length."""
-
-    def __init__(self, micro_batches: list[Any]) -> None:
-        self.micro_batches = micro_batches
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.micro_batches)
-
-
 def stop_on_rank(stopper: int, event: str, method: str, sized: bool) -> tuple[Any, ...]:
     trainer, _ = make()
     completed: list[str] = []
@@ -227,8 +211,8 @@ def stop_on_rank(stopper: int, event: str, method: str, sized: bool) -> tuple[An
     if idist.get_rank() == stopper:
         when = Events.EPOCH_COMPLETED(once=1) if event == "epoch" else Events.ITERATION_COMPLETED(once=2)
         trainer.add_event_handler(when, lambda: getattr(trainer, method)())
-    loader = shard([[4] * 5, [4] * 5])
-    trainer.run(loader if sized else Unsized(loader), max_epochs=2)
+    loader = cuts.shard([[4] * 5, [4] * 5])
+    trainer.run(loader if sized else cuts.Unsized(loader), max_epochs=2)
     return trainer.state.iteration, trainer.state.epoch, completed
 
 
@@ -251,7 +235,7 @@ def time_limit_on_rank_one() -> int:
     trainer, _ = make()
     if idist.get_rank() == 1:
         TimeLimit(seconds=1e-9).attach(trainer)
-    return trainer.run(shard([[4] * 5, [4] * 5]), max_epochs=2).iteration
+    return trainer.run(cuts.shard([[4] * 5, [4] * 5]), max_epochs=2).iteration
 
 
 def test_a_clock_that_ran_out_on_one_rank_ends_both_before_the_first_update() -> None:
@@ -262,7 +246,7 @@ def test_a_clock_that_ran_out_on_one_rank_ends_both_before_the_first_update() ->
 def without_data_anywhere(sized: bool) -> str:
     trainer, _ = make()
     with pytest.raises(ValueError, match="data must give at least one micro-batch on some rank") as caught:
-        trainer.run([] if sized else Unsized([]), max_iters=5)
+        trainer.run([] if sized else cuts.Unsized([]), max_iters=5)
     return str(caught.value)
 
 
@@ -281,7 +265,7 @@ def lying_loader() -> int:
 
     trainer, _ = make()
     with pytest.warns(UserWarning, match=r"len\(\) 5 and gave 3"):
-        trainer.run(Lying(shard([[4] * 3, [4] * 3])), max_epochs=1)
+        trainer.run(Lying(cuts.shard([[4] * 3, [4] * 3])), max_epochs=1)
     return trainer.state.num_steps
 
 
@@ -312,10 +296,10 @@ def uneven_with_buffers(unused: bool, sized: bool) -> dict[str, Any]:
     ddp = DistributedDataParallel(model, find_unused_parameters=unused)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.5)
     trainer = create_trainer(ddp, optimizer, cuts.forward, accumulation_steps=3)
-    loader = shard([[8] * 4, [8]])
-    trainer.run(loader if sized else Unsized(loader), max_epochs=3)
+    loader = cuts.shard([[8] * 4, [8]])
+    trainer.run(loader if sized else cuts.Unsized(loader), max_epochs=3)
     evaluator = create_evaluator(ddp, cuts.forward)
-    metrics = evaluator.run(shard([[3, 5, 8], []])).metrics
+    metrics = evaluator.run(cuts.shard([[3, 5, 8], []])).metrics
     return {"parameters": flat(model), "idle": model.idle.tolist() if unused else None, "metrics": metrics}
 
 
@@ -333,7 +317,7 @@ def test_buffers_and_unused_parameters_with_uneven_ranks(unused: bool, sized: bo
 
 def evaluate(sizes: list[list[int]]) -> dict[str, float]:
     model = DistributedDataParallel(cuts.linear())
-    return dict(create_evaluator(model, cuts.forward).run(shard(sizes)).metrics)
+    return dict(create_evaluator(model, cuts.forward).run(cuts.shard(sizes)).metrics)
 
 
 @pytest.mark.parametrize("sizes", [[[16, 16], [32]], [[10, 3], [1, 7, 43]], [[64], []], [[], [20, 44]]])
@@ -349,9 +333,9 @@ def test_evaluation_is_the_mean_over_all_samples(sizes: list[list[int]]) -> None
 def validate_while_training() -> tuple[Any, ...]:
     trainer, model = make()
     evaluator = create_evaluator(model, cuts.forward)
-    validation = Validation(evaluator, shard([[7], [3, 4]]))
+    validation = Validation(evaluator, cuts.shard([[7], [3, 4]]))
     validation.attach(trainer, Events.ITERATION_COMPLETED(every=2))
-    trainer.run(shard([[8, 8, 8], [8, 8]]), max_epochs=3)
+    trainer.run(cuts.shard([[8, 8, 8], [8, 8]]), max_epochs=3)
     return validation.best, validation.best_update, flat(model)
 
 
@@ -430,13 +414,13 @@ def test_parameters_outside_of_ddp_are_refused() -> None:
 
 def scaled() -> list[float]:
     trainer, model = make(loss_scaling=StaticLossScaling(1024.0), max_grad_norm=0.1)
-    trainer.run(shard([[8, 8], [4]]), max_epochs=1)
+    trainer.run(cuts.shard([[8, 8], [4]]), max_epochs=1)
     return flat(model)
 
 
 def unscaled() -> list[float]:
     trainer, model = make(max_grad_norm=0.1)
-    trainer.run(shard([[8, 8], [4]]), max_epochs=1)
+    trainer.run(cuts.shard([[8, 8], [4]]), max_epochs=1)
     return flat(model)
 
 

@@ -35,7 +35,7 @@ ORDER = (
     "engine",
     "loss_scaling",
     "precision",
-    "random_state",
+    "side_effects",
     "gradients",
     "statistics",
     "out_of_memory",

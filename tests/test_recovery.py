@@ -56,12 +56,6 @@ def wrap(model: nn.Module, way: str) -> Any:
     return fully_shard(model, mesh=init_device_mesh("cpu", (idist.get_world_size(),)))
 
 
-def shard(sizes: list[list[int]]) -> list[Any]:
-    """This rank's micro-batches."""
-    rank = idist.get_rank()
-    return cuts.cut(cuts.samples(), sizes[rank], start=sum(map(sum, sizes[:rank])))
-
-
 def whole(model: nn.Module) -> list[float]:
     """All parameters and buffers as numbers."""
     tensors = [t.full_tensor() if isinstance(t, DTensor) else t for t in model.state_dict().values()]
@@ -103,7 +97,7 @@ def run_out_of_memory(policy: str, site: str, failing: int, at: int, sizes: list
     )
     seen: list[Any] = []
     trainer.add_event_handler(TrainEvents.OUT_OF_MEMORY, lambda: seen.append((trainer.state.iteration, trainer.state.output)))
-    trainer.run(shard(sizes), max_epochs=2)
+    trainer.run(cuts.shard(sizes), max_epochs=2)
     events = [(update, output.num_out_of_memory, output.num_micro_batches) for update, output in seen]
     return {"parameters": whole(model), "events": events, "random": torch.get_rng_state().tolist()}
 
@@ -162,7 +156,7 @@ def split_on_ranks(fails: bool) -> list[float]:
     trainer = create_trainer(
         model, optimizer, forward, accumulation_steps=2, reduction="explicit", on_out_of_memory=policy, give_up_after=None
     )
-    trainer.run(shard([[8] * 4, [8] * 4]), max_epochs=2)
+    trainer.run(cuts.shard([[8] * 4, [8] * 4]), max_epochs=2)
     return whole(model)
 
 
@@ -223,7 +217,7 @@ def recover_under_hooks() -> None:
     update: Any = trainer._update
     parts = {"gradients": update.gradients, "statistics": update.statistics}
     update.recovery = RecoverFromOutOfMemory(split=False, module=model, **parts)  # what create_trainer refuses
-    trainer.run(shard([[8] * 4, [8] * 4]), max_epochs=1)
+    trainer.run(cuts.shard([[8] * 4, [8] * 4]), max_epochs=1)
 
 
 def test_without_the_refusal_the_others_wait() -> None:
@@ -248,7 +242,7 @@ def always_out_of_memory(give_up_after: int) -> tuple[int, int]:
         give_up_after=give_up_after,
     )
     with pytest.raises(GaveUpError, match="in a row that ran out of memory") as caught:
-        trainer.run(shard([[4] * 8, [4] * 8]), max_epochs=1)
+        trainer.run(cuts.shard([[4] * 8, [4] * 8]), max_epochs=1)
     return caught.value.update, trainer.state.num_steps
 
 
@@ -260,7 +254,7 @@ def test_running_out_again_and_again_ends_all_ranks() -> None:
 # --- not finite ---
 
 
-def not_finite(site: str, way: str) -> tuple[str, int]:
+def not_finite(site: str, way: str) -> tuple[str, int, int]:
     """A value that is not finite on rank 1 in the second micro-batch of update 2."""
     model = Net()
     wrapped = wrap(model, way)
@@ -274,7 +268,7 @@ def not_finite(site: str, way: str) -> tuple[str, int]:
             output = output._replace(loss=output.loss * float("nan"))
         return output
 
-    data = shard([[4] * 4, [4] * 4])
+    data = cuts.shard([[4] * 4, [4] * 4])
     if idist.get_rank() == 1:
         data[3][0][1, 2] = float("inf") if site == "input" else 77.0
         if site in ("output", "gradient"):
@@ -304,7 +298,7 @@ def not_finite(site: str, way: str) -> tuple[str, int]:
     trainer = create_trainer(wrapped, optimizer, forward, accumulation_steps=2, reduction=reduction)
     with pytest.raises(NonFiniteError) as caught:
         trainer.run(data, max_epochs=1)
-    return str(caught.value), trainer.state.num_steps
+    return str(caught.value), trainer.state.num_steps, int(model.norm.num_batches_tracked)
 
 
 EXPECTED = {
@@ -321,11 +315,12 @@ def test_a_value_that_is_not_finite_is_found(site: str, way: str) -> None:
     """Every rank's error names the rank, the micro-batch and the first module or parameter that is not finite."""
     first, second = run_ranks(not_finite, site, way)
     assert first == second
-    message, num_steps = first
+    message, num_steps, num_forwards = first
     assert f"(rank 1, {EXPECTED[site]}" in message
     assert "rank 0" not in message
     assert "\n" not in message
     assert num_steps == 1
+    assert num_forwards == 4  # of two updates: running again to find it left no trace in the buffers
 
 
 def skip_for_ever() -> tuple[int, int, int]:
@@ -339,7 +334,7 @@ def skip_for_ever() -> tuple[int, int, int]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     trainer = create_trainer(ddp, optimizer, forward, on_nonfinite="skip", give_up_after=3)
     with pytest.raises(GaveUpError, match="in a row that was skipped") as caught:
-        trainer.run(shard([[2] * 9, [2] * 9]), max_epochs=1)
+        trainer.run(cuts.shard([[2] * 9, [2] * 9]), max_epochs=1)
     return caught.value.update, caught.value.in_a_row, trainer.state.num_steps
 
 
@@ -358,7 +353,7 @@ def uneven(policy: str, way: str, sized: bool) -> Any:
     trainer = create_trainer(model, optimizer, cuts.forward, accumulation_steps=2, reduction=reduction, uneven=policy)
     sizes: list[float] = []
     trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: sizes.append(trainer.state.output.logs["samples"]))
-    loader: Any = shard([[2] * 10, [2] * 8])
+    loader: Any = cuts.shard([[2] * 10, [2] * 8])
     try:
         trainer.run(loader if sized else iter(loader), max_epochs=1)
     except ValueError as error:
@@ -395,10 +390,10 @@ def sharded_against_one(way: str) -> dict[str, Any]:
     norms: list[float] = []
     trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: norms.append(trainer.state.output.grad_norm))
     sizes = [[8, 3, 5], [10]] if idist.get_world_size() > 1 else [[8, 3, 10, 5]]
-    loader = shard(sizes) if idist.get_world_size() > 1 else alone()
+    loader = cuts.shard(sizes) if idist.get_world_size() > 1 else alone()
     trainer.run(loader, max_epochs=3)
     evaluator = create_evaluator(wrapped, no_dropout)
-    held_out = shard([[4, 4, 8], []]) if idist.get_world_size() > 1 else cuts.cut(cuts.samples(), [16])
+    held_out = cuts.shard([[4, 4, 8], []]) if idist.get_world_size() > 1 else cuts.cut(cuts.samples(), [16])
     return {"parameters": whole(model), "norms": norms, "metrics": dict(evaluator.run(held_out).metrics)}
 
 

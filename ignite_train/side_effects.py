@@ -1,4 +1,4 @@
-"""The random state of this process, to go back to."""
+"""What running a model changes besides gradients, to go back to: random state and buffers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import types
 import torch
 from torch import nn
 
-__all__ = ["RandomState"]
+__all__ = ["RandomState", "SideEffects"]
 
 
 class RandomState:
@@ -32,3 +32,22 @@ class RandomState:
         random.setstate(self._python)
         if self._backend is not None:
             self._backend.set_rng_state(self._on_device, self._device)
+
+
+class SideEffects:
+    """Remembers the random state and the buffers of a module, so that what runs it from now on can leave no trace.
+
+    Args:
+        module: whose buffers, and whose device.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._random_state = RandomState(module)
+        self._buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+
+    def undo(self) -> None:
+        """Puts them back."""
+        self._random_state.restore()
+        with torch.no_grad():
+            for buffer, before in self._buffers:
+                buffer.copy_(before)
