@@ -116,7 +116,10 @@ def create_trainer(
         recovery=_recovery(on_out_of_memory, way, gradients, statistics),
         give_up_after=None if give_up_after is None else positive_int("give_up_after", give_up_after),
     )
-    return Trainer(update, GroupedMicroBatches(accumulation_steps, uneven))
+    steps = "a function" if callable(accumulation_steps) else accumulation_steps
+    settings = {"accumulation_steps": steps, "max_grad_norm": max_grad_norm, "precision": precision, "reduction": reduction}
+    parts = {"model": way.module, "optimizer": optimizer}
+    return Trainer(update, GroupedMicroBatches(accumulation_steps, uneven), parts, settings)
 
 
 def create_supervised_trainer(
