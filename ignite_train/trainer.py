@@ -22,6 +22,7 @@ from ignite_train.out_of_memory import OnOutOfMemory, RaiseOutOfMemory, RecoverF
 from ignite_train.precision import Precision, PrecisionName
 from ignite_train.reduction import Reduction
 from ignite_train.statistics import Statistics
+from ignite_train.stepping import Stepping
 from ignite_train.transfer import transfer_to
 from ignite_train.update import Update
 from ignite_train.wrapping import ReductionName, reduction_for
@@ -109,6 +110,7 @@ def create_trainer(
         reduction=way,
         statistics=statistics,
         gradients=gradients,
+        stepping=Stepping(optimizer, gradients),
         max_grad_norm=max_grad_norm,
         on_nonfinite=on_nonfinite,
         retain_graph=retain_graph,

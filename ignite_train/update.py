@@ -27,6 +27,7 @@ from ignite_train.reduction import Reduction
 from ignite_train.side_effects import RandomState, SideEffects
 from ignite_train.state import SkippedReason, UpdateOutput
 from ignite_train.statistics import Statistics, Totals
+from ignite_train.stepping import Stepping
 from ignite_train.transfer import Transfer
 
 __all__ = ["Update"]
@@ -45,6 +46,7 @@ class Update:
     reduction: Reduction
     statistics: Statistics
     gradients: Gradients
+    stepping: Stepping
     max_grad_norm: float | None
     on_nonfinite: Literal["raise", "skip"]
     retain_graph: bool
@@ -175,14 +177,13 @@ class Update:
         return "overflow" if self.loss_scaling.enabled else "nonfinite"
 
     def _step(self, update: int, output: UpdateOutput, group: list[Any]) -> None:
-        """Unscales, normalises and clips in one pass, and steps; or leaves everything as it is."""
+        """Unscales, normalises, clips and steps; or leaves everything as it is."""
         reason = output.skipped_reason
         if reason == "nonfinite" and self.on_nonfinite == "raise":
             raise NonFiniteError(update, output.loss, output.grad_norm, self._locate(group))
         self._count_in_a_row(update, output)
         if reason is None:
-            self.gradients.make_mean(output.clip_coefficient)
-            self.optimizer.step()
+            self.stepping(output.clip_coefficient)
         if reason != "no_samples":
             self.loss_scaling.update(overflow=reason == "overflow")
         self.gradients.clear()

@@ -37,6 +37,7 @@ ORDER = (
     "precision",
     "side_effects",
     "gradients",
+    "stepping",
     "statistics",
     "out_of_memory",
     "nonfinite",
