@@ -83,11 +83,13 @@ class Gradients:
             if parameter.grad is not None:
                 parameter.grad = parameter.grad.detach()
 
-    def norm(self) -> Tensor:
-        """L2 norm over all of them as they are, accumulated in float32 or wider; a 0-d float64 tensor, not read back."""
-        return torch.linalg.vector_norm(self._norms(self._existing()))  # type: ignore[no-any-return]
+    def norm(self) -> float | Tensor:
+        """L2 norm over all of them as they are, accumulated in float32 or wider; on an accelerator a 0-d tensor, not read."""
+        kinds = _by_kind(self._existing())
+        self.kinds = {*kinds}
+        return _length(kinds)
 
-    def shard_norm_squared(self) -> Tensor:
+    def shard_norm_squared(self) -> float | Tensor:
         """This rank's share of the squared norm, for gradients that are sharded over all ranks: Σ over ranks is the whole.
 
         A shard that several ranks hold counts on each of them for its part.
@@ -99,16 +101,21 @@ class Gradients:
             placements = zip(gradient.placements, gradient.device_mesh.shape, strict=True)
             replicas = math.prod(size for placement, size in placements if placement.is_replicate())
             shares.setdefault(replicas, []).append(gradient.to_local())
-        squares = [self._norms(gradients).square().sum() / replicas for replicas, gradients in shares.items()]
-        return torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
+        self.kinds = set()
+        squared: float | Tensor = 0.0
+        for replicas, gradients in shares.items():
+            kinds = _by_kind(gradients)
+            self.kinds |= {*kinds}
+            squared += _length(kinds) ** 2 / replicas
+        return squared
 
     def check(self) -> None:
-        """Sees to it that there are any.
+        """Sees to it that the norm was one of any gradient at all.
 
         Raises:
-            NoGradientError: no parameter has one.
+            NoGradientError: no parameter had one.
         """
-        if all(parameter.grad is None for parameter in self._parameters()):
+        if not self.kinds:
             raise NoGradientError(
                 "backward left no gradient on any parameter of the optimizer: the loss that forward returned does not depend "
                 "on them; return it with its graph (no .detach(), .item() or torch.no_grad())"
@@ -152,24 +159,40 @@ class Gradients:
             if parameter.grad is not None
         ]
 
-    def _norms(self, gradients: list[Tensor]) -> Tensor:
-        """The L2 norms of parts that are all of `gradients` together, in float64 on one device."""
-        kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        for gradient in gradients:
-            kinds.setdefault((gradient.device, gradient.dtype), []).append(gradient)
-        self.kinds = {*kinds}
-        if not gradients:
-            return torch.zeros(1, dtype=torch.float64)
-        home = gradients[0].device
-        exact = torch.float32 if home.type == "mps" else torch.float64
-        norms = []
-        for (device, dtype), same in kinds.items():
-            wide = None if dtype.is_complex else torch.float64 if dtype is torch.float64 else torch.float32
-            left, tables = _cut(same) if device.type == "cpu" else (same, [])
-            norms += [torch.linalg.vector_norm(table, dim=1, dtype=wide).to(home, exact) for table in tables]
-            if left:
-                norms.append(torch.stack(torch._foreach_norm(left, 2.0, dtype=wide)).to(home, exact))
-        return norms[0] if len(norms) == 1 else torch.cat(norms)
+
+def _by_kind(gradients: list[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
+    """Sorts them by device and dtype; as they mostly are of one kind, each is compared with the one before it."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    device, dtype, same = None, None, []
+    for gradient in gradients:
+        if gradient.dtype is not dtype or gradient.device != device:
+            device, dtype = gradient.device, gradient.dtype
+            same = kinds.setdefault((device, dtype), [])
+        same.append(gradient)
+    return kinds
+
+
+def _length(kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]]) -> float | Tensor:
+    """The L2 norm over all gradients of all kinds: a number if all are on the CPU, or else a tensor on one device, not read."""
+    on_host: list[float] = []
+    elsewhere: list[Tensor] = []
+    for (device, dtype), gradients in kinds.items():
+        wide = None if dtype.is_complex else torch.float64 if dtype is torch.float64 else torch.float32
+        if device.type == "cpu":
+            left, tables = _cut(gradients)
+            for table in tables:
+                on_host += torch.linalg.vector_norm(table, dim=1, dtype=wide).tolist()
+            on_host += map(float, torch._foreach_norm(left, 2.0, dtype=wide)) if left else ()
+        else:
+            elsewhere.append(torch.stack(torch._foreach_norm(gradients, 2.0, dtype=wide)))
+    if not elsewhere:
+        return math.hypot(*on_host)
+    home = elsewhere[0].device
+    exact = torch.float32 if home.type == "mps" else torch.float64
+    norms = [part.to(home, exact) for part in elsewhere]
+    if on_host:
+        norms.append(torch.tensor(on_host, dtype=exact).to(home))
+    return torch.linalg.vector_norm(torch.cat(norms))  # type: ignore[no-any-return]
 
 
 def _cut(gradients: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
@@ -183,7 +206,7 @@ def _cut(gradients: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     left, tables = [], []
     for gradient in gradients:
         part = gradient
-        if gradient.numel() >= _CUT and gradient.is_contiguous() and not isinstance(gradient, DTensor):
+        if gradient.numel() >= _CUT and gradient.is_contiguous():
             flat = gradient.view(-1)
             whole = flat.numel() // _ROW * _ROW
             tables.append(flat[:whole].view(-1, _ROW))
