@@ -182,7 +182,7 @@ def _length(kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]]) -> floa
             left, tables = _cut(gradients)
             for table in tables:
                 on_host += torch.linalg.vector_norm(table, dim=1, dtype=wide).tolist()
-            on_host += map(float, torch._foreach_norm(left, 2.0, dtype=wide)) if left else ()
+            on_host += map(float, torch._foreach_norm(left, 2.0, dtype=wide))
         else:
             elsewhere.append(torch.stack(torch._foreach_norm(gradients, 2.0, dtype=wide)))
     if not elsewhere:
@@ -196,7 +196,7 @@ def _length(kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]]) -> floa
 
 
 def _cut(gradients: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Cuts large ones into rows; gives what is left, and tables of rows.
+    """Cuts large ones into rows; gives what is left of each, and tables of rows.
 
     The rows of a table are read by as many threads as there are; `_foreach_norm` reads with one. As the rows are always the
     same, the sum is too, whatever the number of threads.
@@ -211,6 +211,5 @@ def _cut(gradients: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
             whole = flat.numel() // _ROW * _ROW
             tables.append(flat[:whole].view(-1, _ROW))
             part = flat[whole:]
-        if part.numel() > 0:
-            left.append(part)
+        left.append(part)
     return left, tables
