@@ -13,6 +13,7 @@ from torch.optim import LBFGS, Optimizer
 
 from ignite_train import distributed
 from ignite_train.arguments import one_of, positive_int, real_number, shown
+from ignite_train.compilation import Compile, compile_in_place
 from ignite_train.engine import Trainer
 from ignite_train.forward_output import Forward, ForwardOutput
 from ignite_train.gradients import Gradients
@@ -46,6 +47,7 @@ def create_trainer(
     uneven: Uneven = "all",
     on_out_of_memory: OnOutOfMemory = "raise",
     give_up_after: int | None = 20,
+    compile: Compile = False,  # noqa: A002  # torch's name for it
 ) -> Trainer:
     """Makes a trainer: an Ignite engine whose one iteration is one optimizer update over a group of micro-batches.
 
@@ -76,6 +78,7 @@ def create_trainer(
             The latter two need a single process or `reduction="explicit"`.
         give_up_after: so many updates in a row that are skipped because they are not finite, or that run out of memory, end
             the run with a `GaveUpError` on all ranks; None never gives up. (An overflow lowers the loss scale to its floor.)
+        compile: compile the model in place: True, or a mapping of `torch.compile`'s options. Not with `create_graph`.
 
     Returns:
         The trainer; start it with `trainer.run(loader, max_epochs=...)`.
@@ -98,6 +101,9 @@ def create_trainer(
             "create_graph must be False on several ranks: DistributedDataParallel's gradients have no graph; take second "
             "derivatives inside forward with torch.autograd.grad(..., create_graph=True)"
         )
+    if create_graph and compile:
+        raise ValueError("create_graph must be False with compile: torch.compile has no second derivatives")
+    compile_in_place(model, compile)
     device = next(model.parameters()).device
     gradients, statistics = Gradients(way.module, optimizer), Statistics(device)
     update = Update(

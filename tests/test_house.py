@@ -45,6 +45,7 @@ ORDER = (
     "explicit_reduction",
     "sharded_reduction",
     "wrapping",
+    "compilation",
     "samplers",
     "update",
     "micro_batches",

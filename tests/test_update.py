@@ -819,6 +819,32 @@ def test_no_graph_outlives_its_micro_batch(build, micro_batches, flags):
         gc.enable()
 
 
+def test_no_micro_batch_outlives_its_update(build, micro_batches):
+    """When the next group is fetched, nothing holds the micro-batches of the last, nor what the model made of them."""
+    held: list[weakref.ref[Any]] = []
+    alive: list[int] = []
+
+    def fresh(batch: Any) -> Any:
+        copied = tuple(tensor.clone() for tensor in batch)
+        held.extend(map(weakref.ref, copied))
+        return copied
+
+    def forward(model: nn.Module, batch: Any) -> ForwardOutput:
+        predicted = model(batch[0])
+        held.append(weakref.ref(predicted))
+        return ForwardOutput(mse_loss(predicted, batch[1], reduction="sum"), len(predicted), {"sum": predicted.sum()})
+
+    trainer = build(forward, accumulation_steps=2).trainer
+    trainer.add_event_handler(Events.GET_BATCH_STARTED, lambda: alive.append(sum(entry() is not None for entry in held)))
+    gc.disable()
+    try:
+        trainer.run(map(fresh, micro_batches * 2))
+    finally:
+        gc.enable()
+    assert len(held) == 30
+    assert alive == [0] * 6
+
+
 def test_unused_parameters_stay_untouched(bits):
     """A parameter that no loss of the update reached gets no weight decay, no moments and no momentum."""
     model = nn.ModuleList([Weights(1.0, 2.0), Weights(3.0, 4.0)])
