@@ -170,8 +170,9 @@ class Checkpoint:
         root, names = checkpoint_to_resume(self.directory, resume)
         if not names:
             return
+        disk = self.saver.disk if root == self.directory else None
         state, manifest, path = read_agreed(
-            root, names, self.saver.disk, lambda stored: RunState(stored, trainer, self.to_save, self._evaluator_handlers())
+            root, names, disk, lambda stored: RunState(stored, trainer, self.to_save, self._evaluator_handlers())
         )
         state.restore()
         self._pending, self.saver.latest = state, path

@@ -96,7 +96,7 @@ class Evaluator(Loop):
 
     def _publish(self) -> None:
         self.statistics.start(Signals())
-        totals = self.statistics.finish(torch.zeros(()))
+        totals = self.statistics.finish(norm=0.0)
         if totals.sample_size == 0:
             raise ValueError("data must hold at least one sample on some rank, got none: Σsample_size is 0")
         self.state.metrics["loss"] = totals.loss / totals.sample_size

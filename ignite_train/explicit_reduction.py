@@ -42,7 +42,7 @@ class ExplicitReduction(PlainReduction):
         self._tail: tuple[nn.Parameter, ...] = ()
         self._planned: tuple[int, ...] = ()
 
-    def end(self, trainer: Trainer, statistics: Statistics, gradients: Gradients) -> Tensor:
+    def end(self, trainer: Trainer, statistics: Statistics, gradients: Gradients) -> float | Tensor:
         """Sums gradients and statistics; a parameter that no rank has a gradient for keeps none."""
         self._make_plan()
         vector = statistics.pack(trainer.signals, trainer.passengers)

@@ -1,4 +1,4 @@
-"""The accumulated gradients of an optimizer: their norm, the one factor they are multiplied by, and clearing them."""
+"""The accumulated gradients of an optimizer: their norm, the one factor that makes them a mean, and clearing them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from ignite_train.errors import GradientAccessError, NoGradientError
 
 __all__ = ["Gradients", "clip_coefficient"]
 
+_ROW = 2**14  # elements that are squared and added up in one go; their float32 sum is good to 2e-7
+_CUT = 2**18  # a gradient from this size on is read in rows: a float32 sum over all of it would be off by 1e-6 and more
+
 
 def clip_coefficient(norm: float, max_norm: float | None) -> float:
     """What clips a gradient of L2 norm `norm` to `max_norm`: min(1, max_norm / (norm + 1e-6)), as `clip_grad_norm_`."""
@@ -25,22 +28,33 @@ class Gradients:
     Args:
         model: gives the parameters their names.
         optimizer: whose parameters these are.
+
+    Attributes:
+        kinds: on which devices and in which dtypes they were when their norm was last taken.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._model = model
         self._factor: float | None = None  # what makes them the gradient of the mean; known in GRADIENTS_READY only
+        self.kinds: set[tuple[torch.device, torch.dtype]] = set()
 
     def clear(self) -> None:
         """Drops all gradients; `.grad` is None afterwards."""
         self._factor = None
-        self._optimizer.zero_grad(set_to_none=True)
+        optimizer = self._optimizer
+        if type(optimizer).zero_grad is not Optimizer.zero_grad or "zero_grad" in vars(optimizer):
+            optimizer.zero_grad(set_to_none=True)
+            return
+        for parameter in self._parameters():  # as torch's does, but for a profiler's range that costs more than all of it
+            parameter.grad = None
 
     def clear_stale(self) -> None:
         """Drops gradients that something else than an update left behind: they are no part of this update."""
-        if any(parameter.grad is not None for group in self._optimizer.param_groups for parameter in group["params"]):
-            self.clear()
+        for parameter in self._parameters():
+            if parameter.grad is not None:
+                self.clear()
+                break
 
     def set_aside(self) -> list[Tensor | None]:
         """Takes all gradients off their parameters."""
@@ -69,15 +83,13 @@ class Gradients:
             if parameter.grad is not None:
                 parameter.grad = parameter.grad.detach()
 
-    def norm(self) -> Tensor:
-        """L2 norm over all of them as they are, accumulated in float32 or wider; a 0-d float64 tensor, not read back."""
-        gradients = self._existing()
-        if not gradients:
-            return torch.zeros((), dtype=torch.float64)
-        total: Tensor = torch.linalg.vector_norm(_norms(gradients))
-        return total
+    def norm(self) -> float | Tensor:
+        """L2 norm over all of them as they are, accumulated in float32 or wider; on an accelerator a 0-d tensor, not read."""
+        kinds = _by_kind(self._existing())
+        self.kinds = {*kinds}
+        return _length(kinds)
 
-    def shard_norm_squared(self) -> Tensor:
+    def shard_norm_squared(self) -> float | Tensor:
         """This rank's share of the squared norm, for gradients that are sharded over all ranks: Σ over ranks is the whole.
 
         A shard that several ranks hold counts on each of them for its part.
@@ -89,23 +101,28 @@ class Gradients:
             placements = zip(gradient.placements, gradient.device_mesh.shape, strict=True)
             replicas = math.prod(size for placement, size in placements if placement.is_replicate())
             shares.setdefault(replicas, []).append(gradient.to_local())
-        squares = [_norms(gradients).square().sum() / replicas for replicas, gradients in shares.items()]
-        return torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
+        self.kinds = set()
+        squared: float | Tensor = 0.0
+        for replicas, gradients in shares.items():
+            kinds = _by_kind(gradients)
+            self.kinds |= {*kinds}
+            squared += _length(kinds) ** 2 / replicas
+        return squared
 
     def check(self) -> None:
-        """Sees to it that there are any.
+        """Sees to it that the norm was one of any gradient at all.
 
         Raises:
-            NoGradientError: no parameter has one.
+            NoGradientError: no parameter had one.
         """
-        if all(parameter.grad is None for parameter in self._parameters()):
+        if not self.kinds:
             raise NoGradientError(
                 "backward left no gradient on any parameter of the optimizer: the loss that forward returned does not depend "
                 "on them; return it with its graph (no .detach(), .item() or torch.no_grad())"
             )
 
     def ready(self, factor: float) -> None:
-        """From here until the next `make_mean` or `clear`, `named` gives the gradients times `factor`."""
+        """From here until the next `factor` or `clear`, `named` gives the gradients times `factor`."""
         self._factor = factor
 
     def named(self) -> dict[str, Tensor]:
@@ -121,30 +138,78 @@ class Gradients:
         named = self._model.named_parameters()
         return {name: p.grad.detach() * self._factor for name, p in named if p.grad is not None}
 
-    def make_mean(self, coefficient: float) -> None:
-        """Makes them those of the mean loss, times `coefficient`, in one pass; in none if nothing changes."""
+    def factor(self) -> float:
+        """What makes them those of the mean loss; from here on they are the optimizer's, and `named` answers no more."""
         factor, self._factor = self._factor, None
         assert factor is not None  # noqa: S101  # `ready` comes before
-        if factor * coefficient != 1.0:
-            torch._foreach_mul_(self._existing(), factor * coefficient)
+        return factor
+
+    def multiply(self, factor: float) -> None:
+        """Multiplies all of them, in one pass."""
+        torch._foreach_mul_(self._existing(), factor)
 
     def _parameters(self) -> list[nn.Parameter]:
         return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
 
     def _existing(self) -> list[Tensor]:
-        return [parameter.grad.detach() for parameter in self._parameters() if parameter.grad is not None]
+        return [
+            parameter.grad
+            for group in self._optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None
+        ]
 
 
-def _norms(gradients: list[Tensor]) -> Tensor:
-    """The L2 norm of each, in float64 on one device."""
+def _by_kind(gradients: list[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
+    """Sorts them by device and dtype; as they mostly are of one kind, each is compared with the one before it."""
     kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    device, dtype, same = None, None, []
     for gradient in gradients:
-        kinds.setdefault((gradient.device, gradient.dtype), []).append(gradient)
-    home = gradients[0].device
+        if gradient.dtype is not dtype or gradient.device != device:
+            device, dtype = gradient.device, gradient.dtype
+            same = kinds.setdefault((device, dtype), [])
+        same.append(gradient)
+    return kinds
+
+
+def _length(kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]]) -> float | Tensor:
+    """The L2 norm over all gradients of all kinds: a number if all are on the CPU, or else a tensor on one device, not read."""
+    on_host: list[float] = []
+    elsewhere: list[Tensor] = []
+    for (device, dtype), gradients in kinds.items():
+        wide = None if dtype.is_complex else torch.float64 if dtype is torch.float64 else torch.float32
+        if device.type == "cpu":
+            left, tables = _cut(gradients)
+            for table in tables:
+                on_host += torch.linalg.vector_norm(table, dim=1, dtype=wide).tolist()
+            on_host += map(float, torch._foreach_norm(left, 2.0, dtype=wide))
+        else:
+            elsewhere.append(torch.stack(torch._foreach_norm(gradients, 2.0, dtype=wide)))
+    if not elsewhere:
+        return math.hypot(*on_host)
+    home = elsewhere[0].device
     exact = torch.float32 if home.type == "mps" else torch.float64
-    stacks = []
-    for (_, dtype), same in kinds.items():
-        wide = torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
-        norms = torch._foreach_norm(same, 2.0, dtype=None if dtype.is_complex else wide)
-        stacks.append(torch.stack(norms).to(home, exact))
-    return stacks[0] if len(stacks) == 1 else torch.cat(stacks)
+    norms = [part.to(home, exact) for part in elsewhere]
+    if on_host:
+        norms.append(torch.tensor(on_host, dtype=exact).to(home))
+    return torch.linalg.vector_norm(torch.cat(norms))  # type: ignore[no-any-return]
+
+
+def _cut(gradients: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Cuts large ones into rows; gives what is left of each, and tables of rows.
+
+    The rows of a table are read by as many threads as there are; `_foreach_norm` reads with one. As the rows are always the
+    same, the sum is too, whatever the number of threads.
+    """
+    if max(map(Tensor.numel, gradients)) < _CUT:
+        return gradients, []
+    left, tables = [], []
+    for gradient in gradients:
+        part = gradient
+        if gradient.numel() >= _CUT and gradient.is_contiguous():
+            flat = gradient.view(-1)
+            whole = flat.numel() // _ROW * _ROW
+            tables.append(flat[:whole].view(-1, _ROW))
+            part = flat[whole:]
+        left.append(part)
+    return left, tables

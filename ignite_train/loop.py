@@ -200,6 +200,7 @@ class Loop(Engine):
                     over = True
                     break
                 self._iterate(batch)
+                del batch  # not to be held while the next one is fetched
             if over and not self._stopping():
                 self._close_epoch(started)
             whole = True

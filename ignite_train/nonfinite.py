@@ -38,7 +38,7 @@ def find_nonfinite(
         for leaf in pytree.tree_leaves(micro_batch):
             if isinstance(leaf, Tensor):
                 check("the micro-batch itself", leaf)
-        with _watched(module, check):
+        with torch.compiler.set_stance("force_eager"), _watched(module, check):  # a compiled module calls no new hooks
             try:
                 loss = loss_of(micro_batch)
                 check("the loss", loss.detach())

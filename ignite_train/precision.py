@@ -13,6 +13,7 @@ __all__ = ["Precision", "PrecisionName"]
 
 PrecisionName = Literal["fp32", "bf16", "fp16"]
 
+_AS_IT_IS = nullcontext()
 _AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -42,4 +43,4 @@ class Precision:
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context in which `forward` runs."""
-        return nullcontext() if self._dtype is None else torch.autocast(self._device_type, dtype=self._dtype)
+        return _AS_IT_IS if self._dtype is None else torch.autocast(self._device_type, dtype=self._dtype)

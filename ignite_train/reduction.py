@@ -52,11 +52,11 @@ class Reduction(Protocol):
     def begin(self, trainer: Trainer, statistics: Statistics) -> None:
         """Before the last backward: starts what can overlap it. Collective."""
 
-    def end(self, trainer: Trainer, statistics: Statistics, gradients: Gradients) -> Tensor | None:
+    def end(self, trainer: Trainer, statistics: Statistics, gradients: Gradients) -> float | Tensor | None:
         """After the last backward: reduces what is left. Collective.
 
         Returns:
-            The gradients' norm, a scalar, not read; None if the statistics carry each rank's share of it.
+            The gradients' norm, as `Gradients.norm` gives it; None if the statistics carry each rank's share of it.
         """
 
 
@@ -93,7 +93,7 @@ class PlainReduction:
 class NoReduction(PlainReduction):
     """One process: there is nobody to reduce with."""
 
-    def end(self, trainer: Trainer, statistics: Statistics, gradients: Gradients) -> Tensor:
+    def end(self, trainer: Trainer, statistics: Statistics, gradients: Gradients) -> float | Tensor:
         """The norm."""
         statistics.pack(trainer.signals, trainer.passengers)
         return gradients.norm()
@@ -144,7 +144,7 @@ class HookedReduction:
         """Starts the statistics, ahead of the gradients' buckets on every rank."""
         statistics.start(trainer.signals, trainer.passengers)
 
-    def end(self, trainer: Trainer, statistics: Statistics, gradients: Gradients) -> Tensor:  # noqa: ARG002
+    def end(self, trainer: Trainer, statistics: Statistics, gradients: Gradients) -> float | Tensor:  # noqa: ARG002
         """The norm: the gradients are the same on all ranks by now."""
         return gradients.norm()
 

@@ -57,15 +57,17 @@ def checkpoint_to_resume(directory: Path, resume: str | Path) -> tuple[Path, lis
     return root if not (root / MANIFEST).exists() else root.parent, names
 
 
-def read_agreed(root: Path, names: list[str], disk: Disk, read: Callable[[StoredCheckpoint], T]) -> tuple[T, Manifest, Path]:
+def read_agreed(
+    root: Path, names: list[str], disk: Disk | None, read: Callable[[StoredCheckpoint], T]
+) -> tuple[T, Manifest, Path]:
     """Reads the first of `names` that is whole for every rank. Collective.
 
-    A damaged one is renamed, with a warning that says what is wrong with it, and the next older one is tried.
+    If one is damaged, a warning says what is wrong with it, and the next older one is tried.
 
     Args:
         root: where they are.
         names: the newest first.
-        disk: for renaming.
+        disk: on which damaged ones are renamed, so that nobody stumbles over them again; None leaves them.
         read: what each rank does with one; it changes nothing yet.
 
     Raises:
@@ -83,8 +85,9 @@ def read_agreed(root: Path, names: list[str], disk: Disk, read: Callable[[Stored
             raise CheckpointError(worst[0])
         reasons.append(worst[1])
         if _main():
-            _logger.warning(f"{worst[1]}; it is renamed, and an older one is tried")
-            CheckpointDirectory(root, disk).set_aside(name)
+            _logger.warning(f"{worst[1]}; an older one is tried")
+            if disk is not None:
+                CheckpointDirectory(root, disk).set_aside(name)
     raise CheckpointError(f"no checkpoint in {root} is whole: {'; '.join(reasons)}")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,8 +20,7 @@ __all__ = ["Statistics", "Totals"]
 _FLAGS, _UNKNOWN, _NORM, _HEAD = 4, 7, 8, 9
 
 
-@dataclass(frozen=True, slots=True)
-class Totals:
+class Totals(NamedTuple):
     """What all ranks did in this update, in float64; the same on every rank.
 
     Attributes:
@@ -66,7 +65,7 @@ class Statistics:
         self._logs: dict[str, float | Tensor] = {}
         self._count = 0
         self.num_out_of_memory = 0
-        self._flags = [0.0, 0.0, 0.0]
+        self._flags = (False, False, 1)
         self._norm_squared: float | Tensor = 0.0
         self._passengers: Sequence[Passenger] = ()
         self._words: list[float] = []
@@ -92,7 +91,7 @@ class Statistics:
     def pack(self, signals: Signals, passengers: Sequence[Passenger] = (), norm_squared: float | Tensor = 0.0) -> Tensor | None:
         """The vector to sum over the ranks, in place; None where nobody needs it. Nothing may be added after it."""
         self._norm_squared = norm_squared
-        self._flags = [float(flag) for flag in (signals.stop, signals.stop_epoch, signals.more_data)]
+        self._flags = (signals.stop, signals.stop_epoch, signals.more_data)
         self._passengers = passengers
         self._words = [float(word) for passenger in passengers for word in passenger.words()]
         if distributed.world_size() > 1 or not self._on_host:
@@ -105,7 +104,7 @@ class Statistics:
         if vector is not None:
             self._work = distributed.start_sum(vector)
 
-    def finish(self, norm: Tensor | None) -> Totals:
+    def finish(self, norm: float | Tensor | None) -> Totals:
         """Waits for the reduction, reads it in one transfer, and lets the passengers off. Synchronises with the device.
 
         Args:
@@ -114,8 +113,30 @@ class Statistics:
         Raises:
             ForwardContractError: Σsample_size is negative or not finite.
         """
+        totals, words = self._own(norm) if self._vector is None else self._reduced(norm)
+        if not 0 <= totals.sample_size < float("inf"):
+            raise ForwardContractError(
+                f"sample_size must sum to a finite number of at least 0, forward's sum to {totals.sample_size}"
+            )
+        passengers = self._passengers
+        self.reset()
+        for passenger in passengers:
+            passenger.arrived(words[: passenger.num_words])
+            words = words[passenger.num_words :]
+        return totals
+
+    def _own(self, norm: float | Tensor | None) -> tuple[Totals, list[float]]:
+        """The sums of this rank, which is alone, and its passengers' words."""
+        norm = math.sqrt(self._norm_squared) if norm is None else float(norm)
+        loss, logs = float(self._sums[1]), {name: float(value) for name, value in self._logs.items()}
+        flags = Signals(*self._flags)
+        sample_size = float(self._sums[0])
+        return Totals(sample_size, loss, self._count, self.num_out_of_memory, logs, flags, norm), self._words
+
+    def _reduced(self, norm: float | Tensor | None) -> tuple[Totals, list[float]]:
+        """The sums of all ranks, and what came back of their passengers' words."""
         numbers = self._read(norm)
-        while self._vector is not None and numbers[_UNKNOWN] > 0:
+        while numbers[_UNKNOWN] > 0:
             known = distributed.gather_objects(sorted({*self._names, *self._logs}))
             self._names = tuple(sorted({name for names in known for name in names}))
             self._vector = self._as_vector()
@@ -123,35 +144,27 @@ class Statistics:
             numbers = self._read(norm)
         sample_size, loss, count, num_out_of_memory = numbers[:_FLAGS]
         stop, stop_epoch, more_data = numbers[_FLAGS:_UNKNOWN]
-        if not 0 <= sample_size < float("inf"):
-            raise ForwardContractError(f"sample_size must sum to a finite number of at least 0, forward's sum to {sample_size}")
         words = numbers[_HEAD : _HEAD + len(self._words)]
-        names = self._logs if self._vector is None else self._names
-        logs = dict(zip(names, numbers[_HEAD + len(words) : -1], strict=True))
-        signals = Signals(stop=stop > 0, stop_epoch=stop_epoch > 0, more_data=round(more_data))
-        passengers = self._passengers
-        self.reset()
-        for passenger in passengers:
-            passenger.arrived(words[: passenger.num_words])
-            words = words[passenger.num_words :]
-        return Totals(
-            sample_size,
-            loss,
-            round(count),
-            round(num_out_of_memory),
-            logs,
-            signals,
-            norm=math.sqrt(numbers[_NORM]) if norm is None else numbers[-1],
-        )
+        logs = dict(zip(self._names, numbers[_HEAD + len(words) : -1], strict=True))
+        flags = Signals(stop=stop > 0, stop_epoch=stop_epoch > 0, more_data=round(more_data))
+        length = math.sqrt(numbers[_NORM]) if norm is None else numbers[-1]
+        return Totals(sample_size, loss, round(count), round(num_out_of_memory), logs, flags, length), words
 
     def _number(self, value: float | Tensor) -> float | Tensor:
         if isinstance(value, Tensor):
-            return float(value.detach()) if self._on_host else value.detach().reshape(()).to(self._device, self._dtype)
+            return float(value.item()) if self._on_host else value.detach().reshape(()).to(self._device, self._dtype)
         return float(value)
 
     def _entries(self, names: Iterable[str]) -> list[float | Tensor]:
         unknown = float(not self._logs.keys() <= {*names})
-        head = [*self._sums, float(self._count), float(self.num_out_of_memory), *self._flags, unknown, self._norm_squared]
+        head = [
+            *self._sums,
+            float(self._count),
+            float(self.num_out_of_memory),
+            *map(float, self._flags),
+            unknown,
+            self._norm_squared,
+        ]
         return [*head, *self._words, *(self._logs.get(n, 0.0) for n in names)]
 
     def _as_vector(self) -> Tensor:
@@ -163,12 +176,13 @@ class Statistics:
                 vector[index] = entry
         return vector
 
-    def _read(self, norm: Tensor | None) -> list[float]:
-        norm = torch.zeros(1) if norm is None else norm
-        if self._vector is None:
-            return [*map(float, self._entries(self._logs)), float(norm)]
+    def _read(self, norm: float | Tensor | None) -> list[float]:
+        """The numbers in the vector, and the norm behind them."""
+        assert self._vector is not None  # noqa: S101  # whoever calls has looked
         if self._work is not None:
             self._work.wait()
+        if not isinstance(norm, Tensor):
+            return [*self._vector.tolist(), norm or 0.0]  # sync
         packed = torch.cat([self._vector, norm.reshape(1).to(self._vector.device, self._vector.dtype)])
         numbers: list[float] = packed.tolist()  # sync
         return numbers

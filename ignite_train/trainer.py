@@ -13,6 +13,7 @@ from torch.optim import LBFGS, Optimizer
 
 from ignite_train import distributed
 from ignite_train.arguments import one_of, positive_int, real_number, shown
+from ignite_train.compilation import Compile, compile_in_place
 from ignite_train.engine import Trainer
 from ignite_train.forward_output import Forward, ForwardOutput
 from ignite_train.gradients import Gradients
@@ -22,6 +23,7 @@ from ignite_train.out_of_memory import OnOutOfMemory, RaiseOutOfMemory, RecoverF
 from ignite_train.precision import Precision, PrecisionName
 from ignite_train.reduction import Reduction
 from ignite_train.statistics import Statistics
+from ignite_train.stepping import Stepping
 from ignite_train.transfer import transfer_to
 from ignite_train.update import Update
 from ignite_train.wrapping import ReductionName, reduction_for
@@ -45,6 +47,7 @@ def create_trainer(
     uneven: Uneven = "all",
     on_out_of_memory: OnOutOfMemory = "raise",
     give_up_after: int | None = 20,
+    compile: Compile = False,  # noqa: A002  # torch's name for it
 ) -> Trainer:
     """Makes a trainer: an Ignite engine whose one iteration is one optimizer update over a group of micro-batches.
 
@@ -75,6 +78,7 @@ def create_trainer(
             The latter two need a single process or `reduction="explicit"`.
         give_up_after: so many updates in a row that are skipped because they are not finite, or that run out of memory, end
             the run with a `GaveUpError` on all ranks; None never gives up. (An overflow lowers the loss scale to its floor.)
+        compile: compile the model in place: True, or a mapping of `torch.compile`'s options. Not with `create_graph`.
 
     Returns:
         The trainer; start it with `trainer.run(loader, max_epochs=...)`.
@@ -92,11 +96,9 @@ def create_trainer(
     if max_grad_norm is not None:
         real_number("max_grad_norm", max_grad_norm, above=0)
     way = reduction_for(model, reduction)
-    if create_graph and distributed.world_size() > 1:
-        raise ValueError(
-            "create_graph must be False on several ranks: DistributedDataParallel's gradients have no graph; take second "
-            "derivatives inside forward with torch.autograd.grad(..., create_graph=True)"
-        )
+    if create_graph:
+        _check_second_order(compiled=bool(compile))
+    compile_in_place(model, compile)
     device = next(model.parameters()).device
     gradients, statistics = Gradients(way.module, optimizer), Statistics(device)
     update = Update(
@@ -109,6 +111,7 @@ def create_trainer(
         reduction=way,
         statistics=statistics,
         gradients=gradients,
+        stepping=Stepping(optimizer, gradients),
         max_grad_norm=max_grad_norm,
         on_nonfinite=on_nonfinite,
         retain_graph=retain_graph,
@@ -232,6 +235,16 @@ def _check_scaling(loss_scaling: Any) -> LossScaling:
     if isinstance(loss_scaling, type) or not isinstance(loss_scaling, LossScaling):
         raise TypeError(f"loss_scaling must be a policy such as TorchLossScaling(), got {shown(loss_scaling)}")
     return loss_scaling
+
+
+def _check_second_order(*, compiled: bool) -> None:
+    if distributed.world_size() > 1:
+        raise ValueError(
+            "create_graph must be False on several ranks: DistributedDataParallel's gradients have no graph; take second "
+            "derivatives inside forward with torch.autograd.grad(..., create_graph=True)"
+        )
+    if compiled:
+        raise ValueError("create_graph must be False with compile: torch.compile has no second derivatives")
 
 
 def _check_model(model: Any) -> None:

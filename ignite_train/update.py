@@ -24,9 +24,10 @@ from ignite_train.nonfinite import find_nonfinite
 from ignite_train.out_of_memory import Recovery
 from ignite_train.precision import Precision
 from ignite_train.reduction import Reduction
-from ignite_train.side_effects import RandomState, SideEffects
+from ignite_train.side_effects import ReplayPoint, SideEffects
 from ignite_train.state import SkippedReason, UpdateOutput
 from ignite_train.statistics import Statistics, Totals
+from ignite_train.stepping import Stepping
 from ignite_train.transfer import Transfer
 
 __all__ = ["Update"]
@@ -45,6 +46,7 @@ class Update:
     reduction: Reduction
     statistics: Statistics
     gradients: Gradients
+    stepping: Stepping
     max_grad_norm: float | None
     on_nonfinite: Literal["raise", "skip"]
     retain_graph: bool
@@ -52,8 +54,11 @@ class Update:
     recovery: Recovery
     give_up_after: int | None
     _in_a_row: dict[str, int] = field(default_factory=dict)
-    _random_state: RandomState = field(init=False)
+    _replay_point: ReplayPoint = field(init=False)
     _missing: int = 0
+
+    def __post_init__(self) -> None:
+        self._replay_point = ReplayPoint(next(self.model.parameters()).device)
 
     def __call__(self, trainer: Trainer, group: list[Any]) -> UpdateOutput:
         """Runs the update over `group`, which may be empty where other ranks have data. Collective."""
@@ -119,7 +124,7 @@ class Update:
             self.model.train()
         self.gradients.clear_stale()
         if self.on_nonfinite == "raise" and not self.loss_scaling.enabled:
-            self._random_state = RandomState(self.reduction.module)
+            self._replay_point.mark()
         self._missing = self.reduction.missing(group, trainer.widest_group)
         return self._missing
 
@@ -175,14 +180,13 @@ class Update:
         return "overflow" if self.loss_scaling.enabled else "nonfinite"
 
     def _step(self, update: int, output: UpdateOutput, group: list[Any]) -> None:
-        """Unscales, normalises and clips in one pass, and steps; or leaves everything as it is."""
+        """Unscales, normalises, clips and steps; or leaves everything as it is."""
         reason = output.skipped_reason
         if reason == "nonfinite" and self.on_nonfinite == "raise":
             raise NonFiniteError(update, output.loss, output.grad_norm, self._locate(group))
         self._count_in_a_row(update, output)
         if reason is None:
-            self.gradients.make_mean(output.clip_coefficient)
-            self.optimizer.step()
+            self.stepping(output.clip_coefficient)
         if reason != "no_samples":
             self.loss_scaling.update(overflow=reason == "overflow")
         self.gradients.clear()
@@ -191,7 +195,7 @@ class Update:
         """Runs the micro-batches again, as they were, to find the first value that is not finite. Collective."""
         module = self.reduction.module
         side_effects = SideEffects(module)
-        self._random_state.restore()
+        self._replay_point.restore()
         self.gradients.clear()
 
         def loss_of(micro_batch: Any) -> Tensor:
@@ -206,6 +210,9 @@ class Update:
         return tuple(f"rank {rank}, {report}" for rank, report in enumerate(reports) if report is not None)
 
     def _count_in_a_row(self, update: int, output: UpdateOutput) -> None:
+        if output.applied and output.num_out_of_memory == 0:
+            self._in_a_row.clear()
+            return
         for what, happened in (
             ("was skipped", output.skipped_reason == "nonfinite"),
             ("ran out of memory", output.num_out_of_memory > 0),

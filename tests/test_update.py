@@ -6,6 +6,7 @@ import copy
 import gc
 import logging
 import math
+import random
 import weakref
 from itertools import pairwise
 from typing import Any
@@ -680,6 +681,36 @@ def test_non_finite_raises_by_default(build, micro_batches, flaw):
     assert all(parameter.grad is None for parameter in setup.model.parameters())
 
 
+@pytest.mark.parametrize("failing", [1, 2, 6])
+@pytest.mark.parametrize("uses", ["torch", "python", "both"])
+def test_a_non_finite_update_is_run_again_with_its_own_draws(build, micro_batches, uses, failing):
+    """The replay that finds the value draws the very numbers of the update, of torch's and of Python's generator."""
+    draws: list[tuple[float, ...]] = []
+
+    def forward(model: nn.Module, batch: Any) -> Any:
+        from_torch = torch.rand(()).item() if uses != "python" else 0.0
+        from_python = random.random() if uses != "torch" else 0.0  # noqa: S311
+        draws.append((from_torch, from_python))
+        loss = mse_loss(model(batch[0]), batch[1])
+        return loss * (math.nan if len(draws) >= 2 * failing - 1 else 1.0)
+
+    _, _, trainer = build(forward, accumulation_steps=2)
+    with pytest.raises(NonFiniteError, match="micro-batch 1 of 2"):
+        trainer.run(micro_batches[:2] * 10)
+    assert len(draws) == 2 * failing + 1
+    assert draws[-1] == draws[2 * failing - 2]
+    assert len(set(draws)) == 2 * failing
+
+
+def test_pythons_generator_is_read_rarely(build, micro_batches, monkeypatch):
+    """A forward that does not use it does not pay for it: over 100 updates its state is read 14 times and not 100."""
+    reads, getstate = [], random.getstate
+    monkeypatch.setattr(random, "getstate", lambda: reads.append(1) or getstate())
+    _, _, trainer = build()
+    trainer.run(micro_batches * 20)
+    assert len(reads) == 1 + 14  # as the epoch opens; in updates 1, 2, 4, ... 64 to remember, and after each of them to compare
+
+
 def test_skips_are_logged_rarely_but_always(caplog):
     """Of many skips the 1st, 2nd, 4th and 8th are logged, each with update, reason, norm and scale."""
     model = Weights(0.0)
@@ -786,6 +817,32 @@ def test_no_graph_outlives_its_micro_batch(build, micro_batches, flags):
         assert [graph() for graph in graphs] == [None] * 5
     finally:
         gc.enable()
+
+
+def test_no_micro_batch_outlives_its_update(build, micro_batches):
+    """When the next group is fetched, nothing holds the micro-batches of the last, nor what the model made of them."""
+    held: list[weakref.ref[Any]] = []
+    alive: list[int] = []
+
+    def fresh(batch: Any) -> Any:
+        copied = tuple(tensor.clone() for tensor in batch)
+        held.extend(map(weakref.ref, copied))
+        return copied
+
+    def forward(model: nn.Module, batch: Any) -> ForwardOutput:
+        predicted = model(batch[0])
+        held.append(weakref.ref(predicted))
+        return ForwardOutput(mse_loss(predicted, batch[1], reduction="sum"), len(predicted), {"sum": predicted.sum()})
+
+    trainer = build(forward, accumulation_steps=2).trainer
+    trainer.add_event_handler(Events.GET_BATCH_STARTED, lambda: alive.append(sum(entry() is not None for entry in held)))
+    gc.disable()
+    try:
+        trainer.run(map(fresh, micro_batches * 2))
+    finally:
+        gc.enable()
+    assert len(held) == 30
+    assert alive == [0] * 6
 
 
 def test_unused_parameters_stay_untouched(bits):

@@ -1,0 +1,95 @@
+"""Stepping: the optimizer moves the parameters, and the gradients become those of the clipped mean on the way."""
+
+from __future__ import annotations
+
+import logging
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+from torch.optim.optimizer import _global_optimizer_pre_hooks
+
+from ignite_train.gradients import Gradients
+
+__all__ = ["Stepping"]
+
+_FOLDING = (Adagrad, Adam, AdamW, SGD)  # with fused=True they divide by `grad_scale` while they read the gradient
+_DIVISORS = torch.finfo(torch.float32)
+_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
+
+
+class Stepping:
+    """Steps `optimizer` along its gradients times a factor: unscaled, normalised and clipped at once.
+
+    The factor is folded into the optimizer's own kernel, so that it costs no pass over memory, if
+
+    - the optimizer is torch's own Adagrad, Adam, AdamW or SGD, with `fused=True` in all its groups;
+    - no parameter is wider than float32, which is what the kernel holds the factor in;
+    - nothing looks at the gradients between here and there: no pre-hook of the step, no `step` of the user's own.
+
+    Otherwise the gradients are multiplied first. Which of the two, and why, is logged at the first step. Both are within one
+    unit in the last place of the gradient times the factor, and the same bits where the factor is a power of two. (In bfloat16
+    and float16 the kernel rounds after its own arithmetic, the multiplication before it.)
+
+    Args:
+        optimizer: which to step.
+        gradients: those of its parameters.
+    """
+
+    def __init__(self, optimizer: Optimizer, gradients: Gradients) -> None:
+        self._optimizer, self._gradients = optimizer, gradients
+        self._logged = False
+
+    def __call__(self, coefficient: float) -> None:
+        """Steps along the mean gradients times `coefficient`."""
+        factor = self._gradients.factor() * coefficient
+        obstacle = self._obstacle()
+        if not self._logged:
+            self._log(obstacle)
+        if factor == 1.0:
+            self._optimizer.step()
+        elif obstacle is None and _DIVISORS.tiny <= 1.0 / factor <= _DIVISORS.max:
+            self._step_folded(1.0 / factor)
+        else:
+            self._gradients.multiply(factor)
+            self._optimizer.step()
+
+    def _step_folded(self, divisor: float) -> None:
+        """Lets the kernel divide. There is no `found_inf` to give it: an update that is not finite is never stepped."""
+        device, _ = next(iter(self._gradients.kinds))  # torch copies it to the others
+        attributes: dict[str, Any] = vars(self._optimizer)
+        attributes["grad_scale"] = torch.full((), divisor, dtype=torch.float32, device=device)
+        try:
+            self._optimizer.step()
+        finally:
+            del attributes["grad_scale"]
+
+    def _obstacle(self) -> str | None:
+        """Why the factor cannot be folded into the step; asked at each step, as hooks and groups come and go."""
+        optimizer = self._optimizer
+        if type(optimizer) not in _FOLDING:
+            return "it has no fused kernel that this library knows"
+        for group in optimizer.param_groups:
+            if not group["fused"]:
+                return "it was made without fused=True"
+        if optimizer._optimizer_step_pre_hooks or _global_optimizer_pre_hooks:
+            return "a pre-hook of its step may look at the gradients"
+        step = vars(optimizer).get("step")
+        if step is not None and not _is_wrapped_by_scheduler(step, type(optimizer)):
+            return "its step has been replaced"
+        if not all(dtype in _DTYPES for _, dtype in self._gradients.kinds):
+            return "there are gradients wider than float32, in which that kernel holds the factor"
+        return None
+
+    def _log(self, obstacle: str | None) -> None:
+        name = type(self._optimizer).__name__
+        how = "inside its fused kernel" if obstacle is None else f"in a pass over memory of their own, since {obstacle}"
+        logging.getLogger("ignite_train").info(f"gradients for {name} are unscaled, normalised and clipped {how}")
+        self._logged = True
+
+
+def _is_wrapped_by_scheduler(step: Any, kind: type[Optimizer]) -> bool:
+    """Whether `step` is what torch's schedulers put in its place, to count its calls, and nothing else."""
+    marks = vars(step) if isinstance(step, FunctionType) else {}
+    return "_wrapped_by_lr_sched" in marks and marks["__wrapped__"] is kind.step

@@ -1,0 +1,193 @@
+"""A model compiled in place trains as it would without, and is not compiled again and again."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from ignite.engine import Events
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from conftest import Setup, summed_loss
+from ignite_train import ForwardOutput, NonFiniteError, create_evaluator, create_trainer
+from ranks import run_ranks
+
+Batch = tuple[Tensor, Tensor]
+
+# torch looks at .grad itself while it traces
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    """Other tests' graphs are none of ours."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Backend:
+    """Runs a graph as it is, and counts how many it is given."""
+
+    def __init__(self) -> None:
+        self.graphs = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, _inputs: list[Tensor]) -> Any:
+        self.graphs += 1
+        return graph.forward
+
+
+def equal_batches(number: int, size: int = 4) -> list[Batch]:
+    generator = torch.Generator().manual_seed(2)
+    return [(torch.randn(size, 4, generator=generator), torch.randn(size, 1, generator=generator)) for _ in range(number)]
+
+
+class Net(nn.Module):
+    """A module of a user's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+def make(**arguments: Any) -> Setup:
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return Setup(model, optimizer, create_trainer(model, optimizer, summed_loss, **arguments))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_model_trains_as_a_plain_one(backend):
+    """Compiled by a backend that keeps each operation, parameters, moments and the names of the state are the same bits."""
+    plain = make(accumulation_steps=3, max_grad_norm=0.1)
+    compiled = make(accumulation_steps=3, max_grad_norm=0.1, compile={"backend": backend})
+    for setup in (plain, compiled):
+        setup.trainer.run(equal_batches(7), max_epochs=2)
+    assert compiled.contents() == plain.contents()
+    assert type(compiled.model) is Net
+
+
+def test_it_is_compiled_once_for_training_and_once_for_evaluation():
+    """Accumulating, a last group that is smaller, a change of the learning rate and evaluations in between: two graphs."""
+    backend = Backend()
+    model, optimizer, trainer = make(accumulation_steps=3, compile={"backend": backend})
+    evaluator = create_evaluator(model, summed_loss)
+    graphs: list[int] = []
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: graphs.append(backend.graphs))
+
+    @trainer.on(Events.EPOCH_COMPLETED)
+    def _() -> None:
+        optimizer.param_groups[0]["lr"] *= 0.5
+        evaluator.run(equal_batches(2))
+
+    trainer.run(equal_batches(7), max_epochs=3)
+    assert graphs == [1, 1, 1, 2, 2, 2, 2, 2, 2]
+    assert backend.graphs == 2
+
+
+def test_a_smaller_last_micro_batch_is_compiled_for_once():
+    """A micro-batch of another size costs one more graph, which serves for each further size."""
+    backend = Backend()
+    _, _, trainer = make(accumulation_steps=2, compile={"backend": backend})
+    trainer.run([*equal_batches(4), *equal_batches(1, size=3), *equal_batches(1, size=2)], max_epochs=3)
+    assert backend.graphs == 2
+
+
+def test_nothing_is_compiled_unless_asked(monkeypatch):
+    """By default torch.compile is not called."""
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: pytest.fail("compiled"))
+    make().trainer.run(equal_batches(2))
+
+
+@pytest.mark.parametrize("by", ["trainer", "user"])
+def test_a_value_that_is_not_finite_is_found_in_a_compiled_model(by):
+    """The replay runs the model as it is written, so that it sees the module where the value arises."""
+
+    class Root(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.sqrt(x)
+
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.root = nn.Linear(1, 1), Root()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.root(self.linear(x))
+
+    model = Whole()
+    with torch.no_grad():
+        model.linear.weight.fill_(-1.0)
+        model.linear.bias.zero_()
+    if by == "user":
+        model.compile(backend="eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = create_trainer(
+        model,
+        optimizer,
+        lambda model, x: ForwardOutput(model(x).sum(), 1),
+        compile={"backend": "eager"} if by == "trainer" else False,
+    )
+    with pytest.raises(NonFiniteError, match=r"NaN in the output of module 'root' \(Root\)"):
+        trainer.run([torch.full((1, 1), 4.0)])
+
+
+def train_on_two_ranks(backend: str | None) -> list[float]:
+    """Two updates in DistributedDataParallel, with and without compiling."""
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = create_trainer(
+        DistributedDataParallel(model),
+        optimizer,
+        summed_loss,
+        accumulation_steps=2,
+        compile={"backend": backend} if backend is not None else False,
+    )
+    batches = equal_batches(8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.run(batches[::2] if torch.distributed.get_rank() == 0 else batches[1::2])
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).tolist()
+
+
+def test_a_compiled_model_in_ddp():
+    """On two ranks the compiled model trains to the same bits as the plain one, alike on both."""
+    plain, compiled = (run_ranks(train_on_two_ranks, backend, timeout_seconds=60.0) for backend in (None, "eager"))
+    assert compiled[0] == compiled[1] == plain[0]
+
+
+def test_what_cannot_be_compiled_is_refused():
+    """A misspelt argument, second derivatives and a model that torch would leave as it is are told before the first batch."""
+    with pytest.raises(TypeError, match="compile must be a bool or a mapping"):
+        make(compile="inductor")
+    with pytest.raises(ValueError, match="create_graph must be False with compile"):
+        make(compile=True, create_graph=True)
+    model = nn.Linear(4, 1)
+    with pytest.raises(ValueError, match="compile must be False for a bare Linear"):
+        create_trainer(model, torch.optim.SGD(model.parameters()), summed_loss, compile=True)
+
+
+def refusal_of_a_sharded_model() -> str:
+    model = Net()
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    with pytest.raises(ValueError, match="compile") as raised:
+        create_trainer(model, torch.optim.SGD(model.parameters()), summed_loss, compile=True)
+    return str(raised.value)
+
+
+def test_a_sharded_model_is_not_compiled_as_a_whole():
+    """The message says what to do instead."""
+    assert run_ranks(refusal_of_a_sharded_model, world_size=1) == [
+        "compile must be False for a model that fully_shard was applied to; compile its blocks before sharding"
+    ]
