@@ -1,4 +1,4 @@
-"""The loader that any run can find its place in: order, randomness and place are functions of what is written in a checkpoint."""
+"""The loader that finds its place: order, randomness and place are functions of what is written in a checkpoint."""
 
 from __future__ import annotations
 
