@@ -4,17 +4,18 @@
     python examples/language_model.py --nproc 2                        # two, started by the script itself
     torchrun --nproc_per_node=2 examples/language_model.py             # two, started by torchrun
 
-The three train on the same samples in the same updates: their losses are equal up to rounding. From top to bottom: the
-settings, the data, the model, the one function that the trainer needs, and the run with its handlers.
+The three train on the same samples in the same updates: their losses are equal up to rounding. Interrupt one with Ctrl-C, or
+kill it, and start any of them again: it goes on where it was. From top to bottom: the settings, the data, the model, the one
+function that the trainer needs, and the run with its handlers.
 """
 
 import inspect
 import math
 import os
+import signal
 import socket
 import sysconfig
-import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -30,8 +31,16 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from typer import Option
 
-from ignite_train import ForwardOutput, ShardedSampler, create_evaluator, create_trainer
-from ignite_train.handlers import LearningRateSchedule, ProgressLog, TensorBoard, TrainingMetrics, Validation
+from ignite_train import ForwardOutput, ResumableLoader, ShardedSampler, create_evaluator, create_trainer
+from ignite_train.handlers import (
+    Checkpoint,
+    LearningRateSchedule,
+    ProgressLog,
+    StopOnSignal,
+    TensorBoard,
+    TrainingMetrics,
+    Validation,
+)
 
 # Left out of the training text: what is not the library itself, and tables of data that look like source.
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
@@ -55,7 +64,8 @@ class Settings:
     max_bytes: Annotated[int | None, Option(min=1, help="Use only so much of the text.")] = None
     sample: Annotated[int, Option(min=0, help="Bytes of text to generate at the end.")] = 400
     seed: Annotated[int, Option(min=0, help="Of the initial weights, the order of the samples and the text.")] = 0
-    log_dir: Annotated[Path, Option(help="Each run writes its curves to a new folder in here.")] = Path("runs/language_model")
+    save_every: Annotated[int, Option(min=1, help="Updates between two checkpoints.")] = 50
+    log_dir: Annotated[Path, Option(help="Of curves and checkpoints; a run goes on from them.")] = Path("runs/language_model")
 
 
 def read_standard_library(max_bytes: int | None) -> tuple[bytes, bytes]:
@@ -159,10 +169,10 @@ def train(_local_rank: int, settings: Settings) -> None:
     texts = read_standard_library(settings.max_bytes)
     blocks, held_out_blocks = (cut_into_blocks(text, settings.context) for text in texts)
     bigram = bigram_bits_per_byte(blocks, held_out_blocks)
-    # The sampler deals blocks out to the processes like cards: with a share of the micro-batch on each, all of them
-    # together see in every update what one process alone would see.
-    sampler = ShardedSampler(blocks, shuffle=True, seed=settings.seed)
-    loader = DataLoader(blocks, batch_size=settings.micro_batch // processes, sampler=sampler)
+    # This loader deals blocks out to the processes like cards: with a share of the micro-batch on each, all of them
+    # together see in every update what one process alone would see. And it can find its place again in a later run.
+    share = settings.micro_batch // processes
+    loader = ResumableLoader(blocks, share, shuffle=True, seed=settings.seed, seed_samples=False)
     held_out_loader = DataLoader(held_out_blocks, batch_size=32, sampler=ShardedSampler(held_out_blocks, shuffle=False))
 
     torch.manual_seed(settings.seed)
@@ -187,25 +197,32 @@ def train(_local_rank: int, settings: Settings) -> None:
 
     # All the rest is handlers: leave out what you do not need.
     every = Events.ITERATION_COMPLETED(every=settings.log_every)
-    log_dir = settings.log_dir / time.strftime("%Y%m%d-%H%M%S")
     LearningRateSchedule(torch.optim.lr_scheduler.LambdaLR(optimizer, rate)).attach(trainer)  # counts applied updates
     validate_at = Events.ITERATION_COMPLETED(every=settings.evaluate_every) | Events.COMPLETED
     Validation(evaluator, held_out_loader, score="bits_per_byte").attach(trainer, validate_at)
     TrainingMetrics().attach(trainer, every)
     ProgressLog().attach(trainer, Events.ITERATION_COMPLETED(every=100), evaluator=evaluator)
-    TensorBoard(log_dir).attach(trainer, every, evaluator=evaluator)
+    TensorBoard(settings.log_dir).attach(trainer, every, evaluator=evaluator)
     trainer.state.metrics["bigram/bits_per_byte"] = bigram  # what is in there is logged: here a level line beside the curves
+    checkpoint = Checkpoint(settings.log_dir / "checkpoints", every=settings.save_every, config=asdict(settings))
+    checkpoint.attach(trainer, evaluator=evaluator)
+    stop = StopOnSignal([signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])  # at Ctrl-C it saves, and ends
+    stop.attach(trainer)
 
-    trainer.run(loader, max_iters=settings.max_updates)
+    trainer.run(loader, max_iters=settings.max_updates)  # goes on from the newest checkpoint, if there is one
 
+    if trainer.state.iteration < settings.max_updates:
+        if idist.get_rank() == 0:
+            print(f"stopped after update {trainer.state.iteration}; the same command goes on from there")
+        return
+    held_out, output = evaluator.state.metrics or evaluator.run(held_out_loader).metrics, trainer.state.output
     if idist.get_rank() == 0:
-        held_out, output = evaluator.state.metrics, trainer.state.output
         print(f"last update: loss {output.loss:.6f} nats per byte, gradient norm {output.grad_norm:.6f}")
         print(f"held-out files: {held_out['bits_per_byte']:.4f} bits per byte, accuracy {held_out['accuracy']:.2%}")
         print(f"byte bigrams:   {bigram:.4f} bits per byte")
         if settings.sample:
             print("-" * 80, gpt.eval().generate(b"def ", settings.sample, context=settings.context), "-" * 80, sep="\n")
-        print(f"see the curves with: tensorboard --logdir {settings.log_dir}")
+        print(f"see the curves with: tensorboard --logdir {settings.log_dir}; to begin anew, remove that folder")
 
 
 def main(**options: Any) -> None:

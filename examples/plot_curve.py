@@ -1,7 +1,7 @@
 """Draws the training of the language model: bits per byte over updates, beside what byte bigrams reach.
 
 python examples/plot_curve.py                                      # train, then draw docs/curve.png
-python examples/plot_curve.py --log-dir runs/language_model        # draw the latest run that is there
+python examples/plot_curve.py --log-dir runs/language_model        # draw the run that is there
 """
 
 import subprocess
@@ -28,12 +28,11 @@ def train(log_dir: Path) -> None:
     subprocess.run(command, check=True)  # noqa: S603
 
 
-def latest_run(log_dir: Path) -> EventAccumulator:
-    """Reads the scalars of the newest run in `log_dir`; names of runs are times, so the last is the newest."""
-    runs = sorted({path.parent for path in log_dir.rglob("events.out.tfevents.*")})
-    if not runs:
+def scalars_of(log_dir: Path) -> EventAccumulator:
+    """Reads the scalars of the run in `log_dir`; a run that went on from a checkpoint has several files, which count as one."""
+    if not [*log_dir.glob("events.out.tfevents.*")]:
         raise typer.BadParameter(f"no run in {log_dir}; leave --log-dir out to train one")
-    events = EventAccumulator(str(runs[-1]))
+    events = EventAccumulator(str(log_dir))
     events.Reload()
     return events
 
@@ -73,14 +72,14 @@ def draw(events: EventAccumulator, output: Path) -> None:
 
 
 def main(
-    log_dir: Annotated[Path | None, Option(help="Runs of language_model.py; without it, one is trained.")] = None,
+    log_dir: Annotated[Path | None, Option(help="Of a run of language_model.py; without it, one is trained.")] = None,
     output: Annotated[Path, Option(help="The picture.")] = EXAMPLES.parent / "docs" / "curve.png",
 ) -> None:
     """Draw the training curve of the language model."""
     if log_dir is None:
         log_dir = Path("runs/language_model")
         train(log_dir)
-    draw(latest_run(log_dir), output)
+    draw(scalars_of(log_dir), output)
     print(f"drew {output}")
 
 

@@ -21,7 +21,6 @@ _logger = logging.getLogger(__name__)
 _POLL_SECONDS = 0.25  # between two looks at the board
 _PATIENCE_SECONDS = 1.0  # for the main thread to come out by itself, and for the others to read
 _LONGEST_MESSAGE = 2000  # characters of an exception's message
-_ENDS = (Events.COMPLETED, Events.TERMINATE, Events.INTERRUPT)
 _SAFE_POINTS = (
     Events.EPOCH_STARTED
     | Events.GET_BATCH_STARTED
@@ -90,7 +89,7 @@ class FailureBoard:
         A failure is written before handlers of EXCEPTION_RAISED that were attached earlier.
         """
         trainer.prepend_event_handler(Events.STARTED, self._start)
-        trainer.add_event_handler(Events.EPOCH_STARTED, self._finish_last)
+        trainer.when_over.append(self._finish)
         trainer.prepend_event_handler(Events.EXCEPTION_RAISED, self._fail)
 
     def _start(self, trainer: Trainer) -> None:
@@ -98,18 +97,9 @@ class FailureBoard:
         if store is not None:
             self._watch = _Watch(trainer, store)
             self._watch.start()
-            self._finish_last(trainer)
 
-    def _finish_last(self, trainer: Trainer) -> None:
-        """Moves the end of the watch behind what others do when the run is completed: saving, for one, can fail too."""
-        for event in _ENDS:
-            if trainer.has_event_handler(self._finish, event):
-                trainer.remove_event_handler(self._finish, event)
-            trainer.add_event_handler(event, self._finish)
-
-    def _finish(self, trainer: Trainer) -> None:
-        completed_follows = trainer.last_event_name == Events.TERMINATE and trainer.should_terminate != "skip_completed"
-        if self._watch is not None and not completed_follows:
+    def _finish(self) -> None:
+        if self._watch is not None:
             self._watch.end()
             self._watch = None
 

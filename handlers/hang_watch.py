@@ -24,7 +24,6 @@ __all__ = ["HangWatch"]
 _logger = logging.getLogger(__name__)
 _STDERR = 2
 _PATIENCE_SECONDS = 2.0  # for a store that does not answer, when the run is over
-_ENDS = (Events.COMPLETED, Events.TERMINATE, Events.INTERRUPT, Events.EXCEPTION_RAISED)
 
 _WAITING_PLACES = (
     "torch/distributed/",
@@ -73,18 +72,16 @@ class HangWatch:
         self._watch: _Watch | None = None
 
     def attach(self, trainer: Trainer, *, evaluator: Evaluator | None = None) -> None:
-        """Watches each run of `trainer` from STARTED to COMPLETED; micro-batches of `evaluator` count as life."""
+        """Watches each run of `trainer` from STARTED until it is over; micro-batches of `evaluator` count as life."""
         self._evaluator = evaluator
         trainer.prepend_event_handler(Events.STARTED, self._start)
-        for event in _ENDS:
-            trainer.add_event_handler(event, self._finish)
+        trainer.when_over.append(self._finish)
 
     def _start(self, trainer: Trainer) -> None:
         self._watch = _Watch(trainer, self._evaluator, self.timeout_seconds, self.first_timeout_seconds)
 
-    def _finish(self, trainer: Trainer, *_error: BaseException) -> None:
-        completed_follows = trainer.last_event_name == Events.TERMINATE and trainer.should_terminate != "skip_completed"
-        if self._watch is not None and not completed_follows:
+    def _finish(self) -> None:
+        if self._watch is not None:
             self._watch.end()
             self._watch = None
 

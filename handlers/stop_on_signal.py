@@ -28,7 +28,6 @@ _STDERR = 2
 _SAME_REQUEST_SECONDS = 0.5  # scheduler and launcher both pass it on
 _PATIENCE_SECONDS = 2.0  # for the thread to end
 _OVER = 0  # no signal has this number
-_ENDS = (Events.COMPLETED, Events.TERMINATE, Events.INTERRUPT, Events.EXCEPTION_RAISED)
 _SIGNALS = tuple(number for number in signal.Signals if number.name in ("SIGTERM", "SIGUSR1"))
 
 
@@ -81,7 +80,7 @@ class StopOnSignal:
     def attach(self, trainer: Trainer) -> None:
         """Listens during each run of `trainer`, from STARTED until the last handler of COMPLETED."""
         trainer.prepend_event_handler(Events.STARTED, self._start)
-        trainer.add_event_handler(Events.EPOCH_STARTED, self._finish_last)
+        trainer.when_over.append(self._finish)
 
     def _start(self, trainer: Trainer) -> None:
         if threading.current_thread() is not threading.main_thread():
@@ -95,7 +94,6 @@ class StopOnSignal:
             trainer.signals.stop = True
 
         self.received = None
-        self._finish_last(trainer)
         self._watch = _Watch(trainer, self.signals, self.grace_seconds)
         _listening.append(self)
         for number in self.signals:
@@ -104,17 +102,9 @@ class StopOnSignal:
             else:
                 self._previous[number] = signal.signal(number, receive)
 
-    def _finish_last(self, trainer: Trainer) -> None:
-        """Moves the end behind what others do when the run is over: saving, above all."""
-        for event in _ENDS:
-            if trainer.has_event_handler(self._finish, event):
-                trainer.remove_event_handler(self._finish, event)
-            trainer.add_event_handler(event, self._finish)
-
-    def _finish(self, trainer: Trainer, *_error: BaseException) -> None:
-        completed_follows = trainer.last_event_name == Events.TERMINATE and trainer.should_terminate != "skip_completed"
+    def _finish(self) -> None:
         watch = self._watch
-        if watch is not None and not completed_follows:
+        if watch is not None:
             self._restore()
             watch.end()
 

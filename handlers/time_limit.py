@@ -57,7 +57,8 @@ class TimeLimit:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Goes on counting from there."""
-        self._before, self._started = state_dict["elapsed_seconds"], None
+        self._before = state_dict["elapsed_seconds"]
+        self._started = None if self._started is None else time.monotonic()
 
     def _start(self) -> None:
         self._before, self._started = self.elapsed_seconds, time.monotonic()

@@ -2,6 +2,8 @@
 
 from ignite_train.engine import Trainer
 from ignite_train.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
     ForwardContractError,
     GaveUpError,
     GradientAccessError,
@@ -23,12 +25,15 @@ from ignite_train.loss_scaling import (
 )
 from ignite_train.micro_batches import AccumulationSteps
 from ignite_train.precision import PrecisionName
+from ignite_train.resumable_loader import ResumableLoader
 from ignite_train.samplers import ShardedSampler
 from ignite_train.state import TrainState, UpdateOutput
 from ignite_train.trainer import create_supervised_trainer, create_trainer
 
 __all__ = [
     "AccumulationSteps",
+    "CheckpointError",
+    "DamagedCheckpointError",
     "DeepSpeedLossScaling",
     "Evaluator",
     "FairseqLossScaling",
@@ -43,6 +48,7 @@ __all__ = [
     "NoLossScaling",
     "NonFiniteError",
     "PrecisionName",
+    "ResumableLoader",
     "ShardedSampler",
     "StaticLossScaling",
     "TorchLossScaling",

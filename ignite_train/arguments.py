@@ -4,11 +4,28 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from numbers import Integral, Real
 from typing import Any
 
-__all__ = ["nearest", "one_of", "positive_int", "real_number", "shown"]
+__all__ = ["check_state_dict", "nearest", "one_of", "positive_int", "real_number", "shown"]
+
+
+def check_state_dict(owner: str, state_dict: Any, keys: Iterable[str], counters: Iterable[str]) -> None:
+    """Sees to it that `state_dict` has all `keys`, and that those named in `counters` are integers of at least 0.
+
+    Raises:
+        TypeError: it is no mapping.
+        ValueError: a key is missing, or a counter is none.
+    """
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"state_dict must be what {owner}.state_dict() gave, got {shown(state_dict)}")
+    missing = [key for key in keys if key not in state_dict]
+    if missing:
+        raise ValueError(f"state_dict must have the keys of {owner}.state_dict(), got one without {', '.join(missing)}")
+    for key in counters:
+        if isinstance(state_dict[key], bool) or not isinstance(state_dict[key], int) or state_dict[key] < 0:
+            raise ValueError(f"state_dict[{key!r}] must be an integer of at least 0, got {state_dict[key]!r}")
 
 
 def positive_int(name: str, value: Any) -> int:

@@ -24,6 +24,7 @@ __all__ = [
     "gather_objects",
     "is_main_rank",
     "largest",
+    "own_group",
     "own_store",
     "rank",
     "start_sum",
@@ -72,13 +73,21 @@ def any_rank(flag: object) -> bool:
     return largest(float(bool(flag)))[0] > 0
 
 
-def gather_objects(value: Any) -> list[Any]:
-    """`value` of every rank, in rank order; pickled between the ranks, which trust each other. Blocking."""
+def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """`value` of every rank, in rank order; pickled between the ranks, which trust each other. Blocking.
+
+    `group`: of all ranks; from `own_group`, for a thread beside the one that trains.
+    """
     if world_size() == 1:
         return [value]
     values: list[Any] = [None] * world_size()
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values, value, group=group)
     return values
+
+
+def own_group() -> dist.ProcessGroup | None:
+    """A group of all ranks over gloo, for a thread whose collectives must not mix with others. None alone. Collective."""
+    return dist.new_group(backend="gloo") if world_size() > 1 else None
 
 
 def broadcast_buffers(module: nn.Module) -> None:

@@ -2,44 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
 from ignite.engine import RemovableEventHandle
 from torch import Tensor
 
 from ignite_train import distributed
-from ignite_train.arguments import positive_int, shown
+from ignite_train.arguments import check_state_dict, positive_int, shown
 from ignite_train.events import EVENT_COUNTERS, TrainEvents
-from ignite_train.loop import Batches, Loop
+from ignite_train.groups import Groups, OpenGroups
+from ignite_train.limits import checked_limits, refuse_epoch_length, refuse_used_iterator
+from ignite_train.loop import Batches, Loop, Stateful
 from ignite_train.signals import Passenger, Signals
 from ignite_train.state import TrainState, UpdateOutput
 
-__all__ = ["Groups", "OpenGroups", "Process", "Trainer"]
+__all__ = ["Process", "Restorer", "Trainer"]
 
 _COUNTERS = ("iteration", "num_steps", "num_skipped", "micro_batch")
-
-
-class Groups(Batches, Protocol):
-    """One pass over the data of all ranks, in groups of micro-batches.
-
-    Attributes:
-        more: this rank's vote on another group after the one given last; see `Signals`.
-        widest: micro-batches of the rank that had the most of them in the group given last; None if nobody knows.
-    """
-
-    more: int
-    widest: int | None
-
-    def __next__(self) -> list[Any]:
-        """The micro-batches of the next update; empty where only other ranks have some."""
-
-
-class OpenGroups(Protocol):
-    """Starts a pass over a loader; see `GroupedMicroBatches`, the one there is."""
-
-    def __call__(self, loader: Iterable[Any], *, epoch: int, first_update: int, skip: int) -> Groups:
-        """Starts epoch `epoch`, past its first `skip` groups. Collective."""
+_LIMITS = ("epoch_length", "max_epochs", "max_iters")
 
 
 class Process(Protocol):
@@ -58,6 +40,13 @@ class Process(Protocol):
         """Takes it over."""
 
 
+class Restorer(Protocol):
+    """What `run` asks to go back to where an earlier process was; see the handler `Checkpoint`."""
+
+    def restore(self, resume: str | Path) -> None:
+        """Does what `resume` says; see `Trainer.run`. Collective."""
+
+
 class Trainer(Loop):
     """An Ignite engine whose iteration is one optimizer update; `create_trainer` makes it.
 
@@ -66,17 +55,31 @@ class Trainer(Loop):
         signals: what this rank will tell the others with the next update.
         widest_group: micro-batches of the rank that has the most of them in this update; None if nobody knows.
         passengers: whose numbers travel with the statistics of each update; attached alike on all ranks.
+        parts: what the update moves, by name: `"model"` and `"optimizer"`.
+        settings: how it was made, in plain types.
+        restorer: knows where to resume; a `Checkpoint` puts itself here.
     """
 
     state: TrainState
 
-    def __init__(self, update: Process, open_groups: OpenGroups) -> None:
+    def __init__(
+        self,
+        update: Process,
+        open_groups: OpenGroups,
+        parts: Mapping[str, Any] | None = None,
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
         super().__init__(update)
         self.state = TrainState()
         self.signals = Signals()
         self.passengers: list[Passenger] = []
+        self.parts: dict[str, Stateful] = dict(parts or {})
+        self.settings = dict(settings or {})
         self.widest_group: int | None = None
+        self.restorer: Restorer | None = None
         self._update, self._open_groups = update, open_groups
+        self._groups: Groups | None = None  # of the pass that is running or ran last
+        self._position: Mapping[str, Any] = {}  # in the data, where no pass has been made since it was loaded
         self._ranks_have_more = True
         self._micro_batches_before = 0  # this update
         self.register_events(*TrainEvents, event_to_attr=EVENT_COUNTERS)
@@ -87,6 +90,8 @@ class Trainer(Loop):
         max_epochs: int | None = None,
         max_iters: int | None = None,
         epoch_length: int | None = None,
+        *,
+        resume: str | Path = "auto",
     ) -> TrainState:
         """Trains until a limit is reached.
 
@@ -98,25 +103,27 @@ class Trainer(Loop):
             max_epochs: passes over the data, in all; 1 if no limit was ever given.
             max_iters: updates, in all. Either this or `max_epochs`.
             epoch_length: not supported: an epoch is one pass over the data.
+            resume: with a `Checkpoint` attached, what a trainer that has not trained yet does first: `"auto"` goes back to the
+                newest whole checkpoint, if there is any; `"must"` insists on one; `"never"` insists on an empty directory; a
+                path names one checkpoint, or another directory of them.
 
         Returns:
             The state.
 
         Raises:
             TypeError: `data` cannot be iterated, or a limit is no integer.
-            ValueError: a limit is below 1 or below what was trained already, or both are given, or there is no data.
+            ValueError: a limit is below 1 or below what was trained already, or both are given, or there is no data, or
+                `resume` asks for what is not there.
+            CheckpointError: no checkpoint can be read.
         """
-        if epoch_length is not None:
-            raise ValueError(
-                f"epoch_length must be None, got {epoch_length!r}: an epoch is one pass over the loader; "
-                "for data without an end pass max_iters and attach handlers to ITERATION_COMPLETED(every=...)"
-            )
+        refuse_epoch_length(epoch_length)
         self._refuse_nested_run()
-        limits = self._limits(max_epochs, max_iters)
         loader, state = self._as_loader(data), self.state
-        self._refuse_used_iterator(loader, limits[0])
+        self._resume(resume)
+        limits = checked_limits(state, max_epochs, max_iters)
+        refuse_used_iterator(loader, limits[0], half_read=self._epoch_open and loader is state.dataloader)
         state.max_epochs, state.max_iters = limits
-        if self._is_done(state):
+        if self._is_done(state) and self._ended:
             self.logger.warning(
                 f"nothing to do: epoch {state.epoch} and update {state.iteration} are done and the limit is "
                 f"max_epochs={state.max_epochs}, max_iters={state.max_iters}; raise it to go on"
@@ -125,6 +132,12 @@ class Trainer(Loop):
         self.signals = Signals()
         self._run(loader)
         return state
+
+    def _resume(self, resume: str | Path) -> None:
+        if self.restorer is not None:
+            self.restorer.restore(resume)
+        elif resume not in ("auto", "never"):
+            raise ValueError(f"resume must be 'auto' or 'never' without checkpoints, got {resume!r}; attach a Checkpoint first")
 
     def terminate(self, skip_completed: bool = False, *, agreed: bool = False) -> None:
         """Ends the run on all ranks after the same update.
@@ -193,9 +206,9 @@ class Trainer(Loop):
         if self._iterating and not self.settled:  # an update that has not had its effect is not done
             saved["iteration"], saved["micro_batch"] = state.iteration - 1, self._micro_batches_before
         saved["epochs_completed"] = state.epoch - self._epoch_open
-        saved["epoch_iteration"] = self._epoch_iteration + (self._iterating and self.settled) if self._epoch_open else 0
+        saved["epoch_iteration"] = self._groups_done() if self._epoch_open else 0
         saved["epoch_length"], saved["max_epochs"], saved["max_iters"] = state.epoch_length, state.max_epochs, state.max_iters
-        saved["update"] = self._update.state_dict()
+        saved["ended"], saved["update"] = self._ended, self._update.state_dict()
         return saved | {key: getattr(state, key) for key in self.state_dict_user_keys}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -205,21 +218,15 @@ class Trainer(Loop):
             TypeError: it is no mapping, or a limit is no integer.
             ValueError: a key is missing, or a counter or a limit is none.
         """
-        if not isinstance(state_dict, Mapping):
-            raise TypeError(f"state_dict must be what Trainer.state_dict() gave, got {shown(state_dict)}")
-        expected = [*_COUNTERS, "epochs_completed", "epoch_iteration", "epoch_length", "max_epochs", "max_iters", "update"]
-        missing = [key for key in [*expected, *self.state_dict_user_keys] if key not in state_dict]
-        if missing:
-            raise ValueError(f"state_dict must have the keys of Trainer.state_dict(), got one without {', '.join(missing)}")
-        for key in (*_COUNTERS, "epochs_completed", "epoch_iteration"):
-            if isinstance(state_dict[key], bool) or not isinstance(state_dict[key], int) or state_dict[key] < 0:
-                raise ValueError(f"state_dict[{key!r}] must be an integer of at least 0, got {state_dict[key]!r}")
+        counters = (*_COUNTERS, "epochs_completed", "epoch_iteration")
+        check_state_dict("Trainer", state_dict, [*counters, *_LIMITS, "ended", "update", *self.state_dict_user_keys], counters)
         for key in (key for key in ("max_epochs", "max_iters") if state_dict[key] is not None):
             positive_int(f"state_dict[{key!r}]", state_dict[key])
         self._update.load_state_dict(state_dict["update"])
-        for key in (*_COUNTERS, "epoch_length", "max_epochs", "max_iters", *self.state_dict_user_keys):
+        self._groups, self._position = None, {}
+        for key in (*_COUNTERS, *_LIMITS, *self.state_dict_user_keys):
             setattr(self.state, key, state_dict[key])
-        self._epoch_iteration = state_dict["epoch_iteration"]
+        self._epoch_iteration, self._ended = state_dict["epoch_iteration"], bool(state_dict["ended"])
         self._epoch_open = self._epoch_iteration > 0
         self.state.epoch = state_dict["epochs_completed"] + self._epoch_open
 
@@ -239,11 +246,28 @@ class Trainer(Loop):
             raise TypeError(f"handler must be callable, got {shown(handler)}")
         return super().add_event_handler(event_name, handler, *args, **kwargs)
 
+    def data_position(self) -> Mapping[str, Any]:
+        """Where this rank stands in its data, and how to find that place again: for `load_data_position`, in plain types.
+
+        Without it a resumed run reads past what was done, in the order in which the loader then gives it.
+        """
+        return self._position if self._groups is None else self._groups.position(self._groups_done())
+
+    def load_data_position(self, position: Mapping[str, Any]) -> None:
+        """Has the next run start there. To be called after `load_state_dict`."""
+        self._groups, self._position = None, position
+
+    def _groups_done(self) -> int:
+        return self._epoch_iteration + (self._iterating and self.settled)
+
     # --- what the loop asks -----------------------------------------------------------------------------------------------
 
     def _open(self, data: Iterable[Any]) -> Groups:
-        first_update = self.state.iteration + 1 - self._epoch_iteration
-        groups = self._open_groups(data, epoch=self.state.epoch, first_update=first_update, skip=self._epoch_iteration)
+        skip, epoch = self._epoch_iteration, self.state.epoch
+        first_update = self.state.iteration + 1 - skip
+        position = self.data_position() if skip or self._groups is None else {}
+        groups = self._open_groups(data, epoch=epoch, first_update=first_update, skip=skip, position=position)
+        self._groups = groups
         self._ranks_have_more = groups.length is not None or sum(distributed.everyones(groups.more)) > 0
         return groups
 
@@ -267,25 +291,3 @@ class Trainer(Loop):
         if distributed.any_rank(self.signals.stop):
             self.terminate(agreed=True)
         return super()._stop_between_epochs()
-
-    def _refuse_used_iterator(self, loader: Iterable[Any], max_epochs: int | None) -> None:
-        half_read = self._epoch_open and loader is self.state.dataloader
-        if isinstance(loader, Iterator) and (half_read or (max_epochs or 1) > 1):
-            why = "is half read" if half_read else f"can be iterated once, not {max_epochs} times"
-            raise TypeError(f"data must be a loader, got an iterator ({type(loader).__name__}), which {why}; pass a DataLoader")
-
-    def _limits(self, max_epochs: int | None, max_iters: int | None) -> tuple[int | None, int | None]:
-        state = self.state
-        if max_epochs is not None and max_iters is not None:
-            raise ValueError(f"max_epochs and max_iters exclude each other, got {max_epochs!r} and {max_iters!r}; pass one")
-        if max_epochs is not None:
-            begun, limit = state.epoch, positive_int("max_epochs", max_epochs)
-            if limit < begun:
-                raise ValueError(f"max_epochs must not be below the {begun} epochs already begun, got {max_epochs}")
-            return limit, None
-        if max_iters is not None:
-            limit = positive_int("max_iters", max_iters)
-            if limit < state.iteration:
-                raise ValueError(f"max_iters must not be below the {state.iteration} updates already done, got {max_iters}")
-            return None, limit
-        return (1, None) if state.max_epochs is None and state.max_iters is None else (state.max_epochs, state.max_iters)

@@ -6,6 +6,8 @@ A caller's mistake that is known before the first batch is a plain `ValueError` 
     ├── ForwardContractError   (TypeError)           your `forward` returned something else than it promises
     ├── NoGradientError        (RuntimeError)        backward reached no parameter of the optimizer
     ├── GradientAccessError    (RuntimeError)        gradients were asked for outside of GRADIENTS_READY
+    ├── CheckpointError        (RuntimeError)        a checkpoint could not be written, found or read
+    │   └── DamagedCheckpointError                   what is on disk is not what was written
     ├── NonFiniteError         (FloatingPointError)  the reduced gradient norm or loss is inf or NaN
     ├── GaveUpError            (RuntimeError)        too many updates in a row were skipped or ran out of memory
     └── LossScaleFloorError    (FloatingPointError)  the loss scale cannot be lowered any further
@@ -14,6 +16,8 @@ A caller's mistake that is known before the first batch is a plain `ValueError` 
 from __future__ import annotations
 
 __all__ = [
+    "CheckpointError",
+    "DamagedCheckpointError",
     "ForwardContractError",
     "GaveUpError",
     "GradientAccessError",
@@ -38,6 +42,26 @@ class NoGradientError(TrainingError, RuntimeError):
 
 class GradientAccessError(TrainingError, RuntimeError):
     """Gradients were asked for at a moment when they are not whole."""
+
+
+class CheckpointError(TrainingError, RuntimeError):
+    """A checkpoint could not be written, found or read; those already on disk are as they were."""
+
+
+class DamagedCheckpointError(CheckpointError):
+    """What is on disk is not what was written: a file is missing, cut short or altered, or it is no checkpoint at all.
+
+    Attributes:
+        path: of the checkpoint.
+        reason: the first thing that is wrong.
+    """
+
+    def __init__(self, path: str, reason: str) -> None:
+        self.path, self.reason = path, reason
+        super().__init__(f"checkpoint {path} is damaged: {reason}")
+
+    def __reduce__(self) -> tuple[type[DamagedCheckpointError], tuple[str, str]]:
+        return type(self), (self.path, self.reason)
 
 
 class NonFiniteError(TrainingError, FloatingPointError):

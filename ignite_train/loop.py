@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import logging
 import time
+import types
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from ignite.engine import Engine, EventEnum, Events, EventsList, RemovableEventHandle, State
 
 from ignite_train.arguments import nearest, shown
 from ignite_train.events import Event
 
-__all__ = ["Batches", "Loop"]
+__all__ = ["Batches", "Loop", "Stateful"]
 
 _END = object()
 
@@ -33,6 +34,17 @@ class Batches(Protocol):
         """Called once, when the pass ends: `whole` by itself or by a request, or else by an exception."""
 
 
+@runtime_checkable
+class Stateful(Protocol):
+    """What has a state to save."""
+
+    def state_dict(self) -> Any:
+        """The state, in plain types and tensors."""
+
+    def load_state_dict(self, state_dict: Any) -> Any:
+        """Takes it over."""
+
+
 class Loop(Engine):
     """An Ignite engine with the loop, the exceptions and the bookkeeping of epochs done again.
 
@@ -46,10 +58,17 @@ class Loop(Engine):
 
     Args:
         process: called with the engine and a batch; what it returns becomes `state.output`.
+
+    Attributes:
+        stateful: the attached handlers that have a state to save, by the name of their class.
+        when_over: called without arguments when a run is over, however it ended, after the last handler.
     """
 
     def __init__(self, process: Callable[[Any, Any], Any]) -> None:
         self._registered: set[str] = set()
+        self._last: list[Callable[..., Any]] = []
+        self.stateful: dict[str, Stateful] = {}
+        self.when_over: list[Callable[[], None]] = []
         super().__init__(process)
         self.logger = logging.getLogger("ignite_train")
         self.settled = True  # whether the running iteration has had its effect, and must not be done again
@@ -57,6 +76,7 @@ class Loop(Engine):
         self._iterating = False
         self._epoch_open = False  # EPOCH_STARTED has been reached and EPOCH_COMPLETED has not
         self._epoch_iteration = 0  # iterations of the open epoch that are done
+        self._ended = False  # the latest run has come to its closing events
 
     # --- events ---------------------------------------------------------------------------------------------------------
 
@@ -64,6 +84,28 @@ class Loop(Engine):
         """Adds events that can be fired; `event_to_attr` names the state attribute that their filters look at."""
         super().register_events(*event_names, event_to_attr=event_to_attr)
         self._registered |= {event.name if isinstance(event, EventEnum) else event for event in event_names}
+
+    def add_event_handler(self, event_name: Any, handler: Any, *args: Any, **kwargs: Any) -> RemovableEventHandle:
+        """As in Ignite. If `handler`, or the object whose method it is, has a state, it is listed in `stateful`."""
+        handle = super().add_event_handler(event_name, handler, *args, **kwargs)
+        for single in event_name if isinstance(event_name, EventsList) else [event_name]:
+            self._event_handlers[single].sort(key=lambda entry: entry[0] in self._last)
+        self._list_stateful(handler.__self__ if isinstance(handler, types.MethodType) else handler)
+        return handle
+
+    def append_event_handler(self, event: Event, handler: Callable[..., Any]) -> RemovableEventHandle:
+        """Adds a handler that runs after all others of `event`, also those attached later: for what saves their work."""
+        self._last.append(handler)
+        return self.add_event_handler(event, handler)
+
+    def _list_stateful(self, owner: Any) -> None:
+        if isinstance(owner, Stateful) and not isinstance(owner, (Engine, type)):
+            if any(owner is listed for listed in self.stateful.values()):
+                return
+            name, number = type(owner).__name__, 1
+            while (key := name if number == 1 else f"{name}-{number}") in self.stateful:
+                number += 1
+            self.stateful[key] = owner
 
     def prepend_event_handler(self, event: Event, handler: Callable[..., Any]) -> RemovableEventHandle:
         """Adds a handler that runs before all those already attached to `event`: for what others on it will read."""
@@ -109,11 +151,14 @@ class Loop(Engine):
         state, started = self.state, time.perf_counter()
         self.should_terminate = self.should_terminate_single_epoch = self.should_interrupt = False
         state.dataloader = data
-        self._running = True
+        self._running, self._ended = True, False
         try:
             self.fire_event(Events.STARTED)
-            while not self._stop_between_epochs() and not self._is_done(state):
+            unclosed = self._epoch_open  # its last iteration may have been done, and EPOCH_COMPLETED not
+            while not self._stop_between_epochs() and (unclosed or not self._is_done(state)):
+                unclosed = False
                 self._run_epoch(data)
+            self._ended = True
             state.times[Events.COMPLETED.name] = time.perf_counter() - started
             self._fire_closing_events()
         except BaseException as error:
@@ -125,6 +170,8 @@ class Loop(Engine):
         finally:
             self._running = self._iterating = False
             state.batch = None
+            for callback in self.when_over:
+                callback()
 
     def _refuse_nested_run(self) -> None:
         if self._running:

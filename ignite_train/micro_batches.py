@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from itertools import islice
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from ignite_train import distributed
 from ignite_train.arguments import one_of, positive_int
+from ignite_train.data_position import DataPosition
 
 __all__ = ["AccumulationSteps", "GroupedMicroBatches", "Uneven"]
 
@@ -55,7 +56,9 @@ class GroupedMicroBatches:
         elif not callable(accumulation_steps):
             positive_int("accumulation_steps", accumulation_steps)
 
-    def __call__(self, loader: Iterable[Any], *, epoch: int, first_update: int, skip: int) -> _Pass:
+    def __call__(
+        self, loader: Iterable[Any], *, epoch: int, first_update: int, skip: int, position: Mapping[str, Any]
+    ) -> _Pass:
         """Starts epoch `epoch` (1-based) over `loader`. Collective.
 
         Samplers with `set_epoch` are told `epoch - 1`, so that each epoch has its own order.
@@ -64,10 +67,11 @@ class GroupedMicroBatches:
             loader: this rank's micro-batches.
             epoch: number of the epoch.
             first_update: number of the epoch's first update (1-based).
-            skip: updates of this epoch that are done already: their micro-batches are read and dropped.
+            skip: updates of this epoch that are done already.
+            position: what `position` of the pass that did them gave; see `DataPosition`.
         """
         _set_epoch(loader, epoch - 1)
-        return _Pass(loader, lambda done: self._size(epoch, first_update + done), self._uneven, skip)
+        return _Pass(loader, lambda done: self._size(epoch, first_update + done), self._uneven, skip, position)
 
     def _size(self, epoch: int, update: int) -> int:
         if isinstance(self._steps, Sequence):
@@ -83,8 +87,14 @@ class GroupedMicroBatches:
 class _Pass:
     """One pass over a loader; `size(done)` says how many micro-batches the next group has after `done` groups."""
 
-    def __init__(self, loader: Iterable[Any], size: Callable[[int], int], uneven: str, skip: int) -> None:
+    def __init__(
+        self, loader: Iterable[Any], size: Callable[[int], int], uneven: str, skip: int, position: Mapping[str, Any]
+    ) -> None:
         self._size, self._done, self._position = size, 0, 0
+        self._place = DataPosition(loader)
+        self._place.find(position, skip)
+        if self._place.jumps:
+            self._done = skip
         self._announced = _length(loader)
         self._lengths = [int(length) for length in distributed.everyones(-1 if self._announced is None else self._announced)]
         self._against = -distributed.world_size() if uneven == "shortest" else 0
@@ -97,8 +107,9 @@ class _Pass:
         self._read = 0
         self._ended = False
         self._micro_batches = iter(loader)
-        for _ in range(skip):
-            self._take()
+        for _ in range(skip - self._done):
+            self._pass_over()
+        self._place.found()
         if self._looks_ahead:
             self._look_ahead()
 
@@ -108,6 +119,7 @@ class _Pass:
     def __next__(self) -> list[Any]:
         begin = self._position
         group = self._take()
+        self._place.note()
         if self.length is not None:
             self.widest = max(min(length, self._position) for length in self._lengths) - begin
         if not group and not self._fills_up:
@@ -116,6 +128,11 @@ class _Pass:
         if self._looks_ahead:
             self._look_ahead()
         return group
+
+    def position(self, done: int) -> dict[str, Any]:
+        """Where this rank stands after the first `done` groups of the epoch: all that were given, or all but the last."""
+        latest = done >= self._done
+        return self._place.saved(self._position if latest else self._position - self._size(done), latest=latest)
 
     def close(self, *, whole: bool) -> None:
         """Ends the pass and lets go of the loader; warns if the loader's length was not what it had said."""
@@ -141,6 +158,14 @@ class _Pass:
                 raise TypeError("the loader gave None for a micro-batch; leave it out, or fix the dataset or collate_fn")
         return group
 
+    def _pass_over(self) -> None:
+        """Counts a group that is done, and reads it if the loader has not found its place without."""
+        if self._place.reads_past:
+            self._take()
+            return
+        size = self._size(self._done)
+        self._done, self._position, self._read = self._done + 1, self._position + size, self._read + size
+
     def _look_ahead(self) -> None:
         self._ahead = list(islice(self._micro_batches, 1))
         self.more = 1 if self._ahead else self._against
@@ -155,7 +180,7 @@ class _Pass:
             )
         if min(self._lengths) < 0:
             return None
-        groups, rest = 0, min(self._lengths) if self._against else max(self._lengths)
+        groups, rest = self._done, min(self._lengths) if self._against else max(self._lengths)
         while rest > 0:
             rest -= self._size(groups)
             groups += 1

@@ -32,19 +32,28 @@ class ShardedSampler(Sampler[int]):
         self._seed = int(real_number("seed", seed, at_least=0))
         if self._seed != seed:
             raise ValueError(f"seed must be a whole number, got {seed!r}")
-        self._epoch = 0
+        self._epoch = self._start = 0
         self._rank, self._world_size = distributed.rank(), distributed.world_size()
 
     def set_epoch(self, epoch: int) -> None:
         """Chooses the order of the next pass; a trainer does so by itself."""
         self._epoch = epoch
 
+    def seek(self, samples: int) -> None:
+        """Has the next pass start after the first `samples` of the epoch's order, counted over all ranks.
+
+        Since the order does not depend on the number of ranks, another number of them can go on there: each sample that is
+        left is still used once.
+        """
+        self._start = min(samples, self._length)
+
     def __len__(self) -> int:
-        return len(range(self._rank, self._length, self._world_size))
+        return len(range(self._start + self._rank, self._length, self._world_size))
 
     def __iter__(self) -> Iterator[int]:
+        start, self._start = self._start, 0
         if not self._shuffle:
-            return iter(range(self._rank, self._length, self._world_size))
+            return iter(range(start + self._rank, self._length, self._world_size))
         generator = torch.Generator().manual_seed(self._seed * 1_000_003 + self._epoch)
         order = torch.randperm(self._length, generator=generator)
-        return iter(order[self._rank :: self._world_size].tolist())
+        return iter(order[start + self._rank :: self._world_size].tolist())

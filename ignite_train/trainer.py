@@ -96,13 +96,8 @@ def create_trainer(
     if max_grad_norm is not None:
         real_number("max_grad_norm", max_grad_norm, above=0)
     way = reduction_for(model, reduction)
-    if create_graph and distributed.world_size() > 1:
-        raise ValueError(
-            "create_graph must be False on several ranks: DistributedDataParallel's gradients have no graph; take second "
-            "derivatives inside forward with torch.autograd.grad(..., create_graph=True)"
-        )
-    if create_graph and compile:
-        raise ValueError("create_graph must be False with compile: torch.compile has no second derivatives")
+    if create_graph:
+        _check_second_order(compiled=bool(compile))
     compile_in_place(model, compile)
     device = next(model.parameters()).device
     gradients, statistics = Gradients(way.module, optimizer), Statistics(device)
@@ -124,7 +119,10 @@ def create_trainer(
         recovery=_recovery(on_out_of_memory, way, gradients, statistics),
         give_up_after=None if give_up_after is None else positive_int("give_up_after", give_up_after),
     )
-    return Trainer(update, GroupedMicroBatches(accumulation_steps, uneven))
+    steps = "a function" if callable(accumulation_steps) else accumulation_steps
+    settings = {"accumulation_steps": steps, "max_grad_norm": max_grad_norm, "precision": precision, "reduction": reduction}
+    parts = {"model": way.module, "optimizer": optimizer}
+    return Trainer(update, GroupedMicroBatches(accumulation_steps, uneven), parts, settings)
 
 
 def create_supervised_trainer(
@@ -237,6 +235,16 @@ def _check_scaling(loss_scaling: Any) -> LossScaling:
     if isinstance(loss_scaling, type) or not isinstance(loss_scaling, LossScaling):
         raise TypeError(f"loss_scaling must be a policy such as TorchLossScaling(), got {shown(loss_scaling)}")
     return loss_scaling
+
+
+def _check_second_order(*, compiled: bool) -> None:
+    if distributed.world_size() > 1:
+        raise ValueError(
+            "create_graph must be False on several ranks: DistributedDataParallel's gradients have no graph; take second "
+            "derivatives inside forward with torch.autograd.grad(..., create_graph=True)"
+        )
+    if compiled:
+        raise ValueError("create_graph must be False with compile: torch.compile has no second derivatives")
 
 
 def _check_model(model: Any) -> None:

@@ -81,6 +81,26 @@ def test_the_language_model_has_the_same_losses_on_two_processes(alone: str, tmp
     assert _losses(two) == pytest.approx(_losses(alone), rel=2e-5)
 
 
+def test_an_interrupted_language_model_goes_on(alone: str, tmp_path: Path) -> None:
+    """Ctrl-C, the same command again: it ends where an uninterrupted run ends; and once more: there is nothing to do."""
+    command = [sys.executable, str(EXAMPLES / "language_model.py"), *TINY, "--save-every", "1", "--log-dir", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("validation after update 3"):
+                process.send_signal(signal.SIGINT)
+                break
+        printed = process.communicate(timeout=TIMEOUT_SECONDS)[0]
+    (stopped,) = _numbers(r"stopped after update (\d+); the same command goes on from there", printed)
+    assert stopped < 6
+
+    again = _run("language_model.py", *TINY, "--save-every", "1", "--log-dir", str(tmp_path))
+    once_more = _run("language_model.py", *TINY, "--save-every", "1", "--log-dir", str(tmp_path))
+
+    assert _losses(again) == _losses(once_more) == _losses(alone)
+    assert "finished after" not in once_more
+
+
 def test_the_curve_is_drawn(alone: str, log_dir: Path, tmp_path: Path) -> None:
     """From the event files of a run."""
     picture = tmp_path / "docs" / "curve.png"

@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -57,14 +58,17 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def alone(script: Path) -> Result:
     """What one process comes to."""
     done = subprocess.run(
-        [sys.executable, script], env=environment(), capture_output=True, text=True, timeout=DEADLINE, check=False
+        [sys.executable, script], env=environment(script.parent), capture_output=True, text=True, timeout=DEADLINE, check=False
     )
     assert done.returncode == 0, done.stderr
     return results(done.stdout)[0]
 
 
-def environment(**more: str) -> dict[str, str]:
-    """Ours, without a launcher's and without GPUs; `torchrun` and `python` are those of this environment."""
+def environment(directory: Path, **more: str) -> dict[str, str]:
+    """Ours, without a launcher's and without GPUs; `torchrun` and `python` are those of this environment.
+
+    A run begins anew, in a new folder of `directory`.
+    """
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "PET_", "TORCHELASTIC_"))}
     for key in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         kept.pop(key, None)
@@ -73,6 +77,7 @@ def environment(**more: str) -> dict[str, str]:
         "PYTHONPATH": str(Path(ignite_train.__file__).parents[1]),
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
+        "RUN_DIR": tempfile.mkdtemp(dir=directory),
     }
     return {**kept, **paths, **more}
 
@@ -108,6 +113,7 @@ def run_agents(script: Path, endpoint: str, hosts: tuple[Host, Host]) -> list[Ag
     logs = [script.parent / f"{host.address}.{name}" for host in hosts for name in ("output", "errors")]
     deadline = time.monotonic() + DEADLINE
     with ExitStack() as stack:
+        shared = tempfile.mkdtemp(dir=script.parent)
         for number, host in enumerate(hosts):
             output, errors = (stack.enter_context(log.open("w")) for log in logs[2 * number : 2 * number + 2])
             settings = {
@@ -118,11 +124,12 @@ def run_agents(script: Path, endpoint: str, hosts: tuple[Host, Host]) -> list[Ag
                 "PET_LOCAL_ADDR": host.address,
                 "PET_RDZV_CONF": f"is_host={number == 0},join_timeout={DEADLINE:.0f}",
                 "RESTARTS": "0",
+                "RUN_DIR": shared,
                 "GLOO_SOCKET_IFNAME": host.interface,
             }
             process = subprocess.Popen(
                 [*host.prefix, "bash", str(TORCHRUN), str(script)],
-                env=environment(**settings),
+                env=environment(script.parent, **settings),
                 stdout=output,
                 stderr=errors,
                 start_new_session=True,
@@ -257,7 +264,7 @@ def test_each_task_of_slurm_is_a_rank(tmp_path: Path, status: int) -> None:
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("train.py", TASK)):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
-    settings = environment(SLURM_JOB_ID="123456", SLURM_JOB_NODELIST="node[7-8]")
+    settings = environment(tmp_path, SLURM_JOB_ID="123456", SLURM_JOB_NODELIST="node[7-8]")
     settings["PATH"] = f"{tmp_path}{os.pathsep}{settings['PATH']}"
     command = ["bash", str(SBATCH), str(tmp_path / "train.py"), "--steps 3", str(status)]
     done = subprocess.run(command, env=settings, capture_output=True, text=True, timeout=PATIENCE, check=False)

@@ -707,8 +707,8 @@ def test_pythons_generator_is_read_rarely(build, micro_batches, monkeypatch):
     reads, getstate = [], random.getstate
     monkeypatch.setattr(random, "getstate", lambda: reads.append(1) or getstate())
     _, _, trainer = build()
-    trainer.run(micro_batches, max_epochs=20)
-    assert len(reads) == 14  # in the updates 1, 2, 4, ... 64 to remember, and once after each of them to compare
+    trainer.run(micro_batches * 20)
+    assert len(reads) == 1 + 14  # as the epoch opens; in updates 1, 2, 4, ... 64 to remember, and after each of them to compare
 
 
 def test_skips_are_logged_rarely_but_always(caplog):

@@ -1,0 +1,300 @@
+"""Checkpoints that survive anything, and going on from them."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from ignite.engine import Events
+
+from ignite_train import distributed
+from ignite_train.arguments import nearest, one_of, positive_int, real_number, shown
+from ignite_train.commit import CheckpointDirectory
+from ignite_train.engine import Trainer
+from ignite_train.evaluator import Evaluator
+from ignite_train.loop import Stateful
+from ignite_train.manifest import Manifest
+from ignite_train.resumption import checkpoint_to_resume, differences, plain_config, read_agreed, versions
+from ignite_train.retention import Retention
+from ignite_train.run_state import RunState, capture
+from ignite_train.saving import Saver
+
+__all__ = ["Checkpoint"]
+
+_logger = logging.getLogger(__name__)
+_PATIENCE_SECONDS = 30.0  # for a save in flight, when the run breaks off
+
+
+class Checkpoint:
+    """Saves all that a run is made of, and brings it back: killed anywhere, a run goes on bitwise as if nothing had happened.
+
+    Saved are model, optimizer, loss scaling, counters, the place in the data, metrics, every handler attached to the trainer
+    or the evaluator that has a `state_dict`, the random generators of every rank (Python, NumPy, torch on the CPU and on
+    accelerators) and of the loader, and `to_save`. All ranks attach it alike; saving is collective, and so is `trainer.run`.
+
+    A checkpoint is a directory, `update-00000012`, that is renamed into place once each byte of it is on the disk, so it is
+    whole or not there; it is checked by its checksums when it is read, and an older one takes the place of one that is
+    damaged. It is taken after everything else that happens at the end of an update, an epoch or the run. The run waits only
+    for a copy of the state in the host's memory, which stays reserved; the rest is done by a thread, one save at a time. What
+    goes wrong is raised, on all ranks, at the next save or at the end.
+
+    Written by any number of ranks, it can be read by any other. Then a rank that was not there takes over what rank 0 had of
+    its own, with other random numbers. In the middle of an epoch that needs a `ResumableLoader`, and each sample is used once
+    all the same. Models sharded by `fully_shard` are written in shards and come back with any sharding, or none.
+
+    Nothing in a checkpoint is run when it is read: numbers, strings and tensors, no pickle. Do not share a directory between
+    runs, nor between machines that do not see the same files in it.
+
+    Args:
+        directory: of the checkpoints of this run.
+        every: save every so many updates.
+        every_seconds: save when the last one is so long ago, by the clock of rank 0.
+        every_epochs: save after every so many epochs; 1 if nothing else is given. The end of a run is always saved.
+        keep: how many of the newest stay.
+        keep_every: those whose update is a multiple of this stay for ever.
+        best: name of a metric of the evaluator. Whenever it is the best so far, that state is saved too.
+        mode: whether the best is the `"min"` or the `"max"`.
+        keep_best: how many of the best stay.
+        to_save: more objects with `state_dict` and `load_state_dict`, by name; the same on all ranks, so rank 0 writes them.
+        config: plain values; on resuming, what has changed is listed in the log.
+        asynchronous: False saves before the run goes on.
+        on_error: what happens when a save fails: `"raise"`, or `"warn"` and go on training. The old ones stay either way.
+
+    Attributes:
+        held_seconds: how long the latest save held the run.
+
+    Example:
+        >>> from ignite_train.handlers import Checkpoint
+        >>> trainer, directory = getfixture("trainer"), getfixture("tmp_path")
+        >>> checkpoint = Checkpoint(directory, every=3)
+        >>> checkpoint.attach(trainer)
+        >>> state = trainer.run(getfixture("loader"), max_epochs=1)
+        >>> checkpoint.latest.name
+        'update-00000004'
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        *,
+        every: int | None = None,
+        every_seconds: float | None = None,
+        every_epochs: int | None = None,
+        keep: int = 2,
+        keep_every: int | None = None,
+        best: str | None = None,
+        mode: Literal["min", "max"] = "min",
+        keep_best: int = 1,
+        to_save: Mapping[str, Stateful] | None = None,
+        config: Mapping[str, Any] | None = None,
+        asynchronous: bool = True,
+        on_error: Literal["raise", "warn"] = "raise",
+    ) -> None:
+        self.directory = Path(directory).absolute()
+        if self.directory.exists() and not self.directory.is_dir():
+            raise ValueError(f"directory must be a directory, or not be there yet, got the file {str(directory)!r}")
+        self.every = None if every is None else positive_int("every", every)
+        self.every_seconds = None if every_seconds is None else real_number("every_seconds", every_seconds, above=0)
+        self.every_epochs = None if every_epochs is None else positive_int("every_epochs", every_epochs)
+        if every is None and every_seconds is None and every_epochs is None:
+            self.every_epochs = 1
+        self.best = best
+        self.to_save = _checked_objects(to_save or {})
+        self.config = dict(config or {})
+        retention = Retention(
+            last=positive_int("keep", keep),
+            best=positive_int("keep_best", keep_best),
+            lower_is_better=one_of("mode", mode, ("min", "max")) == "min",
+            every=None if keep_every is None else positive_int("keep_every", keep_every),
+        )
+        warns = one_of("on_error", on_error, ("raise", "warn")) == "warn"
+        self.saver = Saver(self.directory, retention, asynchronous=asynchronous, warns=warns)
+        self.held_seconds = 0.0
+        self.num_words = 1
+        self._trainer: Trainer | None = None
+        self._evaluator: Evaluator | None = None
+        self._pending: RunState | None = None
+        self._score: tuple[int, float] | None = None  # the latest, and the update it is of
+        self._best: float | None = None
+        self._due = False
+        self._clock = time.monotonic()
+        self._saved: Any = None  # the moment that was saved last
+
+    @property
+    def latest(self) -> Path | None:
+        """The newest checkpoint that this process has committed or gone on from; None before."""
+        return self.saver.latest
+
+    def attach(self, trainer: Trainer, *, evaluator: Evaluator | None = None) -> None:
+        """Saves during each run of `trainer`, and lets `trainer.run` resume.
+
+        Args:
+            trainer: the trainer, with model and optimizer as they will be.
+            evaluator: whose metric decides what is `best`, and whose handlers are saved too.
+        """
+        if trainer.restorer is not None:
+            raise ValueError("a trainer must have one Checkpoint at most, got a second; give the first more cadences")
+        if self.best is not None and evaluator is None:
+            raise ValueError(f"best={self.best!r} needs an evaluator; pass attach(trainer, evaluator=...)")
+        trainer.restorer, self._trainer, self._evaluator = self, trainer, evaluator
+        if self.every_seconds is not None:
+            trainer.passengers.append(self)
+        if evaluator is not None and self.best is not None:
+            evaluator.append_event_handler(Events.COMPLETED, self._note_score)
+        trainer.prepend_event_handler(Events.STARTED, self._start)
+        trainer.append_event_handler(Events.STARTED, self._put_back)
+        trainer.append_event_handler(Events.EPOCH_STARTED, self._put_back_in_epoch)
+        trainer.append_event_handler(Events.ITERATION_COMPLETED, self._after_update)
+        trainer.append_event_handler(Events.EPOCH_COMPLETED, self._after_epoch)
+        for event in (Events.TERMINATE, Events.INTERRUPT, Events.COMPLETED):
+            trainer.append_event_handler(event, self._at_end)
+        trainer.add_event_handler(Events.EXCEPTION_RAISED, self._abandon)
+
+    # --- resuming ---------------------------------------------------------------------------------------------------------
+
+    def restore(self, resume: str | Path) -> None:
+        """Goes back to what `resume` says; see `Trainer.run`, which calls it. Collective.
+
+        Raises:
+            ValueError: `resume` is nothing that is known, or must not be `"never"`.
+            CheckpointError: there is no checkpoint, none is whole, or it is of another model.
+        """
+        trainer = self._attached()
+        self.saver.wait()
+        if resume in ("auto", "never") and (trainer.state.iteration or trainer.state.epoch):
+            return
+        root, names = checkpoint_to_resume(self.directory, resume)
+        if not names:
+            return
+        disk = self.saver.disk if root == self.directory else None
+        state, manifest, path = read_agreed(
+            root, names, disk, lambda stored: RunState(stored, trainer, self.to_save, self._evaluator_handlers())
+        )
+        state.restore()
+        self._pending, self.saver.latest = state, path
+        if distributed.is_main_rank():
+            self._report(path, manifest, state)
+
+    def _report(self, path: Path, manifest: Manifest, state: RunState) -> None:
+        changed = differences(manifest.config, plain_config(self.config, self._attached().settings))
+        before, now = manifest.versions, versions()
+        changed += [f"{name}: {before.get(name)} -> {now[name]}" for name in now if before.get(name) != now[name]]
+        if manifest.world_size != distributed.world_size():
+            changed.append(f"ranks: {manifest.world_size} -> {distributed.world_size()}")
+        notes = [f"going on from {path}: epoch {manifest.epoch}, update {manifest.update}"]
+        for note, names in (
+            ("changed since", changed),
+            ("begins anew, for it was not saved", state.fresh),
+            ("not used, for it is not attached", state.unused),
+        ):
+            if names:
+                notes.append(f"{note}: {', '.join(names)}")
+        _logger.log(logging.WARNING if len(notes) > 1 else logging.INFO, "; ".join(notes))
+
+    def _start(self, _trainer: Trainer) -> None:
+        """Before all other handlers of STARTED: what needs all ranks, and what is known of the scores."""
+        self.saver.prepare()
+        self._clock, self._due = time.monotonic(), False
+        if self.best is not None:
+            scan = CheckpointDirectory(self.directory, self.saver.disk).scan
+            found = scan()[0] if distributed.is_main_rank() else []
+            best = self.saver.retention.best_of([manifest for _, manifest in found])
+            self._best = distributed.gather_objects(best)[0]
+
+    def _put_back(self, trainer: Trainer) -> None:
+        """After all other handlers of STARTED; if an epoch goes on, after those of its EPOCH_STARTED, where metrics reset."""
+        if self._pending is not None and trainer.state_dict()["epoch_iteration"] == 0:
+            self._put_back_in_epoch()
+
+    def _put_back_in_epoch(self) -> None:
+        if self._pending is not None:
+            self._pending.restore_objects()
+            self._pending = None
+
+    # --- saving -----------------------------------------------------------------------------------------------------------
+
+    def words(self) -> Sequence[float]:
+        """See `Passenger`: whether it is time, by the clock of rank 0."""
+        late = self.every_seconds is not None and time.monotonic() - self._clock >= self.every_seconds
+        return [float(late and distributed.is_main_rank())]
+
+    def arrived(self, sums: list[float]) -> None:
+        """See `Passenger`."""
+        self._due = self._due or sums[0] > 0
+
+    def _note_score(self, evaluator: Evaluator) -> None:
+        metrics = evaluator.state.metrics
+        if self.best not in metrics:
+            hint = nearest(self.best, metrics)
+            raise ValueError(f"best must be one of the evaluator's metrics {sorted(metrics)}, got {self.best!r}{hint}")
+        score = float(metrics[self.best])
+        self._score = (self._attached().state.iteration, score)
+        if self.saver.retention.is_better(score, self._best):
+            self._best, self._due = score, True
+
+    def _after_update(self, trainer: Trainer) -> None:
+        if self._due or (self.every is not None and trainer.state.iteration % self.every == 0):
+            self.save()
+
+    def _after_epoch(self, trainer: Trainer) -> None:
+        if self._due or (self.every_epochs is not None and trainer.state.epoch % self.every_epochs == 0):
+            self.save()
+
+    def _at_end(self) -> None:
+        """Saves what was not saved yet, and waits until it is on the disk."""
+        if self._due or self._saved != self._moment():
+            self.save()
+        self.saver.wait()
+
+    def _abandon(self, _error: BaseException) -> None:
+        self.saver.abandon(_PATIENCE_SECONDS)
+
+    def save(self) -> None:
+        """Saves the run as it is: at the end of an update or an epoch, as the last thing there. Collective.
+
+        Raises:
+            CheckpointError: the save before failed, or some state is no plain value.
+        """
+        started = time.monotonic()
+        trainer = self._attached()
+        state = trainer.state
+        score = None if self._score is None or self._score[0] != state.iteration else self._score[1]
+        contents = capture(trainer, self.to_save, self._evaluator_handlers())
+        self.saver.save(
+            contents,
+            Manifest(
+                update=state.iteration,
+                epoch=state.epoch,
+                serial=0,
+                world_size=distributed.world_size(),
+                score=None if score is None or not math.isfinite(score) else score,
+                config=plain_config(self.config, trainer.settings),
+                versions=versions(),
+                files={},
+            ),
+        )
+        self._saved, self._due, self._clock = self._moment(), False, started
+        self.held_seconds = time.monotonic() - started
+
+    def _moment(self) -> tuple[Any, ...]:
+        state = self._attached().state_dict()
+        return state["iteration"], state["epochs_completed"], state["ended"]
+
+    def _attached(self) -> Trainer:
+        if self._trainer is None:
+            raise RuntimeError("attach(trainer) must be called first")
+        return self._trainer
+
+    def _evaluator_handlers(self) -> Mapping[str, Stateful]:
+        return {} if self._evaluator is None else self._evaluator.stateful
+
+
+def _checked_objects(objects: Mapping[str, Any]) -> dict[str, Stateful]:
+    for name, entry in objects.items():
+        if not isinstance(entry, Stateful):
+            raise TypeError(f"to_save[{name!r}] must have state_dict and load_state_dict, got {shown(entry)}")
+    return dict(objects)

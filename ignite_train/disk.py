@@ -1,0 +1,74 @@
+"""The few things that a checkpoint asks of a file system, each one call, so that a test can stand in for any of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+__all__ = ["Disk"]
+
+
+class Disk:
+    """A file system, as a checkpoint sees it. Nothing here follows a symbolic link in the last part of a path."""
+
+    def make_directory(self, path: Path) -> None:
+        """Makes a directory that was not there."""
+        path.mkdir()
+
+    def create(self, path: Path) -> int:
+        """Opens a new file for writing, and gives its descriptor."""
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
+
+    def write(self, descriptor: int, data: memoryview) -> None:
+        """Writes all of `data`."""
+        while len(data):
+            data = data[os.write(descriptor, data) :]
+
+    def sync(self, descriptor: int) -> None:
+        """Returns when what was written is on the disk."""
+        os.fsync(descriptor)
+
+    def close(self, descriptor: int) -> None:
+        """Closes a file."""
+        os.close(descriptor)
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Gives a directory a new name: at once, or not at all."""
+        source.rename(target)
+
+    def sync_directory(self, path: Path) -> None:
+        """Returns when the names in a directory are on the disk."""
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def remove_file(self, path: Path) -> None:
+        """Removes a file or a link."""
+        path.unlink()
+
+    def remove_directory(self, path: Path) -> None:
+        """Removes an empty directory."""
+        path.rmdir()
+
+    def names(self, path: Path) -> list[str]:
+        """What is in a directory, sorted."""
+        return sorted(os.listdir(path))  # noqa: PTH208
+
+    def remove_tree(self, path: Path) -> None:
+        """Removes a directory with the files in it; a link in it goes, what it points to stays."""
+        for name in self.names(path):
+            self.remove_file(path / name)
+        self.remove_directory(path)
+
+    def write_file(self, path: Path, parts: Iterator[memoryview]) -> None:
+        """Writes a new file, to the disk."""
+        descriptor = self.create(path)
+        try:
+            for part in parts:
+                self.write(descriptor, part)
+            self.sync(descriptor)
+        finally:
+            self.close(descriptor)

@@ -1,0 +1,62 @@
+"""How long a run may last: what its limits may be, and whether the data can last as long."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from ignite_train.arguments import positive_int
+from ignite_train.state import TrainState
+
+__all__ = ["checked_limits", "refuse_epoch_length", "refuse_used_iterator"]
+
+
+def refuse_used_iterator(loader: Iterable[Any], max_epochs: int | None, *, half_read: bool) -> None:
+    """An iterator can be gone through once.
+
+    Args:
+        loader: what a run is to train on.
+        max_epochs: how often it would be gone through.
+        half_read: whether the run goes on in the middle of it.
+
+    Raises:
+        TypeError: it is an iterator, and once is not enough.
+    """
+    if isinstance(loader, Iterator) and (half_read or (max_epochs or 1) > 1):
+        why = "is half read" if half_read else f"can be iterated once, not {max_epochs} times"
+        raise TypeError(f"data must be a loader, got an iterator ({type(loader).__name__}), which {why}; pass a DataLoader")
+
+
+def refuse_epoch_length(epoch_length: Any) -> None:
+    """It is in Ignite's signature of `run`, and not supported.
+
+    Raises:
+        ValueError: it is given.
+    """
+    if epoch_length is not None:
+        raise ValueError(
+            f"epoch_length must be None, got {epoch_length!r}: an epoch is one pass over the loader; for data without an end "
+            "pass max_iters and attach handlers to ITERATION_COMPLETED(every=...)"
+        )
+
+
+def checked_limits(state: TrainState, max_epochs: Any, max_iters: Any) -> tuple[int | None, int | None]:
+    """The limits of a run: those that are given, or those it had, or one epoch.
+
+    Raises:
+        TypeError: one is no integer.
+        ValueError: both are given, or one is below 1 or below what was trained already.
+    """
+    if max_epochs is not None and max_iters is not None:
+        raise ValueError(f"max_epochs and max_iters exclude each other, got {max_epochs!r} and {max_iters!r}; pass one")
+    if max_epochs is not None:
+        begun, limit = state.epoch, positive_int("max_epochs", max_epochs)
+        if limit < begun:
+            raise ValueError(f"max_epochs must not be below the {begun} epochs already begun, got {max_epochs}")
+        return limit, None
+    if max_iters is not None:
+        limit = positive_int("max_iters", max_iters)
+        if limit < state.iteration:
+            raise ValueError(f"max_iters must not be below the {state.iteration} updates already done, got {max_iters}")
+        return None, limit
+    return (1, None) if state.max_epochs is None and state.max_iters is None else (state.max_epochs, state.max_iters)

@@ -1,0 +1,167 @@
+"""Choosing the checkpoint to go on from: the newest that is whole, the same one on every rank."""
+
+from __future__ import annotations
+
+import logging
+import platform
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import ignite
+import numpy as np
+import torch
+
+from ignite_train import distributed
+from ignite_train.arguments import nearest
+from ignite_train.commit import CheckpointDirectory, together
+from ignite_train.disk import Disk
+from ignite_train.encoding import Encoder, decode
+from ignite_train.errors import CheckpointError, DamagedCheckpointError
+from ignite_train.manifest import MANIFEST, Manifest
+from ignite_train.stored import StoredCheckpoint
+
+__all__ = ["checkpoint_to_resume", "differences", "plain_config", "read_agreed", "versions"]
+
+_logger = logging.getLogger(__name__)
+_WORDS = ("auto", "must", "never")
+T = TypeVar("T")
+
+
+def checkpoint_to_resume(directory: Path, resume: str | Path) -> tuple[Path, list[str]]:
+    """Looks for what `resume` asks for, on rank 0. Collective.
+
+    Returns:
+        The directory to look into, and the names of the checkpoints in it, the newest first; none if the run is to begin anew.
+
+    Raises:
+        ValueError: `resume` is no word and no directory that exists; or it is `"never"`, and there are checkpoints.
+        CheckpointError: none is there, and it must.
+    """
+    if isinstance(resume, str) and resume in _WORDS:
+        root = directory
+    else:
+        root = Path(resume)
+        if not distributed.any_rank(root.is_dir()):
+            hint = nearest(resume, _WORDS)
+            raise ValueError(f"resume must be 'auto', 'must', 'never' or a directory that exists, got {str(resume)!r}{hint}")
+    names = together(distributed.gather_objects, "looking for checkpoints", lambda: _names(root) if _main() else [])[0]
+    if resume == "never" and names:
+        raise ValueError(
+            f"resume must not be 'never' where checkpoints are, got {len(names)} in {root}; go on with resume='auto', or "
+            "choose another directory"
+        )
+    if not names and resume != "auto" and resume != "never":
+        raise CheckpointError(f"there is no checkpoint in {root}, and resume={str(resume)!r} needs one")
+    return root if not (root / MANIFEST).exists() else root.parent, names
+
+
+def read_agreed(
+    root: Path, names: list[str], disk: Disk | None, read: Callable[[StoredCheckpoint], T]
+) -> tuple[T, Manifest, Path]:
+    """Reads the first of `names` that is whole for every rank. Collective.
+
+    If one is damaged, a warning says what is wrong with it, and the next older one is tried.
+
+    Args:
+        root: where they are.
+        names: the newest first.
+        disk: on which damaged ones are renamed, so that nobody stumbles over them again; None leaves them.
+        read: what each rank does with one; it changes nothing yet.
+
+    Raises:
+        CheckpointError: none is whole, or what is whole does not fit the run.
+    """
+    reasons = []
+    for name in names:
+        value, refused, damaged = _attempt(root / name, read)
+        outcomes = distributed.gather_objects((refused, damaged))
+        worst = next((outcome for outcome in outcomes if outcome != ("", "")), None)
+        if worst is None:
+            assert value is not None  # noqa: S101  # it was read
+            return *value, root / name
+        if worst[0]:
+            raise CheckpointError(worst[0])
+        reasons.append(worst[1])
+        if _main():
+            _logger.warning(f"{worst[1]}; an older one is tried")
+            if disk is not None:
+                CheckpointDirectory(root, disk).set_aside(name)
+    raise CheckpointError(f"no checkpoint in {root} is whole: {'; '.join(reasons)}")
+
+
+def plain_config(config: Any, settings: Any) -> Any:
+    """The user's configuration and how the trainer was made, as a tree for the manifest; what is not plain, as text."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {str(key): plain(entry) for key, entry in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [plain(entry) for entry in value]
+        return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+
+    return Encoder().encode({"config": plain(config), "trainer": plain(settings)}, ("config",))
+
+
+def differences(saved: Any, current: Any) -> list[str]:
+    """What differs between two trees of `plain_config`, a line each."""
+
+    def flat(tree: Any) -> dict[str, Any]:
+        lines: dict[str, Any] = {}
+
+        def walk(value: Any, path: str) -> None:
+            if isinstance(value, dict):
+                for key, entry in value.items():
+                    walk(entry, f"{path}.{key}" if path else str(key))
+            else:
+                lines[path] = value
+
+        walk(decode(tree, ("config",), _no_tensor), "")
+        return lines
+
+    before, now = flat(saved), flat(current)
+    keys = [key for key in {**before, **now} if repr(before.get(key)) != repr(now.get(key)) or (key in before) != (key in now)]
+    return [f"{key}: {_shown(before, key)} -> {_shown(now, key)}" for key in keys]
+
+
+def versions() -> dict[str, str]:
+    """Of what a run's numbers depend on."""
+    return {
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "pytorch-ignite": ignite.__version__,
+        "numpy": np.__version__,
+    }
+
+
+def _shown(values: dict[str, Any], key: str) -> str:
+    return repr(values[key]) if key in values else "nothing"
+
+
+def _no_tensor(key: str, _path: Any) -> Any:
+    raise ValueError(f"a configuration with a tensor, {key}")
+
+
+def _main() -> bool:
+    return distributed.is_main_rank()
+
+
+def _names(root: Path) -> list[str]:
+    """Rank 0: newest first, damaged ones (which are not known to be old) before the others."""
+    if root.is_dir() and root.stat().st_mode & stat.S_IWOTH:
+        _logger.warning(f"every user of this machine can write to {root}, and so replace what is loaded; chmod o-w it")
+    if (root / MANIFEST).exists():
+        return [root.name]
+    found, damaged = CheckpointDirectory(root, Disk()).scan()
+    return [Path(error.path).name for error in reversed(damaged)] + [name for name, _ in reversed(found)]
+
+
+def _attempt(path: Path, read: Callable[[StoredCheckpoint], T]) -> tuple[tuple[T, Manifest] | None, str, str]:
+    try:
+        with StoredCheckpoint(path) as stored:
+            return (read(stored), stored.manifest), "", ""
+    except DamagedCheckpointError as error:
+        return None, "", str(error)
+    except CheckpointError as error:
+        return None, str(error), ""

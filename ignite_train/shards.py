@@ -1,0 +1,87 @@
+"""Which part of a tensor a rank holds, and any part put together from the parts that others held."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+__all__ = ["Box", "Piece", "assemble", "local_box", "own_piece"]
+
+
+class Box(NamedTuple):
+    """A block of a tensor: where it starts and how long it is in each dimension."""
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    def overlap(self, other: Box) -> Box | None:
+        """What both have in common."""
+        starts = tuple(map(max, self.start, other.start))
+        ends = (min(a + m, b + n) for a, m, b, n in zip(*self, *other, strict=True))
+        shape = tuple(end - start for start, end in zip(starts, ends, strict=True))
+        return Box(starts, shape) if all(length > 0 for length in shape) else None
+
+    def slices(self, inside: Box) -> tuple[slice, ...]:
+        """Where this block is in one that holds it."""
+        offsets = (start - origin for start, origin in zip(self.start, inside.start, strict=True))
+        return tuple(slice(offset, offset + length) for offset, length in zip(offsets, self.shape, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The part of a tensor that one rank writes.
+
+    Attributes:
+        data: the numbers, on any device.
+        box: which part it is.
+        whole: the shape of the whole tensor.
+    """
+
+    data: Tensor
+    box: Box
+    whole: tuple[int, ...]
+
+
+def own_piece(tensor: Tensor, *, everything: bool) -> Piece | None:
+    """What this rank writes of `tensor`: a sharded one's own part, once; of any other all or nothing, as `everything` says."""
+    whole = tuple(tensor.shape)
+    if not isinstance(tensor, DTensor):
+        return Piece(tensor, Box((0,) * len(whole), whole), whole) if everything else None
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None or any(
+        placement.is_replicate() and place for placement, place in zip(tensor.placements, coordinate, strict=True)
+    ):
+        return None
+    local = tensor.to_local()
+    return Piece(local, local_box(tensor), whole) if local.numel() else None
+
+
+def local_box(tensor: DTensor) -> Box:
+    """The part of a sharded tensor that this rank holds."""
+    (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
+    return Box(tuple(chunk.offsets), tuple(chunk.sizes))
+
+
+def assemble(box: Box, dtype: torch.dtype, parts: Iterable[tuple[Box, Callable[[], Tensor]]]) -> Tensor:
+    """The numbers of `box`, from parts that do not overlap; only those that are needed are read.
+
+    Raises:
+        ValueError: the parts do not cover the box, or overlap.
+    """
+    result, covered = torch.empty(box.shape, dtype=dtype), 0
+    for part, read in parts:
+        if part == box:
+            return read()
+        common = box.overlap(part)
+        if common is not None:
+            result[common.slices(box)] = read()[common.slices(part)]
+            covered += math.prod(common.shape)
+    if covered != result.numel():
+        raise ValueError(f"its parts hold {covered} of {result.numel()} numbers")
+    return result

@@ -1,0 +1,158 @@
+"""One checkpoint on disk, read with every byte checked before anything is made of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ignite_train.encoding import DTYPES, MAX_NODES, decode
+from ignite_train.encoding import Path as StatePath
+from ignite_train.errors import DamagedCheckpointError
+from ignite_train.manifest import checked_json, read_file, read_manifest
+from ignite_train.shards import Box, assemble, local_box
+from ignite_train.tensor_files import Entry, TensorFile
+
+__all__ = ["Like", "StoredCheckpoint"]
+
+Like = Callable[[StatePath, tuple[int, ...]], DTensor | None]
+"""Gives the sharded tensor that the one stored at a path, with a shape, is read for; None: the whole tensor is wanted."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What one rank wrote."""
+
+    trees: dict[str, Any]
+    tensors: TensorFile
+
+
+def _whole(_path: StatePath, _shape: tuple[int, ...]) -> None:
+    """Every tensor is wanted whole."""
+
+
+class StoredCheckpoint:
+    """Reads a checkpoint. Close it, or use it in a `with`.
+
+    Whatever is wrong with it is a `DamagedCheckpointError`. What is asked for is read and checked; `verify` reads it all.
+
+    Args:
+        path: the checkpoint's directory.
+
+    Attributes:
+        manifest: what is known of it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.manifest = read_manifest(path)
+        self._parts: dict[int, _Part] = {}
+
+    def __enter__(self) -> StoredCheckpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes its files."""
+        for part in self._parts.values():
+            part.tensors.close()
+        self._parts.clear()
+
+    def names(self, rank: int = 0) -> list[str]:
+        """The objects that a rank wrote."""
+        return [*self._part(rank).trees]
+
+    def read(self, name: str, *, rank: int = 0, like: Like = _whole) -> Any:
+        """An object's state.
+
+        Args:
+            name: one of `names(rank)`.
+            rank: who wrote it.
+            like: for tensors that are to be sharded.
+        """
+        try:
+            return decode(self._part(rank).trees[name], (name,), lambda key, path: self._tensor(key, path, rank, like))
+        except (ValueError, TypeError, OSError, KeyError) as error:
+            raise self._damaged(error) from error
+
+    def verify(self) -> None:
+        """Reads every byte of it, and everything that was stored. Keeps one tensor in memory at a time."""
+        for rank in range(self.manifest.world_size):
+            part = self._part(rank)
+            try:
+                for key in part.tensors.entries:
+                    part.tensors.read(key)
+                for name, tree in part.trees.items():
+                    decode(tree, (name,), partial(self._placeholder, rank))
+            except (ValueError, TypeError, OSError, KeyError) as error:
+                raise self._damaged(error) from error
+
+    def _part(self, rank: int) -> _Part:
+        if rank not in self._parts:
+            try:
+                self._parts[rank] = self._open(rank)
+            except (ValueError, TypeError, OSError) as error:
+                raise self._damaged(error) from error
+        return self._parts[rank]
+
+    def _open(self, rank: int) -> _Part:
+        files, stem = self.manifest.files, f"rank-{rank:05d}"
+        index = checked_json(read_file(self.path / f"{stem}.json", files[f"{stem}.json"]))
+        if not isinstance(index, dict) or set(index) != {"objects", "tensors"}:
+            raise ValueError(f"{stem}.json is no index")
+        trees, tensors = index["objects"], index["tensors"]
+        if not isinstance(trees, dict) or not isinstance(tensors, dict) or len(tensors) > MAX_NODES:
+            raise ValueError(f"{stem}.json is no index")
+        entries = {key: Entry.from_json(values) for key, values in tensors.items()}
+        return _Part(trees, TensorFile(self.path / f"{stem}.bin", files[f"{stem}.bin"].size, entries))
+
+    def _tensor(self, key: str, path: StatePath, rank: int, likes: Like) -> Tensor:
+        entry, holders = self._find(key, rank)
+        like = likes(path, entry.whole)
+        box = Box((0,) * len(entry.whole), entry.whole) if like is None else local_box(like)
+        parts = ((file.entries[key].box, partial(file.read, key)) for file in holders)
+        try:
+            numbers = assemble(box, DTYPES[entry.dtype], parts)
+        except ValueError as error:
+            raise ValueError(f"{key}: {error}") from error
+        if like is None:
+            return numbers
+        mesh, placements = like.device_mesh, like.placements
+        return DTensor.from_local(
+            numbers.to(like.device), mesh, placements, run_check=False, shape=like.shape, stride=like.stride()
+        )
+
+    def _find(self, key: str, rank: int) -> tuple[Entry, list[TensorFile]]:
+        """An entry of the tensor, and the files that hold it: that of `rank` alone if it has the whole."""
+        own = self._part(rank).tensors
+        entry = own.entries.get(key)
+        if entry is not None and entry.shape == entry.whole:
+            return entry, [own]
+        files = [self._part(other).tensors for other in range(self.manifest.world_size)]
+        holders = [file for file in files if key in file.entries]
+        if len({(file.entries[key].dtype, file.entries[key].whole) for file in holders}) != 1:
+            raise ValueError(f"{key} is missing, or of several kinds")
+        return holders[0].entries[key], holders
+
+    def _placeholder(self, rank: int, key: str, _path: StatePath) -> Tensor:
+        """Stands for a tensor that was checked already: only its parts are looked for, and whether they are all there."""
+        entry, holders = self._find(key, rank)
+        held, whole = sum(math.prod(file.entries[key].shape) for file in holders), math.prod(entry.whole)
+        if held != whole:
+            raise ValueError(f"{key}: its parts hold {held} of {whole} numbers")
+        return torch.empty(0)
+
+    def _damaged(self, error: Exception) -> DamagedCheckpointError:
+        if isinstance(error, DamagedCheckpointError):
+            return error
+        reason = f"it has no {Path(error.filename).name}" if isinstance(error, FileNotFoundError) else str(error)
+        return DamagedCheckpointError(str(self.path), " ".join(reason.split()))
