@@ -22,9 +22,12 @@ class TrainingMetrics:
     - `"learning_rate"`: the one the latest update used (`"learning_rate/0"`, `"learning_rate/1"`, ... with several groups);
     - `"sample_size"`: mean per update; `"samples_per_second"`: the same (tokens, if those are what it counts) per second of
       fetching and training, without validation, checkpoints and other handlers;
+    - `"data_wait"`: the fraction of that time in which this rank waited for its loader, skipped updates included; if it is not
+      next to nothing, the loader needs more workers;
     - `"skipped"`: updates skipped since training began.
 
-    All of it comes from the statistics that the update reduces anyway: no collective of its own.
+    All of it comes from the statistics that the update reduces anyway, and the two times from this rank's clock: no collective
+    of its own.
 
     Example:
         >>> from ignite.engine import Events
@@ -32,11 +35,11 @@ class TrainingMetrics:
         >>> trainer = getfixture("trainer")
         >>> handle = TrainingMetrics().attach(trainer, Events.ITERATION_COMPLETED(every=2))
         >>> sorted(trainer.run(getfixture("loader"), max_epochs=1).metrics)  # doctest: +NORMALIZE_WHITESPACE
-        ['clipped', 'grad_norm', 'learning_rate', 'loss', 'sample_size', 'samples_per_second', 'skipped']
+        ['clipped', 'data_wait', 'grad_norm', 'learning_rate', 'loss', 'sample_size', 'samples_per_second', 'skipped']
     """
 
     def __init__(self) -> None:
-        self._fetch_started = 0.0
+        self._fetch_started = self._waited = 0.0
         self._sums: dict[str, float] = {}
         self._logs: dict[str, float] = {}
         self._clear()
@@ -47,6 +50,7 @@ class TrainingMetrics:
         What is left at the end of the run is published before other handlers of COMPLETED.
         """
         trainer.add_event_handler(Events.GET_BATCH_STARTED, self._start_clock)
+        trainer.prepend_event_handler(Events.GET_BATCH_COMPLETED, self._note_wait)
         trainer.prepend_event_handler(TrainEvents.STEP_COMPLETED | TrainEvents.STEP_SKIPPED, self._add)
         trainer.prepend_event_handler(Events.COMPLETED, self)
         return trainer.prepend_event_handler(event, self)
@@ -64,6 +68,7 @@ class TrainingMetrics:
             metrics["sample_size"] = samples / steps
             metrics["samples_per_second"] = samples / self._sums["seconds"]
             metrics |= {name: value / samples for name, value in self._logs.items()}
+        metrics["data_wait"] = self._sums["waited"] / self._sums["seconds"]
         if len(output.learning_rates) == 1:
             metrics["learning_rate"] = output.learning_rates[0]
         else:
@@ -80,18 +85,22 @@ class TrainingMetrics:
         self._sums, self._logs = dict(state_dict["sums"]), dict(state_dict["logs"])
 
     def _clear(self) -> None:
-        names = ("updates", "steps", "seconds", "loss", "sample_size", "grad_norm", "clipped")
+        names = ("updates", "steps", "seconds", "waited", "loss", "sample_size", "grad_norm", "clipped")
         self._sums = dict.fromkeys(names, 0.0)
         self._logs = {}
 
     def _start_clock(self) -> None:
         self._fetch_started = time.perf_counter()
 
+    def _note_wait(self) -> None:
+        self._waited = time.perf_counter() - self._fetch_started
+
     def _add(self, trainer: Trainer) -> None:
         output, sums = trainer.state.output, self._sums
         assert output is not None  # noqa: S101  # set before these events
         sums["updates"] += 1
         sums["seconds"] += time.perf_counter() - self._fetch_started
+        sums["waited"] += self._waited
         if output.applied:
             sums["steps"] += 1
             sums["loss"] += output.loss * output.sample_size

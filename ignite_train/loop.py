@@ -84,6 +84,10 @@ class Loop(Engine):
         """Adds events that can be fired; `event_to_attr` names the state attribute that their filters look at."""
         super().register_events(*event_names, event_to_attr=event_to_attr)
         self._registered |= {event.name if isinstance(event, EventEnum) else event for event in event_names}
+        for event in event_names:
+            self._event_handlers.setdefault(
+                event, []
+            )  # the key is what is fired, not an equal with a filter, and is found by identity
 
     def add_event_handler(self, event_name: Any, handler: Any, *args: Any, **kwargs: Any) -> RemovableEventHandle:
         """As in Ignite. If `handler`, or the object whose method it is, has a state, it is listed in `stateful`."""
@@ -119,7 +123,9 @@ class Loop(Engine):
         """Calls the handlers of `event_name`; without any it costs one look-up."""
         handlers = self._event_handlers.get(event_name)
         if handlers:
-            self._fire_event(event_name)
+            self.last_event_name = event_name
+            for entry in tuple(handlers):
+                _call(entry, (), {})
         elif handlers is None:
             self._assert_allowed_event(event_name)
             self._event_handlers[event_name] = []  # known from here on
@@ -288,4 +294,4 @@ def _call(entry: tuple[Any, tuple[Any, ...], dict[str, Any]], event_args: tuple[
     first: tuple[Any, ...] = ()
     if args and isinstance(args[0], weakref.ref):
         first, args = (args[0](),), args[1:]
-    handler(*first, *event_args, *args, **{**kwargs, **event_kwargs})
+    handler(*first, *event_args, *args, **(kwargs | event_kwargs if event_kwargs else kwargs))

@@ -95,7 +95,7 @@ class NoReduction(PlainReduction):
 
     def end(self, trainer: Trainer, statistics: Statistics, gradients: Gradients) -> float | Tensor:
         """The norm."""
-        statistics.pack(trainer.signals, trainer.passengers)
+        statistics.pack(trainer.signals, trainer.passengers, alone=True)
         return gradients.norm()
 
 

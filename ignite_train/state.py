@@ -82,7 +82,8 @@ class TrainState(State):
 
     def get_event_attrib_value(self, event_name: Any) -> int:
         """The counter that a filter on `event_name` looks at."""
-        if event_name not in self.event_to_attr:
+        attribute = self.event_to_attr.get(event_name)
+        if attribute is None:
             raise RuntimeError(f"{event_name} has no counter: attach to it without every=, once=, before= and after=")
-        value: int = getattr(self, self.event_to_attr[event_name])
+        value: int = getattr(self, attribute)
         return value

@@ -88,13 +88,23 @@ class Statistics:
         """Forgets what was added since `mark`."""
         self._sums, self._logs, self._count = mark
 
-    def pack(self, signals: Signals, passengers: Sequence[Passenger] = (), norm_squared: float | Tensor = 0.0) -> Tensor | None:
-        """The vector to sum over the ranks, in place; None where nobody needs it. Nothing may be added after it."""
+    def pack(
+        self,
+        signals: Signals,
+        passengers: Sequence[Passenger] = (),
+        norm_squared: float | Tensor = 0.0,
+        *,
+        alone: bool = False,
+    ) -> Tensor | None:
+        """The vector to sum over the ranks, in place; None where nobody needs it. Nothing may be added after it.
+
+        Whoever knows that there is one rank says so by `alone`: to ask costs as much as all the rest.
+        """
         self._norm_squared = norm_squared
         self._flags = (signals.stop, signals.stop_epoch, signals.more_data)
         self._passengers = passengers
         self._words = [float(word) for passenger in passengers for word in passenger.words()]
-        if distributed.world_size() > 1 or not self._on_host:
+        if not (self._on_host and (alone or distributed.world_size() == 1)):
             self._vector = self._as_vector()
         return self._vector
 

@@ -170,7 +170,7 @@ class Update:
         )
 
     def _learning_rates(self) -> tuple[float, ...]:
-        return tuple(float(group["lr"]) for group in self.optimizer.param_groups)
+        return tuple([float(group["lr"]) for group in self.optimizer.param_groups])
 
     def _reason_to_skip(self, size: float, loss: float, norm: float) -> SkippedReason | None:
         if size == 0:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 import logging
 import math
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -217,9 +218,33 @@ def test_training_metrics_go_on_in_the_middle_of_a_window() -> None:
     other.run(DATA, max_iters=2)
     half.load_state_dict(saved)
     metrics = other.run(DATA, max_iters=6).metrics
-    assert {k: v for k, v in metrics.items() if k != "samples_per_second"} == {
-        k: v for k, v in expected.items() if k != "samples_per_second"
-    }
+    timed = {"samples_per_second", "data_wait"}
+    assert {k: v for k, v in metrics.items() if k not in timed} == {k: v for k, v in expected.items() if k not in timed}
+
+
+def test_training_metrics_say_how_long_the_data_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that only loader, forward and a handler move, 3 of 4 seconds are spent waiting; the handler's do not count."""
+    clock = [100.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+
+    def take(seconds: float) -> None:
+        clock[0] += seconds
+
+    def loader() -> Iterator[Any]:
+        for batch in DATA:
+            take(3.0)
+            yield batch
+
+    def forward(model: nn.Module, micro_batch: Any) -> ForwardOutput:
+        take(1.0)
+        return cuts.forward(model, micro_batch)
+
+    trainer, _, _ = make(forward)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, take, 50.0)
+    TrainingMetrics().attach(trainer, Events.ITERATION_COMPLETED(every=2))
+    metrics = trainer.run(loader()).metrics
+    assert metrics["data_wait"] == 0.75
+    assert metrics["samples_per_second"] == metrics["sample_size"] / 4.0
 
 
 # --- Validation ---
