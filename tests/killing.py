@@ -28,9 +28,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
 import ignite_train.distributed
-from ignite_train import ForwardOutput, ResumableLoader, Trainer, create_evaluator, create_trainer
+from ignite_train import Evaluator, ForwardOutput, ResumableLoader, Trainer, create_evaluator, create_trainer
 from ignite_train.disk import Disk
-from ignite_train.handlers import Checkpoint, LearningRateSchedule, TensorBoard, TrainingMetrics, Validation
+from ignite_train.handlers import Checkpoint, LearningRateSchedule, StopOnSignal, TensorBoard, TrainingMetrics, Validation
 from ignite_train.manifest import is_checkpoint_name
 from ignite_train.retention import Retention
 from ignite_train.stored import StoredCheckpoint
@@ -68,6 +68,7 @@ class Job:
         every: updates between two checkpoints.
         asynchronous: whether a thread writes them.
         keeps_all: no checkpoint is ever removed.
+        grace_seconds: of a StopOnSignal; None: there is none.
     """
 
     directory: Path
@@ -77,6 +78,7 @@ class Job:
     every: int = 2
     asynchronous: bool = True
     keeps_all: bool = False
+    grace_seconds: float | None = None
 
     @property
     def checkpoints(self) -> Path:
@@ -86,7 +88,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Where a process stops, to be killed there: before the n-th operation of a phase in its life."""
+    """Where a process stops: before the n-th operation of a phase in its life. Training and validation are phases too."""
 
     rank: int
     phase: str
@@ -104,7 +106,7 @@ class Noisy(Dataset[Any]):
         return torch.arange(6) * 0.1 + index * 0.01 + 0.3 * noise, torch.tensor([(index % 7) * 0.2]), index
 
 
-def build(job: Job, rank: int) -> tuple[Trainer, Checkpoint, ResumableLoader, nn.Module, torch.optim.Optimizer]:
+def build(job: Job, rank: int) -> tuple[Trainer, Evaluator, Checkpoint, ResumableLoader, nn.Module, torch.optim.Optimizer]:
     """The job's trainer, with all that has a state attached to it."""
     random.seed(1 + rank)
     np.random.seed(1 + rank)
@@ -127,7 +129,9 @@ def build(job: Job, rank: int) -> tuple[Trainer, Checkpoint, ResumableLoader, nn
         checkpoint.saver.retention = KeepAll(last=1, best=1, lower_is_better=True, every=None)
     checkpoint.attach(trainer, evaluator=evaluator)
     loader = ResumableLoader(Noisy(), 4, shuffle=True, seed=3, num_workers=job.num_workers)
-    return trainer, checkpoint, loader, model, optimizer
+    if job.grace_seconds is not None:
+        StopOnSignal(grace_seconds=job.grace_seconds).attach(trainer)
+    return trainer, evaluator, checkpoint, loader, model, optimizer
 
 
 def forward(model: nn.Module, micro_batch: Any) -> ForwardOutput:
@@ -235,8 +239,10 @@ def _train(job: Job, rank: int, life: int, halt: Halt) -> None:
         return gather(value, group)
 
     ignite_train.distributed.gather_objects = halting_gather
-    trainer, checkpoint, loader, model, optimizer = build(job, rank)
+    trainer, evaluator, checkpoint, loader, model, optimizer = build(job, rank)
     checkpoint.saver.disk = HaltingDisk(halt)
+    trainer.add_event_handler(Events.ITERATION_STARTED, halt.before, "training")
+    evaluator.add_event_handler(Events.ITERATION_STARTED, halt.before, "validation")
     history = os.open(job.directory / f"history.{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     @trainer.on(Events.ITERATION_COMPLETED)
@@ -390,6 +396,13 @@ class Life:
         """Whether a process stands where it was to stop."""
         return (self.job.directory / f"halted.{self.number}").exists()
 
+    def send(self, number: signal.Signals, rank: int) -> None:
+        os.kill(self.processes[rank].pid or 0, number)
+
+    def release(self) -> None:
+        """Lets the process that stopped go on."""
+        (self.job.directory / f"released.{self.number}").touch()
+
     def over(self) -> bool:
         return not any(process.is_alive() for process in self.processes)
 
@@ -522,7 +535,7 @@ def _strike(life: Life, kill: Kill) -> bool:
     life.kill(kill.victims)
     life.processes[kill.victims[0]].join()
     if kill.stop is not None:
-        (job.directory / f"released.{life.number}").touch()
+        life.release()
     hit = life.processes[kill.victims[0]].exitcode == -signal.SIGKILL
     if hit and not kill.left_alone:
         life.kill(range(job.world_size))
