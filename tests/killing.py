@@ -13,6 +13,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
@@ -413,6 +414,22 @@ class Life:
             process.join(max(0.0, deadline - time.monotonic()))
         return [process.exitcode for process in self.processes]
 
+    def end_orphans(self) -> int:
+        """Waits until what the processes started is gone, and ends loader workers that torch has forgotten: how many.
+
+        A worker looks every five seconds whether it still has the parent that it had when it came to look first. If the
+        parent was killed before that, it stays for ever.
+        """
+        with suppress(AssertionError):
+            until(lambda: not self.started(), "all is gone", 20.0)
+        orphans = self.started()
+        for pid in orphans:
+            name = Path(f"/proc/{pid}/comm").read_text().strip()
+            assert name == "pt_data_worker", f"{name} was left over"
+            os.kill(pid, signal.SIGKILL)
+        until(lambda: not self.started(), "all is gone")
+        return len(orphans)
+
     def started(self) -> list[int]:
         """What the processes have started and is still there."""
         sessions = {process.pid for process in self.processes}
@@ -427,10 +444,10 @@ class Life:
         return found
 
 
-def until(condition: Callable[[], Any], what: str) -> None:
-    deadline = time.monotonic() + DEADLINE
+def until(condition: Callable[[], Any], what: str, seconds: float = DEADLINE) -> None:
+    deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, f"{what}: not within {DEADLINE} s"
+        assert time.monotonic() < deadline, f"{what}: not within {seconds} s"
         time.sleep(0.005)
 
 
@@ -481,6 +498,7 @@ class Toll:
     equal: int = 0
     lives: int = 0
     redone: int = 0
+    orphans: int = 0
     by_victims: Counter[str] = field(default_factory=Counter)
     by_place: Counter[str] = field(default_factory=Counter)
 
@@ -501,7 +519,7 @@ def endure(jobs: Iterator[Job], plan: Sequence[Kill], reference: Callable[[Job],
             with Life(job, number, kill.stop if kill else None) as life:
                 hit = kill is not None and _strike(life, kill)
                 statuses = life.wait()
-                until(lambda: not life.started(), "what the processes started is gone")
+                toll.orphans += life.end_orphans()
                 toll.lives += 1
                 finished = not hit and statuses == [0] * job.world_size
                 assert finished or hit, f"life {number} ended by itself with {statuses}"

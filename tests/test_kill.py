@@ -86,6 +86,7 @@ def report(toll: Toll, seconds: float) -> None:
         ("runs", f"{toll.runs}, started again {toll.lives - toll.runs} times"),
         ("runs that ended bitwise equal", f"{toll.equal}"),
         ("updates done twice", f"{toll.redone}"),
+        ("loader workers that had to be ended", f"{toll.orphans}"),
         ("seconds", f"{seconds:.0f}"),
     ]
     table = "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)])
