@@ -519,6 +519,7 @@ def endure(jobs: Iterator[Job], plan: Sequence[Kill], reference: Callable[[Job],
             with Life(job, number, kill.stop if kill else None) as life:
                 hit = kill is not None and _strike(life, kill)
                 statuses = life.wait()
+                assert None not in statuses, f"a rank outlives the other, {statuses}"
                 toll.orphans += life.end_orphans()
                 toll.lives += 1
                 finished = not hit and statuses == [0] * job.world_size
@@ -555,7 +556,8 @@ def _strike(life: Life, kill: Kill) -> bool:
     if kill.stop is not None:
         life.release()
     hit = life.processes[kill.victims[0]].exitcode == -signal.SIGKILL
-    if hit and not kill.left_alone:
+    have_met = all(life.trail(rank) for rank in range(job.world_size))  # or else they wait for one another for minutes
+    if hit and not (kill.left_alone and have_met):
         life.kill(range(job.world_size))
     return hit
 

@@ -60,10 +60,10 @@ def test_killed_anywhere_one_process_ends_bitwise_with_any_number_of_workers(
 @pytest.mark.nightly
 @pytest.mark.timeout(3000)
 def test_two_hundred_kills(tmp_path: Path, reference: References) -> None:
-    """What docs/reliability.md reports; the loader has workers in each third job."""
+    """What docs/reliability.md reports; the loader has workers in each sixth job."""
     started, plan = time.monotonic(), kills(200, seed=int(datetime.now(UTC).timestamp()))
     various = (
-        Job(job.directory, num_workers=2 * (number % 3 == 2), every=job.every, asynchronous=job.asynchronous)
+        Job(job.directory, num_workers=2 * (number % 6 == 5), every=job.every, asynchronous=job.asynchronous)
         for number, job in enumerate(jobs(tmp_path))
     )
     toll = endure(various, plan, reference)
@@ -123,6 +123,17 @@ def test_nothing_is_removed_before_the_next_is_committed(tmp_path: Path, stop: S
         assert "prune" not in life.trail(0)
     whole = [path for path in job.checkpoints.iterdir() if is_checkpoint_name(path.name)]
     assert [stored(path)[0][0] for path in whole] == [1]
+
+
+def test_no_more_stay_than_were_asked_for(tmp_path: Path) -> None:
+    """The newest and the best, each time that a save is begun."""
+    job = Job(tmp_path, world_size=1, epochs=1, every=1)
+    with Life(job, 0, Stop(0, "rename", 7)) as life:  # the fourth save
+        until(life.halted, "the fourth save")
+        assert [stored(path)[0][0] for path in job.checkpoints.iterdir() if is_checkpoint_name(path.name)] == [3]
+        life.release()
+        assert life.wait() == [0], life.stderr()
+    assert [stored(path)[0] for path in job.checkpoints.iterdir()] == [(7, 1, True)]
 
 
 def test_a_finished_run_that_is_started_again_removes_what_a_kill_has_left(tmp_path: Path) -> None:
