@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 def checkpoint_to_resume(directory: Path, resume: str | Path) -> tuple[Path, list[str]]:
-    """Looks for what `resume` asks for, on rank 0. Collective.
+    """Looks for what `resume` asks for, on rank 0, and tidies the run's own directory. Collective.
 
     Returns:
         The directory to look into, and the names of the checkpoints in it, the newest first; none if the run is to begin anew.
@@ -41,6 +41,8 @@ def checkpoint_to_resume(directory: Path, resume: str | Path) -> tuple[Path, lis
     """
     if isinstance(resume, str) and resume in _WORDS:
         root = directory
+        if _main():
+            _tidy(root)
     else:
         root = Path(resume)
         if not distributed.any_rank(root.is_dir()):
@@ -155,6 +157,15 @@ def _names(root: Path) -> list[str]:
         return [root.name]
     found, damaged = CheckpointDirectory(root, Disk()).scan()
     return [Path(error.path).name for error in reversed(damaged)] + [name for name, _ in reversed(found)]
+
+
+def _tidy(root: Path) -> None:
+    """Removes what an earlier process was killed at. Saving does that too, but a run that is finished saves no more."""
+    try:
+        if root.is_dir():
+            CheckpointDirectory(root, Disk()).tidy()
+    except OSError as error:
+        _logger.warning(f"what an earlier process has left in {root} could not be removed: {error}")
 
 
 def _attempt(path: Path, read: Callable[[StoredCheckpoint], T]) -> tuple[tuple[T, Manifest] | None, str, str]:

@@ -20,6 +20,7 @@ from tqdm import tqdm
 import cuts
 from ignite_train import FairseqLossScaling, ForwardOutput, Trainer, TrainEvents, create_evaluator, create_trainer
 from ignite_train.handlers import (
+    Checkpoint,
     EmptyCache,
     LearningRateSchedule,
     LossScaleLogger,
@@ -454,3 +455,98 @@ def test_tensorboard_has_the_end_of_the_run(tmp_path: Path) -> None:
     events = EventAccumulator(str(tmp_path))
     events.Reload()
     assert [scalar.step for scalar in events.Scalars("loss")] == [2, 4, 5]
+
+
+class Killed(BaseException):
+    """Stands for the end of a process."""
+
+
+def scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:
+    """All points as TensorBoard shows them, but for those that depend on the clock."""
+    events = EventAccumulator(str(directory))
+    events.Reload()
+    tags = [tag for tag in events.Tags()["scalars"] if tag != "samples_per_second"]
+    return {tag: [(scalar.step, scalar.value) for scalar in events.Scalars(tag)] for tag in tags}
+
+
+def train_with_tensorboard(directory: Path, *, every: int, killed_at: Any = None) -> None:
+    """Two epochs of six updates with points at every update and after each epoch; flushes what it wrote when it is killed."""
+    trainer, model, _ = make()
+    evaluator = create_evaluator(model, cuts.forward)
+    Validation(evaluator, DATA).attach(trainer)
+    tensorboard = TensorBoard(directory / "points")
+    tensorboard.attach(trainer, Events.ITERATION_COMPLETED(every=1), evaluator=evaluator)
+    TrainingMetrics().attach(trainer, Events.ITERATION_COMPLETED(every=1))
+    Checkpoint(directory / "checkpoints", every=every, asynchronous=False).attach(trainer)
+    if killed_at is not None:
+
+        @trainer.on(killed_at)
+        def die() -> None:
+            raise Killed
+
+        with pytest.raises(Killed):
+            trainer.run(DATA, max_epochs=2)
+    else:
+        trainer.run(DATA, max_epochs=2)
+
+
+@pytest.mark.parametrize(
+    ("every", "killed_at"),
+    [
+        (2, Events.ITERATION_STARTED(once=2)),  # no checkpoint yet: begins anew
+        (2, Events.ITERATION_STARTED(once=4)),  # one point after the checkpoint
+        (3, Events.EPOCH_COMPLETED(once=1)),  # the checkpoint of update 6 has no validation, the points do
+        (4, Events.ITERATION_STARTED(once=8)),
+        (6, Events.ITERATION_STARTED(once=7)),
+        (6, Events.COMPLETED),
+    ],
+)
+def test_tensorboard_shows_each_point_once_when_a_run_goes_on(tmp_path: Path, every: int, killed_at: Any) -> None:
+    """What was written after the checkpoint and is written again is hidden; what was written before it is there."""
+    train_with_tensorboard(tmp_path / "whole", every=every)
+    expected = scalars(tmp_path / "whole/points")
+    assert [step for step, _ in expected["loss"]] == [*range(1, 13)]
+    assert [step for step, _ in expected["validation/loss"]] == [6, 12]
+    train_with_tensorboard(tmp_path / "killed", every=every, killed_at=killed_at)
+    train_with_tensorboard(tmp_path / "killed", every=every)
+    assert scalars(tmp_path / "killed/points") == expected
+
+
+class HoldingLogger:
+    """Its writer keeps what it is given until it is flushed, as a queue does when a process is killed."""
+
+    def __init__(self, **_options: Any) -> None:
+        self.writer, self.held, self.flushed = self, [], []
+        HoldingLogger.made = self
+
+    made: ClassVar[Any] = None
+
+    def add_scalar(self, name: str, _value: float, update: int) -> None:
+        self.held.append((name, update))
+
+    def flush(self) -> None:
+        self.flushed, self.held = self.flushed + self.held, []
+
+
+def test_tensorboard_has_what_was_written_before_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once it is committed, whatever happens: SIGKILL asks nobody to flush."""
+    monkeypatch.setattr("ignite_train.handlers.tensorboard.TensorboardLogger", HoldingLogger)
+    trainer, _, _ = make()
+    TensorBoard(tmp_path / "points").attach(trainer, Events.ITERATION_COMPLETED(every=1))
+    TrainingMetrics().attach(trainer, Events.ITERATION_COMPLETED(every=1))
+    checkpoint, seen = Checkpoint(tmp_path / "checkpoints", every=3, asynchronous=False), []
+    checkpoint.attach(trainer)
+
+    @trainer.on(Events.ITERATION_STARTED(once=6))
+    def look() -> None:
+        seen.append([update for name, update in HoldingLogger.made.flushed if name == "loss"])
+
+    trainer.run(DATA, max_epochs=1)
+    assert seen == [[1, 2, 3]]
+
+
+def test_tensorboard_has_no_file_of_a_run_that_does_nothing(tmp_path: Path) -> None:
+    """A finished run that is started again leaves no trace."""
+    for _ in range(2):
+        train_with_tensorboard(tmp_path, every=4)
+    assert len(list((tmp_path / "points").iterdir())) == 1
