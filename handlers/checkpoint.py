@@ -13,7 +13,7 @@ from ignite.engine import Events
 
 from ignite_train import distributed
 from ignite_train.arguments import nearest, one_of, positive_int, real_number, shown
-from ignite_train.commit import CheckpointDirectory
+from ignite_train.commit import CheckpointDirectory, together
 from ignite_train.engine import Trainer
 from ignite_train.evaluator import Evaluator
 from ignite_train.loop import Stateful
@@ -174,7 +174,7 @@ class Checkpoint:
         state, manifest, path = read_agreed(
             root, names, disk, lambda stored: RunState(stored, trainer, self.to_save, self._evaluator_handlers())
         )
-        state.restore()
+        together(distributed.gather_objects, f"going on from {path}", state.restore)
         self._pending, self.saver.latest = state, path
         if distributed.is_main_rank():
             self._report(path, manifest, state)

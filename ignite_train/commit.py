@@ -21,11 +21,13 @@ from ignite_train.disk import Disk
 from ignite_train.errors import CheckpointError, DamagedCheckpointError
 from ignite_train.manifest import (
     MANIFEST,
+    MAX_INDEX_BYTES,
     FileRecord,
     Manifest,
     checkpoint_name,
     compact_json,
     is_checkpoint_name,
+    parse_manifest,
     read_manifest,
     seal,
 )
@@ -96,14 +98,19 @@ class CheckpointDirectory:
         return sorted(found, key=lambda entry: entry[1].serial), damaged
 
     def tidy(self) -> None:
-        """Removes what a save that was cut short, or a removal, has left."""
+        """Removes what a save that was cut short, or a removal, has left; what cannot be removed is in nobody's way."""
         for name in self.disk.names(self.path):
             if name.startswith((_UNFINISHED, _REMOVED)):
-                self.disk.remove_tree(self.path / name)
+                try:
+                    self.disk.remove_tree(self.path / name)
+                except OSError as error:
+                    _logger.warning(f"what an earlier save left could not be removed: {error}")
 
     def begin(self) -> str:
         """Makes a directory for the files of a new checkpoint, and gives its name."""
-        self.path.mkdir(parents=True, exist_ok=True)
+        for path in reversed([path for path in (self.path, *self.path.parents) if not path.exists()]):
+            self.disk.make_directory(path)
+            self.disk.sync_directory(path.parent)  # a checkpoint is as durable as the way to it
         self.tidy()
         name = f"{_UNFINISHED}{os.urandom(6).hex()}"
         self.disk.make_directory(self.path / name)
@@ -124,7 +131,9 @@ class CheckpointDirectory:
                 )
         found, _ = self.scan()
         manifest = replace(manifest, serial=1 + max((other.serial for _, other in found), default=0))
-        self.disk.write_file(directory / MANIFEST, iter([memoryview(seal(manifest))]))
+        sealed = seal(manifest)
+        parse_manifest(sealed)  # what no reader would take must not be committed
+        self.disk.write_file(directory / MANIFEST, iter([memoryview(sealed)]))
         self.disk.sync_directory(directory)
         copy, taken = 0, set(self.disk.names(self.path))
         while (name := checkpoint_name(manifest.update, copy)) in taken:
@@ -187,6 +196,8 @@ def _write(directory: CheckpointDirectory, unfinished: str, contents: Contents) 
     stem, disk, path = f"rank-{distributed.rank():05d}", directory.disk, directory.path / unfinished
     entries = write_tensors(disk, path / f"{stem}.bin", contents.pieces)
     index = compact_json({"objects": contents.trees, "tensors": {key: entry.as_json() for key, entry in entries.items()}})
+    if len(index) > MAX_INDEX_BYTES:
+        raise CheckpointError(f"the state has {len(index)} bytes beside its tensors, {MAX_INDEX_BYTES} at most; use tensors")
     disk.write_file(path / f"{stem}.json", iter([memoryview(index)]))
     return {
         f"{stem}.bin": FileRecord(sum(entry.num_bytes for entry in entries.values()), None),

@@ -58,9 +58,12 @@ class Disk:
         return sorted(os.listdir(path))  # noqa: PTH208
 
     def remove_tree(self, path: Path) -> None:
-        """Removes a directory with the files in it; a link in it goes, what it points to stays."""
+        """Removes whatever has this name, a directory with all that is in it; a link goes, what it points to stays."""
+        if path.is_symlink() or not path.is_dir():
+            self.remove_file(path)
+            return
         for name in self.names(path):
-            self.remove_file(path / name)
+            self.remove_tree(path / name)
         self.remove_directory(path)
 
     def write_file(self, path: Path, parts: Iterator[memoryview]) -> None:

@@ -68,7 +68,7 @@ class Encoder:
             return None if value is None else bool(value)
         if isinstance(value, (int, np.integer)):
             return int(value)
-        if isinstance(value, (float, np.floating)):
+        if isinstance(value, (float, np.floating)) and not isinstance(value, np.longdouble):
             return float(value) if math.isfinite(value) else {"float": str(float(value))}
         if isinstance(value, str):
             return str(value)
@@ -78,19 +78,18 @@ class Encoder:
 
     def _encode_container(self, value: Any, path: Path) -> Any:
         if isinstance(value, Mapping):
-            items = value.items()
-            pairs = [[self.encode(key, (*path, "key")), self.encode(entry, (*path, key))] for key, entry in items]
-            return {"dict": pairs}
+            return {"dict": [[self._encode_key(key, path), self.encode(entry, (*path, key))] for key, entry in value.items()]}
         if type(value) is list:
             return [self.encode(entry, (*path, index)) for index, entry in enumerate(value)]
         if type(value) in (tuple, torch.Size):
             return {"tuple": [self.encode(entry, (*path, index)) for index, entry in enumerate(value)]}
         if isinstance(value, (set, frozenset)):
-            return {"set": [self.encode(entry, (*path, index)) for index, entry in enumerate(sorted(value, key=repr))]}
+            kind, entries = "set" if isinstance(value, set) else "frozenset", sorted(value, key=repr)
+            return {kind: [self.encode(entry, (*path, index)) for index, entry in enumerate(entries)]}
         if isinstance(value, (bytes, bytearray)):
             return {"bytes": base64.b64encode(value).decode()}
         if isinstance(value, complex):
-            return {"complex": [self.encode(part, path) for part in (value.real, value.imag)]}
+            return {"complex": [self.encode(part, (*path, index)) for index, part in enumerate((value.real, value.imag))]}
         if isinstance(value, torch.dtype):
             return {"dtype": dtype_name(value)}
         raise CheckpointError(
@@ -98,11 +97,17 @@ class Encoder:
             "and lists, tuples, sets and dicts of them"
         )
 
+    def _encode_key(self, key: Any, path: Path) -> Any:
+        if isinstance(key, Tensor):
+            raise CheckpointError(f"{path_name(path)} cannot be stored: a tensor is a key in it; use numbers or strings")
+        return self.encode(key, (*path, "key"))
+
     def _encode_tensor(self, value: Any, path: Path) -> Any:
         if isinstance(value, np.ndarray):
-            if value.dtype.hasobject or value.dtype.kind not in "biufc":
-                raise CheckpointError(f"{path_name(path)} cannot be stored: an array of {value.dtype}; use numbers")
-            return {"array": self._keep(torch.from_numpy(np.ascontiguousarray(value)).reshape(value.shape), path)}
+            if value.dtype.name not in DTYPES or isinstance(value, np.ma.MaskedArray):
+                raise CheckpointError(f"{path_name(path)} cannot be stored: an array of {value.dtype}, or masked; use numbers")
+            array = np.require(value, value.dtype.newbyteorder("="), ["C", "W"])
+            return {"array": self._keep(torch.from_numpy(array).reshape(value.shape), path)}
         tensor = value.detach()
         if tensor.layout is not torch.strided or tensor.is_meta or dtype_name(tensor.dtype) not in DTYPES:
             raise CheckpointError(f"{path_name(path)} cannot be stored: a tensor that is sparse, quantized or without data")
@@ -112,9 +117,11 @@ class Encoder:
 
     def _keep(self, tensor: Tensor, path: Path) -> str:
         name = path_name(path)
+        if name in self.tensors:
+            raise CheckpointError(f"{name} cannot be stored: two values have this name; use other keys")
         if tensor.numel() and not isinstance(tensor, DTensor):
-            identity = (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
-            name = self._met.setdefault(identity, name)
+            place = (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+            name = self._met.setdefault((*place, tensor.is_conj(), tensor.is_neg()), name)
         self.tensors[name] = tensor
         return name
 
@@ -129,6 +136,7 @@ def decode(tree: Any, path: Path, tensor: Callable[[str, Path], Tensor]) -> Any:
 
     Raises:
         ValueError: it is no such tree, or it is too large or too deep.
+        TypeError: something in it cannot be a key, an entry of a set, or an array.
     """
     return _Decoder(tensor).decode(tree, path)
 
@@ -151,9 +159,8 @@ class _Decoder:
         ((kind, content),) = tree.items()
         if kind == "dict":
             return self._decode_dict(content, path)
-        if kind in ("tuple", "set", "complex"):
-            entries = self.decode(content, path)
-            return tuple(entries) if kind == "tuple" else set(entries) if kind == "set" else complex(*entries)
+        if kind in ("tuple", "set", "frozenset", "complex"):
+            return self._decode_sequence(kind, content, path)
         if not isinstance(content, str):
             raise ValueError(f"{path_name(path)} is no value")
         if kind in ("tensor", "array"):
@@ -167,12 +174,24 @@ class _Decoder:
             return DTYPES[content]
         raise ValueError(f"{path_name(path)} is of the unknown kind {kind!r:.40}")
 
+    def _decode_sequence(self, kind: str, content: Any, path: Path) -> Any:
+        if not isinstance(content, list):
+            raise ValueError(f"{path_name(path)} is no {kind}")
+        entries = [self.decode(entry, (*path, index)) for index, entry in enumerate(content)]
+        if kind == "complex":
+            if [type(entry) for entry in entries] != [float, float]:
+                raise ValueError(f"{path_name(path)} is no complex number")
+            return complex(*entries)
+        make: Callable[[list[Any]], Any] = {"tuple": tuple, "set": set, "frozenset": frozenset}[kind]
+        return make(entries)
+
     def _decode_dict(self, pairs: Any, path: Path) -> dict[Any, Any]:
+        if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+            raise ValueError(f"{path_name(path)} is no dict")
         result: dict[Any, Any] = {}
-        for pair in pairs:
-            key, value = pair
-            key = self.decode(key, (*path, "key"))
-            if isinstance(key, (list, dict)) or key in result:
+        for tree, value in pairs:
+            key = self.decode(tree, (*path, "key"))
+            if isinstance(key, Tensor) or key in result:
                 raise ValueError(f"{path_name(path)} has a key twice, or one that is none")
             result[key] = self.decode(value, (*path, key))
         return result

@@ -24,7 +24,14 @@ def generator_states(*, accelerators: bool = True) -> dict[str, Any]:
 
 
 def restore_generators(states: Mapping[str, Any]) -> None:
-    """Goes back to `states`; accelerators of which nothing is in it are left alone."""
+    """Goes back to `states`; accelerators of which nothing is in it are left alone.
+
+    Raises:
+        ValueError: NumPy's is none. NumPy would take it, and read beyond its table at the next draw.
+    """
+    position = states["numpy"]["state"].get("pos", 0)
+    if type(position) is not int or not 0 <= position <= len(states["numpy"]["state"].get("key", ())):
+        raise ValueError(f"the state of NumPy's generator has the position {position!r:.40}, which cannot be")
     version, internal, gauss = states["python"]
     random.setstate((version, tuple(internal), gauss))
     np.random.set_state(states["numpy"])

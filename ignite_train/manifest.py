@@ -5,23 +5,28 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 import zlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ignite_train.encoding import decode
 from ignite_train.errors import DamagedCheckpointError
 from ignite_train.tensor_files import open_regular
 
 __all__ = [
     "FORMAT",
     "MANIFEST",
+    "MAX_INDEX_BYTES",
     "FileRecord",
     "Manifest",
     "checked_json",
     "checkpoint_name",
     "compact_json",
     "is_checkpoint_name",
+    "one_line",
+    "parse_manifest",
     "read_file",
     "read_manifest",
     "seal",
@@ -29,7 +34,9 @@ __all__ = [
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+MAX_INDEX_BYTES = 256 * 2**20
 _MAX_MANIFEST_BYTES = 16 * 2**20
+_MAX_REASON_LENGTH = 500
 _HEAD = re.compile(rb'\{"crc32":"([0-9a-f]{8})","manifest":')
 _CHECKPOINT = re.compile(r"update-\d{8,12}(\.\d{1,6})?")
 _FILE = re.compile(r"rank-\d{5}\.(json|bin)")
@@ -101,16 +108,28 @@ def read_manifest(checkpoint: Path) -> Manifest:
         DamagedCheckpointError: there is none, or it is not what was written, or of another format.
     """
     try:
-        data = read_file(checkpoint / MANIFEST, None)
-        head = _HEAD.match(data)
-        if head is None or data[-2:] != b"}\n":
-            raise ValueError("its manifest has no checksum")
-        body = data[head.end() : -2]
-        if int(head[1], 16) != zlib.crc32(body):
-            raise ValueError("its manifest is not the one that was written: the checksum differs")
-        return _checked(checked_json(body))
-    except (ValueError, OSError) as error:
-        raise DamagedCheckpointError(str(checkpoint), _text(error)) from error
+        if checkpoint.is_symlink():
+            raise ValueError("it is a link; name what it points to")
+        return parse_manifest(read_file(checkpoint / MANIFEST, None))
+    except (ValueError, TypeError, OSError) as error:
+        raise DamagedCheckpointError(str(checkpoint), one_line(error)) from error
+
+
+def parse_manifest(data: bytes) -> Manifest:
+    """The manifest that `seal` made into `data`.
+
+    Raises:
+        ValueError: it is none; or TypeError.
+    """
+    if len(data) > _MAX_MANIFEST_BYTES:
+        raise ValueError(f"its manifest has {len(data)} bytes, more than any should")
+    head = _HEAD.match(data)
+    if head is None or data[-2:] != b"}\n":
+        raise ValueError("its manifest has no checksum")
+    body = data[head.end() : -2]
+    if int(head[1], 16) != zlib.crc32(body):
+        raise ValueError("its manifest is not the one that was written: the checksum differs")
+    return _checked(checked_json(body))
 
 
 def read_file(path: Path, record: FileRecord | None) -> bytes:
@@ -167,8 +186,10 @@ def _checked(values: Any) -> Manifest:
     counts = [fields[name] for name in ("update", "epoch", "serial", "world_size")]
     if not all(type(count) is int and 0 <= count < 2**53 for count in counts) or not 1 <= fields["world_size"] < 100_000:
         raise ValueError(f"its manifest has counters that cannot be: {counts}")
-    if fields["score"] is not None and type(fields["score"]) not in (int, float):
+    score = fields["score"]
+    if score is not None and not (type(score) in (int, float) and abs(score) <= sys.float_info.max):
         raise ValueError("its manifest has a score that is no number")
+    decode(fields["config"], ("config",), _refuse_tensor)
     versions, files = fields["versions"], fields["files"]
     if not isinstance(versions, dict) or not all(isinstance(version, str) for version in versions.values()):
         raise ValueError("its manifest has versions that are none")
@@ -188,7 +209,12 @@ def _checked_record(name: str, record: Any) -> FileRecord:
     return FileRecord(size, crc32)
 
 
-def _text(error: Exception) -> str:
-    if isinstance(error, FileNotFoundError):
-        return f"it has no {Path(error.filename).name}"
-    return " ".join(str(error).split())
+def _refuse_tensor(name: str, _path: Any) -> Any:
+    raise ValueError(f"its manifest has a tensor, {name}")
+
+
+def one_line(error: Exception) -> str:
+    """What an error about a checkpoint says, without what a file could smuggle into a log: other lines, colours, a flood."""
+    text = f"it has no {Path(error.filename).name}" if isinstance(error, FileNotFoundError) else " ".join(str(error).split())
+    printable = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text[:_MAX_REASON_LENGTH])
+    return printable if len(text) <= _MAX_REASON_LENGTH else f"{printable}..."

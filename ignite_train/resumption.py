@@ -19,7 +19,7 @@ from ignite_train.commit import CheckpointDirectory, together
 from ignite_train.disk import Disk
 from ignite_train.encoding import Encoder, decode
 from ignite_train.errors import CheckpointError, DamagedCheckpointError
-from ignite_train.manifest import MANIFEST, Manifest
+from ignite_train.manifest import MANIFEST, Manifest, one_line
 from ignite_train.stored import StoredCheckpoint
 
 __all__ = ["checkpoint_to_resume", "differences", "plain_config", "read_agreed", "versions"]
@@ -44,7 +44,7 @@ def checkpoint_to_resume(directory: Path, resume: str | Path) -> tuple[Path, lis
         if _main():
             _tidy(root)
     else:
-        root = Path(resume)
+        root = Path(resume).resolve()
         if not distributed.any_rank(root.is_dir()):
             hint = nearest(resume, _WORDS)
             raise ValueError(f"resume must be 'auto', 'must', 'never' or a directory that exists, got {str(resume)!r}{hint}")
@@ -176,3 +176,5 @@ def _attempt(path: Path, read: Callable[[StoredCheckpoint], T]) -> tuple[tuple[T
         return None, "", str(error)
     except CheckpointError as error:
         return None, str(error), ""
+    except Exception as error:  # whole, but of another kind; the other ranks wait for this one's answer
+        return None, f"{path} does not fit this run: {type(error).__name__}: {one_line(error)}", ""

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ignite_train import distributed
+from ignite_train.arguments import shown
 from ignite_train.commit import Contents
 from ignite_train.encoding import Encoder, Path
 from ignite_train.engine import Trainer
@@ -27,6 +28,8 @@ from ignite_train.state import UpdateOutput
 from ignite_train.stored import StoredCheckpoint
 
 __all__ = ["RunState", "capture"]
+
+_FIXED = ("trainer", "data", "results", "buffers", "generators")
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +117,7 @@ class RunState:
                 f"{stored.path} holds no state of {missing[0]!r}; attach what it was written with, or begin anew"
             )
         self._shared = {name: stored.read(name, like=sharded.like) for name in self._objects.shared}
-        fixed = ("trainer", "data", "results", "buffers", "generators")
-        own = [*fixed, *(name for name in self._objects.own if name in names)]
+        own = [*_FIXED, *(name for name in self._objects.own if name in names)]
         self._own = {name: stored.read(name, rank=source, like=sharded.like) for name in own}
         prefixes = ("handlers/", "evaluator/", "to_save/")
         known = {*self._objects.own, *self._objects.shared}
@@ -151,6 +153,9 @@ class RunState:
 
     def _check(self, path: str) -> None:
         """Sees to it that the model and the optimizers are those that were saved, before any of them is changed."""
+        for name in _FIXED:
+            if not isinstance(self._own[name], dict):
+                raise CheckpointError(f"{path} holds no state of {name!r}, but {shown(self._own[name])}")
         for name, entry in self._objects.shared.items():
             if isinstance(entry, nn.Module):
                 _check_model(path, name, entry.state_dict(), self._shared[name])
@@ -198,10 +203,16 @@ def _check_model(path: str, name: str, current: Mapping[str, Any], saved: Mappin
 
     wrong = [f"{key!r} is missing" for key in current if key not in saved]
     wrong += [f"{key!r} is not in the {name}" for key in saved if key not in current]
+    both = [key for key in current if key in saved]
     wrong += [
-        f"{key!r} has the shape {shape(saved[key])} and not {shape(value)}"
-        for key, value in current.items()
-        if key in saved and shape(saved[key]) != shape(value)
+        f"{key!r} has the shape {shape(saved[key])} and not {shape(current[key])}"
+        for key in both
+        if shape(saved[key]) != shape(current[key])
+    ]
+    wrong += [
+        f"{key!r} is {saved[key].dtype} and not {current[key].dtype}"
+        for key in both
+        if shape(saved[key]) == shape(current[key]) is not None and saved[key].dtype != current[key].dtype
     ]
     if wrong:
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-__all__ = ["Box", "Piece", "assemble", "local_box", "own_piece"]
+__all__ = ["Box", "Piece", "assemble", "check_cover", "local_box", "own_piece"]
 
 
 class Box(NamedTuple):
@@ -72,16 +73,31 @@ def assemble(box: Box, dtype: torch.dtype, parts: Iterable[tuple[Box, Callable[[
     """The numbers of `box`, from parts that do not overlap; only those that are needed are read.
 
     Raises:
-        ValueError: the parts do not cover the box, or overlap.
+        ValueError: the parts do not cover the box, or overlap. Known before any memory is asked for.
     """
-    result, covered = torch.empty(box.shape, dtype=dtype), 0
-    for part, read in parts:
-        if part == box:
-            return read()
-        common = box.overlap(part)
-        if common is not None:
-            result[common.slices(box)] = read()[common.slices(part)]
-            covered += math.prod(common.shape)
-    if covered != result.numel():
-        raise ValueError(f"its parts hold {covered} of {result.numel()} numbers")
+    needed = [(common, part, read) for part, read in parts if (common := box.overlap(part)) is not None]
+    check_cover(box, [common for common, _, _ in needed])
+    if len(needed) == 1 and needed[0][1] == box:
+        return needed[0][2]()
+    result = torch.empty(box.shape, dtype=dtype)
+    for common, part, read in needed:
+        result[common.slices(box)] = read()[common.slices(part)]
     return result
+
+
+def check_cover(box: Box, parts: Iterable[Box]) -> None:
+    """Sees to it that `parts`, which lie in `box`, hold each of its numbers once.
+
+    Raises:
+        ValueError: they do not.
+    """
+    ordered = sorted(parts)
+    held, whole = sum(math.prod(part.shape) for part in ordered), math.prod(box.shape)
+    if held != whole:
+        raise ValueError(f"its parts hold {held} of {whole} numbers")
+    for index, part in enumerate(ordered):
+        for other in islice(ordered, index + 1, None):
+            if other.start[:1] >= tuple(first + length for first, length in zip(*part, strict=True))[:1]:
+                break
+            if part.overlap(other) is not None:
+                raise ValueError("its parts overlap")

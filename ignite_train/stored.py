@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -16,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from ignite_train.encoding import DTYPES, MAX_NODES, decode
 from ignite_train.encoding import Path as StatePath
 from ignite_train.errors import DamagedCheckpointError
-from ignite_train.manifest import checked_json, read_file, read_manifest
-from ignite_train.shards import Box, assemble, local_box
+from ignite_train.manifest import MAX_INDEX_BYTES, checked_json, one_line, read_file, read_manifest
+from ignite_train.shards import Box, assemble, check_cover, local_box
 from ignite_train.tensor_files import Entry, TensorFile
 
 __all__ = ["Like", "StoredCheckpoint"]
@@ -72,15 +71,20 @@ class StoredCheckpoint:
         return [*self._part(rank).trees]
 
     def read(self, name: str, *, rank: int = 0, like: Like = _whole) -> Any:
-        """An object's state.
+        """An object's state. A tensor that stands in it twice is one tensor, as it was when it was written.
 
         Args:
             name: one of `names(rank)`.
             rank: who wrote it.
             like: for tensors that are to be sharded.
         """
+        met: dict[str, Tensor] = {}
+
+        def tensor(key: str, path: StatePath) -> Tensor:
+            return met[key] if key in met else self._tensor(key, path, rank, like, met)
+
         try:
-            return decode(self._part(rank).trees[name], (name,), lambda key, path: self._tensor(key, path, rank, like))
+            return decode(self._part(rank).trees[name], (name,), tensor)
         except (ValueError, TypeError, OSError, KeyError) as error:
             raise self._damaged(error) from error
 
@@ -106,6 +110,8 @@ class StoredCheckpoint:
 
     def _open(self, rank: int) -> _Part:
         files, stem = self.manifest.files, f"rank-{rank:05d}"
+        if files[f"{stem}.json"].size > MAX_INDEX_BYTES:
+            raise ValueError(f"{stem}.json has {files[f'{stem}.json'].size} bytes, more than any should")
         index = checked_json(read_file(self.path / f"{stem}.json", files[f"{stem}.json"]))
         if not isinstance(index, dict) or set(index) != {"objects", "tensors"}:
             raise ValueError(f"{stem}.json is no index")
@@ -115,7 +121,7 @@ class StoredCheckpoint:
         entries = {key: Entry.from_json(values) for key, values in tensors.items()}
         return _Part(trees, TensorFile(self.path / f"{stem}.bin", files[f"{stem}.bin"].size, entries))
 
-    def _tensor(self, key: str, path: StatePath, rank: int, likes: Like) -> Tensor:
+    def _tensor(self, key: str, path: StatePath, rank: int, likes: Like, met: dict[str, Tensor]) -> Tensor:
         entry, holders = self._find(key, rank)
         like = likes(path, entry.whole)
         box = Box((0,) * len(entry.whole), entry.whole) if like is None else local_box(like)
@@ -125,6 +131,7 @@ class StoredCheckpoint:
         except ValueError as error:
             raise ValueError(f"{key}: {error}") from error
         if like is None:
+            met[key] = numbers
             return numbers
         mesh, placements = like.device_mesh, like.placements
         return DTensor.from_local(
@@ -146,13 +153,13 @@ class StoredCheckpoint:
     def _placeholder(self, rank: int, key: str, _path: StatePath) -> Tensor:
         """Stands for a tensor that was checked already: only its parts are looked for, and whether they are all there."""
         entry, holders = self._find(key, rank)
-        held, whole = sum(math.prod(file.entries[key].shape) for file in holders), math.prod(entry.whole)
-        if held != whole:
-            raise ValueError(f"{key}: its parts hold {held} of {whole} numbers")
+        try:
+            check_cover(Box((0,) * len(entry.whole), entry.whole), [file.entries[key].box for file in holders])
+        except ValueError as error:
+            raise ValueError(f"{key}: {error}") from error
         return torch.empty(0)
 
     def _damaged(self, error: Exception) -> DamagedCheckpointError:
         if isinstance(error, DamagedCheckpointError):
             return error
-        reason = f"it has no {Path(error.filename).name}" if isinstance(error, FileNotFoundError) else str(error)
-        return DamagedCheckpointError(str(self.path), " ".join(reason.split()))
+        return DamagedCheckpointError(str(self.path), one_line(error))

@@ -79,6 +79,8 @@ class Entry:
             raise ValueError("an entry whose shape is not its size")
         if any(first + length > total for first, length, total in zip(start, shape, whole, strict=True)):
             raise ValueError("an entry that reaches beyond its tensor")
+        if math.prod(max(1, length) for length in whole) >= 2**60:
+            raise ValueError("an entry of a tensor that no memory could hold")
         return entry
 
 
@@ -105,23 +107,26 @@ class Snapshot:
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
+        self._layouts: dict[str, tuple[torch.dtype, torch.Size, tuple[int, ...]]] = {}
 
     def take(self, pieces: Mapping[str, Piece]) -> dict[str, Piece]:
         """Copies the numbers of `pieces`. Synchronises with the devices that hold some."""
-        buffers = {name: self._buffer(name, piece.data) for name, piece in pieces.items()}
+        layouts = {name: (piece.data.dtype, piece.data.shape, piece.data.stride()) for name, piece in pieces.items()}
+        buffers = {
+            name: self._buffers[name] if self._layouts.get(name) == layouts[name] else _empty_copy(piece.data)
+            for name, piece in pieces.items()
+        }
         sources = [piece.data for piece in pieces.values()]
         if sources:
             torch._foreach_copy_([*buffers.values()], sources, non_blocking=True)
         for device in {source.device for source in sources if source.device.type != "cpu"}:
             torch.get_device_module(device).synchronize(device)
-        self._buffers = buffers
+        self._buffers, self._layouts = buffers, layouts
         return {name: Piece(buffers[name], piece.box, piece.whole) for name, piece in pieces.items()}
 
-    def _buffer(self, name: str, tensor: Tensor) -> Tensor:
-        buffer = self._buffers.get(name)
-        if buffer is None or (buffer.dtype, buffer.shape) != (tensor.dtype, tensor.shape):
-            buffer = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type == "cuda")
-        return buffer
+
+def _empty_copy(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type == "cuda")
 
 
 def write_tensors(disk: Disk, path: Path, pieces: Mapping[str, Piece]) -> dict[str, Entry]:

@@ -1,0 +1,607 @@
+"""Wherever a save is cut short, by a crash, a power cut or an error of the disk, a whole checkpoint is there to go on from."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import shutil
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import ignite_train
+from ignite_train import CheckpointError, checkpoint, distributed
+from ignite_train.commit import CheckpointDirectory
+from ignite_train.disk import Disk
+from ignite_train.encoding import Encoder
+from ignite_train.handlers import Checkpoint
+from power_cuts import Operation, Recorder, disk_states, lay_out
+from ranks import run_ranks
+from small_checkpoints import QuickDisk, keep, names, newest, read, save
+
+OPERATIONS = (
+    *("make_directory", "create", "write", "sync", "close", "rename", "sync_directory"),
+    *("remove_file", "remove_directory", "names"),
+)
+
+
+class Crash(BaseException):
+    """The process ends here."""
+
+
+class Faulty(QuickDisk):
+    """A disk on which something happens before one of the operations.
+
+    Args:
+        at: number of the operation, from 0.
+        fault: what happens, given the name of the operation.
+        lasting: whether it happens at all later ones too.
+
+    Attributes:
+        done: the operations that were asked for.
+    """
+
+    def __init__(self, at: int | None, fault: Callable[[str], None], *, lasting: bool = False) -> None:
+        self.at, self.fault, self.lasting = at, fault, lasting
+        self.done: list[str] = []
+
+    def __getattribute__(self, name: str) -> Any:
+        found = super().__getattribute__(name)
+        return self._faulty(name, found) if name in OPERATIONS else found
+
+    def _faulty(self, name: str, operation: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            self.done.append(name)
+            number = len(self.done) - 1
+            if self.at is not None and (number == self.at or (self.lasting and number > self.at)):
+                try:
+                    self.fault(name)
+                except OSError:
+                    if name == "close":
+                        operation(*arguments)  # as close does, whatever it says
+                    raise
+            return operation(*arguments)
+
+        return call
+
+
+def fault(code: int) -> Callable[[str], None]:
+    """An error of the system."""
+
+    def fail(_name: str) -> None:
+        raise OSError(code, os.strerror(code))
+
+    return fail
+
+
+def crash(_name: str) -> None:
+    raise Crash
+
+
+def ignore(_name: str) -> None:
+    pass
+
+
+def failure(directory: Path, number: int, disk: Disk, **fields: Any) -> str:
+    """What a save says that fails; nothing if it does not."""
+    try:
+        save(directory, number, disk=disk, **fields)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def number_of_operations(directory: Path, number: int) -> int:
+    """How many operations the next save has; it is done in a copy."""
+    copy = directory.with_name("counted")
+    if directory.exists():
+        shutil.copytree(directory, copy)
+    disk = Faulty(None, ignore)
+    save(copy, number, disk=disk)
+    shutil.rmtree(copy)
+    return len(disk.done)
+
+
+@pytest.fixture
+def attempts(tmp_path: Path) -> Callable[[], Iterator[tuple[int, Path]]]:
+    """Gives, for each operation of save 4, a directory with saves 2 and 3 in it; at most as often as it has operations."""
+    whole = tmp_path / "whole"
+    for number in (1, 2, 3):
+        save(whole, number)
+
+    def attempts() -> Iterator[tuple[int, Path]]:
+        total = number_of_operations(whole, 4)
+        assert total >= 25
+        for at in range(total):
+            directory = tmp_path / f"at-{at}"
+            shutil.copytree(whole, directory)
+            yield at, directory
+            shutil.rmtree(directory, ignore_errors=True)
+
+    return attempts
+
+
+def is_tidy(directory: Path, last: int = 2) -> bool:
+    """Whether there are checkpoints only, and no more of them than are kept."""
+    return all(name.startswith("update-") for name in names(directory)) and len(names(directory)) <= last
+
+
+# --- crashes ---
+
+
+def test_a_crash_before_any_operation_leaves_the_old_or_the_new_one(attempts):
+    """Stopped before each operation in turn, also those of removing older ones: what is found is whole, and nothing is lost."""
+    found = []
+    for at, directory in attempts():
+        with pytest.raises(Crash):
+            save(directory, 4, disk=Faulty(at, crash, lasting=True))
+        found.append(newest(directory))
+        save(directory, 5)
+        assert is_tidy(directory), names(directory)
+        assert newest(directory) == 5
+
+    assert set(found) == {3, 4}
+    assert found == sorted(found)  # from one moment on it is the new one
+
+
+def test_a_crash_in_the_first_save_leaves_nothing_or_the_new_one(tmp_path):
+    """Where there is no older one, in a directory that has to be made: none, or a whole one."""
+    found = []
+    for at in range(number_of_operations(tmp_path / "runs/first", 1)):
+        directory = tmp_path / f"at-{at}/first"
+        with pytest.raises(Crash):
+            save(directory, 1, disk=Faulty(at, crash, lasting=True))
+        found.append(newest(directory))
+        save(directory, 2)
+        assert is_tidy(directory)
+        assert newest(directory) == 2
+
+    assert [number for number in found if number is not None] == [1, 1]  # before the rename is durable, and the look round
+    assert found[-1] == 1
+
+
+def test_crash_after_crash_leaves_no_more_than_one_save_does(attempts):
+    """Saves that are stopped one after the other, each at another operation, leave nothing to pile up."""
+    for at, directory in attempts():
+        if at % 5 == 0:
+            for number in range(4, 9):
+                with suppress(Crash):
+                    save(directory, number, disk=Faulty(at + number - 4, crash, lasting=True))
+                assert len([name for name in names(directory) if name.startswith(".")]) <= 2
+            assert newest(directory) is not None
+            save(directory, 9)
+            assert is_tidy(directory)
+
+
+# --- power cuts ---
+
+
+class Turns:
+    """Threads that stand for ranks: one works at a time, in rank order from exchange to exchange, so each time the same."""
+
+    def __init__(self, world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.world_size, self._local = world_size, threading.local()
+        self._turn, self._changed = 0, threading.Condition()
+        self._values: dict[int, dict[int, Any]] = {}
+        monkeypatch.setattr(distributed, "rank", lambda: self._local.rank)
+
+    def exchange(self, value: Any) -> list[Any]:
+        self._local.rounds += 1
+        values = self._values.setdefault(self._local.rounds, {})
+        values[self._local.rank] = value
+        self._pass_on()
+        self._await_turn()
+        return [values[rank] for rank in range(self.world_size)]
+
+    def run(self, work: Callable[[], Any]) -> None:
+        """Does `work` on each rank."""
+        failures: list[BaseException] = []
+
+        def rank(number: int) -> None:
+            self._local.rank, self._local.rounds = number, 0
+            try:
+                self._await_turn()
+                work()
+            except BaseException as error:
+                failures.append(error)
+            self._pass_on()
+
+        threads = [threading.Thread(target=rank, args=(number,), daemon=True) for number in range(self.world_size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+        self._values.clear()
+        if failures:
+            raise failures[0]
+
+    def _pass_on(self) -> None:
+        with self._changed:
+            self._turn = (self._turn + 1) % self.world_size
+            self._changed.notify_all()
+
+    def _await_turn(self) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: self._turn == self._local.rank, timeout=20)
+
+
+def record(root: Path, monkeypatch: pytest.MonkeyPatch, *, world_size: int = 1, last: int = 1, saves: int = 4) -> Recorder:
+    """The operations of a few saves, in a directory that does not exist before."""
+    disk, turns, here = Recorder(root), Turns(world_size, monkeypatch), root / "runs/here"
+    for number in range(1, saves + 1):
+        arguments = {"disk": disk, "last": last, "exchange": turns.exchange, "world_size": world_size}
+        turns.run(partial(save, here, number, **arguments))
+        disk.note("returned", number)
+    monkeypatch.undo()
+    return disk
+
+
+def violations(log: list[Operation], scratch: Path, *, after_commit: bool = False) -> Iterator[str]:
+    """Goes through all states; gives `ok`, or what is wrong there: `wrong`, if something false is read, or `lost`."""
+    for number, (tree, returned) in enumerate(disk_states(log, after_commit=after_commit)):
+        root = scratch / f"state-{number}"
+        root.mkdir()
+        lay_out(tree, root)
+        try:
+            found = newest(root / "runs/here")
+        except AssertionError:
+            yield "wrong"
+        else:
+            yield "ok" if (found or 0) >= (returned or 0) else "lost"
+        shutil.rmtree(root)
+
+
+def without(kind: str, log: list[Operation]) -> list[Operation]:
+    """What would be on record if the disk did not do this."""
+    return [operation for operation in log if operation[0] != kind]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "last", "saves"), [(1, 1, 3), (1, 2, 4), (2, 1, 1), pytest.param(2, 1, 4, marks=pytest.mark.nightly)]
+)
+def test_a_power_cut_loses_nothing_that_was_committed(tmp_path, monkeypatch, world_size, last, saves):
+    """In every state that the disk can be in, the save that returned last, or one after it, is found and is what was saved."""
+    root, scratch = tmp_path / "root", tmp_path / "scratch"
+    root.mkdir()
+    scratch.mkdir()
+    found = [*violations(record(root, monkeypatch, world_size=world_size, last=last, saves=saves).log, scratch)]
+
+    assert len(found) >= 150
+    assert {*found} == {"ok"}
+
+
+def test_after_a_power_cut_the_next_save_tidies(tmp_path, monkeypatch):
+    """From any of these states a run goes on saving, and nothing is left over of what was cut short, nor of what is damaged."""
+    root = tmp_path / "root"
+    root.mkdir()
+    for number, (tree, _) in enumerate(disk_states(record(root, monkeypatch, saves=2).log)):
+        there = tmp_path / f"state-{number}"
+        there.mkdir()
+        lay_out(tree, there)
+        save(there / "runs/here", 9, last=1)
+        assert newest(there / "runs/here") == 9
+        assert not [name for name in names(there / "runs/here") if name.startswith(".")]
+        shutil.rmtree(there)
+
+
+@pytest.mark.parametrize("kind", ["sync", "sync_directory"])
+def test_the_model_of_power_cuts_sees_what_is_not_waited_for(tmp_path, monkeypatch, kind):
+    """With a disk that does not wait for the bytes of files, or for names, the same states hold one in which a save is lost."""
+    root, scratch = tmp_path / "root", tmp_path / "scratch"
+    root.mkdir()
+    scratch.mkdir()
+    log = record(root, monkeypatch, saves=1).log
+
+    assert "lost" in violations(without(kind, log), scratch, after_commit=True)
+
+
+def test_every_wait_is_needed(tmp_path, monkeypatch):
+    """Without any single one of the waits of a first save, some state loses it. So none is there in vain, and none missing."""
+    root, scratch = tmp_path / "root", tmp_path / "scratch"
+    root.mkdir()
+    log = record(root, monkeypatch, saves=1).log
+    waits = [index for index, operation in enumerate(log) if operation[0].startswith("sync")]
+    needless = []
+    for number, index in enumerate(waits):
+        (scratch / str(number)).mkdir(parents=True)
+        if "lost" not in violations([*log[:index], *log[index + 1 :]], scratch / str(number), after_commit=True):
+            needless.append(log[index])
+
+    assert len(waits) == 7  # two names on the way, three files, the names in the checkpoint, its own name
+    assert needless == []
+
+
+def test_the_model_of_power_cuts_sees_a_removal_before_the_commit(tmp_path, monkeypatch):
+    """If older ones went before the new one is there, as in Ignite, some state would hold none."""
+    root, scratch = tmp_path / "root", tmp_path / "scratch"
+    root.mkdir()
+    scratch.mkdir()
+    prune = CheckpointDirectory.prune
+    monkeypatch.setattr(CheckpointDirectory, "prune", lambda self, _retention: None)
+    begin = CheckpointDirectory.begin
+
+    def remove_and_begin(self: CheckpointDirectory) -> str:
+        name = begin(self)
+        prune(self, keep(0))
+        return name
+
+    monkeypatch.setattr(CheckpointDirectory, "begin", remove_and_begin)
+
+    assert "lost" in violations(record(root, monkeypatch, saves=2).log, scratch)
+
+
+def test_the_model_of_power_cuts_sees_a_reader_without_checksums(tmp_path, monkeypatch):
+    """Without waiting and without checksums, some state is read as something that nobody saved."""
+    root, scratch = tmp_path / "root", tmp_path / "scratch"
+    root.mkdir()
+    scratch.mkdir()
+    with monkeypatch.context() as patch:
+        for module in (ignite_train.tensor_files, ignite_train.manifest, ignite_train.commit):
+            patch.setattr(module, "zlib", SimpleNamespace(crc32=lambda *_: 0))
+        log = without("sync", record(root, patch, saves=1).log)
+        for module in (ignite_train.tensor_files, ignite_train.manifest):
+            patch.setattr(module, "zlib", SimpleNamespace(crc32=lambda *_: 0))
+
+        assert "wrong" in violations(log, scratch, after_commit=True)
+
+
+def test_the_disk_waits_for_what_it_is_told_to(tmp_path, monkeypatch):
+    """The record is of what is asked for. The real disk does it: each file with all its bytes, and the names, in order."""
+    synced: list[tuple[int, int | None]] = []
+
+    def fsync(descriptor: int) -> None:
+        status = os.fstat(descriptor)
+        synced.append((status.st_ino, None if os.path.isdir(f"/proc/self/fd/{descriptor}") else status.st_size))  # noqa: PTH112
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    path = save(tmp_path / "run", 1, disk=Disk())
+    files = [path / name for name in ("rank-00000.bin", "rank-00000.json", "manifest.json")]
+
+    inodes = [(tmp_path.stat().st_ino, None), *[(file.stat().st_ino, file.stat().st_size) for file in files]]
+    assert synced == [*inodes, (path.stat().st_ino, None), (path.parent.stat().st_ino, None)]
+
+
+# --- errors of the disk ---
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS], ids=errno.errorcode.get)
+def test_an_error_at_any_operation_is_told_and_harms_nothing(attempts, caplog, code):
+    """Each operation fails once: an error in one line that names rank and cause, or a warning if it was only about removing."""
+    outcomes = []
+    for at, directory in attempts():
+        caplog.clear()
+        disk = Faulty(at, fault(code))
+        message = failure(directory, 4, disk)
+        outcomes.append("error" if message else "warning")
+        if message:
+            assert "rank 0, OSError" in message
+            assert os.strerror(code) in message
+            assert "\n" not in message
+            assert newest(directory) == (3 if "rename" not in disk.done[:at] else 4)
+            assert not [name for name in names(directory) if name.startswith(".")]
+        else:
+            assert os.strerror(code) in caplog.text
+            assert newest(directory) == 4
+        save(directory, 5)
+        assert is_tidy(directory)
+        assert newest(directory) == 5
+
+    assert outcomes.count("error") >= 20
+    assert outcomes.count("warning") >= 5
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EROFS], ids=errno.errorcode.get)
+def test_a_disk_that_fails_for_good_keeps_what_it_has(attempts, caplog, code):
+    """From some operation on nothing works any more, tidying neither: what was there is still there when the disk is mended."""
+    for at, directory in attempts():
+        message = failure(directory, 4, Faulty(at, fault(code), lasting=True))
+        assert os.strerror(code) in message + caplog.text
+        assert newest(directory) in (3, 4)
+        save(directory, 5)
+        assert is_tidy(directory)
+
+
+def test_a_directory_that_is_deleted_at_any_operation(attempts):
+    """Somebody removes the directory while it is written to: an error that says so, and the next save makes a new one."""
+    messages = []
+    for at, directory in attempts():
+        message = failure(directory, 4, Faulty(at, lambda _name: shutil.rmtree(directory, ignore_errors=True)))  # noqa: B023
+        messages.append(message)
+        assert message == "" or ("rank 0, FileNotFoundError" in message and "\n" not in message)
+        save(directory, 5)
+        assert newest(directory) == 5
+        assert is_tidy(directory)
+
+    assert len([message for message in messages if message]) >= 15
+
+
+def test_leftovers_that_cannot_be_removed_are_in_nobodys_way(tmp_path, caplog):
+    """What is left of an earlier save is warned about if it cannot be removed; saving goes on."""
+    save(tmp_path, 1)
+    (tmp_path / ".unfinished-abc").mkdir()
+    disk = Faulty(None, ignore)
+    disk.remove_directory = fault(errno.EACCES)  # type: ignore[assignment, method-assign]
+    save(tmp_path, 2, disk=disk)
+
+    assert newest(tmp_path) == 2
+    assert "could not be removed: [Errno 13]" in caplog.text
+
+
+def test_what_a_user_put_into_a_checkpoint_does_not_stop_saving(tmp_path):
+    """Directories and links in a checkpoint that is due for removal go with it; what the links point to stays."""
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious/file").write_text("mine")
+    path = save(tmp_path / "run", 1)
+    (path / "notes").mkdir()
+    (path / "notes/file").write_text("")
+    (path / "link").symlink_to(tmp_path / "precious")
+    (tmp_path / "run/.unfinished-file").write_text("")
+    for number in (2, 3, 4):
+        save(tmp_path / "run", number)
+
+    assert names(tmp_path / "run") == ["update-00000003", "update-00000004"]
+    assert (tmp_path / "precious/file").read_text() == "mine"
+
+
+def test_a_link_in_place_of_a_leftover_is_not_followed(tmp_path):
+    """Whoever can write to the directory could lead the tidying anywhere: only the link itself is removed."""
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious/file").write_text("mine")
+    save(tmp_path / "run", 1)
+    for name in (".removed-x", ".unfinished-x"):
+        (tmp_path / "run" / name).symlink_to(tmp_path / "precious")
+    save(tmp_path / "run", 2)
+
+    assert is_tidy(tmp_path / "run")
+    assert (tmp_path / "precious/file").read_text() == "mine"
+
+
+def test_what_nobody_could_read_is_not_committed(tmp_path, monkeypatch):
+    """A manifest or an index that the reader would refuse is refused when it is written: the older ones stay."""
+    save(tmp_path, 1)
+    with pytest.raises(CheckpointError, match=r"manifest has .* bytes, more than any should"):
+        save(tmp_path, 2, config=Encoder().encode("x" * 17 * 2**20, ("config",)))
+    with pytest.raises(CheckpointError, match="counters that cannot be"):
+        save(tmp_path, 2, epoch=2**60)
+    monkeypatch.setattr(ignite_train.commit, "MAX_INDEX_BYTES", 100)
+    with pytest.raises(CheckpointError, match=r"the state has .* bytes beside its tensors, 100 at most"):
+        save(tmp_path, 3)
+
+    assert names(tmp_path) == ["update-00000001"]
+
+
+def _limited_file_size(directory: Path) -> str:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    save(directory, 1)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))
+    try:
+        return failure(directory, 2, QuickDisk())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+
+def test_a_real_limit_on_the_size_of_files(tmp_path):
+    """The system itself writes a part of a file and then refuses the rest."""
+    (message,) = run_ranks(_limited_file_size, tmp_path, world_size=1)
+
+    assert "rank 0, OSError: [Errno 27] File too large" in message
+    assert names(tmp_path) == ["update-00000001"]
+    assert newest(tmp_path) == 1
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_real_directory_that_may_not_be_written(tmp_path):
+    """A directory without the right to write: the error of the system, and what is in it can be read."""
+    save(tmp_path, 1)
+    tmp_path.chmod(0o555)
+    try:
+        with pytest.raises(CheckpointError, match="rank 0, PermissionError"):
+            save(tmp_path, 2)
+        assert newest(tmp_path) == 1
+    finally:
+        tmp_path.chmod(0o755)
+
+
+# --- what the run does ---
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_run_that_warns_trains_on_and_saves_again(tmp_path, build, micro_batches, caplog, asynchronous):
+    """With `on_error="warn"` a full disk costs one checkpoint: one warning, all updates, and the later ones are saved."""
+    setup = build()
+    saver = Checkpoint(tmp_path, every=1, keep=9, on_error="warn", asynchronous=asynchronous)
+    saver.attach(setup.trainer)
+    numbers = count()
+
+    def second_save_fails(name: str) -> None:
+        if name == "create" and next(numbers) == 3:  # three files each
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    saver.saver.disk = Faulty(0, second_save_fails, lasting=True)
+    setup.trainer.run(micro_batches, max_epochs=1)
+    warnings = [entry.message for entry in caplog.records if "No space left" in entry.message]
+
+    assert setup.trainer.state.iteration == 5
+    assert len(warnings) == 1
+    assert "rank 0, OSError: [Errno 28]" in warnings[0]
+    assert "training goes on" in warnings[0]
+    assert sorted({entry.manifest.update for entry in checkpoint.find(tmp_path) if entry.manifest}) == [1, 3, 4, 5]
+    assert not [name for name in names(tmp_path) if name.startswith(".")]
+
+
+@pytest.mark.parametrize("failing", [2, 5])
+def test_a_run_that_raises_ends_at_the_next_save_or_at_the_end(tmp_path, build, micro_batches, failing):
+    """With `on_error="raise"` the run ends with the error of a save behind it when the next is due, or when it is over."""
+    setup = build()
+    saver = Checkpoint(tmp_path, every=2, keep=9)
+    saver.attach(setup.trainer)
+
+    files = count()
+
+    def full(name: str) -> None:
+        if name == "create" and next(files) >= {2: 0, 5: 6}[failing]:  # three files each
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    saver.saver.disk = Faulty(0, full, lasting=True)
+    with pytest.raises(CheckpointError, match=r"rank 0, OSError: \[Errno 28\] No space left on device"):
+        setup.trainer.run(micro_batches, max_epochs=1)
+
+    assert setup.trainer.state.iteration == {2: 4, 5: 5}[failing]
+    assert [entry.manifest.update for entry in checkpoint.find(tmp_path) if entry.manifest] == {2: [], 5: [2, 4]}[failing]
+
+
+# --- two ranks ---
+
+
+def _rank_1_fails(directory: Path, at: int | None) -> tuple[str, int]:
+    save(directory, 1, world_size=2)
+    disk = Faulty(at if distributed.rank() == 1 else None, fault(errno.ENOSPC))
+    return failure(directory, 2, disk, world_size=2), len(disk.done)
+
+
+@pytest.mark.parametrize("at", [0, 4, 7])
+def test_a_failure_of_one_rank_is_told_by_all(tmp_path, at):
+    """Rank 1 alone cannot open, sync or close a file: both ranks raise the same message, which names it. The old one stays."""
+    (first, _), (second, operations) = run_ranks(_rank_1_fails, tmp_path, at)
+
+    assert first == second
+    assert first.endswith("rank 1, OSError: [Errno 28] No space left on device")
+    assert operations == {0: 1, 4: 5, 7: 9}[at]  # nothing is tried after that, but for closing
+    assert names(tmp_path) == ["update-00000001"]
+    assert read(tmp_path / "update-00000001") == 1
+
+
+def _one_rank_has_another_directory(directory: Path) -> str:
+    return failure(directory / f"host-{distributed.rank()}", 1, QuickDisk(), world_size=2)
+
+
+def test_ranks_that_do_not_share_the_directory(tmp_path):
+    """On a machine that does not see the same files, the first save fails on all ranks."""
+    first, second = run_ranks(_one_rank_has_another_directory, tmp_path)
+
+    assert first == second
+    assert "rank 1, FileNotFoundError" in first
+
+
+def test_what_a_trainer_saves_is_one_checkpoint_of_this_protocol(tmp_path, build, micro_batches):
+    """The handler goes through the same disk: operation by operation it is a save as those above."""
+    setup = build()
+    saver = Checkpoint(tmp_path / "run", every_epochs=1)
+    saver.attach(setup.trainer)
+    saver.saver.disk = disk = Faulty(None, ignore)
+    setup.trainer.run(micro_batches, max_epochs=1)
+    reference = Faulty(None, ignore)
+    for _ in range(2):  # the end of the epoch, and that of the run
+        save(tmp_path / "other", 5, disk=reference)
+
+    assert [name for name in disk.done if name != "write"] == [name for name in reference.done if name != "write"]
+    assert names(tmp_path / "run") == names(tmp_path / "other") == ["update-00000005.1"]

@@ -1,0 +1,304 @@
+"""Saving behind the run: what is written is the state at the step, one at a time, in memory that is used again."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ignite_train import CheckpointError
+from ignite_train.encoding import dtype_name
+from ignite_train.retention import Retention
+from ignite_train.saving import Saver
+from ignite_train.stored import StoredCheckpoint
+from ignite_train.tensor_files import Snapshot
+from small_checkpoints import QuickDisk, contents, keep, manifest, names
+
+SAVES = 200
+
+
+class Training:
+    """What a run moves, in place, with every step: parameters, moments, and a count of the steps that is a tensor."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.parameters = [torch.randn(shape, generator=generator) for shape in ((100, 50), (64,), (2, 3, 4, 4))]
+        self.parameters[2] = self.parameters[2].to(memory_format=torch.channels_last)
+        self.steps = [torch.tensor(0.0) for _ in self.parameters]
+        self.moments = [torch.zeros_like(parameter) for parameter in self.parameters]
+        self.count = 0
+
+    def step(self) -> None:
+        self.count += 1
+        for parameter, moment, step in zip(self.parameters, self.moments, self.steps, strict=True):
+            step += 1
+            moment.mul_(0.9).add_(parameter, alpha=0.1)
+            parameter.sub_(moment, alpha=0.01)
+
+    def state_dict(self) -> dict[str, Any]:
+        groups = {"parameters": self.parameters, "moments": self.moments, "steps": self.steps}
+        return {"count": self.count, "half": self.parameters[0][:, ::2], **groups}
+
+
+def digest(value: Any) -> str:
+    """Equal only if every bit of every tensor in `value` is, and each plain value."""
+    if isinstance(value, Tensor):
+        data = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        text = f"{dtype_name(value.dtype)} {tuple(value.shape)} {hashlib.sha256(data).hexdigest()}"
+    elif isinstance(value, dict):
+        text = str([(key, digest(entry)) for key, entry in value.items()])
+    else:
+        text = str([digest(entry) for entry in value]) if isinstance(value, list) else repr(value)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+class Gate(QuickDisk):
+    """Lets a save begin to write only when the run has moved on, and sees to it that there is one save at a time."""
+
+    def __init__(self) -> None:
+        self.moved = threading.Event()
+        self.begun = 0
+
+    def make_directory(self, path: Path) -> None:
+        assert len([thread for thread in threading.enumerate() if thread.name == "Checkpoint"]) == 1
+        self.begun += 1
+        super().make_directory(path)
+
+    def create(self, path: Path) -> int:
+        assert self.moved.wait(20)
+        return super().create(path)
+
+
+def saver(directory: Path, *, warns: bool = False, asynchronous: bool = True, last: int = 2) -> Saver:
+    made = Saver(directory, keep(last), asynchronous=asynchronous, warns=warns)
+    made.disk = QuickDisk()
+    made.prepare()
+    return made
+
+
+def loaded(path: Path | None) -> str:
+    assert path is not None
+    with StoredCheckpoint(path) as stored:
+        return digest(stored.read("run"))
+
+
+def test_asynchronous_saves_are_not_torn(tmp_path):
+    """200 saves while steps go on at full speed, the first before anything is written: what is loaded is the state then."""
+    training, writer = Training(), saver(tmp_path)
+    writer.disk = gate = Gate()
+    steps_behind = 0
+    for number in range(SAVES):
+        training.step()
+        before = digest(training.state_dict())
+        gate.moved.clear()
+        writer.save(contents(training.state_dict(), "run"), manifest(number))
+        training.step()
+        gate.moved.set()
+        while any(thread.name == "Checkpoint" for thread in threading.enumerate()):
+            training.step()
+            steps_behind += 1
+        writer.wait()
+        assert loaded(writer.latest) == before
+        assert digest(training.state_dict()) != before
+
+    assert gate.begun == SAVES
+    assert steps_behind > SAVES
+
+
+def test_without_a_copy_saves_would_be_torn(tmp_path, monkeypatch):
+    """The test above sees it: were the tensors written as they are, the state would be that of a later step."""
+    training, writer = Training(), saver(tmp_path)
+    writer.disk = gate = Gate()
+    monkeypatch.setattr(Snapshot, "take", lambda self, pieces: dict(pieces))
+    training.step()
+    before = digest(training.state_dict())
+    writer.save(contents(training.state_dict(), "run"), manifest(1))
+    training.step()
+    gate.moved.set()
+    writer.wait()
+
+    assert loaded(writer.latest) != before
+
+
+def test_a_save_waits_for_the_one_before(tmp_path):
+    """The second save does not begin before the first one is on the disk; nor does it touch the copy that is being written."""
+    training, writer = Training(), saver(tmp_path, last=5)
+    writer.disk = gate = Gate()
+    first = digest(training.state_dict())
+    writer.save(contents(training.state_dict(), "run"), manifest(1))
+    training.step()
+    second = digest(training.state_dict())
+    save_second = threading.Thread(target=writer.save, args=(contents(training.state_dict(), "run"), manifest(2)))
+    save_second.start()
+    assert gate.begun <= 1
+    assert names(tmp_path) == [name for name in names(tmp_path) if name.startswith(".")]
+    gate.moved.set()
+    save_second.join(20)
+    writer.wait()
+
+    assert gate.begun == 2
+    assert [loaded(tmp_path / f"update-0000000{number}") for number in (1, 2)] == [first, second]
+
+
+def test_a_save_that_is_not_asynchronous_is_done_when_it_returns(tmp_path):
+    """Without a thread of its own nothing is copied, and the checkpoint is there."""
+    training, writer = Training(), saver(tmp_path, asynchronous=False)
+    writer.save(contents(training.state_dict(), "run"), manifest(3))
+
+    assert loaded(tmp_path / "update-00000003") == digest(training.state_dict())
+
+
+class Full(QuickDisk):
+    """Has no room for another file."""
+
+    def create(self, _path: Path) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("then", ["save", "wait"])
+def test_a_failure_surfaces_at_the_next_save_or_at_the_end(tmp_path, then):
+    """The save that fails returns; whoever comes next gets the error, once. Then all goes on."""
+    training, writer = Training(), saver(tmp_path)
+    again = partial(writer.save, contents(training.state_dict(), "run"), manifest(2))
+    writer.disk = Full()
+    writer.save(contents(training.state_dict(), "run"), manifest(1))
+    with pytest.raises(CheckpointError, match=r"rank 0, OSError: \[Errno 28\] No space left on device$"):
+        {"save": again, "wait": writer.wait}[then]()
+    writer.disk = QuickDisk()
+    writer.wait()
+    again()
+    writer.wait()
+
+    assert names(tmp_path) == ["update-00000002"]
+    assert writer.latest == tmp_path / "update-00000002"
+
+
+def test_a_failure_is_a_warning_if_that_was_asked_for(tmp_path, caplog):
+    """`warns` makes it one line in the log; what is no error of a save is raised all the same."""
+    training, writer = Training(), saver(tmp_path, warns=True)
+    writer.disk = Full()
+    writer.save(contents(training.state_dict(), "run"), manifest(1))
+    writer.wait()
+    assert [entry.levelname for entry in caplog.records] == ["WARNING"]
+    assert "No space left on device; training goes on" in caplog.text
+
+    writer.disk.names = lambda path: 1 / 0  # type: ignore[method-assign, assignment, return-value]
+    writer.save(contents(training.state_dict(), "run"), manifest(2))
+    writer.wait()
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_the_copies_lie_in_the_same_memory_each_time():
+    """A snapshot takes memory once: the next one of the same state reuses it, and only a tensor of another shape gets more."""
+    training, snapshot = Training(), Snapshot()
+
+    def take() -> dict[str, int]:
+        pieces = contents(training.state_dict(), "run").pieces
+        copies = snapshot.take(pieces)
+        for name, piece in pieces.items():
+            assert copies[name].data.data_ptr() != piece.data.data_ptr()
+            assert torch.equal(copies[name].data, piece.data)
+        return {name: copy.data.data_ptr() for name, copy in copies.items()}
+
+    first = take()
+    training.step()
+    assert take() == first
+    training.parameters[1] = torch.ones(65)
+    later = take()
+    assert {name for name in first if first[name] != later[name]} <= {"run['parameters'][1]"}
+
+
+def test_a_copy_lies_in_memory_as_the_tensor_does():
+    """Channels-last stays channels-last, also if a tensor becomes so only later: what computes with it takes the same path."""
+    snapshot, weight = Snapshot(), torch.randn(2, 3, 4, 4)
+    for layout in (torch.contiguous_format, torch.channels_last, torch.contiguous_format):
+        tensor = weight.to(memory_format=layout)
+        (copy,) = snapshot.take(contents(tensor).pieces).values()
+        assert copy.data.stride() == tensor.stride()
+        assert torch.equal(copy.data, weight)
+
+
+# --- which checkpoints stay ---
+
+_saves = st.lists(
+    st.tuples(st.integers(1, 12), st.none() | st.sampled_from([-1.0, 0.0, 0.5, 2.0]) | st.floats(-9, 9)), max_size=14
+)
+_rules = st.builds(
+    Retention,
+    last=st.integers(1, 4),
+    best=st.integers(1, 3),
+    lower_is_better=st.booleans(),
+    every=st.none() | st.integers(1, 5),
+)
+
+
+def _stays(saves: list[tuple[int, float | None]], rule: Retention, index: int) -> bool:
+    """By the words of the rule, one save at a time; `saves` are in the order in which they were written."""
+    update, score = saves[index]
+    latest = [i for i, (other, _) in enumerate(saves) if other not in [later for later, _ in saves[i + 1 :]]]
+    if index not in latest:
+        return False
+    newer = [i for i in latest if i > index]
+
+    def beats(other: int) -> bool:
+        theirs = saves[other][1]
+        assert score is not None
+        if theirs is None or other == index:
+            return False
+        return theirs < score if rule.lower_is_better else theirs > score
+
+    if score is not None:
+        before = [i for i in latest if beats(i) or (i in newer and saves[i][1] == score)]
+        if len(before) < rule.best:
+            return True
+    return len(newer) < rule.last or (rule.every is not None and update % rule.every == 0)
+
+
+@given(_saves, _rules, st.randoms(use_true_random=False))
+@settings(max_examples=300, deadline=None)
+def test_what_stays_is_what_the_rule_says(saves, rule, random):
+    """The last, the best and every so many of what was saved, an update that was saved again only once; in any order."""
+    manifests = [manifest(update, score=score, serial=serial) for serial, (update, score) in enumerate(saves, start=1)]
+    shuffled = random.sample(manifests, len(manifests))
+    gone = {shuffled[index].serial - 1 for index in rule.surplus(shuffled)}
+
+    assert gone == {index for index in range(len(saves)) if not _stays(saves, rule, index)}
+    assert not saves or len(saves) - 1 not in gone
+
+
+@given(_saves, _rules)
+def test_the_best_score_is_the_best(saves, rule):
+    """Better means lower or higher, as the rule says; no score is better than none, and NaN is not."""
+    scores = [score for _, score in saves if score is not None]
+    best = rule.best_of([manifest(update, score=score) for update, score in saves])
+
+    assert best == (None if not scores else min(scores) if rule.lower_is_better else max(scores))
+    assert not rule.is_better(float("nan"), best)
+    for score in scores:
+        assert best is not None
+        assert not rule.is_better(score, best)
+        assert rule.is_better(best - 1 if rule.lower_is_better else best + 1, score)
+        assert rule.is_better(score, None)
+
+
+def test_pruning_follows_the_rule_on_the_disk(tmp_path):
+    """Ten saves, of which the last two, the best and each fourth stay; the same update again takes its own place."""
+    rule = Retention(last=2, best=1, lower_is_better=False, every=4)
+    writer = Saver(tmp_path, rule, asynchronous=False, warns=False)
+    writer.disk = QuickDisk()
+    tell: Callable[[int], float] = {2: 9.0, 9: 1.0}.get  # type: ignore[assignment]
+    for update in [*range(1, 11), 10]:
+        writer.save(contents(update), manifest(update, score=tell(update)))
+
+    assert names(tmp_path) == [f"update-{name}" for name in ("00000002", "00000004", "00000008", "00000009", "00000010.1")]
