@@ -28,6 +28,7 @@ _PATIENCE_SECONDS = 2.0  # for a store that does not answer, when the run is ove
 _WAITING_PLACES = (
     "torch/distributed/",
     "torch/autograd/graph.py",
+    "ignite_train/reading.py",
     "ignite_train/statistics.py",
     "ignite_train/explicit_reduction.py",
 )

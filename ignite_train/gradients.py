@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ignite_train.errors import GradientAccessError, NoGradientError
+from ignite_train.reading import is_on_host
 
 __all__ = ["Gradients", "clip_coefficient"]
 
@@ -178,7 +179,7 @@ def _length(kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]]) -> floa
     elsewhere: list[Tensor] = []
     for (device, dtype), gradients in kinds.items():
         wide = None if dtype.is_complex else torch.float64 if dtype is torch.float64 else torch.float32
-        if device.type == "cpu":
+        if is_on_host(device):
             left, tables = _cut(gradients)
             for table in tables:
                 on_host += torch.linalg.vector_norm(table, dim=1, dtype=wide).tolist()

@@ -13,11 +13,28 @@ from torch import Tensor
 from ignite_train import distributed
 from ignite_train.errors import ForwardContractError
 from ignite_train.forward_output import ForwardOutput
+from ignite_train.reading import Reading, is_on_host
 from ignite_train.signals import Passenger, Signals
 
-__all__ = ["Statistics", "Totals"]
+__all__ = ["Reduced", "Statistics", "Totals"]
 
-_FLAGS, _UNKNOWN, _NORM, _HEAD = 4, 7, 8, 9
+_OUT_OF_MEMORY, _FLAGS, _UNKNOWN, _NORM, _HEAD = 3, 4, 7, 8, 9
+
+
+class Reduced(NamedTuple):
+    """What a verdict rests on, over all ranks: float64 tensors without dimensions, on the device, not read.
+
+    Attributes:
+        sample_size: Σsample_size.
+        loss: Σloss.
+        norm: L2 norm of the gradients as they are.
+        obstacles: 0 if all names of logs are known to all ranks and none ran out of memory.
+    """
+
+    sample_size: Tensor
+    loss: Tensor
+    norm: Tensor
+    obstacles: Tensor
 
 
 class Totals(NamedTuple):
@@ -31,6 +48,7 @@ class Totals(NamedTuple):
         logs: the sum of each log by name.
         signals: what any rank asked for.
         norm: L2 norm of the gradients as they are.
+        more: what was sent beside them.
     """
 
     sample_size: float
@@ -40,6 +58,7 @@ class Totals(NamedTuple):
     logs: dict[str, float]
     signals: Signals
     norm: float
+    more: Sequence[float] = ()
 
 
 class Statistics:
@@ -50,11 +69,16 @@ class Statistics:
 
     Args:
         device: where losses live. On the CPU sums are kept by the host; elsewhere they stay on the device until `finish`.
+
+    Attributes:
+        on_host: whether the host keeps them.
+        device: where they are.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._on_host = device.type == "cpu"
+        self.device = device
+        self.on_host = is_on_host(device)
+        self._reading = Reading(device)
         self._dtype = torch.float32 if device.type == "mps" else torch.float64
         self._names: tuple[str, ...] = ()  # of the logs, agreed over the ranks
         self.reset()
@@ -71,6 +95,7 @@ class Statistics:
         self._words: list[float] = []
         self._vector: Tensor | None = None
         self._work: dist.Work | None = None
+        self._reading.forget()
 
     def add(self, output: ForwardOutput) -> None:
         """Adds one micro-batch. On an accelerator nothing is read back."""
@@ -104,7 +129,10 @@ class Statistics:
         self._flags = (signals.stop, signals.stop_epoch, signals.more_data)
         self._passengers = passengers
         self._words = [float(word) for passenger in passengers for word in passenger.words()]
-        if not (self._on_host and (alone or distributed.world_size() == 1)):
+        alone = alone or distributed.world_size() == 1
+        if alone and not self.on_host:
+            self._names = tuple(sorted({*self._names, *self._logs}))
+        if not (alone and self.on_host):
             self._vector = self._as_vector()
         return self._vector
 
@@ -113,6 +141,32 @@ class Statistics:
         vector = self.pack(signals, passengers, norm_squared)
         if vector is not None:
             self._work = distributed.start_sum(vector)
+
+    def reduced(self, norm: float | Tensor | None) -> Reduced | None:
+        """What a verdict on the device can be made of; None where the host knows it, or the device has no float64.
+
+        Waits for the reduction, on an accelerator without holding the host. `norm`: as for `finish`.
+        """
+        if self.on_host or self._vector is None or self._dtype is not torch.float64 or isinstance(norm, float):
+            return None
+        self._wait()
+        vector = self._vector
+        length = vector[_NORM].sqrt() if norm is None else norm.to(vector.device, vector.dtype)
+        return Reduced(vector[0], vector[1], length, vector[_OUT_OF_MEMORY] + vector[_UNKNOWN])
+
+    def send(self, norm: float | Tensor | None, more: Sequence[Tensor] = ()) -> None:
+        """Starts the one transfer to the host, which `finish` waits for. What is given to the device later does not delay it.
+
+        Args:
+            norm: as for `finish`.
+            more: tensors of one element that travel with it, for `Totals.more`.
+        """
+        if self._vector is None:
+            return
+        self._wait()
+        behind = [one for one in (norm, *more) if isinstance(one, Tensor)]
+        parts = [one.detach().reshape(1).to(self._vector.device, self._vector.dtype) for one in behind]
+        self._reading.send(torch.cat([self._vector, *parts]) if parts else self._vector)
 
     def finish(self, norm: float | Tensor | None) -> Totals:
         """Waits for the reduction, reads it in one transfer, and lets the passengers off. Synchronises with the device.
@@ -145,24 +199,30 @@ class Statistics:
 
     def _reduced(self, norm: float | Tensor | None) -> tuple[Totals, list[float]]:
         """The sums of all ranks, and what came back of their passengers' words."""
-        numbers = self._read(norm)
+        if not self._reading.under_way:
+            self.send(norm)
+        numbers, behind = self._read()
         while numbers[_UNKNOWN] > 0:
             known = distributed.gather_objects(sorted({*self._names, *self._logs}))
             self._names = tuple(sorted({name for names in known for name in names}))
             self._vector = self._as_vector()
             self._work = distributed.start_sum(self._vector)
-            numbers = self._read(norm)
+            self.send(None)
+            numbers, _ = self._read()
         sample_size, loss, count, num_out_of_memory = numbers[:_FLAGS]
         stop, stop_epoch, more_data = numbers[_FLAGS:_UNKNOWN]
         words = numbers[_HEAD : _HEAD + len(self._words)]
-        logs = dict(zip(self._names, numbers[_HEAD + len(words) : -1], strict=True))
+        logs = dict(zip(self._names, numbers[_HEAD + len(words) :], strict=True))
         flags = Signals(stop=stop > 0, stop_epoch=stop_epoch > 0, more_data=round(more_data))
-        length = math.sqrt(numbers[_NORM]) if norm is None else numbers[-1]
-        return Totals(sample_size, loss, round(count), round(num_out_of_memory), logs, flags, length), words
+        if norm is None:
+            norm = math.sqrt(numbers[_NORM])
+        elif isinstance(norm, Tensor):
+            norm, *behind = behind
+        return Totals(sample_size, loss, round(count), round(num_out_of_memory), logs, flags, norm, behind), words
 
     def _number(self, value: float | Tensor) -> float | Tensor:
         if isinstance(value, Tensor):
-            return float(value.item()) if self._on_host else value.detach().reshape(()).to(self._device, self._dtype)
+            return float(value.item()) if self.on_host else value.detach().reshape(()).to(self.device, self._dtype)
         return float(value)
 
     def _entries(self, names: Iterable[str]) -> list[float | Tensor]:
@@ -180,19 +240,19 @@ class Statistics:
     def _as_vector(self) -> Tensor:
         entries = self._entries(self._names)
         vector = torch.tensor([0.0 if isinstance(e, Tensor) else e for e in entries], dtype=self._dtype)
-        vector = vector.to(self._device, non_blocking=True)
+        vector = vector.to(self.device, non_blocking=True)
         for index, entry in enumerate(entries):
             if isinstance(entry, Tensor):
                 vector[index] = entry
         return vector
 
-    def _read(self, norm: float | Tensor | None) -> list[float]:
-        """The numbers in the vector, and the norm behind them."""
-        assert self._vector is not None  # noqa: S101  # whoever calls has looked
+    def _wait(self) -> None:
         if self._work is not None:
             self._work.wait()
-        if not isinstance(norm, Tensor):
-            return [*self._vector.tolist(), norm or 0.0]  # sync
-        packed = torch.cat([self._vector, norm.reshape(1).to(self._vector.device, self._vector.dtype)])
-        numbers: list[float] = packed.tolist()  # sync
-        return numbers
+            self._work = None
+
+    def _read(self) -> tuple[list[float], list[float]]:
+        """The numbers in the vector, and those that were sent behind it."""
+        assert self._vector is not None  # noqa: S101  # it was sent
+        numbers, length = self._reading.receive(), len(self._vector)
+        return numbers[:length], numbers[length:]

@@ -7,15 +7,17 @@ from types import FunctionType
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
-from torch.optim.optimizer import _global_optimizer_pre_hooks
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from ignite_train.gradients import Gradients
 
-__all__ = ["Stepping"]
+__all__ = ["LARGEST_DIVISOR", "SMALLEST_DIVISOR", "Stepping"]
 
 _FOLDING = (Adagrad, Adam, AdamW, SGD)  # with fused=True they divide by `grad_scale` while they read the gradient
-_DIVISORS = torch.finfo(torch.float32)
+LARGEST_DIVISOR = torch.finfo(torch.float32).max  # in which the kernel holds it
+SMALLEST_DIVISOR = torch.finfo(torch.float32).tiny
 _DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 
 
@@ -44,28 +46,50 @@ class Stepping:
     def __call__(self, coefficient: float) -> None:
         """Steps along the mean gradients times `coefficient`."""
         factor = self._gradients.factor() * coefficient
-        obstacle = self._obstacle()
+        obstacle = self.obstacle()
         if not self._logged:
             self._log(obstacle)
         if factor == 1.0:
             self._optimizer.step()
-        elif obstacle is None and _DIVISORS.tiny <= 1.0 / factor <= _DIVISORS.max:
-            self._step_folded(1.0 / factor)
+        elif obstacle is None and factor > 0 and SMALLEST_DIVISOR <= 1.0 / factor <= LARGEST_DIVISOR:
+            device, _ = next(iter(self._gradients.kinds))  # torch copies it to the others
+            self._step_with(grad_scale=torch.full((), 1.0 / factor, dtype=torch.float32, device=device))
         else:
             self._gradients.multiply(factor)
             self._optimizer.step()
 
-    def _step_folded(self, divisor: float) -> None:
-        """Lets the kernel divide. There is no `found_inf` to give it: an update that is not finite is never stepped."""
-        device, _ = next(iter(self._gradients.kinds))  # torch copies it to the others
+    def unless(self, withheld: Tensor, divisor: Tensor) -> None:
+        """Steps along the gradients divided by `divisor`, unless `withheld` is 1 rather than 0; both float32, on the device.
+
+        A step that is withheld leaves parameters, gradients, moments and numbers of steps as they are. Only where there is no
+        `obstacle`, and no `withholding_obstacle`.
+        """
+        self._step_with(grad_scale=divisor, found_inf=withheld)
+
+    def _step_with(self, **given: Tensor) -> None:
         attributes: dict[str, Any] = vars(self._optimizer)
-        attributes["grad_scale"] = torch.full((), divisor, dtype=torch.float32, device=device)
+        attributes.update(given)
         try:
             self._optimizer.step()
         finally:
-            del attributes["grad_scale"]
+            for name in given:
+                del attributes[name]
 
-    def _obstacle(self) -> str | None:
+    def withholding_obstacle(self) -> str | None:
+        """Why a folded step could not be withheld on the device without a trace; asked at each step."""
+        optimizer = self._optimizer
+        if optimizer._optimizer_step_post_hooks or _global_optimizer_post_hooks:
+            return "a post-hook of its step would be called for a step that was withheld"
+        for group in optimizer.param_groups:
+            if type(optimizer) is SGD and group["momentum"] == 0:
+                continue  # has no state
+            key = "momentum_buffer" if type(optimizer) is SGD else "step"
+            for parameter in group["params"]:
+                if parameter.grad is not None and optimizer.state.get(parameter, {}).get(key) is None:
+                    return "a parameter has no moments yet, and a step that was withheld would leave some behind"
+        return None
+
+    def obstacle(self) -> str | None:
         """Why the factor cannot be folded into the step; asked at each step, as hooks and groups come and go."""
         optimizer = self._optimizer
         if type(optimizer) not in _FOLDING:

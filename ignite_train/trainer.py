@@ -17,6 +17,7 @@ from ignite_train.compilation import Compile, compile_in_place
 from ignite_train.engine import Trainer
 from ignite_train.forward_output import Forward, ForwardOutput
 from ignite_train.gradients import Gradients
+from ignite_train.learning_rates import LearningRates
 from ignite_train.loss_scaling import LossScaling, NoLossScaling, TorchLossScaling
 from ignite_train.micro_batches import AccumulationSteps, GroupedMicroBatches, Uneven
 from ignite_train.out_of_memory import OnOutOfMemory, RaiseOutOfMemory, RecoverFromOutOfMemory, Recovery
@@ -26,6 +27,7 @@ from ignite_train.statistics import Statistics
 from ignite_train.stepping import Stepping
 from ignite_train.transfer import transfer_to
 from ignite_train.update import Update
+from ignite_train.verdict import DeviceVerdict
 from ignite_train.wrapping import ReductionName, reduction_for
 
 __all__ = ["create_supervised_trainer", "create_trainer"]
@@ -101,6 +103,7 @@ def create_trainer(
     compile_in_place(model, compile)
     device = next(model.parameters()).device
     gradients, statistics = Gradients(way.module, optimizer), Statistics(device)
+    stepping, rates = Stepping(optimizer, gradients), LearningRates(optimizer)
     update = Update(
         model=model,
         optimizer=optimizer,
@@ -111,7 +114,9 @@ def create_trainer(
         reduction=way,
         statistics=statistics,
         gradients=gradients,
-        stepping=Stepping(optimizer, gradients),
+        learning_rates=rates,
+        stepping=stepping,
+        verdict=DeviceVerdict(gradients, statistics, stepping, rates, way.divisor, max_grad_norm),
         max_grad_norm=max_grad_norm,
         on_nonfinite=on_nonfinite,
         retain_graph=retain_graph,

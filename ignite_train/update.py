@@ -19,6 +19,7 @@ from ignite_train.errors import ForwardContractError, GaveUpError, NonFiniteErro
 from ignite_train.events import TrainEvents
 from ignite_train.forward_output import Forward, ForwardOutput, as_forward_output
 from ignite_train.gradients import Gradients, clip_coefficient
+from ignite_train.learning_rates import LearningRates
 from ignite_train.loss_scaling import LossScaling
 from ignite_train.nonfinite import find_nonfinite
 from ignite_train.out_of_memory import Recovery
@@ -29,6 +30,7 @@ from ignite_train.state import SkippedReason, UpdateOutput
 from ignite_train.statistics import Statistics, Totals
 from ignite_train.stepping import Stepping
 from ignite_train.transfer import Transfer
+from ignite_train.verdict import DeviceVerdict
 
 __all__ = ["Update"]
 
@@ -46,7 +48,9 @@ class Update:
     reduction: Reduction
     statistics: Statistics
     gradients: Gradients
+    learning_rates: LearningRates
     stepping: Stepping
+    verdict: DeviceVerdict
     max_grad_norm: float | None
     on_nonfinite: Literal["raise", "skip"]
     retain_graph: bool
@@ -85,14 +89,15 @@ class Update:
             for number in range(len(group) + 1, total + 1):
                 self._take_part(trainer, last=number == total)
 
-            totals = self.statistics.finish(self.reduction.end(trainer, self.statistics, self.gradients))
+            norm = self.reduction.end(trainer, self.statistics, self.gradients)
+            totals, stepped = self.verdict(norm, self.loss_scaling.scale, trainer.onlooker())
             state.output = decided = self._decide(totals)
             if totals.num_out_of_memory:
                 fire(TrainEvents.OUT_OF_MEMORY)
             fire(TrainEvents.GRADIENTS_READY)
-            if (rates := self._learning_rates()) != decided.learning_rates:  # a handler has set them
+            if (rates := self.learning_rates()) != decided.learning_rates:  # a handler has set them
                 state.output = decided = replace(decided, learning_rates=rates)
-            self._step(state.iteration, decided, group)
+            self._step(state.iteration, decided, group, stepped=stepped)
         except BaseException:
             self._forget()
             state.micro_batch, state.forward_output = before, None
@@ -161,16 +166,13 @@ class Update:
             sample_size=size,
             grad_norm=norm,
             clip_coefficient=clip_coefficient(norm, self.max_grad_norm) if reason is None else 1.0,
-            learning_rates=self._learning_rates(),
+            learning_rates=self.learning_rates(),
             loss_scale=scale,
             num_micro_batches=totals.num_micro_batches,
             num_out_of_memory=totals.num_out_of_memory,
             logs=totals.logs,
             skipped_reason=reason,
         )
-
-    def _learning_rates(self) -> tuple[float, ...]:
-        return tuple([float(group["lr"]) for group in self.optimizer.param_groups])
 
     def _reason_to_skip(self, size: float, loss: float, norm: float) -> SkippedReason | None:
         if size == 0:
@@ -179,13 +181,14 @@ class Update:
             return None
         return "overflow" if self.loss_scaling.enabled else "nonfinite"
 
-    def _step(self, update: int, output: UpdateOutput, group: list[Any]) -> None:
-        """Unscales, normalises, clips and steps; or leaves everything as it is."""
+    def _step(self, update: int, output: UpdateOutput, group: list[Any], *, stepped: bool) -> None:
+        """Unscales, normalises, clips and steps; or leaves everything as it is. The device may have `stepped` already."""
         reason = output.skipped_reason
+        assert reason is None or not stepped  # noqa: S101  # both verdicts are of the same numbers
         if reason == "nonfinite" and self.on_nonfinite == "raise":
             raise NonFiniteError(update, output.loss, output.grad_norm, self._locate(group))
         self._count_in_a_row(update, output)
-        if reason is None:
+        if reason is None and not stepped:
             self.stepping(output.clip_coefficient)
         if reason != "no_samples":
             self.loss_scaling.update(overflow=reason == "overflow")

@@ -1,0 +1,52 @@
+"""The learning rates of an optimizer, as numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ignite_train.reading import is_on_host
+
+__all__ = ["LearningRates"]
+
+
+class LearningRates:
+    """The learning rates of `optimizer`'s groups, where those that lie on an accelerator are read with the update's numbers.
+
+    A rate that is a tensor there and has not changed since it was last read is not read again.
+
+    Args:
+        optimizer: whose rates these are.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._known: dict[int, tuple[Tensor, int, float]] = {}  # by group: the tensor, its version then, its value
+        self._asked: list[tuple[int, Tensor, int]] = []
+
+    def __call__(self) -> tuple[float, ...]:
+        """The rates as they are now. Waits for the device only for one that was set there since they were learned."""
+        groups = self._optimizer.param_groups
+        return tuple([self._number(i, g["lr"]) if isinstance(g["lr"], Tensor) else float(g["lr"]) for i, g in enumerate(groups)])
+
+    def unknown(self) -> list[Tensor]:
+        """Those whose numbers only the device knows; `learn` is told them."""
+        rates = [(index, group["lr"]) for index, group in enumerate(self._optimizer.param_groups)]
+        tensors = [(index, rate) for index, rate in rates if isinstance(rate, Tensor) and not is_on_host(rate.device)]
+        self._asked = [(index, rate, rate._version) for index, rate in tensors if not self._is_known(index, rate)]
+        return [rate for _, rate, _ in self._asked]
+
+    def learn(self, numbers: Sequence[float]) -> None:
+        """Takes over what was read of `unknown`."""
+        for (index, rate, version), number in zip(self._asked, numbers, strict=True):
+            self._known[index] = rate, version, number
+
+    def _number(self, index: int, rate: Tensor) -> float:
+        on_device = not is_on_host(rate.device)
+        return self._known[index][2] if on_device and self._is_known(index, rate) else float(rate)  # sync, on an accelerator
+
+    def _is_known(self, index: int, rate: Tensor) -> bool:
+        tensor, version, _ = self._known.get(index, (None, 0, 0.0))
+        return tensor is rate and version == rate._version
