@@ -29,7 +29,9 @@ class LearningRates:
     def __call__(self) -> tuple[float, ...]:
         """The rates as they are now. Waits for the device only for one that was set there since they were learned."""
         groups = self._optimizer.param_groups
-        return tuple([self._number(i, g["lr"]) if isinstance(g["lr"], Tensor) else float(g["lr"]) for i, g in enumerate(groups)])
+        return tuple(
+            [self._number(i, g["lr"]) if isinstance(g["lr"], Tensor) else float(g["lr"]) for i, g in enumerate(groups)]
+        )
 
     def unknown(self) -> list[Tensor]:
         """Those whose numbers only the device knows; `learn` is told them."""

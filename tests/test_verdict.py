@@ -13,15 +13,33 @@ from typing import Any
 import pytest
 import torch
 from ignite.engine import Events
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adagrad, Adam, AdamW
+from torch.utils import _pytree as pytree
 
-from ignite_train import ForwardOutput, GaveUpError, NonFiniteError, TorchLossScaling, Trainer, TrainEvents, create_trainer, reading
-from ignite_train.handlers import GradNormConsistency, StateConsistency
-from ignite_train.statistics import Reduced
-from ignite_train.stepping import Stepping
+from ignite_train import (
+    ForwardContractError,
+    ForwardOutput,
+    GaveUpError,
+    NonFiniteError,
+    StaticLossScaling,
+    TorchLossScaling,
+    Trainer,
+    TrainEvents,
+    create_trainer,
+    reading,
+)
+from ignite_train.handlers import StateConsistency
+from ignite_train.signals import Signals
+from ignite_train.statistics import Reduced, Totals
+from ignite_train.stepping import LARGEST_DIVISOR, SMALLEST_DIVISOR, Stepping
 from ignite_train.verdict import _plain_and_divisor
 from ranks import run_ranks
 
@@ -66,65 +84,299 @@ def _watch(setattr_: Callable[..., None]) -> list[bool]:
 
 def forward(model: nn.Module, batch: tuple[Tensor, Tensor]) -> ForwardOutput:
     x, y = batch
-    return ForwardOutput(mse_loss(model(x), y, reduction="sum"), len(y), {"samples": len(y), "first": x.sum()})
+    logs = {"samples": len(y), "first": x.sum()} | ({"five": 1.0} if len(y) == 5 else {})
+    return ForwardOutput(mse_loss(model(x), y, reduction="sum"), len(y), logs)
 
 
-def data(*, spoilt: bool) -> list[tuple[Tensor, Tensor]]:
-    """Twelve micro-batches; one in the middle overflows, and two have no sample."""
+def mean(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return mse_loss(model(batch[0]), batch[1], reduction="sum")
+
+
+class ShortOfMemory:
+    """A forward that runs out of memory when it is called for the `when`-th time."""
+
+    def __init__(self, when: int) -> None:
+        self.when, self.calls = when, 0
+
+    def __call__(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> ForwardOutput:
+        self.calls += 1
+        if self.calls == self.when:
+            raise torch.OutOfMemoryError
+        return forward(model, batch)
+
+
+def data(spoilt: int | None) -> list[tuple[Tensor, Tensor]]:
+    """Twelve micro-batches, of which two in a row have no sample; the one with number `spoilt` overflows."""
     generator = torch.Generator().manual_seed(1)
     sizes = (3, 1, 4, 2, 3, 5, 0, 0, 2, 6, 1, 1)
     batches = [(torch.randn(size, 4, generator=generator), torch.randn(size, 1, generator=generator)) for size in sizes]
-    if spoilt:
-        batches[4] = (batches[4][0] * HUGE, batches[4][1])
+    if spoilt is not None:
+        batches[spoilt] = (batches[spoilt][0], batches[spoilt][1] * HUGE)
     return batches
 
 
 def train(
-    name: str, batches: list[Any], *, wrap: Callable[[nn.Module], nn.Module] = lambda model: model, **arguments: Any
+    name: str,
+    batches: list[Any],
+    *,
+    forward: Callable[..., Any] = forward,
+    wrap: Callable[[nn.Module], Any] = lambda model: model,
+    scaled: bool = False,
+    **arguments: Any,
 ) -> dict[str, Any]:
     """What can be seen of a run: state of everything, outputs, events, and how it ended."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    wrapped = wrap(model)
     optimizer = FUSED[name](model.parameters())
-    trainer = create_trainer(wrap(model), optimizer, forward, accumulation_steps=2, **arguments)
-    outputs, events, error = [], [], ""
+    scaling = TorchLossScaling(2.0**10) if scaled else None
+    trainer = create_trainer(wrapped, optimizer, forward, accumulation_steps=2, loss_scaling=scaling, **arguments)
+    outputs: list[str] = []
+    events: list[str] = []
+    error = ""
     trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: outputs.append(repr(trainer.state.output)))
     for event in EVENTS:
-        trainer.add_event_handler(event, lambda event=event: events.append(event.name))
+        trainer.add_event_handler(event, lambda name: events.append(name), event.name)
     try:
         trainer.run(batches)
     except (NonFiniteError, GaveUpError) as raised:
         error = str(raised)
     gradients = [parameter.grad for parameter in model.parameters()]
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "trainer": trainer.state_dict()}
+    state = [dict(model.named_parameters()), optimizer.state_dict(), trainer.state_dict()]
     return {"state": state, "outputs": outputs, "events": events, "error": error, "gradients": gradients}
 
 
-CASES = [
-    (name, {"max_grad_norm": clip, "on_nonfinite": policy, "loss_scaling": scaling and TorchLossScaling(2.0**10)})
-    for name in FUSED
-    for clip in (None, 0.05)
-    for policy, scaling in (("raise", False), ("skip", False), ("raise", True))
-]
+def both(patch: pytest.MonkeyPatch, *args: Any, **arguments: Any) -> tuple[dict[str, Any], dict[str, Any], list[bool]]:
+    """The run in which the host reads before each step, and the run in which steps are queued; and those steps."""
+    patch.setattr(reading, "_HOST", "nowhere")
+    with patch.context() as held:
+        held.setattr(Trainer, "onlooker", lambda self: "the test")
+        there = train(*args, **arguments)
+    queued = _watch(patch.setattr)
+    return there, train(*args, **arguments), queued
 
 
-@pytest.mark.parametrize("spoilt", [False, True], ids=["clean", "spoilt"])
-@pytest.mark.parametrize(("name", "arguments"), CASES, ids=lambda value: value if isinstance(value, str) else "")
-def test_the_device_decides_as_the_host_does(monkeypatch, bits, name, arguments, spoilt):
+# --- the same as the host's verdict ---
+
+
+@pytest.mark.parametrize("spoilt", [None, 0, 4], ids=["clean", "first", "later"])
+@pytest.mark.parametrize("policy", ["raise", "skip", "scaled"])
+@pytest.mark.parametrize("max_grad_norm", [None, 0.05])
+@pytest.mark.parametrize("name", FUSED)
+def test_the_device_decides_as_the_host_does(monkeypatch, bits, name, max_grad_norm, policy, spoilt):
     """Parameters, moments, counters, outputs, events, errors: in every bit those of the host's own verdict."""
-    arguments = {key: value or None for key, value in arguments.items()}
-    fresh = lambda: {**arguments, **({"loss_scaling": TorchLossScaling(2.0**10)} if arguments["loss_scaling"] else {})}  # noqa: E731
-    monkeypatch.setattr(reading, "_HOST", "nowhere")
-    onlooker = Trainer.onlooker
-    monkeypatch.setattr(Trainer, "onlooker", lambda self: "the test")
-    there = train(name, data(spoilt=spoilt), **fresh())
-    monkeypatch.setattr(Trainer, "onlooker", onlooker)
-    queued = _watch(monkeypatch.setattr)
-    ahead = train(name, data(spoilt=spoilt), **fresh())
-
+    arguments = {"max_grad_norm": max_grad_norm, "scaled": policy == "scaled"}
+    arguments["on_nonfinite"] = "skip" if policy == "skip" else "raise"
+    there, ahead, queued = both(monkeypatch, name, data(spoilt), **arguments)
     assert bits(ahead) == bits(there)
     assert ahead["gradients"] == [None] * 4
-    fails = spoilt and arguments["on_nonfinite"] == "raise" and not arguments["loss_scaling"]
+
+    fails = spoilt is not None and policy == "raise"
+    plain = [spoilt != 2 * update and update != 3 for update in range(6)]  # the fourth has no sample
+    before = 0 if name in ("sgd", "adagrad") else plain.index(True) + 1  # until there are moments
     assert bool(ahead["error"]) == fails
-    first = [] if name in ("sgd", "adagrad") else [1]
-    assert queued == [True, True, not spoilt, False, True, True][len(first) : 3 if fails else None]
+    assert queued == plain[before : spoilt // 2 + 1 if fails and spoilt is not None else None]
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_it_trains_as_without_an_accelerator(monkeypatch, name):
+    """The numbers are those of the host's own way, but for the rounding of the norm."""
+    right = train(name, data(None), max_grad_norm=0.05)
+    monkeypatch.setattr(reading, "_HOST", "nowhere")
+    ours = train(name, data(None), max_grad_norm=0.05)
+    assert ours["events"] == right["events"]
+    for key, parameter in right["state"][0].items():
+        torch.testing.assert_close(ours["state"][0][key], parameter, rtol=1.3e-6, atol=1e-4 * LR)
+
+
+def test_a_factor_of_one(monkeypatch, bits):
+    """Where nothing is to be scaled the host passes no divisor and the device passes one: the same bits."""
+    there, ahead, queued = both(monkeypatch, "adamw", data(None), forward=mean)
+    assert bits(ahead) == bits(there)
+    assert queued == [True] * 5
+
+
+@pytest.mark.parametrize("give_up_after", [None, 1])
+def test_out_of_memory_is_settled_by_the_host(monkeypatch, bits, give_up_after):
+    """Handlers of OUT_OF_MEMORY, and whoever gives up, come before the step: the device withholds it."""
+    arguments: dict[str, Any] = {"on_out_of_memory": "skip", "give_up_after": give_up_after}
+    there = train("adamw", data(None), forward=ShortOfMemory(5), **arguments)
+    monkeypatch.setattr(reading, "_HOST", "nowhere")
+    with monkeypatch.context() as held:
+        held.setattr(Trainer, "onlooker", lambda self: "the test")
+        there = train("adamw", data(None), forward=ShortOfMemory(5), **arguments)
+    queued = _watch(monkeypatch.setattr)
+    ahead = train("adamw", data(None), forward=ShortOfMemory(5), **arguments)
+    assert bits(ahead) == bits(there)
+    assert bool(ahead["error"]) == (give_up_after == 1)
+    assert queued == ([True, False] if give_up_after else [True, False, False, True, True])
+
+
+def test_a_divisor_beyond_float32_is_left_to_the_host(elsewhere, queued):
+    """A factor of 1e-42 is multiplied in beforehand, as everywhere; the device withholds what it cannot divide by."""
+    model = nn.Linear(1, 1, bias=False)
+    with torch.no_grad():
+        model.weight.zero_()
+    optimizer = SGD(model.parameters(), lr=1.0, fused=True)
+    create_trainer(model, optimizer, lambda model, x: model(x).sum(), max_grad_norm=1e-12).run([torch.full((1, 1), 1e30)])
+    assert queued == [False]
+    assert model.weight.item() == pytest.approx(-1e-12, rel=1e-2)
+
+
+def test_a_sample_size_that_is_none_moves_nothing(elsewhere, queued, build, bits):
+    """A sum of sample sizes below zero is refused, and nothing has moved by then."""
+    model, optimizer, trainer = build(
+        lambda model, batch: (model(batch[0]).sum(), torch.tensor(-1.0)), optimizer=FUSED["sgd"], on_nonfinite="skip"
+    )
+    before = bits([model.state_dict(), optimizer.state_dict()])
+    with pytest.raises(ForwardContractError, match="sample_size"):
+        trainer.run(data(None))
+    assert queued == [False]
+    assert bits([model.state_dict(), optimizer.state_dict()]) == before
+
+
+_any = st.floats(0.0, allow_nan=True, allow_infinity=True)
+_border = st.sampled_from([0.0, 1.0, math.inf, math.nan, 1.7e308, 5e-324, 3.4e38, 1.2e-38, 1e-45, 7.0])
+
+
+@given(
+    size=_border | _any,
+    loss=_border | _any,
+    norm=_border | _any,
+    scale=st.integers(-20, 40).map(lambda power: 2.0**power),
+    clip=st.none() | st.floats(1e-30, 1e30) | st.just(1.0),
+)
+@settings(max_examples=400, deadline=None, derandomize=True)
+def test_both_verdicts_are_of_one_arithmetic(size, loss, norm, scale, clip):
+    """Whatever the sums are, the device withholds what the host skips, and divides by what the host divides by."""
+    model = nn.Linear(1, 1)
+    trainer = create_trainer(model, SGD(model.parameters(), lr=0.1, fused=True), mean, max_grad_norm=clip)
+    update: Any = trainer._update
+    update.loss_scaling = StaticLossScaling(scale)
+    update.gradients.kinds = {(torch.device("cpu"), torch.float32)}
+    numbers = [torch.tensor(number, dtype=torch.float64) for number in (size, loss, norm, 0.0)]
+    plain, divisor = _plain_and_divisor(Reduced(*numbers), 1, scale, clip)
+    if not size < math.inf or scale * size == 0 < size:
+        assert plain.item() == 0.0  # the host raises
+        return
+    output = update._decide(Totals(size, loss, 1, 0, {}, Signals(), norm))
+    factor = update.gradients.factor() * output.clip_coefficient
+    folds = output.applied and factor > 0 and SMALLEST_DIVISOR <= 1.0 / factor <= LARGEST_DIVISOR
+    assert plain.item() == float(folds)
+    if folds:
+        assert divisor.item() == torch.tensor(1.0 / factor, dtype=torch.float32).item()
+
+
+# --- the order ---
+
+
+def test_the_host_waits_for_what_came_before_the_step(monkeypatch, elsewhere, build):
+    """The numbers set out, with an event behind them, before the step is queued; the host waits for that event after it."""
+    order: list[str] = []
+
+    class Event:
+        def record(self, stream: Any) -> None:
+            order.append("record")
+
+        def synchronize(self) -> None:
+            order.append("wait")
+
+    monkeypatch.setattr(reading, "_has_events", lambda device: True)
+    monkeypatch.setattr(reading, "_new_event", lambda device: Event())
+    monkeypatch.setattr(reading, "_stream_of", lambda device: None)
+    _, optimizer, trainer = build(optimizer=FUSED["adagrad"])
+    unless, call = Stepping.unless, Stepping.__call__
+    monkeypatch.setattr(Stepping, "unless", lambda *args: (order.append("queued"), unless(*args)))
+    monkeypatch.setattr(Stepping, "__call__", lambda *args: (order.append("stepped"), call(*args)))
+    trainer.run(data(None)[:2])
+    assert order == ["record", "queued", "wait"] * 2
+
+    order.clear()
+    trainer.add_event_handler(TrainEvents.GRADIENTS_READY, lambda: order.append("seen"))
+    trainer.run(data(None)[:2], max_epochs=2)
+    assert order == ["record", "wait", "seen", "stepped"] * 2
+    assert trainer.state.output.sample_size == 1
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "prepare", "count"),
+    [
+        ("adamw", lambda trainer, optimizer: None, 4),
+        ("adagrad", lambda trainer, optimizer: None, 5),
+        ("adamw", lambda trainer, optimizer: trainer.add_event_handler(TrainEvents.GRADIENTS_READY, lambda: None), 0),
+        ("adamw", lambda trainer, optimizer: trainer.add_event_handler(TrainEvents.GRADIENTS_READY(once=99), lambda: None), 0),
+        ("adamw", lambda trainer, optimizer: trainer.passengers.append(StateConsistency(nn.Linear(1, 1), optimizer)), 0),
+        ("adamw", lambda trainer, optimizer: optimizer.register_step_post_hook(lambda *_: None), 0),
+        ("adamw", lambda trainer, optimizer: optimizer.register_step_pre_hook(lambda *_: None), 0),
+        ("adamw", lambda trainer, optimizer: optimizer.param_groups[0].update(fused=False), 0),
+        ("adamw", lambda trainer, optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1), 4),
+    ],
+    ids=["plain", "with state", "handler", "not due", "passenger", "post-hook", "pre-hook", "not fused", "scheduler"],
+)
+def test_who_keeps_the_order(monkeypatch, elsewhere, queued, build, micro_batches, optimizer, prepare, count):
+    """Whoever could tell that the step came before the reading is asked for the other order, and nobody else."""
+    monkeypatch.setattr(StateConsistency, "words", lambda self: [0.0] * self.num_words)
+    monkeypatch.setattr(StateConsistency, "arrived", lambda self, sums: None)
+    _, built, trainer = build(optimizer=FUSED[optimizer])
+    kept = prepare(trainer, built)
+    trainer.run(micro_batches)
+    assert queued == [True] * count
+    assert trainer.state.num_steps == 5
+    del kept
+
+
+def test_float64_keeps_the_order(elsewhere, queued, build, micro_batches):
+    """Gradients that are not folded are not stepped ahead."""
+    _, _, trainer = build(optimizer=FUSED["adagrad"], dtype=torch.float64)
+    trainer.run([(x.double(), y.double()) for x, y in micro_batches])
+    assert queued == []
+
+
+def test_the_order_is_said_once(elsewhere, build, micro_batches, caplog):
+    """One line, beside that about folding."""
+    _, _, trainer = build(optimizer=FUSED["adamw"])
+    with caplog.at_level(logging.INFO, logger="ignite_train"):
+        trainer.run(micro_batches)
+    lines = [record.message for record in caplog.records if "queued" in record.message]
+    assert len(lines) == 1
+    assert lines[0].endswith(
+        "at first not, since a parameter has no moments yet, and a step that was withheld would leave some behind"
+    )
+
+
+# --- ranks ---
+
+
+def on_ranks(way: str, name: str, spoilt: int | None, scaled: bool) -> tuple[bool, list[bool], str]:
+    """Whether both verdicts come to the same on this rank, the steps queued, and the parameters."""
+    from conftest import _bits
+
+    rank = torch.distributed.get_rank()
+    batches = [batch for number, batch in enumerate(data(spoilt)) if number // 2 % 2 == rank]
+    wrap: Callable[[nn.Module], Any] = {
+        "ddp": DistributedDataParallel,
+        "explicit": lambda model: model,
+        "fsdp": lambda model: fully_shard(model, mesh=init_device_mesh("cpu", (2,))),
+    }[way]
+    reduction = "explicit" if way == "explicit" else "auto"
+    arguments = {"wrap": wrap, "reduction": reduction, "scaled": scaled, "on_nonfinite": "skip", "max_grad_norm": 0.05}
+    with pytest.MonkeyPatch.context() as patch:
+        there, ahead, queued = both(patch, name, batches, **arguments)
+
+    def local(run: dict[str, Any]) -> Any:
+        return pytree.tree_map_only(DTensor, lambda tensor: tensor.to_local(), run)
+
+    return _bits(local(ahead)) == _bits(local(there)), queued, repr([ahead["outputs"], ahead["events"]])
+
+
+@pytest.mark.parametrize("scaled", [False, True], ids=["skip", "scaled"])
+@pytest.mark.parametrize("name", ["adamw", "momentum"])
+@pytest.mark.parametrize("way", ["ddp", "explicit", "fsdp"])
+def test_all_ranks_step_ahead_alike(way, name, scaled):
+    """On two ranks too, in every way of crossing them, overflow, empty groups and new names of logs included."""
+    (same, queued, seen), (same_too, queued_too, seen_too) = run_ranks(on_ranks, way, name, 4, scaled, timeout_seconds=60.0)
+    assert same
+    assert same_too
+    assert (queued, seen) == (queued_too, seen_too)
+    assert True in queued
+    assert False in queued
