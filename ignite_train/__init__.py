@@ -1,5 +1,6 @@
 """An exact, event-driven training loop on PyTorch-Ignite."""
 
+from ignite_train.counting import Counted, Traffic, count_traffic
 from ignite_train.engine import Trainer
 from ignite_train.errors import (
     CheckpointError,
@@ -33,6 +34,7 @@ from ignite_train.trainer import create_supervised_trainer, create_trainer
 __all__ = [
     "AccumulationSteps",
     "CheckpointError",
+    "Counted",
     "DamagedCheckpointError",
     "DeepSpeedLossScaling",
     "Evaluator",
@@ -52,11 +54,13 @@ __all__ = [
     "ShardedSampler",
     "StaticLossScaling",
     "TorchLossScaling",
+    "Traffic",
     "TrainEvents",
     "TrainState",
     "Trainer",
     "TrainingError",
     "UpdateOutput",
+    "count_traffic",
     "create_evaluator",
     "create_supervised_trainer",
     "create_trainer",

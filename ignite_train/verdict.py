@@ -89,8 +89,8 @@ class DeviceVerdict:
     def _log(self, obstacle: str | None) -> None:
         now = "it is" if obstacle is None else f"at first not, since {obstacle}"
         logging.getLogger("ignite_train").info(
-            "a step is queued before the host has read the update's numbers wherever the optimizer's fused kernel folds and has "
-            f"its moments, and no handler of GRADIENTS_READY and no consistency check looks in between: {now}"
+            "a step is queued before the host has read the update's numbers, if it is folded into a fused kernel that has its "
+            f"moments, and no handler of GRADIENTS_READY and no consistency check stands in between: {now}"
         )
         self._logged = True
 

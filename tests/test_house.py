@@ -25,6 +25,7 @@ pytestmark = pytest.mark.skipif(not (ROOT / "ignite_train").is_dir(), reason="lo
 ORDER = (
     "errors",
     "arguments",
+    "counting",
     "distributed",
     "events",
     "forward_output",

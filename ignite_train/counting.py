@@ -1,0 +1,127 @@
+"""Counting what an update costs besides arithmetic: how often the host reads the device, and the collectives."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["Counted", "Traffic", "count_traffic"]
+
+_TORCH = str(Path(torch.__file__).parent)
+_READS = {"tolist", "numpy", "__array__", "__dlpack__", "__repr__"}  # of these torch's dispatcher sees nothing, or half
+_COLLECTIVES = {"c10d", "c10d_functional", "_c10d_functional"}
+_NO_COLLECTIVES = {"wait_tensor"}
+
+
+class Counted(NamedTuple):
+    """One read or collective.
+
+    Attributes:
+        name: of the operation, as torch has it.
+        where: file and line of the innermost frame outside of torch.
+    """
+
+    name: str
+    where: str
+
+
+@dataclass
+class Traffic:
+    """What was seen so far.
+
+    Attributes:
+        host_reads: operations for whose result the host had to wait for the device, in order.
+        collectives: operations over ranks, in order.
+    """
+
+    host_reads: list[Counted] = field(default_factory=list)
+    collectives: list[Counted] = field(default_factory=list)
+
+
+@contextmanager
+def count_traffic(device: str | torch.device | None = None) -> Iterator[Traffic]:
+    """Counts host reads and collectives that this thread, or backward for it, issues in the context.
+
+    A host read is `item`, `tolist`, `numpy`, `float(tensor)`, `if tensor`, printing it, or a copy to the CPU. On a machine
+    without an accelerator tensors of the CPU are looked at, so that a test of "one read an update" needs none. Operations
+    that wait inside torch's kernels, as `nonzero` does, are not seen; `torch.cuda.set_sync_debug_mode` knows of those.
+
+    Args:
+        device: reads of tensors on devices of this type are counted; None is the accelerator's, or else the CPU's.
+
+    Example:
+        >>> import torch
+        >>> from ignite_train import count_traffic
+        >>> with count_traffic("cpu") as traffic:
+        ...     total = torch.ones(3).sum().item()
+        >>> [read.name for read in traffic.host_reads], traffic.collectives
+        (['item'], [])
+    """
+    if device is None:
+        accelerator = torch.accelerator.current_accelerator()
+        device = "cpu" if accelerator is None else accelerator
+    traffic, watched = Traffic(), torch.device(device).type
+    calls = _Calls(traffic, watched)
+    with _Operations(traffic, watched, calls), calls:
+        yield traffic
+
+
+class _Calls(TorchFunctionMode):
+    """Sees what is asked of a tensor by name."""
+
+    def __init__(self, traffic: Traffic, watched: str) -> None:
+        super().__init__()
+        self._traffic, self._watched = traffic, watched
+        self.name = ""  # of the method that is running, of which `_Operations` sees the insides
+        self.counted = False
+
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        outer = self.name, self.counted
+        self.name, self.counted = func.__name__, False
+        if self.name in _READS and isinstance(args[0], Tensor) and args[0].device.type == self._watched:
+            self.count()
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            self.name, self.counted = outer
+
+    def count(self, name: str = "") -> None:
+        """Counts one read, however many operations it takes."""
+        if not self.counted:
+            self._traffic.host_reads.append(Counted(self.name or name, _place()))
+        self.counted = bool(self.name)
+
+
+class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees what is computed, whoever asked for it."""
+
+    def __init__(self, traffic: Traffic, watched: str, calls: _Calls) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._traffic, self._watched, self._calls = traffic, watched, calls
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        space, _, name = str(func._schema.name).partition("::")
+        if space in _COLLECTIVES and name not in _NO_COLLECTIVES:
+            self._traffic.collectives.append(Counted(name, _place()))
+        result = func(*args, **(kwargs or {}))
+        is_copy = name in {"_to_copy", "copy_"} and self._watched != "cpu" and result.device.type == "cpu"
+        if (is_copy or name == "_local_scalar_dense") and args[name == "copy_"].device.type == self._watched:  # its source
+            self._calls.count(name)
+        return result
+
+
+def _place() -> str:
+    """File and line of the innermost frame that is neither torch's nor ours here."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and (frame.f_code.co_filename == __file__ or frame.f_code.co_filename.startswith(_TORCH)):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
