@@ -223,6 +223,21 @@ def test_a_divisor_beyond_float32_is_left_to_the_host(elsewhere, queued):
     assert model.weight.item() == pytest.approx(-1e-12, rel=1e-2)
 
 
+@pytest.mark.parametrize("host", ["cpu", "nowhere"])
+def test_a_factor_that_vanishes(monkeypatch, build, bits, host):
+    """Scale times sample size is beyond float64: the mean is zero, and so is the step; nothing divides by it."""
+    monkeypatch.setattr(reading, "_HOST", host)
+    model, _, trainer = build(
+        lambda model, batch: (model(batch[0]).sum() * 1e-3, 1e300),
+        optimizer=FUSED["sgd"],
+        loss_scaling=StaticLossScaling(2.0**60),
+    )
+    before = bits(model.state_dict())
+    trainer.run(data(None)[:1])
+    assert trainer.state.num_steps == 1
+    assert bits(model.state_dict()) == before
+
+
 def test_a_sample_size_that_is_none_moves_nothing(elsewhere, queued, build, bits):
     """A sum of sample sizes below zero is refused, and nothing has moved by then."""
     model, optimizer, trainer = build(
