@@ -280,6 +280,8 @@ class Trainer(Loop):
     def _close_epoch(self, started: float) -> None:
         if self._epoch_iteration == 0 and not self.should_terminate_single_epoch:
             raise ValueError(f"data must give at least one micro-batch on some rank, got none in epoch {self.state.epoch}")
+        assert self._groups is not None  # noqa: S101  # a pass was made
+        self._groups.finish()
         super()._close_epoch(started)
         self.signals.stop_epoch = False  # what handlers of EPOCH_COMPLETED asked for is done already
 
