@@ -125,7 +125,7 @@ class DataPosition:
             self._generators_before = None
 
     def note(self, *, exhausted: bool) -> None:
-        """To be called after each group is read, before anything is read ahead, and once the loader is known to be exhausted."""
+        """To be called when a group is read, before anything is read ahead, and when the loader is known to be exhausted."""
         if self._stateful is not None:
             self._states, self._exhausted = [self._states[1], self._stateful.state_dict()], exhausted
 

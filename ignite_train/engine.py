@@ -209,6 +209,9 @@ class Trainer(Loop):
         saved["epoch_iteration"] = self._groups_done() if self._epoch_open else 0
         saved["epoch_length"], saved["max_epochs"], saved["max_iters"] = state.epoch_length, state.max_epochs, state.max_iters
         saved["ended"], saved["update"] = self._ended, self._update.state_dict()
+        clash = next((key for key in self.state_dict_user_keys if key in saved), None)
+        if clash is not None:
+            raise ValueError(f"state_dict_user_keys must not have names of the trainer's own, got {clash!r}")
         return saved | {key: getattr(state, key) for key in self.state_dict_user_keys}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

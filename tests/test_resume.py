@@ -431,7 +431,7 @@ STATEFUL = [
 
 @pytest.mark.parametrize("cell", STATEFUL, ids=str)
 def test_loaders_with_a_state_end_their_pass_and_begin_another(cell: Cell, tmp_path: Path, bits: Any) -> None:
-    """Broken off between the last update of an epoch and the first of the next, they shuffle the next ones as they would have."""
+    """Broken off between the last update of an epoch and the first of the next, they go on to shuffle as they would have."""
     check(cell, tmp_path / "run", bits)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -99,10 +100,8 @@ def train(directory: str | None, way: str, seed: int, stop: int | None, epochs: 
             raise InjectedError
 
         trainer.add_event_handler(Events.ITERATION_COMPLETED(once=stop), fail)
-    try:
+    with suppress(InjectedError):
         trainer.run(ResumableLoader(Samples(), 2, shuffle=True, seed=1), max_epochs=epochs)
-    except InjectedError:
-        pass
     return {
         "model": whole(model.state_dict()),
         "optimizer": whole(optimizer.state_dict()),
@@ -121,7 +120,7 @@ def load(directory: str, way: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("way", "world_size", "stop"), [("fsdp", 2, 6), ("ddp", 2, 5), ("hsdp", 4, 4)])
 def test_goes_on_in_the_middle_of_an_epoch(way: str, world_size: int, stop: int, tmp_path: Path) -> None:
-    """Broken off in an update of the second epoch, and built anew: shards, moments, losses and generators are those of one run."""
+    """Broken off in an update of the second epoch, and built anew: all shards, moments, losses and generators are right."""
     expected = run_ranks(train, None, way, 0, None, world_size=world_size, timeout_seconds=60)
     broken = run_ranks(train, str(tmp_path), way, 0, stop, world_size=world_size, timeout_seconds=60)
     resumed = run_ranks(train, str(tmp_path), way, 30, None, world_size=world_size, timeout_seconds=60)
@@ -169,7 +168,7 @@ def test_two_ranks_one_and_two_again(tmp_path: Path) -> None:
         3,
         6,
         3,
-    ]  # 12 samples on each of two ranks, 24 on one; four to an update of a rank
+    ]  # 12 samples on each of two ranks, 24 on one; four to a rank's update
     assert all(math.isfinite(loss) for _, loss in last[0][0])
     assert last[0][0] == last[1][0]
 
@@ -203,7 +202,7 @@ def refused(directory: str) -> tuple[str, bool, list[str]]:
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("ignite_train").addHandler(handler)
-    trainer, model, optimizer = build("fsdp", seed=50)
+    trainer, model, _ = build("fsdp", seed=50)
     before = whole(model.state_dict())
     Checkpoint(directory).attach(trainer)
     try:
