@@ -59,15 +59,21 @@ class Rounds:
 
 
 def interleave(
-    contestants: dict[str, Callable[[], float]], *, repetitions: int, bracket: bool = True, quiet: bool = False
+    contestants: dict[str, Callable[[], float]],
+    *,
+    repetitions: int,
+    bracket: bool = True,
+    warm_up: bool = True,
+    quiet: bool = False,
 ) -> Rounds:
-    """Runs every contestant once to warm up and then once in each round. Each returns the seconds it took.
+    """Runs every contestant once in each round. Each returns the seconds it took.
 
     Args:
         contestants: by name; the first is the reference.
         repetitions: rounds.
         bracket: run the reference before and after every other contestant, and compare with the mean of the two; otherwise
             it runs once a round.
+        warm_up: begin with a round that does not count.
         quiet: do not show how far it is.
     """
     reference, *others = contestants
@@ -78,7 +84,7 @@ def interleave(
         gc.collect()
         return contestants[name]()
 
-    for number in range(repetitions + 1):
+    for number in range(0 if warm_up else 1, repetitions + 1):
         before = measure(reference)
         taken = [before]
         for name in others:
@@ -88,7 +94,10 @@ def interleave(
                 rounds.pairs[name].append((mine, (before + after) / 2))
             taken.append(after)
             before = after
-        if number:
+        if number == 0:
+            gc.collect()
+            gc.freeze()  # what was imported; collecting it before each measurement would take longer than the measurement
+        else:
             rounds.pairs[reference].append((statistics.median(taken), statistics.median(taken)))
         shuffled.shuffle(others)
         if not quiet:

@@ -70,7 +70,7 @@ def fabric(work: Work) -> Outcome:
     model, optimizer = fabric.setup(work.model, work.optimizer)
     steps, outcome, total = work.accumulation_steps, Outcome([]), None
     model.train()
-    for index, micro_batch in enumerate(work.micro_batches):  # type: ignore[arg-type, var-annotated]
+    for index, micro_batch in enumerate(work.micro_batches):
         due = (index + 1) % steps == 0
         with fabric.no_backward_sync(model, enabled=not due):
             loss = work.mean_loss(model, micro_batch)
@@ -102,7 +102,7 @@ def accelerate(work: Work) -> Outcome:
     model, optimizer = accelerator.prepare(work.model, work.optimizer)
     outcome, total = Outcome([]), None
     model.train()
-    for micro_batch in work.micro_batches:  # type: ignore[attr-defined]
+    for micro_batch in work.micro_batches:
         with accelerator.accumulate(model):
             with accelerator.autocast():
                 loss = work.mean_loss(model, micro_batch)
@@ -163,7 +163,7 @@ def _lightning(work: Work, **options: Any) -> Outcome:
         devices=ranks(),
         strategy="ddp" if ranks() > 1 else "auto",
         plugins=[LightningEnvironment()],
-        precision=work.mixed,  # type: ignore[arg-type]
+        precision=work.mixed,
         max_epochs=1,
         accumulate_grad_batches=work.accumulation_steps,
         use_distributed_sampler=False,
