@@ -56,10 +56,20 @@ class MicroBatches:
         stretch: updates between two notes.
         stretches: how many are timed.
         warm_up: updates before the first note.
+        before_note: called before each note.
     """
 
-    def __init__(self, batches: Sequence[Any], *, steps: int, stretch: int, stretches: int, warm_up: int) -> None:
-        self._batches, self._stretch = batches, stretch
+    def __init__(
+        self,
+        batches: Sequence[Any],
+        *,
+        steps: int,
+        stretch: int,
+        stretches: int,
+        warm_up: int,
+        before_note: Callable[[], None] | None = None,
+    ) -> None:
+        self._batches, self._stretch, self._before_note = batches, stretch, before_note
         self._first, self._every = warm_up * steps, stretch * steps
         self._last = self._first + stretches * self._every
         self._number = self._last + 2 * steps  # who knows the length does not ask for one more
@@ -74,6 +84,8 @@ class MicroBatches:
         due = self._first
         for index in range(self._number):
             if index == due:
+                if self._before_note is not None:
+                    self._before_note()
                 self._cpu.append(time.process_time())
                 self._wall.append(time.perf_counter())
                 due = due + self._every if due < self._last else -1
@@ -282,12 +294,12 @@ def _by_hand(work: Work, after_update: Callable[[int, Tensor, Any], None]) -> Ou
 
 def ignite_train(work: Work) -> Outcome:
     """Nothing attached but what keeps loss and norm."""
-    return _run_trainer(work, _trainer(work))
+    return run_trainer(work, trainer_of(work))
 
 
 def ignite_train_with_handlers(work: Work) -> Outcome:
     """Every handler that is of use in a run without validation."""
-    trainer, optimizer = _trainer(work), work.optimizer
+    trainer, optimizer = trainer_of(work), work.optimizer
     every = Events.ITERATION_COMPLETED(every=LOG_EVERY)
     LearningRateSchedule(LambdaLR(optimizer, lambda _step: 1.0)).attach(trainer)
     TrainingMetrics().attach(trainer, every)
@@ -299,10 +311,11 @@ def ignite_train_with_handlers(work: Work) -> Outcome:
     StopOnSignal().attach(trainer)
     HangWatch(timeout_seconds=600).attach(trainer)
     FailureBoard().attach(trainer)
-    return _run_trainer(work, trainer)
+    return run_trainer(work, trainer)
 
 
-def _trainer(work: Work) -> Trainer:
+def trainer_of(work: Work) -> Trainer:
+    """A trainer with nothing attached."""
     return create_trainer(
         work.model if work.reduction == "explicit" else work.wrapped(),
         work.optimizer,
@@ -314,7 +327,8 @@ def _trainer(work: Work) -> Trainer:
     )
 
 
-def _run_trainer(work: Work, trainer: Trainer) -> Outcome:
+def run_trainer(work: Work, trainer: Trainer) -> Outcome:
+    """Runs it once over the data and keeps what each update gave."""
     outputs: list[UpdateOutput] = []
     trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: outputs.append(trainer.state.output))
     trainer.run(work.micro_batches, max_epochs=1)
