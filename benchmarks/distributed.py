@@ -10,7 +10,7 @@ profiler sees on rank 0, the time is rank 0's too. All contestants must come to 
 
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -122,24 +122,47 @@ def collectives(micro_batches: MicroBatches) -> list[int]:
 class Plan:
     """What the processes are to do."""
 
-    port: int
     ranks: int
     sizes: list[str]
     accumulation: list[int]
     names: list[str]
     repetitions: int
+    port: int = 0
 
 
-def measure(rank: int, plan: Plan, results: Any) -> None:
-    """What each process does; rank 0 puts its tables on the queue."""
+def spawn(function: Callable[[int, Plan, Any], None], plan: Plan) -> list[Any]:
+    """Runs `function(rank, plan, results)` on each process and returns what they have put into `results`."""
+    with socket.socket() as probe:  # a port that nobody listens at
+        probe.bind(("127.0.0.1", 0))
+        plan = replace(plan, port=probe.getsockname()[1])
+    results: Any = torch.multiprocessing.get_context("spawn").SimpleQueue()
+    torch.multiprocessing.spawn(function, (plan, results), nprocs=plan.ranks)
+    found = []
+    while not results.empty():
+        found.append(results.get())
+    return found
+
+
+def join(rank: int, plan: Plan) -> None:
+    """Makes this process one of the ranks, in the way that all peers understand: as a launcher would."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(plan.port), "WORLD_SIZE": str(plan.ranks)}
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "NODE_RANK": "0", "LOCAL_WORLD_SIZE": str(plan.ranks)}
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    for size, steps in product(plan.sizes, plan.accumulation):
-        results.put(compare(rank, plan, size, steps))
+
+
+def leave() -> None:
+    """Ends this process's part, once all are there."""
     dist.barrier()
     dist.destroy_process_group()
+
+
+def measure(rank: int, plan: Plan, results: Any) -> None:
+    """What each process does; rank 0 gives tables."""
+    join(rank, plan)
+    for size, steps in product(plan.sizes, plan.accumulation):
+        results.put(compare(rank, plan, size, steps))
+    leave()
 
 
 def compare(rank: int, plan: Plan, size: str, steps: int) -> str | None:
@@ -172,14 +195,9 @@ def main(
 ) -> None:
     """Count the collectives of each loop and time its updates on several processes."""
     names = [name for name in CONTESTANTS | peers.installed(PEERS) if only in name or name == REFERENCE]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    results: Any = torch.multiprocessing.get_context("spawn").SimpleQueue()
-    torch.multiprocessing.spawn(measure, (Plan(port, ranks, size, accumulation, names, repetitions), results), nprocs=ranks)
-    while not results.empty():
-        if (tables := results.get()) is not None:
-            print(tables)
+    for shown in spawn(measure, Plan(ranks, size, accumulation, names, repetitions)):
+        if shown is not None:
+            print(shown)
 
 
 if __name__ == "__main__":
