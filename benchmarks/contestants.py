@@ -220,16 +220,16 @@ def silence() -> Iterator[None]:
 
 def by_hand(work: Work) -> Outcome:
     """The loop that an expert writes."""
-    return _by_hand(work, lambda _update, _loss, _norm: None)
+    return _by_hand(work)
 
 
 def by_hand_with_blocking_sum(work: Work) -> Outcome:
     """The same, and the statistics of each update are summed over ranks when it is over."""
 
     def reduce(_update: int, loss: Tensor, norm: Tensor | float) -> None:
-        statistics = torch.stack([loss, torch.as_tensor(norm), loss.new_tensor(work.accumulation_steps)])
-        dist.all_reduce(statistics)
-        loss.copy_(statistics[0] / ranks())
+        packed = torch.stack([loss, torch.as_tensor(norm), loss.new_tensor(work.accumulation_steps)])
+        dist.all_reduce(packed)
+        loss.copy_(packed[0] / ranks())
 
     return _by_hand(work, reduce)
 
@@ -238,8 +238,7 @@ def by_hand_with_logging(work: Work) -> Outcome:
     """The same with what this library's handlers are attached for: a schedule, averages, and a line now and then."""
     scheduler = LambdaLR(work.optimizer, lambda _step: 1.0)
     sums = {"loss": 0.0, "grad_norm": 0.0, "clipped": 0}
-    started = time.perf_counter()
-    log_started = started
+    log_started = time.perf_counter()
 
     def log(update: int, loss: Tensor, norm: Tensor | float) -> None:
         nonlocal log_started
@@ -259,8 +258,9 @@ def by_hand_with_logging(work: Work) -> Outcome:
     return _by_hand(work, log)
 
 
-def _by_hand(work: Work, after_update: Callable[[int, Tensor, Any], None]) -> Outcome:
+def _by_hand(work: Work, after_update: Callable[[int, Tensor, Any], None] | None = None) -> Outcome:
     optimizer, steps, model = work.optimizer, work.accumulation_steps, work.wrapped()
+    accumulate = _accumulate if ranks() == 1 and work.precision == "fp32" else _accumulate_in_contexts
     parameters = list(model.parameters())
     outcome = Outcome([])
     model.train()
@@ -268,25 +268,48 @@ def _by_hand(work: Work, after_update: Callable[[int, Tensor, Any], None]) -> Ou
     update = 0
     while group := list(islice(batches, steps)):
         update += 1
-        total: Any = 0.0
-        for number, micro_batch in enumerate(group, start=1):
-            local = isinstance(model, DistributedDataParallel) and number < steps
-            with model.no_sync() if local else nullcontext():  # type: ignore[operator]
-                with work.autocast():
-                    loss = work.mean_loss(model, micro_batch)
-                if steps > 1:
-                    loss = loss / steps
-                loss.backward()
-            total = total + loss.detach() if steps > 1 else loss.detach()
-        norm = 0.0
+        loss = accumulate(work, model, group)
+        norm: Any = 0.0
         if work.max_grad_norm is not None:
             norm = clip_grad_norm_(parameters, work.max_grad_norm)
             outcome.norms.append(norm)
         optimizer.step()
         optimizer.zero_grad()
-        outcome.losses.append(total)
-        after_update(update, total, norm)
+        outcome.losses.append(loss)
+        if after_update is not None:
+            after_update(update, loss, norm)
     return outcome
+
+
+def _accumulate(work: Work, model: nn.Module, group: list[Any]) -> Tensor:
+    """Nothing but forward and backward: on a tiny network an idle context manager would already show."""
+    steps, mean_loss = work.accumulation_steps, work.mean_loss
+    if steps == 1:
+        loss = mean_loss(model, group[0])
+        loss.backward()
+        return loss.detach()
+    total: Any = 0.0
+    for micro_batch in group:
+        loss = mean_loss(model, micro_batch) / steps
+        loss.backward()
+        total = total + loss.detach()
+    return total
+
+
+def _accumulate_in_contexts(work: Work, model: nn.Module, group: list[Any]) -> Tensor:
+    """The same on several ranks and under autocast."""
+    steps = work.accumulation_steps
+    total: Any = 0.0
+    for number, micro_batch in enumerate(group, start=1):
+        local = isinstance(model, DistributedDataParallel) and number < steps
+        with model.no_sync() if local else nullcontext():  # type: ignore[operator]
+            with work.autocast():
+                loss = work.mean_loss(model, micro_batch)
+            if steps > 1:
+                loss = loss / steps
+            loss.backward()
+        total = total + loss.detach() if steps > 1 else loss.detach()
+    return total
 
 
 # --- this library -----------------------------------------------------------------------------------------------------------
