@@ -13,7 +13,6 @@ import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
 from math import prod
 from typing import Annotated, Any
 
@@ -34,6 +33,7 @@ from overhead import forward, mean_loss
 
 REFERENCE = "by hand, `no_sync`"
 SIZES = {"tiny": (64, 16), "mid-sized": (512, 64)}  # width of the network, samples in a micro-batch
+ACCUMULATION = {"tiny": [1, 4, 16], "mid-sized": [4]}  # unless others are asked for
 BYTES = {"float": 4, "double": 8, "long int": 8, "int": 4, "unsigned char": 1, "bool": 1, "c10::BFloat16": 2}
 PROFILED_UPDATES = 4
 
@@ -95,7 +95,7 @@ def work_of(rank: int, size: str, steps: int, *, stretches: int, profiled: bool)
     return Work(
         model=model,
         optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True),
-        micro_batches=kind(batches, steps=steps, stretch=10, stretches=stretches, warm_up=5),
+        micro_batches=kind(batches, steps=steps, stretch=max(2, 16 // steps), stretches=stretches, warm_up=5),
         mean_loss=mean_loss,
         forward=forward,
         accumulation_steps=steps,
@@ -123,8 +123,7 @@ class Plan:
     """What the processes are to do."""
 
     ranks: int
-    sizes: list[str]
-    accumulation: list[int]
+    cases: list[tuple[str, int]]  # size and accumulation
     names: list[str]
     repetitions: int
     port: int = 0
@@ -160,7 +159,7 @@ def leave() -> None:
 def measure(rank: int, plan: Plan, results: Any) -> None:
     """What each process does; rank 0 gives tables."""
     join(rank, plan)
-    for size, steps in product(plan.sizes, plan.accumulation):
+    for size, steps in plan.cases:
         results.put(compare(rank, plan, size, steps))
     leave()
 
@@ -170,7 +169,7 @@ def compare(rank: int, plan: Plan, size: str, steps: int) -> str | None:
     expected: dict[str, Outcome] = {}
 
     def clock(name: str) -> float:
-        return train(rank, name, size, steps, expected, max(3, 8 // steps)).wall_seconds
+        return train(rank, name, size, steps, expected, 5).wall_seconds
 
     counted = {name: collectives(train(rank, name, size, steps, expected, 1)) for name in plan.names}
     rounds = interleave({name: partial(clock, name) for name in plan.names}, repetitions=plan.repetitions, quiet=rank > 0)
@@ -189,13 +188,14 @@ def compare(rank: int, plan: Plan, size: str, steps: int) -> str | None:
 def main(
     ranks: Annotated[int, Option(min=2, help="Processes.")] = 2,
     size: Annotated[list[str], Option(help="tiny or mid-sized; may be given several times.")] = list(SIZES),  # noqa: B006
-    accumulation: Annotated[list[int], Option(help="Micro-batches to an update; may be given several times.")] = [1, 4, 16],  # noqa: B006
+    accumulation: Annotated[list[int], Option(help="Micro-batches to an update; may be given several times.")] = [],  # noqa: B006
     repetitions: Annotated[int, Option(min=1, help="Rounds; all contestants run in each of them.")] = MIN_REPETITIONS,
     only: Annotated[str, Option(help="Contestants with this in their name; the reference is always there.")] = "",
 ) -> None:
     """Count the collectives of each loop and time its updates on several processes."""
     names = [name for name in CONTESTANTS | peers.installed(PEERS) if only in name or name == REFERENCE]
-    for shown in spawn(measure, Plan(ranks, size, accumulation, names, repetitions)):
+    cases = [(one, steps) for one in size for steps in accumulation or ACCUMULATION[one]]
+    for shown in spawn(measure, Plan(ranks, cases, names, repetitions)):
         if shown is not None:
             print(shown)
 

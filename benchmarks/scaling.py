@@ -164,7 +164,7 @@ def ranks_table(counts: list[int], repetitions: int) -> str:
     cores = os.cpu_count() or 1
     rows, small = [], []
     for ranks in counts:
-        found = distributed.spawn(measure_ranks, distributed.Plan(ranks, [], [], names, repetitions))
+        found = distributed.spawn(measure_ranks, distributed.Plan(ranks, [], names, repetitions))
         alone, rounds = next(one for one in found if one is not None)
         assert isinstance(rounds, Rounds)  # noqa: S101
         small.append(alone * 1e6)
