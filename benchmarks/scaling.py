@@ -111,9 +111,12 @@ def cpu_seconds(run: contestants.Contestant, make: Callable[[], Work]) -> float:
 
 
 def line(amounts: Sequence[float], costs: Sequence[float]) -> tuple[float, float]:
-    """Slope and intercept of the straight line through some costs, in the unit of the costs."""
-    slope, intercept = statistics.linear_regression(amounts, costs)
-    return slope, intercept
+    """Slope and intercept of the straight line with the least relative error, so that the largest cost does not decide alone."""
+    weights = [1 / cost**2 for cost in costs]
+    x, y = (sum(w * v for w, v in zip(weights, values, strict=True)) / sum(weights) for values in (amounts, costs))
+    pairs = [(w, amount - x, cost - y) for w, amount, cost in zip(weights, amounts, costs, strict=True)]
+    slope = sum(w * dx * dy for w, dx, dy in pairs) / sum(w * dx * dx for w, dx, _ in pairs)
+    return slope, y - slope * x
 
 
 def against_hand(title: str, amounts: list[int], make: Make, repetitions: int) -> str:
@@ -135,7 +138,7 @@ def against_none(title: str, amounts: list[int], clock: Callable[[int], float], 
     """This library at each amount over itself with none, and the line."""
     rounds = interleave({str(amount): partial(clock, amount) for amount in amounts}, repetitions=repetitions, quiet=True)
     more = {amount: rounds.difference(str(amount)) for amount in amounts[1:]}
-    slope, _ = line(amounts, [0.0, *(spread.median for spread in more.values())])
+    slope = statistics.linear_regression(amounts, [0.0, *(spread.median for spread in more.values())], proportional=True).slope
     rows = [[str(amount), spread.show(1)] for amount, spread in more.items()]
     return f"{table([title, 'more than with none, µs an update (quartiles)'], rows)}\n\nLine: {slope:.2g} µs for each.\n"
 

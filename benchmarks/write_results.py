@@ -25,11 +25,11 @@ SCRIPTS = (
     ("overhead.py", "Cost of the loop", ["--repetitions", "2", "--accumulation", "4", "--stretches", "3"]),
     ("optimizer_phase.py", "Optimizer phase", ["--repetitions", "2", "--parameters", "5"]),
     ("distributed.py", "Several ranks", ["--repetitions", "2", "--accumulation", "4", "--size", "tiny"]),
-    ("end_to_end.py", "Whole trainings", ["--repetitions", "2", "--updates", "5", "--epochs", "1"]),
+    ("end_to_end.py", "Whole trainings", ["--repetitions", "1", "--updates", "5", "--epochs", "1"]),
     ("state_consistency.py", "A digest of the state", ["--updates", "3", "--width", "64", "--layers", "1"]),
     ("gpu.py", "On a GPU", []),
 )
-SCALING = ("scaling.py", "How the cost of an update grows", ["--repetitions", "2", "--ranks", "2"])
+SCALING = ("scaling.py", "How the cost of an update grows", ["--repetitions", "1", "--ranks", "2"])
 
 
 def circumstances() -> str:
