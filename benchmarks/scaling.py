@@ -111,7 +111,7 @@ def cpu_seconds(run: contestants.Contestant, make: Callable[[], Work]) -> float:
 
 
 def line(amounts: Sequence[float], costs: Sequence[float]) -> tuple[float, float]:
-    """Slope and intercept of the straight line with the least relative error, so that the largest cost does not decide alone."""
+    """Slope and intercept of the straight line with the least relative error: the largest cost is not to decide alone."""
     weights = [1 / cost**2 for cost in costs]
     x, y = (sum(w * v for w, v in zip(weights, values, strict=True)) / sum(weights) for values in (amounts, costs))
     pairs = [(w, amount - x, cost - y) for w, amount, cost in zip(weights, amounts, costs, strict=True)]
