@@ -479,6 +479,9 @@ def test_tied_weights_are_stored_once_and_stay_tied(tmp_path: Path) -> None:
     def tied() -> nn.Sequential:
         model = nn.Sequential(nn.Linear(2, 256), nn.Linear(256, 256), nn.Linear(256, 256), nn.Linear(256, 1))
         model[2].weight = model[1].weight
+        with torch.no_grad():  # so small that no draw of them diverges
+            for parameter in model.parameters():
+                parameter.mul_(0.1)
         return model
 
     trainer, model = make(tied(), optimizer=torch.optim.SGD)

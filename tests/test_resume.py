@@ -191,7 +191,8 @@ class Journal:
         self.lines.append(["end of epoch", trainer.state.epoch, trainer.state.iteration, self._metrics(trainer)])
 
     def _metrics(self, trainer: Trainer) -> Any:
-        return [[name, repr(value)] for name, value in trainer.state.metrics.items() if name != "samples_per_second"]
+        timed = ("samples_per_second", "data_wait")
+        return [[name, repr(value)] for name, value in trainer.state.metrics.items() if name not in timed]
 
     def state_dict(self) -> dict[str, Any]:
         return {"lines": self.lines}
