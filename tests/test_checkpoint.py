@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import subprocess
@@ -712,6 +713,23 @@ def test_broken_off_in_an_end_of_epoch(uneven: Any, tmp_path: Path) -> None:
     Checkpoint(tmp_path, every=1).attach(fresh)
     fresh.run(ResumableLoader(PAIRS, 2, shuffle=False), max_epochs=2)
     assert fresh.state.iteration == 12
+
+
+def test_the_end_of_an_epoch_is_due_though_the_last_update_is_done(tmp_path: Path) -> None:
+    """Broken off in it, with no update left to do by `max_iters`: a resumed run still fires it, once, and does no update."""
+    fired: list[str] = []
+
+    def fail() -> None:
+        raise InjectedError
+
+    for action in (fail, lambda: fired.append("end of epoch")):
+        trainer, _ = make()
+        Checkpoint(tmp_path, every=1).attach(trainer)
+        trainer.add_event_handler(Events.EPOCH_COMPLETED, action)
+        trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda engine: fired.append(str(engine.state.iteration)))
+        with contextlib.suppress(InjectedError):
+            trainer.run(LOADER, max_iters=6)
+    assert fired == ["1", "2", "3", "4", "5", "6", "end of epoch"]
 
 
 # --- several ranks ---
