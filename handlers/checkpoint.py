@@ -49,7 +49,8 @@ class Checkpoint:
 
     Written by any number of ranks, it can be read by any other. Then a rank that was not there takes over what rank 0 had of
     its own, with other random numbers. In the middle of an epoch that needs a `ResumableLoader`, and each sample is used once
-    all the same. Models sharded by `fully_shard` are written in shards and come back with any sharding, or none.
+    all the same. What a loader may not give again as it was is logged when the run starts. Models sharded by `fully_shard`
+    are written in shards and come back with any sharding, or none.
 
     Nothing in a checkpoint is run when it is read: numbers, strings and tensors, no pickle. Do not share a directory between
     runs, nor between machines that do not see the same files in it.

@@ -107,10 +107,8 @@ def checked_objects(to_save: Mapping[str, Any]) -> dict[str, Stateful]:
 def capture(trainer: Trainer, to_save: Mapping[str, Stateful], evaluator: Mapping[str, Stateful]) -> Contents:
     """The state of a run at the end of an update or an epoch, as this rank writes it. Tensors are not copied.
 
-    Collective where a `state_dict` is, as those of Ignite's metrics are.
-
-    Raises:
-        CheckpointError: some state is no plain value; the message says where.
+    Collective where a `state_dict` is, as those of Ignite's metrics are. State that is no plain value is a failure in what is
+    returned, so that all ranks learn of it; its message says where.
     """
     objects, state, encoder = _Objects.of(trainer, to_save, evaluator), trainer.state, Encoder()
     shared = {name: entry.state_dict() for name, entry in objects.shared.items()}
@@ -123,7 +121,10 @@ def capture(trainer: Trainer, to_save: Mapping[str, Stateful], evaluator: Mappin
     own["buffers"] = {} if main else dict(objects.model.buffers())
     own["generators"] = generator_states()
     encoder = Encoder()
-    rest = {name: encoder.encode(value, (name,)) for name, value in own.items()}
+    try:
+        rest = {name: encoder.encode(value, (name,)) for name, value in own.items()}
+    except CheckpointError as error:
+        return Contents({}, {}, error)
     tensors |= {name: own_piece(tensor, everything=True) for name, tensor in encoder.tensors.items()}
     pieces = {name: piece for name, piece in tensors.items() if piece is not None}
     return Contents(rest | trees if main else rest, pieces)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,7 @@ class Saver:
         """
         self.wait()
         if self.asynchronous:
-            contents = Contents(contents.trees, self._snapshot.take(contents.pieces))
+            contents = replace(contents, pieces=self._snapshot.take(contents.pieces))
         self._thread = threading.Thread(target=self._write, args=(contents, manifest), name="Checkpoint", daemon=True)
         self._thread.start()
         if not self.asynchronous:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import subprocess
@@ -476,7 +477,11 @@ def test_what_has_no_state_cannot_be_saved(tmp_path: Path) -> None:
 def test_tied_weights_are_stored_once_and_stay_tied(tmp_path: Path) -> None:
     """Two names of one parameter: its numbers are in the file once, and the resumed model is as the other was."""
 
+    def slow(parameters: Any, lr: float) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=lr / 100)
+
     def tied() -> nn.Sequential:
+        torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(2, 256), nn.Linear(256, 256), nn.Linear(256, 256), nn.Linear(256, 1))
         model[2].weight = model[1].weight
         with torch.no_grad():  # so small that no draw of them diverges
@@ -484,13 +489,13 @@ def test_tied_weights_are_stored_once_and_stay_tied(tmp_path: Path) -> None:
                 parameter.mul_(0.1)
         return model
 
-    trainer, model = make(tied(), optimizer=torch.optim.SGD)
+    trainer, model = make(tied(), optimizer=slow)
     checkpoint = Checkpoint(tmp_path)
     checkpoint.attach(trainer)
     trainer.run(LOADER, max_epochs=1)
     assert checkpoint.latest is not None
     assert (checkpoint.latest / "rank-00000.bin").stat().st_size < 1.5 * 4 * 256 * 256
-    fresh, other = make(tied(), optimizer=torch.optim.SGD)
+    fresh, other = make(tied(), optimizer=slow)
     Checkpoint(tmp_path).attach(fresh)
     fresh.run(LOADER, max_epochs=1)
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in other.state_dict().items())
@@ -713,6 +718,23 @@ def test_broken_off_in_an_end_of_epoch(uneven: Any, tmp_path: Path) -> None:
     assert fresh.state.iteration == 12
 
 
+def test_the_end_of_an_epoch_is_due_though_the_last_update_is_done(tmp_path: Path) -> None:
+    """Broken off in it, with no update left to do by `max_iters`: a resumed run still fires it, once, and does no update."""
+    fired: list[str] = []
+
+    def fail() -> None:
+        raise InjectedError
+
+    for action in (fail, lambda: fired.append("end of epoch")):
+        trainer, _ = make()
+        Checkpoint(tmp_path, every=1).attach(trainer)
+        trainer.add_event_handler(Events.EPOCH_COMPLETED, action)
+        trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda engine: fired.append(str(engine.state.iteration)))
+        with contextlib.suppress(InjectedError):
+            trainer.run(LOADER, max_iters=6)
+    assert fired == ["1", "2", "3", "4", "5", "6", "end of epoch"]
+
+
 # --- several ranks ---
 
 
@@ -755,6 +777,24 @@ def test_metrics_of_other_ranks_begin_anew(before: int, after: int, tmp_path: Pa
     run_ranks(replicas, str(tmp_path), 0, updates, world_size=before)
     states = run_ranks(replicas, str(tmp_path), 0, updates + 1, world_size=after)
     assert [state["started"] for state in states] == [[updates]] * after
+
+
+def locked(directory: str) -> tuple[str, int]:
+    """The error of a run in which only rank 1 has something that cannot be stored."""
+    trainer, _ = make(reduction="explicit")
+    if idist.get_rank():
+        trainer.add_event_handler(Events.STARTED, Remembers({"lock": threading.Lock()}))
+    Checkpoint(directory, every=2).attach(trainer)
+    with pytest.raises(CheckpointError) as error:
+        trainer.run(LOADER, max_epochs=1)
+    return str(error.value), trainer.state.iteration
+
+
+def test_what_one_rank_cannot_store_fails_on_all(tmp_path: Path) -> None:
+    """With the same message, and no rank is left waiting for it."""
+    first, second = run_ranks(locked, str(tmp_path))
+    assert first == second
+    assert "writing a checkpoint failed: rank 1, CheckpointError: handlers/Remembers['lock'] cannot be stored" in first[0]
 
 
 # --- the command ---
