@@ -289,7 +289,7 @@ def test_after_a_power_cut_the_next_save_tidies(tmp_path, monkeypatch):
         lay_out(tree, there)
         save(there / "runs/here", 9, last=1)
         assert newest(there / "runs/here") == 9
-        assert not [name for name in names(there / "runs/here") if name.startswith(".")]
+        assert len(names(there / "runs/here")) == 1
         shutil.rmtree(there)
 
 
@@ -590,6 +590,43 @@ def test_ranks_that_do_not_share_the_directory(tmp_path):
 
     assert first == second
     assert "rank 1, FileNotFoundError" in first
+
+
+class Elsewhere(QuickDisk):
+    """A disk that this rank has for itself."""
+
+    def create(self, path: Path) -> int:
+        own = path.parents[2] / "own"
+        own.mkdir(exist_ok=True)
+        return super().create(own / path.name)
+
+
+def _rank_1_writes_elsewhere(directory: Path, stale: bool) -> str:
+    disk: Disk = QuickDisk()
+    if distributed.rank() == 1:
+        disk = Elsewhere()
+    elif stale:  # what rank 0 sees under the name is not what rank 1 has written
+        disk = Stale()
+    return failure(directory / "run", 1, disk, world_size=2)
+
+
+class Stale(QuickDisk):
+    """A disk on which files of rank 1 have been before."""
+
+    def make_directory(self, path: Path) -> None:
+        super().make_directory(path)
+        for kind in ("bin", "json") if path.name.startswith(".") else ():
+            (path / f"rank-00001.{kind}").write_bytes(b"")
+
+
+@pytest.mark.parametrize("stale", [False, True])
+def test_ranks_that_see_other_files_under_the_same_name(tmp_path, stale):
+    """What rank 1 has written must be there where rank 0 looks, with all its bytes; or else nothing is committed."""
+    first, second = run_ranks(_rank_1_writes_elsewhere, tmp_path, stale)
+
+    assert first == second
+    assert ("another size here than on the rank that wrote it" if stale else "FileNotFoundError") in first
+    assert names(tmp_path / "run") == []
 
 
 def test_what_a_trainer_saves_is_one_checkpoint_of_this_protocol(tmp_path, build, micro_batches):
