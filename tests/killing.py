@@ -38,7 +38,7 @@ from ignite_train.stored import StoredCheckpoint
 
 DEADLINE = 60.0  # seconds for anything that ends by itself, on a machine that is busy with other things
 PHASES = ("save", "agreement", "rename", "prune")
-_BY_THE_CLOCK = ("samples_per_second", "seconds")  # metrics and sums that no run has twice
+_BY_THE_CLOCK = ("samples_per_second", "data_wait", "seconds", "waited")  # metrics and sums that no run has twice
 
 _context = multiprocessing.get_context("forkserver")  # that of ranks.py
 _context.set_forkserver_preload(
