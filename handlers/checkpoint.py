@@ -182,7 +182,8 @@ class Checkpoint:
             root, names, disk, lambda stored: RunState(stored, trainer, self.to_save, self._evaluator_handlers())
         )
         together(distributed.gather_objects, f"going on from {path}", state.restore)
-        self._pending, self.saver.latest = state, path
+        self._pending, self._score = state, None if manifest.score is None else (manifest.update, manifest.score)
+        self.saver.go_on_from(path)
         if distributed.is_main_rank():
             config = plain_config(self.config, trainer.settings)
             log_resumption(path, manifest, config, fresh=state.fresh, unused=state.unused)
@@ -266,8 +267,7 @@ class Checkpoint:
             self._save()
 
     def _save(self) -> None:
-        started = time.monotonic()
-        trainer = self._attached()
+        started, trainer = time.monotonic(), self._attached()
         state = trainer.state
         score = None if self._score is None or self._score[0] != state.iteration else self._score[1]
         contents = capture(trainer, self.to_save, self._evaluator_handlers())

@@ -50,6 +50,19 @@ class Saver:
         if self._group is None:
             self._group = distributed.own_group()
 
+    def go_on_from(self, path: Path) -> None:
+        """Takes over a checkpoint that every rank has read whole, and removes what a process was killed before it could."""
+        self.latest = path
+        if not distributed.is_main_rank():
+            return
+        directory = CheckpointDirectory(self.path, self.disk)
+        found, _ = directory.scan()
+        if found and self.path / found[-1][0] == path:  # an older one that somebody asked for may be surplus itself
+            try:
+                directory.prune(self.retention)
+            except OSError as error:
+                _logger.warning(f"an old checkpoint could not be removed: {error}")
+
     def save(self, contents: Contents, manifest: Manifest) -> None:
         """Waits for the save before, then takes a copy of the tensors and starts.
 
