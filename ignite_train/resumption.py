@@ -96,7 +96,8 @@ def read_agreed(
             raise CheckpointError(worst[0])
         reasons.append(worst[1])
         if _main():
-            _logger.warning(f"{worst[1]}; an older one is tried")
+            renamed = "" if disk is None else "it is renamed, and "
+            _logger.warning(f"{worst[1]}; {renamed}an older one is tried")
             if disk is not None:
                 CheckpointDirectory(root, disk).set_aside(name)
     raise CheckpointError(f"no checkpoint in {root} is whole: {'; '.join(reasons)}")

@@ -232,7 +232,7 @@ def test_what_resume_may_be(tmp_path: Path) -> None:
         (str(tmp_path / "a" / "update-00000004"), 4),
     ):
         fresh, _ = make()
-        checkpoint = Checkpoint(tmp_path / ("a" if isinstance(resume, str) and len(resume) == 4 else "b"))
+        checkpoint = Checkpoint(tmp_path / ("a" if isinstance(resume, str) and len(resume) == 4 else "b"), keep=99)
         checkpoint.attach(fresh)
 
         def fail() -> None:

@@ -869,6 +869,7 @@ def test_no_entry_makes_the_reader_fail_otherwise(values):
     assert math.prod(entry.shape) * DTYPES[entry.dtype].itemsize == entry.num_bytes
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 def test_a_piece_of_each_dtype_keeps_its_bits(tmp_path):
     """Every dtype that can be stored is written and read, with all its bit patterns of one byte."""
     for name, dtype in DTYPES.items():
