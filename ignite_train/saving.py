@@ -40,6 +40,7 @@ class Saver:
         self.path, self.retention, self.asynchronous, self.warns = path, retention, asynchronous, warns
         self.disk = Disk()
         self.latest: Path | None = None
+        self._is_taken_over = False
         self._snapshot = Snapshot()
         self._group: Any = None
         self._thread: threading.Thread | None = None
@@ -51,17 +52,8 @@ class Saver:
             self._group = distributed.own_group()
 
     def go_on_from(self, path: Path) -> None:
-        """Takes over a checkpoint that every rank has read whole, and removes what a process was killed before it could."""
-        self.latest = path
-        if not distributed.is_main_rank():
-            return
-        directory = CheckpointDirectory(self.path, self.disk)
-        found, _ = directory.scan()
-        if found and self.path / found[-1][0] == path:  # an older one that somebody asked for may be surplus itself
-            try:
-                directory.prune(self.retention)
-            except OSError as error:
-                _logger.warning(f"an old checkpoint could not be removed: {error}")
+        """Takes over a checkpoint that every rank has read whole."""
+        self.latest, self._is_taken_over = path, True
 
     def save(self, contents: Contents, manifest: Manifest) -> None:
         """Waits for the save before, then takes a copy of the tensors and starts.
@@ -103,6 +95,19 @@ class Saver:
     def _write(self, contents: Contents, manifest: Manifest) -> None:
         exchange = partial(distributed.gather_objects, group=self._group)
         try:
+            self._remove_what_is_left()
             self.latest = commit(CheckpointDirectory(self.path, self.disk), contents, manifest, self.retention, exchange)
         except BaseException as error:
             self._error = error
+
+    def _remove_what_is_left(self) -> None:
+        """Once, what the process before was killed before it could remove, lest that adds up; each save does so at its end."""
+        if self._is_taken_over and distributed.is_main_rank():
+            directory = CheckpointDirectory(self.path, self.disk)
+            try:
+                found, _ = directory.scan()
+                if found and self.path / found[-1][0] == self.latest:  # one that somebody asked for may be surplus itself
+                    directory.prune(self.retention)
+            except OSError as error:
+                _logger.warning(f"an old checkpoint could not be removed: {error}")
+        self._is_taken_over = False
