@@ -4,11 +4,13 @@ NPROC ?= 1
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
+BENCH_VENV := .venv-bench
+BENCH_INSTALLED := $(BENCH_VENV)/installed
 
 # Waiting threads that spin take the cores from those that work.
 export OMP_WAIT_POLICY = passive
 
-.PHONY: demo digits test check nightly wheel-test curve clean
+.PHONY: demo digits test check nightly wheel-test curve bench clean
 
 demo: $(INSTALLED)  ## train the language model; NPROC=2 for two processes
 	$(BIN)/python examples/language_model.py --nproc $(NPROC)
@@ -40,6 +42,20 @@ wheel-test: $(INSTALLED)  ## the tests against the built wheel, where no checkou
 curve: $(INSTALLED)  ## train and draw docs/curve.png
 	$(BIN)/python examples/plot_curve.py
 
+bench: $(BENCH_INSTALLED)  ## measure against the peers and write benchmarks/results.md and benchmarks/scaling.md
+	$(BENCH_VENV)/bin/python benchmarks/write_results.py
+
+# Apart from the library's own environment, so that nothing of the peers can be imported there by mistake.
+$(BENCH_INSTALLED): pyproject.toml constraints.txt benchmarks/constraints.txt benchmarks/requirements.txt
+	$(PYTHON) -m venv $(BENCH_VENV)
+	$(BENCH_VENV)/bin/python -m pip install --quiet --upgrade pip -c constraints.txt
+	$(BENCH_VENV)/bin/python -m pip install --quiet -c constraints.txt torch==2.13.0
+	$(BENCH_VENV)/bin/python -m pip install --quiet -c constraints.txt --editable '.[examples]'
+	grep -v '^#' benchmarks/requirements.txt | while read -r peer; do \
+	  $(BENCH_VENV)/bin/python -m pip install --quiet -c constraints.txt -c benchmarks/constraints.txt "$$peer" || \
+	  echo "left out: $$peer could not be installed"; done
+	touch $@
+
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip -c constraints.txt
@@ -48,4 +64,4 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info runs
+	rm -rf $(VENV) $(BENCH_VENV) build dist *.egg-info runs

@@ -57,9 +57,12 @@ def measure(megabytes: float, repetitions: int, directory: Path) -> dict[str, li
     buffers = [torch.empty_like(tensor) for tensor in tensors]
 
     def copy() -> Timing:
-        started = time.perf_counter()
-        torch._foreach_copy_(buffers, tensors)
-        return (held := time.perf_counter() - started), held
+        held = []
+        for _ in range(5):  # the unit of the others: one alone would be at the mercy of what else goes on
+            started = time.perf_counter()
+            torch._foreach_copy_(buffers, tensors)
+            held.append(time.perf_counter() - started)
+        return statistics.median(held), statistics.median(held)
 
     def ours() -> Timing:
         started = time.perf_counter()
@@ -104,7 +107,7 @@ def measure(megabytes: float, repetitions: int, directory: Path) -> dict[str, li
 def spread(values: list[float]) -> str:
     """Median, and the quartiles around it."""
     low, middle, high = statistics.quantiles(values, n=4)
-    return f"{middle:8.2f} ({low:.2f} to {high:.2f})"
+    return f"{middle:.2f} ({low:.2f} to {high:.2f})"
 
 
 def main() -> None:
@@ -119,10 +122,11 @@ def main() -> None:
             ratios = measure(megabytes, options.repetitions, directory)
         finally:
             shutil.rmtree(directory)
-        print(f"\n{megabytes:g} MB, ratios to one copy, {options.repetitions} repetitions, median (quartiles)")
+        print(f"\nA state of {megabytes:g} MB, {options.repetitions} repetitions, in copies of the state:\n")
+        print("| | the run is held | until durable |\n|---|---|---|")
         for name, timings in ratios.items():
             held, durable = zip(*timings, strict=True)
-            print(f"{name:20}  held {spread(list(held))}   durable {spread(list(durable))}")
+            print(f"| {name} | {spread(list(held))} | {spread(list(durable))} |")
 
 
 if __name__ == "__main__":

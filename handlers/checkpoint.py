@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -12,20 +11,26 @@ from typing import Any, Literal
 from ignite.engine import Events
 
 from ignite_train import distributed
-from ignite_train.arguments import nearest, one_of, positive_int, real_number, shown
+from ignite_train.arguments import nearest, one_of, positive_int, real_number
 from ignite_train.commit import CheckpointDirectory, together
 from ignite_train.engine import Trainer
 from ignite_train.evaluator import Evaluator
 from ignite_train.loop import Stateful
 from ignite_train.manifest import Manifest
-from ignite_train.resumption import checkpoint_to_resume, differences, plain_config, read_agreed, versions
+from ignite_train.resumption import (
+    checkpoint_to_resume,
+    log_how_exact,
+    log_resumption,
+    plain_config,
+    read_agreed,
+    versions,
+)
 from ignite_train.retention import Retention
-from ignite_train.run_state import RunState, capture
+from ignite_train.run_state import RunState, capture, checked_objects
 from ignite_train.saving import Saver
 
 __all__ = ["Checkpoint"]
 
-_logger = logging.getLogger(__name__)
 _PATIENCE_SECONDS = 30.0  # for a save in flight, when the run breaks off
 
 
@@ -44,7 +49,8 @@ class Checkpoint:
 
     Written by any number of ranks, it can be read by any other. Then a rank that was not there takes over what rank 0 had of
     its own, with other random numbers. In the middle of an epoch that needs a `ResumableLoader`, and each sample is used once
-    all the same. Models sharded by `fully_shard` are written in shards and come back with any sharding, or none.
+    all the same. What a loader may not give again as it was is logged when the run starts. Models sharded by `fully_shard`
+    are written in shards and come back with any sharding, or none.
 
     Nothing in a checkpoint is run when it is read: numbers, strings and tensors, no pickle. Do not share a directory between
     runs, nor between machines that do not see the same files in it.
@@ -103,7 +109,7 @@ class Checkpoint:
         if every is None and every_seconds is None and every_epochs is None:
             self.every_epochs = 1
         self.best = best
-        self.to_save = _checked_objects(to_save or {})
+        self.to_save = checked_objects(to_save or {})
         self.config = dict(config or {})
         retention = Retention(
             last=positive_int("keep", keep),
@@ -120,7 +126,7 @@ class Checkpoint:
         self._pending: RunState | None = None
         self._score: tuple[int, float] | None = None  # the latest, and the update it is of
         self._best: float | None = None
-        self._due = False
+        self._due = self._running = self._has_warned = False
         self._clock = time.monotonic()
         self._saved: Any = None  # the moment that was saved last
 
@@ -153,6 +159,7 @@ class Checkpoint:
         for event in (Events.TERMINATE, Events.INTERRUPT, Events.COMPLETED):
             trainer.append_event_handler(event, self._at_end)
         trainer.add_event_handler(Events.EXCEPTION_RAISED, self._abandon)
+        trainer.when_over.append(self._stop)
 
     # --- resuming ---------------------------------------------------------------------------------------------------------
 
@@ -175,29 +182,19 @@ class Checkpoint:
             root, names, disk, lambda stored: RunState(stored, trainer, self.to_save, self._evaluator_handlers())
         )
         together(distributed.gather_objects, f"going on from {path}", state.restore)
-        self._pending, self.saver.latest = state, path
+        self._pending, self._score = state, None if manifest.score is None else (manifest.update, manifest.score)
+        self.saver.go_on_from(path)
         if distributed.is_main_rank():
-            self._report(path, manifest, state)
+            config = plain_config(self.config, trainer.settings)
+            log_resumption(path, manifest, config, fresh=state.fresh, unused=state.unused)
 
-    def _report(self, path: Path, manifest: Manifest, state: RunState) -> None:
-        changed = differences(manifest.config, plain_config(self.config, self._attached().settings))
-        before, now = manifest.versions, versions()
-        changed += [f"{name}: {before.get(name)} -> {now[name]}" for name in now if before.get(name) != now[name]]
-        if manifest.world_size != distributed.world_size():
-            changed.append(f"ranks: {manifest.world_size} -> {distributed.world_size()}")
-        notes = [f"going on from {path}: epoch {manifest.epoch}, update {manifest.update}"]
-        for note, names in (
-            ("changed since", changed),
-            ("begins anew, for it was not saved", state.fresh),
-            ("not used, for it is not attached", state.unused),
-        ):
-            if names:
-                notes.append(f"{note}: {', '.join(names)}")
-        _logger.log(logging.WARNING if len(notes) > 1 else logging.INFO, "; ".join(notes))
-
-    def _start(self, _trainer: Trainer) -> None:
-        """Before all other handlers of STARTED: what needs all ranks, and what is known of the scores."""
+    def _start(self, trainer: Trainer) -> None:
+        """Before all other handlers of STARTED: what needs all ranks, what is known of the scores, what will not be exact."""
+        self._running = True
         self.saver.prepare()
+        if distributed.is_main_rank() and not self._has_warned:
+            log_how_exact(trainer.state.dataloader)
+        self._has_warned = True
         self._clock, self._due = time.monotonic(), False
         if self.best is not None:
             scan = CheckpointDirectory(self.directory, self.saver.disk).scan
@@ -238,29 +235,39 @@ class Checkpoint:
 
     def _after_update(self, trainer: Trainer) -> None:
         if self._due or (self.every is not None and trainer.state.iteration % self.every == 0):
-            self.save()
+            self._save()
 
     def _after_epoch(self, trainer: Trainer) -> None:
         if self._due or (self.every_epochs is not None and trainer.state.epoch % self.every_epochs == 0):
-            self.save()
+            self._save()
 
     def _at_end(self) -> None:
         """Saves what was not saved yet, and waits until it is on the disk."""
         if self._due or self._saved != self._moment():
-            self.save()
+            self._save()
         self.saver.wait()
+
+    def _stop(self) -> None:
+        self._running = False
 
     def _abandon(self, _error: BaseException) -> None:
         self.saver.abandon(_PATIENCE_SECONDS)
 
     def save(self) -> None:
-        """Saves the run as it is: at the end of an update or an epoch, as the last thing there. Collective.
+        """Saves the run: in a handler, at the end of the running update or epoch, after all else there; between runs at once.
+
+        Collective.
 
         Raises:
             CheckpointError: the save before failed, or some state is no plain value.
         """
-        started = time.monotonic()
-        trainer = self._attached()
+        if self._running:
+            self._due = True
+        else:
+            self._save()
+
+    def _save(self) -> None:
+        started, trainer = time.monotonic(), self._attached()
         state = trainer.state
         score = None if self._score is None or self._score[0] != state.iteration else self._score[1]
         contents = capture(trainer, self.to_save, self._evaluator_handlers())
@@ -291,10 +298,3 @@ class Checkpoint:
 
     def _evaluator_handlers(self) -> Mapping[str, Stateful]:
         return {} if self._evaluator is None else self._evaluator.stateful
-
-
-def _checked_objects(objects: Mapping[str, Any]) -> dict[str, Stateful]:
-    for name, entry in objects.items():
-        if not isinstance(entry, Stateful):
-            raise TypeError(f"to_save[{name!r}] must have state_dict and load_state_dict, got {shown(entry)}")
-    return dict(objects)

@@ -51,10 +51,12 @@ class Contents:
     Attributes:
         trees: its objects, by name, as trees of `encoding.py`.
         pieces: their tensors, or this rank's part of them, in the memory of the host.
+        failure: why this rank has nothing to write; all ranks then fail with it.
     """
 
     trees: dict[str, Any]
     pieces: dict[str, Piece]
+    failure: CheckpointError | None = None
 
 
 def together(exchange: Exchange, what: str, work: Callable[[], T]) -> list[T]:
@@ -193,6 +195,8 @@ def commit(
 
 
 def _write(directory: CheckpointDirectory, unfinished: str, contents: Contents) -> dict[str, FileRecord]:
+    if contents.failure is not None:
+        raise contents.failure
     stem, disk, path = f"rank-{distributed.rank():05d}", directory.disk, directory.path / unfinished
     entries = write_tensors(disk, path / f"{stem}.bin", contents.pieces)
     index = compact_json({"objects": contents.trees, "tensors": {key: entry.as_json() for key, entry in entries.items()}})

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -11,7 +12,9 @@ from torch.utils.data import DataLoader, IterableDataset
 from ignite_train import distributed
 from ignite_train.generators import generator_states, restore_generators
 
-__all__ = ["DataPosition"]
+__all__ = ["DataPosition", "how_exact"]
+
+_logger = logging.getLogger(__name__)
 
 
 @runtime_checkable
@@ -32,12 +35,49 @@ class _Stateful(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
+def how_exact(loader: Iterable[Any]) -> tuple[list[str], str]:
+    """How a run on `loader`, broken off in the middle of an epoch, will find its place again.
+
+    Returns:
+        What may not come back as it was, a sentence each; and what else is worth knowing, or nothing.
+    """
+    kind = type(loader).__name__
+    if isinstance(loader, (_Seekable, list, tuple)):
+        return [], ""
+    workers = loader.num_workers if isinstance(loader, DataLoader) else 0
+    doubts, note = [], ""
+    if isinstance(loader, _Stateful):
+        if workers:
+            doubts.append(
+                f"the state of the {kind} has no random generators of its workers: what a dataset draws there will differ "
+                "after resuming; draw nothing, or use a ResumableLoader"
+            )
+    elif _is_stream(loader):
+        doubts.append(
+            f"the {kind} cannot say where it is: resumption reads past what was done and is exact only if the stream gives the "
+            "same again; use a ResumableLoader, or give it state_dict and load_state_dict"
+        )
+    else:
+        note = f"resumption reads past what was done of the {kind}; a ResumableLoader jumps there"
+        if isinstance(loader, DataLoader) and workers and loader.persistent_workers:
+            doubts.append(
+                f"the workers of the {kind} are persistent: what a dataset draws in them depends on the epochs before, and "
+                "will differ after resuming; use a ResumableLoader, or persistent_workers=False"
+            )
+    if not _has_length(loader) and not workers and distributed.world_size() > 1:
+        doubts.append(
+            f"the {kind} has no length, so {distributed.world_size()} ranks read it one micro-batch ahead: what it draws from "
+            "this process's random generators will differ after resuming; draw nothing, or fetch in workers"
+        )
+    return doubts, note
+
+
 class DataPosition:
     """Finds the place in a loader at which a pass was left, in one of three ways.
 
     A loader that can seek jumps there. One with a state is given it. Any other one is opened with the random generators as
     they were when the pass began, so that it shuffles the same way, and read again up to there; then the generators are put
-    back to what they are.
+    back to what they are. `how_exact` says what may differ all the same.
 
     Args:
         loader: this rank's loader.
@@ -50,23 +90,27 @@ class DataPosition:
         self._first_sample = 0
         self._opening: dict[str, Any] = {}
         self._states: list[Any] = [None, None]  # of a stateful loader, before and after the latest group
+        self._exhausted = False  # whether it had said then that nothing is left
+        self._own_after: list[torch.Tensor] = []  # its own generators once the place is found
         self._generators_before: dict[str, Any] | None = None
-        self.jumps = False
+        self.has_state = self._stateful is not None
+        self.at_end = self.jumps = False
         self.reads_past = False
 
-    def find(self, saved: Mapping[str, Any], skip: int) -> None:
+    def find(self, saved: Mapping[str, Any], skip: int, *, over: bool) -> None:
         """Prepares the loader for a pass that begins after `skip` groups, which `saved` was written after.
 
-        Afterwards `reads_past` says whether they still have to be read, and `jumps` whether `len()` counts only what is left.
+        `over` means that they were all that there are. Afterwards `reads_past` says whether they still have to be read, `jumps`
+        whether `len()` counts only what is left, and `at_end` that nothing is to be asked of the loader in this pass.
 
         Raises:
             ValueError: other ranks than these wrote it, and the loader cannot seek.
         """
         if skip:
             self._generators_before = generator_states()
-            self._go_to(saved)
-        elif "generators" in saved:
-            self._set_own_generators(saved["generators"])
+            self._go_to(saved, over=over)
+        else:
+            self._go_to_the_start(saved)
         self._opening = {**generator_states(), "own": self._own_generators()}
         if self.reads_past and "opening" in saved:
             restore_generators(saved["opening"])
@@ -77,12 +121,13 @@ class DataPosition:
         """To be called once what was to be read past is read: finding the place leaves no trace in the random generators."""
         if self._generators_before is not None:
             restore_generators(self._generators_before)
+            self._set_own_generators(self._own_after)
             self._generators_before = None
 
-    def note(self) -> None:
-        """To be called after each group is read, before anything is read ahead."""
+    def note(self, *, exhausted: bool) -> None:
+        """To be called when a group is read, before anything is read ahead, and when the loader is known to be exhausted."""
         if self._stateful is not None:
-            self._states = [self._states[1], self._stateful.state_dict()]
+            self._states, self._exhausted = [self._states[1], self._stateful.state_dict()], exhausted
 
     def saved(self, rounds: int, *, latest: bool) -> dict[str, Any]:
         """The position after so many micro-batches of this pass, in plain types.
@@ -95,10 +140,12 @@ class DataPosition:
         if self._seekable is not None:
             return position | {"samples": self._first_sample + rounds * self._seekable.samples_per_round}
         if self._stateful is not None:
-            return position | {"loader": self._states[latest]}
+            return position | {"loader": self._states[latest], "exhausted": self._exhausted and latest}
+        if isinstance(self._loader, DataLoader):
+            position["workers"] = self._loader.num_workers
         return position | {"opening": self._opening}
 
-    def _go_to(self, saved: Mapping[str, Any]) -> None:
+    def _go_to(self, saved: Mapping[str, Any], *, over: bool) -> None:
         if self._seekable is not None and "samples" in saved:
             self._first_sample = saved["samples"]
             self._seekable.seek(self._first_sample)
@@ -112,9 +159,40 @@ class DataPosition:
             )
         if self._stateful is not None and saved.get("loader") is not None:
             self._stateful.load_state_dict(saved["loader"])
-            self._states = [saved["loader"], saved["loader"]]
+            self._states, self._own_after = [saved["loader"], saved["loader"]], saved["generators"]
+            self.at_end = over or saved["exhausted"]
+            if self.at_end:  # it must not go on: one has rolled over to the next pass, another would give a pass too many
+                iterator = iter(self._loader)
+                if not saved["exhausted"]:
+                    next(iterator, None)
             return
         self.reads_past = True
+        self._warn_of_another_loader(saved)
+
+    def _go_to_the_start(self, saved: Mapping[str, Any]) -> None:
+        """A loader with a state, and generators of its own, remember the passes before."""
+        if self._seekable is not None:
+            self._seekable.seek(0)
+        state = saved.get("loader")
+        if self._stateful is not None and state is not None and saved["world_size"] == distributed.world_size():
+            before = generator_states()
+            self._stateful.load_state_dict(state)
+            iter(self._loader)  # which goes on in the pass before, so that the next one begins anew
+            restore_generators(before)
+        self._set_own_generators(saved.get("generators", []))
+
+    def _warn_of_another_loader(self, saved: Mapping[str, Any]) -> None:
+        kind = type(self._loader).__name__
+        if saved and "opening" not in saved:
+            _logger.warning(
+                f"another kind of loader was used before: other samples than those that are done may be left of a {kind}"
+            )
+        before, now = saved.get("workers"), self._loader.num_workers if isinstance(self._loader, DataLoader) else None
+        if before is not None and now is not None and before != now:
+            _logger.warning(
+                f"num_workers: {before} -> {now}: what a dataset draws will differ until the end of the epoch; with a "
+                "ResumableLoader it would not"
+            )
 
     def _own_generators(self) -> list[torch.Tensor]:
         return [generator.get_state() for generator in self._find_own_generators()]
@@ -132,3 +210,17 @@ class DataPosition:
             owners += [self._loader.sampler, self._loader.batch_sampler]
         found = [vars(owner).get("generator") for owner in owners if owner is not None]
         return list({id(generator): generator for generator in found if isinstance(generator, torch.Generator)}.values())
+
+
+def _is_stream(loader: Iterable[Any]) -> bool:
+    """Whether it gives what comes, and not the samples of something that can be opened again."""
+    if isinstance(loader, DataLoader):
+        return isinstance(loader.dataset, IterableDataset)
+    return isinstance(loader, Iterator) or not isinstance(loader, Sized)
+
+
+def _has_length(loader: Iterable[Any]) -> bool:
+    try:
+        return isinstance(loader, Sized) and len(loader) >= 0
+    except TypeError:  # a DataLoader over an iterable dataset without a length
+        return False

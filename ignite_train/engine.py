@@ -215,6 +215,9 @@ class Trainer(Loop):
         saved["epoch_iteration"] = self._groups_done() if self._epoch_open else 0
         saved["epoch_length"], saved["max_epochs"], saved["max_iters"] = state.epoch_length, state.max_epochs, state.max_iters
         saved["ended"], saved["update"] = self._ended, self._update.state_dict()
+        clash = next((key for key in self.state_dict_user_keys if key in saved), None)
+        if clash is not None:
+            raise ValueError(f"state_dict_user_keys must not have names of the trainer's own, got {clash!r}")
         return saved | {key: getattr(state, key) for key in self.state_dict_user_keys}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -286,6 +289,8 @@ class Trainer(Loop):
     def _close_epoch(self, started: float) -> None:
         if self._epoch_iteration == 0 and not self.should_terminate_single_epoch:
             raise ValueError(f"data must give at least one micro-batch on some rank, got none in epoch {self.state.epoch}")
+        assert self._groups is not None  # noqa: S101  # a pass was made
+        self._groups.finish()
         super()._close_epoch(started)
         self.signals.stop_epoch = False  # what handlers of EPOCH_COMPLETED asked for is done already
 

@@ -27,6 +27,9 @@ class Groups(Batches, Protocol):
     def position(self, done: int) -> dict[str, Any]:
         """Where this rank stands after the first `done` groups of the epoch: all that were given, or all but the last."""
 
+    def finish(self) -> None:
+        """To be called when the epoch is over, before anybody asks for the position there."""
+
 
 class OpenGroups(Protocol):
     """Starts a pass over a loader; see `GroupedMicroBatches`, the one there is."""

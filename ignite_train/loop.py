@@ -116,7 +116,8 @@ class Loop(Engine):
         handle = self.add_event_handler(event, handler)
         for single in event if isinstance(event, EventsList) else [event]:
             handlers = self._event_handlers[single]
-            handlers.insert(0, handlers.pop())
+            added = max(index for index, entry in enumerate(handlers) if entry[0] not in self._last)
+            handlers.insert(0, handlers.pop(added))
         return handle
 
     def fire_event(self, event_name: Any) -> None:

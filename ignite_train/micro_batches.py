@@ -92,7 +92,9 @@ class _Pass:
     ) -> None:
         self._size, self._done, self._position = size, 0, 0
         self._place = DataPosition(loader)
-        self._place.find(position, skip)
+        total = _length(loader)
+        over = skip > 0 and total is not None and sum(map(size, range(skip))) >= total
+        self._place.find(position, skip, over=over)
         if self._place.jumps:
             self._done = skip
         self._announced = _length(loader)
@@ -105,8 +107,9 @@ class _Pass:
         self._looks_ahead = self._fills_up and self.length is None
         self._ahead: list[Any] = []
         self._read = 0
-        self._ended = False
-        self._micro_batches = iter(loader)
+        self._ended = self._exhausted = False  # no group is left; the loader has said that nothing is
+        self._surplus: bool | None = None  # whether the loader gave more than its length; None: not looked at yet
+        self._micro_batches = iter(()) if self._place.at_end else iter(loader)
         for _ in range(skip - self._done):
             self._pass_over()
         self._place.found()
@@ -119,7 +122,7 @@ class _Pass:
     def __next__(self) -> list[Any]:
         begin = self._position
         group = self._take()
-        self._place.note()
+        self._place.note(exhausted=self._exhausted)
         if self.length is not None:
             self.widest = max(min(length, self._position) for length in self._lengths) - begin
         if not group and not self._fills_up:
@@ -134,10 +137,18 @@ class _Pass:
         latest = done >= self._done
         return self._place.saved(self._position if latest else self._position - self._size(done), latest=latest)
 
+    def finish(self) -> None:
+        """To be called when the epoch is over, before anybody asks for the position there."""
+        if not self._place.has_state:
+            return
+        over = self._ended or (self._looks_ahead and not self._ahead)
+        if over or (self.length is not None and self._done >= self.length and not self._against and not self._has_surplus()):
+            self._place.note(exhausted=True)
+
     def close(self, *, whole: bool) -> None:
         """Ends the pass and lets go of the loader; warns if the loader's length was not what it had said."""
         if whole and self.length is not None and not self._against and (self._ended or self._done >= self.length):
-            surplus = self._announced is not None and next(self._micro_batches, self) is not self
+            surplus = self._announced is not None and self._has_surplus()
             if surplus or (self._announced is not None and self._read != self._announced):
                 warnings.warn(
                     f"the loader has len() {self._announced} and gave {'more' if surplus else self._read} micro-batches: "
@@ -146,12 +157,18 @@ class _Pass:
                 )
         self._micro_batches = iter(())
 
+    def _has_surplus(self) -> bool:
+        if self._surplus is None:
+            self._surplus = next(self._micro_batches, self) is not self
+        return self._surplus
+
     def _take(self) -> list[Any]:
         size = self._size(self._done)
         group = self._ahead + list(islice(self._micro_batches, size - len(self._ahead)))
         self._ahead = []
         self._done += 1
         self._position += size
+        self._exhausted = len(group) < size
         self._read += len(group)
         for micro_batch in group:
             if micro_batch is None:
@@ -164,7 +181,8 @@ class _Pass:
             self._take()
             return
         size = self._size(self._done)
-        self._done, self._position, self._read = self._done + 1, self._position + size, self._read + size
+        self._done, self._position = self._done + 1, self._position + size
+        self._read = self._position if self._announced is None else min(self._position, self._announced)
 
     def _look_ahead(self) -> None:
         self._ahead = list(islice(self._micro_batches, 1))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import platform
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,13 +16,22 @@ import torch
 from ignite_train import distributed
 from ignite_train.arguments import nearest
 from ignite_train.commit import CheckpointDirectory, together
+from ignite_train.data_position import how_exact
 from ignite_train.disk import Disk
 from ignite_train.encoding import Encoder, decode
 from ignite_train.errors import CheckpointError, DamagedCheckpointError
 from ignite_train.manifest import MANIFEST, Manifest, one_line
 from ignite_train.stored import StoredCheckpoint
 
-__all__ = ["checkpoint_to_resume", "differences", "plain_config", "read_agreed", "versions"]
+__all__ = [
+    "checkpoint_to_resume",
+    "differences",
+    "log_how_exact",
+    "log_resumption",
+    "plain_config",
+    "read_agreed",
+    "versions",
+]
 
 _logger = logging.getLogger(__name__)
 _WORDS = ("auto", "must", "never")
@@ -87,10 +96,46 @@ def read_agreed(
             raise CheckpointError(worst[0])
         reasons.append(worst[1])
         if _main():
-            _logger.warning(f"{worst[1]}; an older one is tried")
+            renamed = "" if disk is None else "it is renamed, and "
+            _logger.warning(f"{worst[1]}; {renamed}an older one is tried")
             if disk is not None:
                 CheckpointDirectory(root, disk).set_aside(name)
     raise CheckpointError(f"no checkpoint in {root} is whole: {'; '.join(reasons)}")
+
+
+def log_how_exact(loader: Any) -> None:
+    """Says what of the data a resumed run may not find again as it was, before it is too late to choose another loader."""
+    doubts, note = how_exact(loader)
+    for doubt in doubts:
+        _logger.warning(doubt)
+    if note:
+        _logger.info(note)
+
+
+def log_resumption(path: Path, manifest: Manifest, config: Any, *, fresh: Sequence[str], unused: Sequence[str]) -> None:
+    """Says where a run goes on, and what is not as it was.
+
+    Args:
+        path: the checkpoint.
+        manifest: of it.
+        config: what `plain_config` gives for this run.
+        fresh: what the checkpoint has no state for.
+        unused: what it has a state of, and the run has not.
+    """
+    changed = differences(manifest.config, config)
+    before, now = manifest.versions, versions()
+    changed += [f"{name}: {before.get(name)} -> {now[name]}" for name in now if before.get(name) != now[name]]
+    if manifest.world_size != distributed.world_size():
+        changed.append(f"ranks: {manifest.world_size} -> {distributed.world_size()}")
+    notes = [f"going on from {path}: epoch {manifest.epoch}, update {manifest.update}"]
+    for note, names in (
+        ("changed since", changed),
+        ("begins anew, for there is no state that it could take over", fresh),
+        ("not used, for it is not attached", unused),
+    ):
+        if names:
+            notes.append(f"{note}: {', '.join(names)}")
+    _logger.log(logging.WARNING if len(notes) > 1 else logging.INFO, "; ".join(notes))
 
 
 def plain_config(config: Any, settings: Any) -> Any:

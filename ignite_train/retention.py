@@ -38,10 +38,8 @@ class Retention:
     def surplus(self, manifests: Sequence[Manifest]) -> list[int]:
         """Positions of those that may go."""
         by_age = sorted(range(len(manifests)), key=lambda index: manifests[index].serial)
-        newest = [
-            *{manifests[index].update: index for index in by_age}.values()
-        ]  # an update saved again has made its first save needless
-        newest.sort(key=lambda index: -manifests[index].serial)
+        by_update = {manifests[index].update: index for index in by_age}  # of an update that was saved again, the last
+        newest = sorted(by_update.values(), key=lambda index: -manifests[index].serial)
         scored = [index for index in newest if manifests[index].score is not None]
         best = sorted(scored, key=lambda index: self._rank(manifests[index].score))
         stays = {*newest[: self.last], *best[: self.best]}

@@ -6,11 +6,13 @@ counters, its place in the data, its random generators, its handlers and the buf
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from ignite.metrics import Metric
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -27,7 +29,28 @@ from ignite_train.shards import own_piece
 from ignite_train.state import UpdateOutput
 from ignite_train.stored import StoredCheckpoint
 
-__all__ = ["RunState", "capture"]
+__all__ = ["RunState", "capture", "checked_objects"]
+
+
+class _Module:
+    """A module, whose state has the same names whether it, or a part of it, is compiled or not."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def state_dict(self) -> dict[str, Any]:
+        """The module's."""
+        return {_plain(name): value for name, value in self.module.state_dict().items()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Hands it to the module."""
+        self.module.load_state_dict({name: state_dict[_plain(name)] for name in self.module.state_dict()})
+
+    def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Those that are part of the state. Those of replicas may differ, if nobody broadcasts them."""
+        saved = self.module.state_dict()
+        return ((_plain(name), buffer) for name, buffer in self.module.named_buffers() if name in saved)
+
 
 _FIXED = ("trainer", "data", "results", "buffers", "generators")
 
@@ -52,16 +75,40 @@ class _Objects:
         known = {id(entry) for entry in (*shared.values(), *own.values())}
         own |= {f"evaluator/{name}": entry for name, entry in evaluator.items() if id(entry) not in known}
         listed = {id(entry) for entry in shared.values()}
-        return cls(shared, {name: entry for name, entry in own.items() if id(entry) not in listed})
+        own = {name: entry for name, entry in own.items() if id(entry) not in listed}
+        shared = {name: _Module(entry) if isinstance(entry, nn.Module) else entry for name, entry in shared.items()}
+        return cls(shared, own)
+
+    @property
+    def model(self) -> _Module:
+        """The one that is trained."""
+        model = self.shared["model"]
+        assert isinstance(model, _Module)  # noqa: S101  # create_trainer sees to it
+        return model
+
+
+def checked_objects(to_save: Mapping[str, Any]) -> dict[str, Stateful]:
+    """What the user adds to a checkpoint, by name.
+
+    Raises:
+        ValueError: a name is none.
+        TypeError: something has no state.
+    """
+    for name, entry in to_save.items():
+        if not isinstance(name, str) or "[" in name:
+            raise ValueError(
+                f"to_save must have strings without '[' for names, got {name!r}; they become parts of longer names"
+            )
+        if not isinstance(entry, Stateful):
+            raise TypeError(f"to_save[{name!r}] must have state_dict and load_state_dict, got {shown(entry)}")
+    return dict(to_save)
 
 
 def capture(trainer: Trainer, to_save: Mapping[str, Stateful], evaluator: Mapping[str, Stateful]) -> Contents:
     """The state of a run at the end of an update or an epoch, as this rank writes it. Tensors are not copied.
 
-    Collective where a `state_dict` is, as those of Ignite's metrics are.
-
-    Raises:
-        CheckpointError: some state is no plain value; the message says where.
+    Collective where a `state_dict` is, as those of Ignite's metrics are. State that is no plain value is a failure in what is
+    returned, so that all ranks learn of it; its message says where.
     """
     objects, state, encoder = _Objects.of(trainer, to_save, evaluator), trainer.state, Encoder()
     shared = {name: entry.state_dict() for name, entry in objects.shared.items()}
@@ -71,10 +118,13 @@ def capture(trainer: Trainer, to_save: Mapping[str, Stateful], evaluator: Mappin
     own: dict[str, Any] = {name: entry.state_dict() for name, entry in objects.own.items()}
     own["trainer"], own["data"] = trainer.state_dict(), trainer.data_position()
     own["results"] = {"output": state.output and asdict(state.output), "metrics": state.metrics}
-    own["buffers"] = {} if main else {name: shared["model"][name] for name in _buffers(trainer)}
+    own["buffers"] = {} if main else dict(objects.model.buffers())
     own["generators"] = generator_states()
     encoder = Encoder()
-    rest = {name: encoder.encode(value, (name,)) for name, value in own.items()}
+    try:
+        rest = {name: encoder.encode(value, (name,)) for name, value in own.items()}
+    except CheckpointError as error:
+        return Contents({}, {}, error)
     tensors |= {name: own_piece(tensor, everything=True) for name, tensor in encoder.tensors.items()}
     pieces = {name: piece for name, piece in tensors.items() if piece is not None}
     return Contents(rest | trees if main else rest, pieces)
@@ -117,34 +167,35 @@ class RunState:
                 f"{stored.path} holds no state of {missing[0]!r}; attach what it was written with, or begin anew"
             )
         self._shared = {name: stored.read(name, like=sharded.like) for name in self._objects.shared}
-        own = [*_FIXED, *(name for name in self._objects.own if name in names)]
+        gathered = [] if world_size == distributed.world_size() else self._of_all_ranks()
+        own = [*_FIXED, *(name for name in self._objects.own if name in names and name not in gathered)]
         self._own = {name: stored.read(name, rank=source, like=sharded.like) for name in own}
         prefixes = ("handlers/", "evaluator/", "to_save/")
         known = {*self._objects.own, *self._objects.shared}
         self.unused = [name for name in names if name.startswith(prefixes) and name not in known]
-        self.fresh = [name for name in self._objects.own if name not in names]
+        self.fresh = [name for name in self._objects.own if name not in own]
         self._check(str(stored.path))
 
     def restore(self) -> None:
         """Puts everything back: counters, place in the data, and all of `restore_objects`."""
         self._trainer.load_state_dict(self._own["trainer"])
         self._trainer.load_data_position(self._own["data"])
-        output = self._own["results"]["output"]
-        self._trainer.state.output = output and UpdateOutput(**output)
-        self._trainer.state.metrics = dict(self._own["results"]["metrics"])
         self.restore_objects()
 
     def restore_objects(self) -> None:
         """Puts back what handlers of STARTED and EPOCH_STARTED may have touched. The generators come last: loading may draw."""
+        state, results = self._trainer.state, self._own["results"]
+        for key in self._trainer.state_dict_user_keys:
+            setattr(state, key, copy.deepcopy(self._own["trainer"][key]))
+        state.output = results["output"] and UpdateOutput(**results["output"])
+        state.metrics = copy.deepcopy(results["metrics"])
         for name, entry in self._objects.shared.items():
-            entry.load_state_dict(self._shared[name])
+            _load(entry, self._shared[name])
         for name, entry in self._objects.own.items():
             if name in self._own:
-                entry.load_state_dict(self._own[name])
-        model = self._trainer.parts["model"]
-        assert isinstance(model, nn.Module)  # noqa: S101  # create_trainer sees to it
+                _load(entry, self._own[name])
         with torch.no_grad():
-            for name, buffer in model.named_buffers():
+            for name, buffer in self._objects.model.buffers():
                 if name in self._own["buffers"] and not self._is_new:
                     buffer.copy_(self._own["buffers"][name])
         restore_generators(self._own["generators"])
@@ -157,18 +208,24 @@ class RunState:
             if not isinstance(self._own[name], dict):
                 raise CheckpointError(f"{path} holds no state of {name!r}, but {shown(self._own[name])}")
         for name, entry in self._objects.shared.items():
-            if isinstance(entry, nn.Module):
+            if isinstance(entry, _Module):
                 _check_model(path, name, entry.state_dict(), self._shared[name])
             elif isinstance(entry, Optimizer):
                 _check_optimizer(path, name, entry, self._shared[name])
 
+    def _of_all_ranks(self) -> list[str]:
+        """What only as many ranks as wrote it can read: each of Ignite's metrics holds what every rank has counted."""
+        return [name for name, entry in self._objects.own.items() if isinstance(entry, Metric)]
 
-def _buffers(trainer: Trainer) -> Iterator[str]:
-    """The model's buffers that are part of its state. Those of replicas may differ, if nobody broadcasts them."""
-    model = trainer.parts["model"]
-    saved = model.state_dict()
-    assert isinstance(model, nn.Module)  # noqa: S101  # create_trainer sees to it
-    return (name for name, _ in model.named_buffers() if name in saved)
+
+def _plain(name: str) -> str:
+    """The name of a parameter without what `torch.compile` puts in it."""
+    return name.replace("_orig_mod.", "")
+
+
+def _load(entry: Stateful, saved: Any) -> None:
+    """Gives most a copy: they may keep what they are given, and change it before it is given once more."""
+    entry.load_state_dict(saved if isinstance(entry, _Module) else copy.deepcopy(saved))
 
 
 class _Sharded:
@@ -227,3 +284,10 @@ def _check_optimizer(path: str, name: str, optimizer: Optimizer, saved: Mapping[
             f"{path} is of another {name}: its parameter groups have {found} parameters "
             f"and not {current}; build the one that was saved"
         )
+    for group, other in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+        lacking, foreign = [key for key in group if key not in other], [key for key in other if key not in group]
+        if lacking and set(foreign) - {"initial_lr"}:  # options may come with a new version, and a schedule adds its own
+            raise CheckpointError(
+                f"{path} is of another {name}: it has {foreign[0]!r} and no {lacking[0]!r}; build the one "
+                "that was saved, or begin anew"
+            )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ class Saver:
         self.path, self.retention, self.asynchronous, self.warns = path, retention, asynchronous, warns
         self.disk = Disk()
         self.latest: Path | None = None
+        self._is_taken_over = False
         self._snapshot = Snapshot()
         self._group: Any = None
         self._thread: threading.Thread | None = None
@@ -49,6 +51,10 @@ class Saver:
         if self._group is None:
             self._group = distributed.own_group()
 
+    def go_on_from(self, path: Path) -> None:
+        """Takes over a checkpoint that every rank has read whole."""
+        self.latest, self._is_taken_over = path, True
+
     def save(self, contents: Contents, manifest: Manifest) -> None:
         """Waits for the save before, then takes a copy of the tensors and starts.
 
@@ -57,7 +63,7 @@ class Saver:
         """
         self.wait()
         if self.asynchronous:
-            contents = Contents(contents.trees, self._snapshot.take(contents.pieces))
+            contents = replace(contents, pieces=self._snapshot.take(contents.pieces))
         self._thread = threading.Thread(target=self._write, args=(contents, manifest), name="Checkpoint", daemon=True)
         self._thread.start()
         if not self.asynchronous:
@@ -89,6 +95,19 @@ class Saver:
     def _write(self, contents: Contents, manifest: Manifest) -> None:
         exchange = partial(distributed.gather_objects, group=self._group)
         try:
+            self._remove_what_is_left()
             self.latest = commit(CheckpointDirectory(self.path, self.disk), contents, manifest, self.retention, exchange)
         except BaseException as error:
             self._error = error
+
+    def _remove_what_is_left(self) -> None:
+        """Once, what the process before was killed before it could remove, lest that adds up; each save does so at its end."""
+        if self._is_taken_over and distributed.is_main_rank():
+            directory = CheckpointDirectory(self.path, self.disk)
+            try:
+                found, _ = directory.scan()
+                if found and self.path / found[-1][0] == self.latest:  # one that somebody asked for may be surplus itself
+                    directory.prune(self.retention)
+            except OSError as error:
+                _logger.warning(f"an old checkpoint could not be removed: {error}")
+        self._is_taken_over = False

@@ -32,13 +32,13 @@ import ignite_train.distributed
 from ignite_train import Evaluator, ForwardOutput, ResumableLoader, Trainer, create_evaluator, create_trainer
 from ignite_train.disk import Disk
 from ignite_train.handlers import Checkpoint, LearningRateSchedule, StopOnSignal, TensorBoard, TrainingMetrics, Validation
-from ignite_train.manifest import is_checkpoint_name
+from ignite_train.manifest import is_checkpoint_name, read_manifest
 from ignite_train.retention import Retention
 from ignite_train.stored import StoredCheckpoint
 
 DEADLINE = 60.0  # seconds for anything that ends by itself, on a machine that is busy with other things
 PHASES = ("save", "agreement", "rename", "prune")
-_BY_THE_CLOCK = ("samples_per_second", "seconds")  # metrics and sums that no run has twice
+_BY_THE_CLOCK = ("samples_per_second", "data_wait", "seconds", "waited")  # metrics and sums that no run has twice
 
 _context = multiprocessing.get_context("forkserver")  # that of ranks.py
 _context.set_forkserver_preload(
@@ -335,6 +335,7 @@ class Reference:
     finals: list[dict[str, Any]]
     points: dict[str, list[tuple[int, float]]]
     checkpoints: dict[Any, dict[str, str]]
+    best: float
 
     @classmethod
     def of(cls, job: Job) -> Reference:
@@ -346,7 +347,13 @@ class Reference:
         updates = [{line["update"]: done(line) for line in history(job, rank)} for rank in ranks]
         assert all([line["update"] for line in history(job, rank)] == [*updates[rank]] for rank in ranks)
         names = sorted(path for path in job.checkpoints.iterdir())
-        return cls(updates, finals(job), points(job), dict(stored(path) for path in names))
+        return cls(updates, finals(job), points(job), dict(stored(path) for path in names), best(job))
+
+
+def best(job: Job) -> float:
+    """The best score of the checkpoints that are there."""
+    manifests = [read_manifest(path) for path in job.checkpoints.iterdir()]
+    return min(manifest.score for manifest in manifests if manifest.score is not None)
 
 
 def done(line: Mapping[str, Any]) -> dict[str, Any]:
@@ -594,6 +601,7 @@ def compare_ends(job: Job, expected: Reference) -> None:
     """A run that was killed ended as the one that was not, and left nothing else behind."""
     assert finals(job) == expected.finals
     assert points(job) == expected.points
+    assert best(job) == expected.best
     for rank in range(job.world_size):
         assert {line["update"] for line in history(job, rank)} == set(expected.updates[rank])
     names = [path.name for path in job.checkpoints.iterdir()]

@@ -23,6 +23,7 @@ from ignite_train import CheckpointError, checkpoint, distributed
 from ignite_train.commit import CheckpointDirectory
 from ignite_train.disk import Disk
 from ignite_train.encoding import Encoder
+from ignite_train.errors import DamagedCheckpointError
 from ignite_train.handlers import Checkpoint
 from power_cuts import Operation, Recorder, disk_states, lay_out
 from ranks import run_ranks
@@ -246,7 +247,11 @@ def record(root: Path, monkeypatch: pytest.MonkeyPatch, *, world_size: int = 1, 
 
 
 def violations(log: list[Operation], scratch: Path, *, after_commit: bool = False) -> Iterator[str]:
-    """Goes through all states; gives `ok`, or what is wrong there: `wrong`, if something false is read, or `lost`."""
+    """Goes through all states and gives `ok`, or what is wrong there.
+
+    `wrong`: something false is read. `lost`: what was committed is not found. `damaged`: it is, but something that is not
+    whole has the name of a checkpoint.
+    """
     for number, (tree, returned) in enumerate(disk_states(log, after_commit=after_commit)):
         root = scratch / f"state-{number}"
         root.mkdir()
@@ -256,8 +261,18 @@ def violations(log: list[Operation], scratch: Path, *, after_commit: bool = Fals
         except AssertionError:
             yield "wrong"
         else:
-            yield "ok" if (found or 0) >= (returned or 0) else "lost"
+            damaged = any(not is_whole(path) for path in (root / "runs/here").glob("update-*"))
+            yield "lost" if (found or 0) < (returned or 0) else "damaged" if damaged else "ok"
         shutil.rmtree(root)
+
+
+def is_whole(path: Path) -> bool:
+    """Whether a checkpoint is one."""
+    try:
+        checkpoint.verify(path)
+    except DamagedCheckpointError:
+        return False
+    return True
 
 
 def without(kind: str, log: list[Operation]) -> list[Operation]:
@@ -269,7 +284,7 @@ def without(kind: str, log: list[Operation]) -> list[Operation]:
     ("world_size", "last", "saves"), [(1, 1, 3), (1, 2, 4), (2, 1, 1), pytest.param(2, 1, 4, marks=pytest.mark.nightly)]
 )
 def test_a_power_cut_loses_nothing_that_was_committed(tmp_path, monkeypatch, world_size, last, saves):
-    """In every state that the disk can be in, the save that returned last, or one after it, is found and is what was saved."""
+    """In every state that the disk can be in, the save that returned last, or one after it, is found, and all are whole."""
     root, scratch = tmp_path / "root", tmp_path / "scratch"
     root.mkdir()
     scratch.mkdir()
@@ -289,7 +304,7 @@ def test_after_a_power_cut_the_next_save_tidies(tmp_path, monkeypatch):
         lay_out(tree, there)
         save(there / "runs/here", 9, last=1)
         assert newest(there / "runs/here") == 9
-        assert not [name for name in names(there / "runs/here") if name.startswith(".")]
+        assert len(names(there / "runs/here")) == 1
         shutil.rmtree(there)
 
 
@@ -590,6 +605,43 @@ def test_ranks_that_do_not_share_the_directory(tmp_path):
 
     assert first == second
     assert "rank 1, FileNotFoundError" in first
+
+
+class Elsewhere(QuickDisk):
+    """A disk that this rank has for itself."""
+
+    def create(self, path: Path) -> int:
+        own = path.parents[2] / "own"
+        own.mkdir(exist_ok=True)
+        return super().create(own / path.name)
+
+
+def _rank_1_writes_elsewhere(directory: Path, stale: bool) -> str:
+    disk: Disk = QuickDisk()
+    if distributed.rank() == 1:
+        disk = Elsewhere()
+    elif stale:  # what rank 0 sees under the name is not what rank 1 has written
+        disk = Stale()
+    return failure(directory / "run", 1, disk, world_size=2)
+
+
+class Stale(QuickDisk):
+    """A disk on which files of rank 1 have been before."""
+
+    def make_directory(self, path: Path) -> None:
+        super().make_directory(path)
+        for kind in ("bin", "json") if path.name.startswith(".") else ():
+            (path / f"rank-00001.{kind}").write_bytes(b"")
+
+
+@pytest.mark.parametrize("stale", [False, True])
+def test_ranks_that_see_other_files_under_the_same_name(tmp_path, stale):
+    """What rank 1 has written must be there where rank 0 looks, with all its bytes; or else nothing is committed."""
+    first, second = run_ranks(_rank_1_writes_elsewhere, tmp_path, stale)
+
+    assert first == second
+    assert ("another size here than on the rank that wrote it" if stale else "FileNotFoundError") in first
+    assert names(tmp_path / "run") == []
 
 
 def test_what_a_trainer_saves_is_one_checkpoint_of_this_protocol(tmp_path, build, micro_batches):

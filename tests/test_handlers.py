@@ -465,7 +465,7 @@ def scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:
     """All points as TensorBoard shows them, but for those that depend on the clock."""
     events = EventAccumulator(str(directory))
     events.Reload()
-    tags = [tag for tag in events.Tags()["scalars"] if tag != "samples_per_second"]
+    tags = {*events.Tags()["scalars"]} - {"samples_per_second", "data_wait"}
     return {tag: [(scalar.step, scalar.value) for scalar in events.Scalars(tag)] for tag in tags}
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ignite_train.manifest import is_checkpoint_name
+from ignite_train.manifest import is_checkpoint_name, read_manifest
 from killing import Job, Life, Reference, Stop, Toll, endure, kills, stored, until
 
 pytestmark = pytest.mark.timeout(500)
@@ -107,9 +107,9 @@ def test_nothing_is_committed_before_every_rank_has_written(tmp_path: Path, numb
     with Life(job, 0, Stop(1, "save", number)) as life:
         until(lambda: life.halted() and life.trail(0).count("agreement") == 2, "rank 1 writes, and rank 0 waits for it")
         assert life.trail(0)[-1] == "agreement"
-        life.kill([0, 1])
-        life.wait()
-    assert [path.name for path in job.checkpoints.iterdir() if is_checkpoint_name(path.name)] == []
+        assert [path.name for path in job.checkpoints.iterdir() if is_checkpoint_name(path.name)] == []
+        life.release()
+        assert life.wait() == [0, 0], life.stderr()
 
 
 @pytest.mark.parametrize("stop", [Stop(0, "agreement", 4), Stop(0, "agreement", 5), Stop(0, "rename", 3)], ids=str)
@@ -134,6 +134,33 @@ def test_no_more_stay_than_were_asked_for(tmp_path: Path) -> None:
         life.release()
         assert life.wait() == [0], life.stderr()
     assert [stored(path)[0] for path in job.checkpoints.iterdir()] == [(7, 1, True)]
+
+
+def test_kills_before_the_removal_do_not_add_up(tmp_path: Path) -> None:
+    """Each process commits one checkpoint and is killed before it has removed the one before: the next one does."""
+    job, left = Job(tmp_path, world_size=1, epochs=1, every=1), []
+    for number in range(4):
+        with Life(job, number, Stop(0, "rename", 2)) as life:
+            until(life.halted, "a checkpoint is committed")
+            life.kill([0])
+            life.wait()
+        left.append(sorted(stored(path)[0][0] for path in job.checkpoints.iterdir()))
+    assert left == [[1], [1, 2], [2, 3], [3, 4]]
+
+
+def test_the_best_stays_the_best_when_its_update_is_saved_again(tmp_path: Path) -> None:
+    """Killed between the save after the last validation and that of the end, which takes the place of the first."""
+    job = Job(tmp_path, world_size=1, epochs=1, every=100)
+    with Life(job, 0, Stop(0, "rename", 3)) as life:
+        until(life.halted, "the second save")
+        [path] = [path for path in job.checkpoints.iterdir() if is_checkpoint_name(path.name)]
+        score = read_manifest(path).score
+        assert score is not None
+        life.kill([0])
+        life.wait()
+    with Life(job, 1) as life:
+        assert life.wait() == [0], life.stderr()
+    assert [read_manifest(path).score for path in job.checkpoints.iterdir()] == [score]
 
 
 def test_a_finished_run_that_is_started_again_removes_what_a_kill_has_left(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ from ignite_train.manifest import checked_json, compact_json
 from ignite_train.resumption import read_agreed
 from ignite_train.shards import Box, Piece, assemble, check_cover
 from ignite_train.stored import StoredCheckpoint
-from ignite_train.tensor_files import Entry, Snapshot, TensorFile, write_tensors
+from ignite_train.tensor_files import Entry, Snapshot, TensorFile, open_regular, write_tensors
 from small_checkpoints import contents, save
 
 Values = dict[str, Any]
@@ -267,6 +267,30 @@ for _key, _values in {
 }.items():
     for _value in _values:
         KINDS[f"{_key} {_value!r:.30}"] = _set(("entry", _key), _value)
+
+
+def _shrunk(forgery: Forgery) -> None:
+    crc = zlib.crc32(forgery.data.read_bytes()[forgery.entry()["offset"] :][:32])
+    forgery.entry().update(shape=[2, 4], whole=[2, 4], crc32=crc)
+
+
+def _one_over_the_other(forgery: Forgery) -> None:
+    other = next(key for key, entry in forgery.entries.items() if key != "model['weight']" and entry["num_bytes"] == 48)
+    forgery.entries[other] = dict(forgery.entry())
+
+
+def _more_than_the_entries(forgery: Forgery) -> None:
+    forgery.data.write_bytes(forgery.data.read_bytes() + bytes(100))
+    forgery.manifest["files"]["rank-00000.bin"]["size"] += 100
+
+
+KINDS["a shape with fewer numbers than bytes"] = _shrunk
+KINDS["a shape with more numbers than bytes"] = lambda f: f.entry().update(
+    {key: value for key, value in _HUGE.items() if key != "num_bytes"}
+)
+KINDS["one entry over the other, and a gap"] = _one_over_the_other
+KINDS["bytes that no entry speaks of"] = _more_than_the_entries
+KINDS["an order with a bool"] = _set(("entry", "order"), [0, True])
 KINDS["an entry with another field"] = _set(("entry", "module"), "os")
 KINDS["an entry that is a list"] = _set(("entries", "model['weight']"), [])
 KINDS["a missing entry"] = lambda forgery: forgery.entries.pop("model['weight']")
@@ -479,6 +503,15 @@ def test_files_that_nobody_asked_for_are_never_opened(honest, tmp_path, ear):
 
     assert {Path(path).name for path in opened if honest.name in path} == {"manifest.json", "rank-00000.json", "rank-00000.bin"}
     assert not (tmp_path / "canary").exists()
+
+
+def test_only_regular_files_are_read(tmp_path):
+    """A pipe, a directory or a device is refused for what it is, also if its size is the right one."""
+    (tmp_path / "directory").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "directory", tmp_path / "pipe", Path("/dev/null")):
+        with pytest.raises(ValueError, match="is no regular file"):
+            open_regular(path, path.stat().st_size)
 
 
 def test_a_link_in_place_of_a_checkpoint_is_refused(honest, tmp_path):
@@ -836,6 +869,7 @@ def test_no_entry_makes_the_reader_fail_otherwise(values):
     assert math.prod(entry.shape) * DTYPES[entry.dtype].itemsize == entry.num_bytes
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 def test_a_piece_of_each_dtype_keeps_its_bits(tmp_path):
     """Every dtype that can be stored is written and read, with all its bit patterns of one byte."""
     for name, dtype in DTYPES.items():

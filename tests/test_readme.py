@@ -12,8 +12,8 @@ BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
 
 
 def test_the_quickstart_runs_as_printed(tmp_path: Path) -> None:
-    """The first block is at most 25 lines, on the first screen, and learns what its data hold; the second goes on."""
-    quickstart, own_handler = BLOCKS
+    """The first block is at most 25 lines, on the first screen, and learns what its data hold; the others go on."""
+    quickstart, own_handler, going_on = BLOCKS
     assert len(quickstart.splitlines()) <= 25
     assert README[: README.index("```python")].count("\n") < 30
     script = tmp_path / "quickstart.py"
@@ -21,11 +21,13 @@ def test_the_quickstart_runs_as_printed(tmp_path: Path) -> None:
         "\nfrom ignite_train import TrainEvents\n"
         + own_handler
         + "\ntrainer.run(DataLoader(data, batch_size=32), max_epochs=4)\n"
+        + going_on.replace("max_epochs=3", "max_epochs=5")
     )
     script.write_text("import torch\ntorch.manual_seed(0)\n" + quickstart + go_on, encoding="utf-8")
-    result = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=100, check=True)
+    result = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=100, check=True, cwd=tmp_path)
     accuracies = [float(value) for value in re.findall(r"accuracy ([0-9.e-]+)", result.stdout)]
-    assert len(accuracies) == 4
+    assert len(accuracies) == 5
     assert accuracies[-1] > 0.9
     assert "finished after 96 updates (96 steps, 0 skipped) in 3 epochs" in result.stdout
     assert "100 {'weight': " in result.stdout
+    assert [path.name for path in (tmp_path / "runs/first").iterdir()] == ["update-00000160"]

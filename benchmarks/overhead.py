@@ -1,0 +1,99 @@
+"""What a loop costs on top of the model: a tiny network, one thread, processor time of an update over the loop by hand.
+
+    python benchmarks/overhead.py
+
+Every contestant does the same updates: clipping, fused AdamW, loss and norm of each update kept. The final parameters must be
+the same, or the script ends with an error.
+"""
+
+from functools import partial
+from typing import Annotated
+
+import torch
+import typer
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.utils import parameters_to_vector
+from typer import Option
+
+import contestants
+import peers
+from contestants import LOG_EVERY, MicroBatches, Outcome, Work
+from ignite_train import ForwardOutput
+from interleaving import MIN_REPETITIONS, interleave, table
+
+REFERENCE = "by hand"
+CONTESTANTS = {
+    REFERENCE: contestants.by_hand,
+    "by hand, once more (the noise)": contestants.by_hand,
+    "by hand, with schedule, averages and a line every 50": contestants.by_hand_with_logging,
+    "ignite_train": contestants.ignite_train,
+    "ignite_train, all handlers, a line every 50": contestants.ignite_train_with_handlers,
+}
+PEERS = {
+    "Ignite `create_supervised_trainer`": peers.ignite,
+    "Fabric": peers.fabric,
+    "Accelerate": peers.accelerate,
+    "Lightning Trainer, barebones": peers.lightning,
+    "Lightning Trainer, logging every 50": peers.lightning_with_logging,
+    "Transformers Trainer, logging every 50": peers.transformers,
+}
+
+
+def mean_loss(model: nn.Module, micro_batch: tuple[Tensor, Tensor]) -> Tensor:
+    """What a loop by hand computes."""
+    x, y = micro_batch
+    return cross_entropy(model(x), y)
+
+
+def forward(model: nn.Module, micro_batch: tuple[Tensor, Tensor]) -> ForwardOutput:
+    """The same for this library: a sum and its weight."""
+    x, y = micro_batch
+    return ForwardOutput(cross_entropy(model(x), y, reduction="sum"), len(y))
+
+
+def tiny_work(accumulation_steps: int, stretches: int) -> Work:
+    """A network whose update takes a fraction of a millisecond, and data for it, always the same."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
+    batches = [(torch.randn(16, 32), torch.randint(8, (16,))) for _ in range(64)]
+    return Work(
+        model=model,
+        optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True),
+        micro_batches=MicroBatches(batches, steps=accumulation_steps, stretch=LOG_EVERY, stretches=stretches, warm_up=10),
+        mean_loss=mean_loss,
+        forward=forward,
+        accumulation_steps=accumulation_steps,
+    )
+
+
+def main(
+    accumulation: Annotated[list[int], Option(help="Micro-batches to an update; may be given several times.")] = [1, 4, 16],  # noqa: B006
+    repetitions: Annotated[int, Option(min=1, help="Rounds; all contestants run in each of them.")] = MIN_REPETITIONS + 4,
+    stretches: Annotated[int, Option(min=1, help="Of 50 updates, the median of which counts; fewer with accumulation.")] = 10,
+    only: Annotated[str, Option(help="Contestants with this in their name; the reference is always there.")] = "",
+) -> None:
+    """Measure the cost of each loop over the loop by hand."""
+    torch.set_num_threads(1)
+    everyone = CONTESTANTS | peers.installed(PEERS)
+    chosen = {name: run for name, run in everyone.items() if only in name or name == REFERENCE}
+    for steps in accumulation:
+        expected: list[Outcome] = []  # the first run's
+
+        def seconds(run: contestants.Contestant, steps: int, expected: list[Outcome]) -> float:
+            work = tiny_work(steps, max(3, stretches // steps))
+            start = parameters_to_vector(work.model.parameters()).detach().clone()
+            outcome = contestants.run(run, work)
+            expected.append(outcome)
+            outcome.check_against(expected[0], start)
+            return work.micro_batches.cpu_seconds
+
+        clocks = {name: partial(seconds, run, steps, expected) for name, run in chosen.items()}
+        rounds = interleave(clocks, repetitions=repetitions)
+        print(f"\nAccumulation {steps}: an update by hand takes {rounds.typical(REFERENCE) * 1e6:.0f} µs.\n")
+        rows = [[name, rounds.ratios(name).show(), rounds.difference(name).show(0)] for name in chosen if name != REFERENCE]
+        print(table(["loop", "ratio to the loop by hand (quartiles)", "µs an update more (quartiles)"], rows))
+
+
+if __name__ == "__main__":
+    typer.run(main)

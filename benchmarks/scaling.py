@@ -1,0 +1,217 @@
+"""How the cost of an update grows: with tensors, parameters, micro-batches, logs, handlers and ranks.
+
+    python benchmarks/scaling.py
+
+Each quantity is varied alone. Beside the measured costs stands the straight line through them, which is the formula for what
+was not measured. Processor time on one thread; for ranks, time on processes of this machine that talk by gloo.
+"""
+
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+import typer
+from ignite.engine import Events
+from torch import Tensor, nn
+from typer import Option
+
+import contestants
+import distributed
+from contestants import MicroBatches, Outcome, Work
+from ignite_train import ForwardOutput
+from interleaving import MIN_REPETITIONS, Rounds, interleave, table
+from overhead import tiny_work
+
+BY_HAND, OURS = "by hand", "ignite_train"
+BOTH: dict[str, contestants.Contestant] = {BY_HAND: contestants.by_hand, OURS: contestants.ignite_train}
+SMALL = 64  # numbers in the reduction of the statistics, at most
+Make = Callable[[int], Work]
+RANKS = """{measured}
+
+With more processes than the {cores} cores here each waits for the others to be scheduled, so the formula rests on the counts
+that have a core each: a hop of the all-reduce of {small} numbers takes h = {hop:.0f} µs. A ring, as gloo's, has 2 · (ranks - 1)
+hops, a tree 2 · log2(ranks). Modelled for ranks with a core each on a network as fast as this loopback:
+
+{modelled}
+
+An update of `ignite_train` in DistributedDataParallel costs max(0, this - the last backward) more than one by hand, since the
+two overlap. With explicit reduction it has no collective of its own: the statistics travel in the gradients' last bucket. What
+each rank sends for gradients of B bytes is 2 · (ranks - 1) / ranks · B, whatever the loop.
+"""
+
+
+class Pieces(nn.Module):
+    """Parameters in so many tensors of one size, and a forward that does little with them."""
+
+    def __init__(self, tensors: int, size: int) -> None:
+        super().__init__()
+        self.pieces = nn.ParameterList(torch.randn(size) for _ in range(tensors))
+
+    def forward(self, scale: Tensor) -> Tensor:
+        """A scalar that depends on each of them."""
+        return torch.stack([piece[0] for piece in self.pieces]).sum() * scale
+
+
+def pieces_work(tensors: int, size: int) -> Work:
+    """Training of `Pieces`."""
+    torch.manual_seed(0)
+    model = Pieces(tensors, size)
+
+    def mean_loss(model: nn.Module, micro_batch: tuple[Tensor]) -> Tensor:
+        loss: Tensor = model(micro_batch[0])
+        return loss
+
+    def forward(model: nn.Module, micro_batch: tuple[Tensor]) -> ForwardOutput:
+        return ForwardOutput(mean_loss(model, micro_batch), 1)
+
+    stretch = 5 if tensors * size < 1_000_000 else 1
+    return Work(
+        model=model,
+        optimizer=torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True),
+        micro_batches=MicroBatches([(torch.ones(()),)], steps=1, stretch=stretch, stretches=5, warm_up=3),
+        mean_loss=mean_loss,
+        forward=forward,
+    )
+
+
+def logging_work(logs: int) -> Work:
+    """The tiny network with so many logs from each micro-batch."""
+    work = tiny_work(1, 8)
+
+    def forward(model: nn.Module, micro_batch: tuple[Tensor, Tensor]) -> ForwardOutput:
+        output = work.forward(model, micro_batch)
+        value = output.loss.detach()
+        return ForwardOutput(output.loss, output.sample_size, {f"log {number}": value for number in range(logs)})
+
+    return replace(work, forward=forward)
+
+
+def with_handlers(work: Work, *, number: int, every: int | None) -> Outcome:
+    """Nothing attached but so many handlers that do nothing."""
+    trainer = contestants.trainer_of(work)
+    event = Events.ITERATION_COMPLETED if every is None else Events.ITERATION_COMPLETED(every=every)
+    for _ in range(number):
+        trainer.add_event_handler(event, lambda: None)
+    return contestants.run_trainer(work, trainer)
+
+
+def cpu_seconds(run: contestants.Contestant, make: Callable[[], Work]) -> float:
+    """Processor time of an update."""
+    work = make()
+    contestants.run(run, work)
+    return float(work.micro_batches.cpu_seconds)
+
+
+def line(amounts: Sequence[float], costs: Sequence[float]) -> tuple[float, float]:
+    """Slope and intercept of the straight line with the least relative error: the largest cost is not to decide alone."""
+    weights = [1 / cost**2 for cost in costs]
+    x, y = (sum(w * v for w, v in zip(weights, values, strict=True)) / sum(weights) for values in (amounts, costs))
+    pairs = [(w, amount - x, cost - y) for w, amount, cost in zip(weights, amounts, costs, strict=True)]
+    slope = sum(w * dx * dy for w, dx, dy in pairs) / sum(w * dx * dx for w, dx, _ in pairs)
+    return slope, y - slope * x
+
+
+def against_hand(title: str, amounts: list[int], make: Make, repetitions: int) -> str:
+    """Both loops at each amount, and the two lines."""
+    rows, costs = [], {BY_HAND: [], OURS: []}  # type: ignore[var-annotated]
+    for amount in amounts:
+        clocks = {name: partial(cpu_seconds, run, partial(make, amount)) for name, run in BOTH.items()}
+        rounds = interleave(clocks, repetitions=repetitions, quiet=True)
+        for name in BOTH:
+            costs[name].append(rounds.typical(name) * 1e6)
+        rows.append([f"{amount:,}", *(f"{costs[name][-1]:.0f}" for name in BOTH), rounds.difference(OURS).show(0)])
+    head = [title, "by hand, µs an update", "ignite_train, µs an update", "more, µs (quartiles)"]
+    lines = {name: line(amounts, costs[name]) for name in BOTH}
+    formula = "; ".join(f"{name} {intercept:.0f} + {slope:.3g} · n µs" for name, (slope, intercept) in lines.items())
+    return f"{table(head, rows)}\n\nLines, n {title}: {formula}.\n"
+
+
+def against_none(title: str, amounts: list[int], clock: Callable[[int], float], repetitions: int) -> str:
+    """This library at each amount over itself with none, and the line."""
+    rounds = interleave({str(amount): partial(clock, amount) for amount in amounts}, repetitions=repetitions, quiet=True)
+    more = {amount: rounds.difference(str(amount)) for amount in amounts[1:]}
+    slope = statistics.linear_regression(amounts, [0.0, *(spread.median for spread in more.values())], proportional=True).slope
+    rows = [[str(amount), spread.show(1)] for amount, spread in more.items()]
+    return f"{table([title, 'more than with none, µs an update (quartiles)'], rows)}\n\nLine: {slope:.2g} µs for each.\n"
+
+
+def measure_ranks(rank: int, plan: distributed.Plan, results: Any) -> None:
+    """On each process: one small all-reduce alone, and the tiny network in three ways."""
+    distributed.join(rank, plan)
+    vector, times = torch.zeros(SMALL, dtype=torch.float64), []
+    for _ in range(300):
+        started = time.perf_counter()
+        dist.all_reduce(vector)
+        times.append(time.perf_counter() - started)
+    expected: dict[str, Outcome] = {}
+
+    def clock(name: str) -> float:
+        return distributed.train(rank, name, "tiny", 1, expected, 8).wall_seconds
+
+    rounds = interleave({name: partial(clock, name) for name in plan.names}, repetitions=plan.repetitions, quiet=True)
+    results.put((statistics.median(times), rounds) if rank == 0 else None)
+    distributed.leave()
+
+
+def ranks_table(counts: list[int], repetitions: int) -> str:
+    """Measured on as many processes as asked for, and what the formula says beyond."""
+    names = [distributed.REFERENCE, "ignite_train, ddp", "ignite_train, explicit"]
+    cores = os.cpu_count() or 1
+    rows, small = [], []
+    for ranks in counts:
+        found = distributed.spawn(measure_ranks, distributed.Plan(ranks, [], names, repetitions))
+        alone, rounds = next(one for one in found if one is not None)
+        assert isinstance(rounds, Rounds)  # noqa: S101
+        small.append(alone * 1e6)
+        ratios = [rounds.ratios(name).show() for name in names[1:]]
+        rows.append([str(ranks), f"{rounds.typical(names[0]) * 1e3:.2f}", *ratios, f"{alone * 1e6:.0f}"])
+    free = [alone / (2 * (ranks - 1)) for ranks, alone in zip(counts, small, strict=True) if ranks <= cores]
+    hop = statistics.median(free) if free else small[0] / (2 * (counts[0] - 1))
+    beyond = [[f"{n:,}", f"{2 * (n - 1) * hop:,.0f}", f"{2 * math.log2(n) * hop:,.0f}"] for n in (8, 16, 64, 256, 1024)]
+    head = ["ranks", "by hand, ms an update", "ddp, by hand = 1", "explicit, by hand = 1", f"{SMALL} numbers alone, µs"]
+    return RANKS.format(
+        measured=table(head, rows), small=SMALL, cores=cores, hop=hop, modelled=table(["ranks", "ring, µs", "tree, µs"], beyond)
+    )
+
+
+def main(
+    ranks: Annotated[list[int], Option(help="Processes; may be given several times.")] = [2, 4, 8],  # noqa: B006
+    repetitions: Annotated[int, Option(min=1, help="Rounds of each comparison.")] = MIN_REPETITIONS,
+) -> None:
+    """Measure how the cost grows and print tables and formulas."""
+    torch.set_num_threads(1)
+    handlers = partial(partial, with_handlers)
+    print("## Tensors\n\nParameters of 64 elements each.\n")
+    print(against_hand("tensors", [4, 64, 256, 1024], lambda amount: pieces_work(amount, 64), repetitions))
+    print("## Parameters\n\nIn 64 tensors.\n")
+    sizes = [65_536, 1_048_576, 4_194_304, 16_777_216]
+    print(against_hand("parameters", sizes, lambda amount: pieces_work(64, amount // 64), repetitions))
+    print("## Accumulation\n\nThe tiny network of `overhead.py`.\n")
+    print(against_hand("micro-batches", [1, 2, 4, 8, 16], lambda amount: tiny_work(amount, 3), repetitions))
+    print("## Logs\n\nScalars that `forward` returns from each micro-batch.\n")
+    print(
+        against_none(
+            "logs", [0, 1, 4, 16], lambda n: cpu_seconds(contestants.ignite_train, lambda: logging_work(n)), repetitions
+        )
+    )
+    for what, every in (("at each update", None), ("with `every=100`", 100)):
+        print(f"## Handlers\n\nOf `ITERATION_COMPLETED`, {what}, that do nothing.\n")
+
+        def clock(number: int, every: int | None = every) -> float:
+            return cpu_seconds(handlers(number=number, every=every), lambda: tiny_work(1, 8))
+
+        print(against_none("handlers", [0, 8, 32, 128], clock, repetitions))
+    print("## Ranks\n\nThe tiny network of `distributed.py`, accumulation 1.\n")
+    print(ranks_table(ranks, repetitions))
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,872 @@
+"""The handler Checkpoint and its command: when it saves, what stays, what it resumes from, and what it says."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import ignite.distributed as idist
+import pytest
+import torch
+from ignite.engine import Events
+from ignite.metrics import Average
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, ExponentialLR, LambdaLR, SequentialLR
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from ignite_train import CheckpointError, ResumableLoader, Trainer, TrainEvents, create_evaluator, create_trainer
+from ignite_train.checkpoint import find, main
+from ignite_train.handlers import Checkpoint, LearningRateSchedule, TrainingMetrics, Validation
+from ranks import run_ranks
+
+X = torch.linspace(-1, 1, 24).reshape(12, 2)
+LOADER = [(X[i : i + 2], X[i : i + 2].sum(1, keepdim=True)) for i in range(0, 12, 2)]  # six micro-batches
+
+
+class InjectedError(Exception):
+    """Raised by a test on purpose."""
+
+
+class Remembers:
+    """Any object with a state."""
+
+    def __init__(self, state: Any = None) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+    def __call__(self) -> None:
+        """So that it can be a handler."""
+
+
+def forward(model: nn.Module, micro_batch: Any) -> Tensor:
+    x, y = micro_batch
+    return ((model(x) - y) ** 2).mean()
+
+
+def make(
+    model: nn.Module | None = None, optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW, **options: Any
+) -> tuple[Trainer, nn.Module]:
+    """A trainer and its model, always with the same weights."""
+    if model is None:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = nn.Linear(2, 1)
+    return create_trainer(model, optimizer(model.parameters(), lr=0.05), forward, **options), model
+
+
+def names(directory: Path) -> list[str]:
+    """The checkpoints as their updates; of those that were taken twice in one update the later one stays."""
+    updates = [path.name.removeprefix("update-").lstrip("0").partition(".")[0] for path in directory.glob("update-*")]
+    return sorted(updates, key=int)
+
+
+def saves(directory: Path, *, epochs: int = 2, **options: Any) -> list[str]:
+    """Trains six updates an epoch, and gives the checkpoints that are left."""
+    trainer, _ = make()
+    Checkpoint(directory, **options).attach(trainer)
+    trainer.run(LOADER, max_epochs=epochs)
+    return names(directory)
+
+
+def logged(caplog: Any, level: int = logging.WARNING) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= level]
+
+
+# --- when ---
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"keep": 99}, ["6", "12"]),
+        ({"keep": 99, "every": 4}, ["4", "8", "12"]),
+        ({"keep": 99, "every_epochs": 2}, ["12"]),
+        ({"keep": 99, "every": 5, "every_epochs": 1}, ["5", "6", "10", "12"]),
+        ({"keep": 99, "every": 100}, ["12"]),
+        ({"keep": 2, "every": 1}, ["11", "12"]),
+        ({"keep": 1, "every": 1, "keep_every": 5}, ["5", "10", "12"]),
+        ({"keep": 1, "every": 1, "asynchronous": False}, ["12"]),
+    ],
+    ids=str,
+)
+def test_cadences(options: dict[str, Any], expected: list[str], tmp_path: Path) -> None:
+    """Of two epochs of six updates; the end of the run is always saved, and the newest stay."""
+    assert saves(tmp_path, **options) == expected
+
+
+def test_every_seconds_by_the_clock(tmp_path: Path, monkeypatch: Any) -> None:
+    """A clock that goes on by 10 seconds an update: 25 seconds are up at every third."""
+    clock = [100.0]
+    monkeypatch.setattr("ignite_train.handlers.checkpoint.time.monotonic", lambda: clock[0])
+    trainer, _ = make()
+    checkpoint = Checkpoint(tmp_path, every_seconds=25, keep=99)
+    checkpoint.attach(trainer)
+    trainer.add_event_handler(Events.ITERATION_STARTED, lambda: clock.__setitem__(0, clock[0] + 10))
+    trainer.run(LOADER, max_epochs=2)
+    assert names(tmp_path) == ["3", "6", "9", "12"]
+
+
+def test_by_hand(tmp_path: Path) -> None:
+    """Asked for anywhere in an update, it is taken at its end, after everything else there; between runs at once."""
+    trainer, _ = make(accumulation_steps=2)
+    checkpoint = Checkpoint(tmp_path, every=100, keep=99)
+    checkpoint.attach(trainer)
+    trainer.add_event_handler(TrainEvents.FORWARD_COMPLETED(once=3), checkpoint.save)  # in the first half of update 2
+    seen = trainer_log = Remembers([])
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda engine: seen.state.append(engine.state.iteration))
+    trainer.add_event_handler(Events.STARTED, trainer_log)
+    trainer.run(LOADER, max_iters=3)
+    assert names(tmp_path) == ["2", "3"]
+    checkpoint.save()
+    checkpoint.saver.wait()
+    assert [path.name for path in tmp_path.glob("*3*")] == ["update-00000003.1"]  # it took the place of the one before
+    fresh, _ = make(accumulation_steps=2)
+    again = Remembers([])
+    Checkpoint(tmp_path / "new").attach(fresh)
+    fresh.add_event_handler(Events.STARTED, again)
+    fresh.run(LOADER, max_iters=4, resume=tmp_path / "update-00000002")
+    assert again.state == [1, 2]  # the handler that ran after the request is in it
+
+
+def test_a_handler_attached_later_still_runs_before_it(tmp_path: Path) -> None:
+    """Also one that wants to be first, as TrainingMetrics does: the checkpoint holds what it did in that update."""
+    trainer, _ = make()
+    checkpoint = Checkpoint(tmp_path, every=1)
+    checkpoint.attach(trainer)
+    order: list[str] = []
+    commit = checkpoint.saver.save
+    checkpoint.saver.save = lambda *arguments: (order.append("save"), commit(*arguments))[1]  # type: ignore[method-assign]
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: order.append("later"))
+    trainer.prepend_event_handler(Events.ITERATION_COMPLETED, lambda: order.append("first"))
+    metrics = TrainingMetrics()
+    metrics.attach(trainer, Events.ITERATION_COMPLETED)
+    trainer.run(LOADER, max_iters=2)
+    assert order[:6] == ["first", "later", "save"] * 2
+
+
+# --- which stay ---
+
+
+def scored(directory: Path, scores: list[float], **options: Any) -> list[str]:
+    """Validates after each epoch of one update, with these scores."""
+    trainer, model = make()
+    evaluator = create_evaluator(model, forward)
+    given = iter(scores)
+    evaluator.add_event_handler(Events.COMPLETED, lambda engine: engine.state.metrics.update(score=next(given)))
+    Checkpoint(directory, best="score", **options).attach(trainer, evaluator=evaluator)
+    Validation(evaluator, LOADER[:1], score="score", mode=options.get("mode", "min")).attach(trainer)
+    trainer.run(LOADER[:1], max_epochs=len(scores))
+    return names(directory)
+
+
+@pytest.mark.parametrize(
+    ("options", "stays"),
+    [
+        ({"keep": 1}, {"3", "6"}),
+        ({"keep": 1, "mode": "max"}, {"4", "6"}),
+        ({"keep": 1, "keep_best": 2}, {"3", "5", "6"}),
+        ({"keep": 2, "keep_best": 1, "keep_every": 4}, {"3", "4", "5", "6"}),
+    ],
+    ids=str,
+)
+def test_the_best_stay(options: dict[str, Any], stays: set[str], tmp_path: Path) -> None:
+    """Scores 5 4 1 9 2 nan: NaN is never best, and the best is kept beside the newest."""
+    found = scored(tmp_path, [5.0, 4.0, 1.0, 9.0, 2.0, float("nan")], **options)
+    assert {name.partition(".")[0] for name in found} == stays
+    by_update = {entry.manifest.update: entry.manifest.score for entry in find(tmp_path) if entry.manifest}
+    assert by_update[6] is None
+
+
+def test_the_best_of_an_earlier_process_is_known(tmp_path: Path) -> None:
+    """A resumed run saves for its score only what beats the best there is in the directory."""
+    scored(tmp_path, [5.0, 1.0], every=100)
+    trainer, model = make()
+    evaluator = create_evaluator(model, forward)
+    given = iter([3.0, 0.5])
+    evaluator.add_event_handler(Events.COMPLETED, lambda engine: engine.state.metrics.update(score=next(given)))
+    Checkpoint(tmp_path, best="score", every=100, keep=99, keep_best=99).attach(trainer, evaluator=evaluator)
+    trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: evaluator.run(LOADER[:1]))
+    trainer.run(LOADER[:1], max_epochs=4)
+    assert names(tmp_path) == ["1", "2", "4"]
+
+
+def test_a_metric_that_is_none(tmp_path: Path) -> None:
+    """The error lists the metrics that there are, and the nearest."""
+    trainer, model = make()
+    evaluator = create_evaluator(model, forward)
+    Checkpoint(tmp_path, best="los").attach(trainer, evaluator=evaluator)
+    with pytest.raises(ValueError, match=r"best must be one of the evaluator's metrics \['loss'\], got 'los'.*'loss'"):
+        evaluator.run(LOADER)
+
+
+# --- resuming ---
+
+
+def test_what_resume_may_be(tmp_path: Path) -> None:
+    """Auto begins anew or goes on, must insists, never refuses, and a path is a checkpoint or a directory of them."""
+    trainer, _ = make()
+    Checkpoint(tmp_path / "a", every=2, keep=99).attach(trainer)
+    with pytest.raises(CheckpointError, match=r"there is no checkpoint in .*a, and resume='must' needs one"):
+        trainer.run(LOADER, max_epochs=1, resume="must")
+    trainer.run(LOADER, max_epochs=1, resume="never")
+    for resume, update in (
+        ("auto", 6),
+        ("must", 6),
+        (tmp_path / "a", 6),
+        (tmp_path / "a" / "update-00000002", 2),
+        (str(tmp_path / "a" / "update-00000004"), 4),
+    ):
+        fresh, _ = make()
+        checkpoint = Checkpoint(tmp_path / ("a" if isinstance(resume, str) and len(resume) == 4 else "b"), keep=99)
+        checkpoint.attach(fresh)
+
+        def fail() -> None:
+            raise InjectedError
+
+        fresh.add_event_handler(Events.STARTED, fail)
+        with pytest.raises(InjectedError):
+            fresh.run(LOADER, max_iters=7, resume=resume)
+        assert fresh.state.iteration == update
+        assert checkpoint.latest is not None
+        assert checkpoint.latest.parent == tmp_path / "a"
+    fresh, _ = make()
+    Checkpoint(tmp_path / "a").attach(fresh)
+    with pytest.raises(ValueError, match=r"resume must not be 'never' where checkpoints are, got [0-9]+ in .*; go on with"):
+        fresh.run(LOADER, max_epochs=1, resume="never")
+
+
+@pytest.mark.parametrize(
+    ("resume", "message"),
+    [
+        ("atuo", "resume must be 'auto', 'must', 'never' or a directory that exists, got 'atuo'; did you mean 'auto'"),
+        ("/no/such/place", "resume must be .* a directory that exists, got '/no/such/place'"),
+    ],
+)
+def test_what_resume_may_not_be(resume: str, message: str, tmp_path: Path) -> None:
+    """A misspelt word is answered with the nearest."""
+    trainer, _ = make()
+    Checkpoint(tmp_path).attach(trainer)
+    with pytest.raises(ValueError, match=message):
+        trainer.run(LOADER, max_epochs=1, resume=resume)
+
+
+def test_without_a_checkpoint_there_is_nothing_to_resume() -> None:
+    """A trainer alone says what is missing."""
+    trainer, _ = make()
+    with pytest.raises(ValueError, match="attach a Checkpoint first"):
+        trainer.run(LOADER, max_epochs=1, resume="must")
+
+
+def refusal(directory: Path, trainer: Trainer, **options: Any) -> str:
+    """Why a fresh trainer cannot go on there; its weights are what they were."""
+    model = trainer.parts["model"]
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    Checkpoint(directory, **options).attach(trainer)
+    with pytest.raises(CheckpointError) as error:
+        trainer.run(LOADER, max_epochs=9)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert trainer.state.iteration == 0
+    return str(error.value)
+
+
+def test_another_model_or_optimizer_is_refused(tmp_path: Path) -> None:
+    """The first keys or shapes that differ are named, and nothing is changed."""
+    saves(tmp_path, epochs=1)
+    message = refusal(tmp_path, make(nn.Linear(3, 1))[0])
+    assert "is of another model: 'weight' has the shape (1, 2) and not (1, 3); build the model that was saved" in message
+    message = refusal(tmp_path, make(nn.Sequential(*(nn.Linear(2, 2) for _ in range(3))))[0])
+    assert "'0.weight' is missing, '0.bias' is missing, '1.weight' is missing and 5 more" in message
+    assert "is of another optimizer: it has 'betas' and no 'momentum'" in refusal(tmp_path, make(optimizer=torch.optim.SGD)[0])
+
+    def grouped(parameters: Any, lr: float) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([{"params": [parameter]} for parameter in parameters], lr=lr)
+
+    assert "its parameter groups have [2] parameters and not [1, 1]" in refusal(tmp_path, make(optimizer=grouped)[0])
+    assert "holds no state of 'to_save/ema'" in refusal(tmp_path, make()[0], to_save={"ema": nn.Linear(1, 1)})
+
+
+def test_what_changed_is_listed(tmp_path: Path, caplog: Any) -> None:
+    """Of the configuration, of how the trainer was made, and of the handlers: one line, as a warning."""
+    trainer, _ = make()
+    trainer.add_event_handler(Events.STARTED, Remembers(1))
+    Checkpoint(tmp_path, config={"lr": 0.1, "data": {"name": "a", "path": Path("x")}, "seed": 1}).attach(trainer)
+    trainer.run(LOADER, max_epochs=1)
+    trainer, _ = make(max_grad_norm=1.0)
+    TrainingMetrics().attach(trainer)
+    Checkpoint(tmp_path, config={"lr": 0.2, "data": {"name": "a", "path": Path("x")}, "steps": 3}).attach(trainer)
+    caplog.clear()
+    trainer.run(LOADER, max_epochs=2)
+    (line,) = [line for line in logged(caplog) if "going on from" in line]
+    for part in ("update 6", "config.lr: 0.1 -> 0.2", "config.seed: 1 -> nothing", "config.steps: nothing -> 3"):
+        assert part in line
+    assert "trainer.max_grad_norm: None -> 1.0" in line
+    assert "begins anew, for there is no state that it could take over: handlers/TrainingMetrics" in line
+    assert "not used, for it is not attached: handlers/Remembers" in line
+    assert "data" not in line
+
+
+def test_nothing_changed_is_no_warning(tmp_path: Path, caplog: Any) -> None:
+    """Going on is said, at info."""
+    saves(tmp_path, epochs=1)
+    with caplog.at_level(logging.INFO):
+        saves(tmp_path, epochs=2)
+    assert not any("going on" in line for line in logged(caplog))
+    assert any("going on from" in line and "update 6" in line for line in logged(caplog, logging.INFO))
+
+
+def test_a_finished_run_does_nothing_until_the_limit_is_raised(tmp_path: Path, caplog: Any) -> None:
+    """A lower limit is an error with both numbers."""
+    saves(tmp_path, epochs=2)
+    trainer, _ = make()
+    Checkpoint(tmp_path).attach(trainer)
+    trainer.run(LOADER, max_epochs=2)
+    assert any("nothing to do: epoch 2 and update 12 are done" in line for line in logged(caplog))
+    with pytest.raises(ValueError, match="max_epochs must not be below the 2 epochs already begun, got 1"):
+        trainer.run(LOADER, max_epochs=1)
+    trainer.run(LOADER, max_epochs=3)
+    assert trainer.state.iteration == 18
+
+
+def test_saved_and_loaded_again_and_again(tmp_path: Path, bits: Any) -> None:
+    """In one process: going back to the same checkpoint gives the same run each time, and saves go on working."""
+    trainer, model = make()
+    Checkpoint(tmp_path, every=1, keep=99).attach(trainer)
+    trainer.run(LOADER, max_epochs=2)
+    expected = bits(model.state_dict())
+    middle = tmp_path / "update-00000004"
+    for _ in range(3):
+        trainer.run(LOADER, max_epochs=2, resume=middle)
+        assert trainer.state.iteration == 12
+        assert bits(model.state_dict()) == expected
+    fresh, other = make(nn.Linear(2, 1))
+    Checkpoint(tmp_path).attach(fresh)
+    fresh.run(LOADER, max_epochs=2)
+    assert bits(other.state_dict()) == expected
+
+
+def test_a_directory_that_all_can_write_to(tmp_path: Path, caplog: Any) -> None:
+    """Is warned about: what is loaded could be replaced by anybody."""
+    directory = tmp_path / "open"
+    saves(directory, epochs=1)
+    caplog.clear()
+    saves(directory, epochs=2)
+    assert not any("chmod" in line for line in logged(caplog))
+    directory.chmod(0o777)
+    saves(directory, epochs=3)
+    assert any(
+        f"every user of this machine can write to {directory}" in line and "chmod o-w" in line for line in logged(caplog)
+    )
+
+
+# --- what is in it ---
+
+
+def test_what_cannot_be_stored_names_its_place(tmp_path: Path) -> None:
+    """Found at the first save, with the path that leads to it; no half checkpoint is left."""
+    trainer, _ = make()
+    trainer.add_event_handler(Events.STARTED, Remembers({"a": [1, {"lock": threading.Lock()}]}))
+    Checkpoint(tmp_path).attach(trainer)
+    with pytest.raises(CheckpointError, match=r"handlers/Remembers\['a'\]\[1\]\['lock'\] cannot be stored: .*lock"):
+        trainer.run(LOADER, max_epochs=1)
+    assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        lambda o: SequentialLR(o, [ConstantLR(o, 0.5, 3), ExponentialLR(o, 0.9)], milestones=[4]),
+        lambda o: ChainedScheduler([ConstantLR(o, 0.5, 3), ExponentialLR(o, 0.9)], o),
+        lambda o: LambdaLR(o, lambda step: 1 / (1 + step)),
+    ],
+    ids=["sequential", "chained", "lambda"],
+)
+def test_schedules_with_nested_state(schedule: Any, tmp_path: Path) -> None:
+    """The learning rates go on as they would have."""
+
+    def run(directory: Path | None, limits: list[int]) -> list[Any]:
+        rates: list[Any] = []
+        for limit in limits:
+            trainer, _ = make()
+            LearningRateSchedule(schedule(trainer.parts["optimizer"])).attach(trainer)
+            trainer.add_event_handler(
+                Events.ITERATION_COMPLETED, lambda engine: rates.append(engine.state.output.learning_rates)
+            )
+            if directory is not None:
+                Checkpoint(directory).attach(trainer)
+            trainer.run(LOADER, max_iters=limit)
+        return rates
+
+    assert run(tmp_path, [2, 5, 9]) == run(None, [9])
+
+
+def test_own_objects_and_user_keys(tmp_path: Path) -> None:
+    """Whatever handlers of STARTED and EPOCH_STARTED do to them on resuming, they are as they were saved."""
+    state: dict[str, Any] = {"counts": Counter(a=2), "nested": [(1, 2.5), {3, 4}, None], "tensor": torch.arange(3), 7: b"x"}
+
+    def build(values: Any) -> tuple[Trainer, Remembers]:
+        trainer, _ = make()
+        trainer.state_dict_user_keys.append("alpha")
+        entry = Remembers(values)
+        Checkpoint(tmp_path, every=2, to_save={"mine": entry}).attach(trainer)
+
+        def reset(engine: Trainer) -> None:
+            engine.state.alpha = 0
+            engine.state.metrics["kept"] = 0
+            if isinstance(entry.state, dict) and "nested" in entry.state:
+                entry.state["nested"].append("spoilt")
+
+        trainer.add_event_handler(Events.STARTED | Events.EPOCH_STARTED, reset)
+        return trainer, entry
+
+    def count(engine: Trainer) -> None:
+        engine.state.alpha += 1
+        engine.state.metrics["kept"] += 1
+
+    trainer, entry = build(state)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, count)
+    trainer.run(LOADER, max_iters=4)
+    expected = [*state["nested"]]
+    trainer, entry = build({})
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, count)
+    trainer.run(LOADER, max_iters=5)
+    assert trainer.state.alpha == 5
+    assert trainer.state.metrics["kept"] == 5
+    assert entry.state["nested"] == expected
+    assert entry.state["counts"] == {"a": 2}
+    assert torch.equal(entry.state["tensor"], torch.arange(3))
+    assert entry.state[7] == b"x"
+
+
+@pytest.mark.parametrize("key", ["iteration", "update", "ended"])
+def test_a_user_key_must_not_hide_another(key: str) -> None:
+    """Or else the trainer's own would be lost."""
+    trainer, _ = make()
+    trainer.state_dict_user_keys.append(key)
+    with pytest.raises(ValueError, match=f"state_dict_user_keys must not have names of the trainer's own, got '{key}'"):
+        trainer.state_dict()
+
+
+@pytest.mark.parametrize(("name", "error"), [("a['x']", ValueError), (1, ValueError)])
+def test_names_that_could_meet(name: Any, error: type[Exception], tmp_path: Path) -> None:
+    """A name is part of the names of tensors."""
+    with pytest.raises(error, match="to_save must have strings without"):
+        Checkpoint(tmp_path, to_save={name: Remembers()})
+
+
+def test_what_has_no_state_cannot_be_saved(tmp_path: Path) -> None:
+    """The error names it."""
+    with pytest.raises(TypeError, match=r"to_save\['x'\] must have state_dict and load_state_dict"):
+        Checkpoint(tmp_path, to_save={"x": 3})
+
+
+def test_tied_weights_are_stored_once_and_stay_tied(tmp_path: Path) -> None:
+    """Two names of one parameter: its numbers are in the file once, and the resumed model is as the other was."""
+
+    def slow(parameters: Any, lr: float) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=lr / 100)
+
+    def tied() -> nn.Sequential:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(2, 256), nn.Linear(256, 256), nn.Linear(256, 256), nn.Linear(256, 1))
+        model[2].weight = model[1].weight
+        with torch.no_grad():  # so small that no draw of them diverges
+            for parameter in model.parameters():
+                parameter.mul_(0.1)
+        return model
+
+    trainer, model = make(tied(), optimizer=slow)
+    checkpoint = Checkpoint(tmp_path)
+    checkpoint.attach(trainer)
+    trainer.run(LOADER, max_epochs=1)
+    assert checkpoint.latest is not None
+    assert (checkpoint.latest / "rank-00000.bin").stat().st_size < 1.5 * 4 * 256 * 256
+    fresh, other = make(tied(), optimizer=slow)
+    Checkpoint(tmp_path).attach(fresh)
+    fresh.run(LOADER, max_epochs=1)
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in other.state_dict().items())
+    assert other[2].weight is other[1].weight
+
+
+@pytest.mark.parametrize(("first", "second"), [("whole", "none"), ("part", "none"), ("none", "whole"), ("whole", "part")])
+def test_compiled_or_not(first: str, second: str, tmp_path: Path) -> None:
+    """A model is the same whether it, or a layer of it, is compiled: no name has a trace of that."""
+
+    def built(way: str) -> tuple[nn.Module, nn.Module]:
+        model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+        if way == "part":
+            model[0] = torch.compile(model[0], backend="eager")
+        return (torch.compile(model, backend="eager") if way == "whole" else model), model
+
+    used, model = built(first)
+    trainer, _ = make(used)
+    checkpoint = Checkpoint(tmp_path)
+    checkpoint.attach(trainer)
+    trainer.run(LOADER, max_epochs=1)
+    assert checkpoint.latest is not None
+    assert "_orig_mod" not in (checkpoint.latest / "rank-00000.json").read_text()
+    used, other = built(second)
+    fresh, _ = make(used)
+    Checkpoint(tmp_path).attach(fresh)
+    fresh.run(LOADER, max_epochs=1)
+    pairs = zip(model.parameters(), other.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+    assert torch.equal(model[1].running_mean, other[1].running_mean)
+
+
+# --- attaching, and failing ---
+
+
+def test_one_checkpoint_to_a_trainer(tmp_path: Path) -> None:
+    """And the best needs somebody to say what is good."""
+    trainer, _ = make()
+    with pytest.raises(ValueError, match=r"best='loss' needs an evaluator; pass attach\(trainer, evaluator=...\)"):
+        Checkpoint(tmp_path, best="loss").attach(trainer)
+    Checkpoint(tmp_path).attach(trainer)
+    with pytest.raises(ValueError, match="one Checkpoint at most, got a second"):
+        Checkpoint(tmp_path / "b").attach(trainer)
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("on_error", ["raise", "warn"])
+def test_a_save_that_fails(on_error: str, asynchronous: bool, tmp_path: Path, caplog: Any) -> None:
+    """The second one, on a full disk: raised at the next save or the end, or said, and the next is tried. The first stays."""
+    trainer, _ = make()
+    checkpoint = Checkpoint(tmp_path, every=1, keep=99, on_error=on_error, asynchronous=asynchronous)
+    checkpoint.attach(trainer)
+    write, calls = checkpoint.saver.disk.write_file, []
+
+    def full(path: Path, parts: Iterator[memoryview]) -> None:
+        calls.append(path.name)
+        if len(calls) == 4:
+            raise OSError(28, "No space left on device")
+        write(path, parts)
+
+    checkpoint.saver.disk.write_file = full  # type: ignore[method-assign]
+    if on_error == "raise":
+        with pytest.raises(CheckpointError, match=r"writing a checkpoint failed: rank 0, OSError: .* No space left on device"):
+            trainer.run(LOADER, max_iters=4)
+        assert names(tmp_path) == ["1"]
+        assert trainer.state.iteration == (3 if asynchronous else 2)
+    else:
+        trainer.run(LOADER, max_iters=4)
+        assert names(tmp_path) == ["1", "3", "4"]
+        assert sum("No space left" in line and "training goes on" in line for line in logged(caplog)) == 1
+    assert [path.name for path in tmp_path.iterdir() if not path.name.startswith("update-")] == []
+
+
+def test_a_file_is_no_directory(tmp_path: Path) -> None:
+    """Said before anything is trained."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="directory must be a directory, or not be there yet, got the file"):
+        Checkpoint(tmp_path / "file")
+
+
+# --- what will not be exact ---
+
+
+class Stream(IterableDataset[Any]):
+    """Without a length."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(X)
+
+
+def looped(loader: Any, caplog: Any, tmp_path: Path) -> tuple[list[str], list[str]]:
+    """The warnings, and what else was said, when a run starts; twice, and said once."""
+    trainer, _ = make()
+    Checkpoint(tmp_path).attach(trainer)
+    with caplog.at_level(logging.INFO):
+        trainer.run(loader, max_epochs=1)
+        if not isinstance(loader, Iterator):
+            trainer.run(loader, max_epochs=2)
+    lines = [r for r in caplog.records if r.name.startswith("ignite_train.resumption")]
+    return [r.getMessage() for r in lines if r.levelno == 30], [r.getMessage() for r in lines if r.levelno == 20]
+
+
+class Fixed(TensorDataset):
+    """Pairs."""
+
+
+PAIRS = Fixed(X, X.sum(1, keepdim=True))
+
+
+def unsized() -> Iterator[Any]:
+    return iter(LOADER)
+
+
+class Unsized:
+    """Can be gone through again, and has no length."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(LOADER)
+
+
+def pairs(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
+    return torch.stack(rows), torch.stack(rows).sum(1, keepdim=True)
+
+
+PERSISTENT = {"num_workers": 1, "persistent_workers": True}
+
+
+@pytest.mark.parametrize(
+    ("loader", "warnings", "notes"),
+    [
+        (lambda: LOADER, [], []),
+        (lambda: ResumableLoader(PAIRS, 2, shuffle=True), [], []),
+        (lambda: DataLoader(PAIRS, 2, shuffle=True), [], ["reads past what was done of the DataLoader"]),
+        (unsized, ["list_iterator cannot say where it is: .* exact only if the stream gives the same again"], []),
+        (lambda: (entry for entry in LOADER), ["generator cannot say where it is"], []),
+        (Unsized, ["Unsized cannot say where it is"], []),
+        (lambda: DataLoader(Stream(), 2, collate_fn=pairs), ["DataLoader cannot say where it is"], []),
+        (lambda: StatefulDataLoader(PAIRS, 2), [], []),
+        (lambda: StatefulDataLoader(PAIRS, 2, num_workers=1), ["StatefulDataLoader has no random generators of its w"], []),
+        (lambda: DataLoader(PAIRS, 2, **PERSISTENT), ["workers of the DataLoader are persistent"], ["reads past"]),
+    ],
+)
+def test_what_may_not_be_exact_is_said_at_the_start(
+    loader: Any, warnings: list[str], notes: list[str], caplog: Any, tmp_path: Path
+) -> None:
+    """Once, when the run starts, as a warning; reading past a plain DataLoader is exact, and only mentioned."""
+    found = looped(loader(), caplog, tmp_path)
+    assert len(found[0]) == len(warnings)
+    assert all(re.search(pattern, line) for pattern, line in zip(warnings, found[0], strict=True))
+    found_notes = [line for line in found[1] if "going on from" not in line]
+    assert len(found_notes) == len(notes)
+    assert all(re.search(pattern, line) for pattern, line in zip(notes, found_notes, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        ({"num_workers": 1}, {}, "num_workers: 1 -> 0: what a dataset draws will differ until the end of the epoch"),
+        (None, {}, "another kind of loader was used before"),
+    ],
+)
+def test_a_loader_that_changed_in_the_middle_of_an_epoch(
+    first: Any, second: Any, message: str, caplog: Any, tmp_path: Path
+) -> None:
+    """Another number of workers, or another kind of loader."""
+    for options, limit in ((first, 2), (second, 4)):
+        trainer, _ = make()
+        Checkpoint(tmp_path).attach(trainer)
+        kept = ResumableLoader(PAIRS, 2, shuffle=False) if options is None else DataLoader(PAIRS, 2, **options)
+        assert not any(message in line for line in logged(caplog))
+        trainer.run(kept, max_iters=limit)
+    assert sum(message in line for line in logged(caplog)) == 1
+
+
+def look_ahead(directory: str) -> list[str]:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ignite_train").addHandler(handler)
+    trainer, _ = make(reduction="explicit")
+    Checkpoint(directory).attach(trainer)
+    trainer.run(Unsized(), max_epochs=1)
+    return lines
+
+
+def test_looking_ahead_is_not_exact_and_said(tmp_path: Path) -> None:
+    """Ranks with loaders of unknown length read one micro-batch ahead, whose random numbers are drawn too early to resume."""
+    first, second = run_ranks(look_ahead, str(tmp_path))
+    assert sum("has no length, so 2 ranks read it one micro-batch ahead" in line for line in first) == 1
+    assert not any("ahead" in line for line in second)
+
+
+def test_a_terminated_epoch_does_not_move_the_next(tmp_path: Path) -> None:
+    """A loader that was to jump and was never asked begins the next epoch at its first sample."""
+    trainer, _ = make()
+    Checkpoint(tmp_path, every=1).attach(trainer)
+    trainer.run(ResumableLoader(PAIRS, 2, shuffle=False), max_iters=4)
+    fresh, _ = make()
+    Checkpoint(tmp_path, every=1).attach(fresh)
+    fresh.add_event_handler(Events.EPOCH_STARTED(once=1), lambda engine: engine.terminate_epoch())
+    fresh.run(ResumableLoader(PAIRS, 2, shuffle=False), max_epochs=2)
+    assert fresh.state.iteration == 4 + 6
+
+
+@pytest.mark.parametrize("uneven", ["all", "shortest"])
+def test_broken_off_in_an_end_of_epoch(uneven: Any, tmp_path: Path) -> None:
+    """However uneven ranks are dealt with, the next epoch is a whole one."""
+    trainer, _ = make(uneven=uneven)
+    Checkpoint(tmp_path, every=1).attach(trainer)
+
+    def fail() -> None:
+        raise InjectedError
+
+    trainer.add_event_handler(Events.EPOCH_COMPLETED, fail)
+    with pytest.raises(InjectedError):
+        trainer.run(ResumableLoader(PAIRS, 2, shuffle=False), max_epochs=2)
+    fresh, _ = make(uneven=uneven)
+    Checkpoint(tmp_path, every=1).attach(fresh)
+    fresh.run(ResumableLoader(PAIRS, 2, shuffle=False), max_epochs=2)
+    assert fresh.state.iteration == 12
+
+
+def test_the_end_of_an_epoch_is_due_though_the_last_update_is_done(tmp_path: Path) -> None:
+    """Broken off in it, with no update left to do by `max_iters`: a resumed run still fires it, once, and does no update."""
+    fired: list[str] = []
+
+    def fail() -> None:
+        raise InjectedError
+
+    for action in (fail, lambda: fired.append("end of epoch")):
+        trainer, _ = make()
+        Checkpoint(tmp_path, every=1).attach(trainer)
+        trainer.add_event_handler(Events.EPOCH_COMPLETED, action)
+        trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda engine: fired.append(str(engine.state.iteration)))
+        with contextlib.suppress(InjectedError):
+            trainer.run(LOADER, max_iters=6)
+    assert fired == ["1", "2", "3", "4", "5", "6", "end of epoch"]
+
+
+# --- several ranks ---
+
+
+def replicas(directory: str, seed: int, limit: int) -> dict[str, Any]:
+    """Trains a model with BatchNorm in DDP that does not broadcast buffers: each replica has its own."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(2, 300), nn.BatchNorm1d(300), nn.Linear(300, 1))
+    wrapped = DistributedDataParallel(model, forward_sync_buffers=False)
+    trainer = create_trainer(wrapped, torch.optim.AdamW(model.parameters(), lr=0.01), forward)
+    Average(output_transform=lambda output: output.loss).attach(trainer, "average")
+    Checkpoint(directory, every=1, keep=99).attach(trainer)
+    seen: list[int] = []
+    trainer.add_event_handler(Events.STARTED, lambda engine: seen.append(engine.state.iteration))
+    share = LOADER[idist.get_rank() :: idist.get_world_size()]
+    trainer.run(share, max_iters=limit)
+    return {"mean": model[1].running_mean.tolist(), "weight": model[0].weight.tolist(), "started": seen}
+
+
+def test_replicas_write_the_model_once_and_keep_their_buffers(tmp_path: Path) -> None:
+    """Rank 1's file is small; broken off and resumed, each replica has its own running means again, as without a break."""
+    expected = run_ranks(replicas, str(tmp_path / "a"), 0, 5)
+    first = run_ranks(replicas, str(tmp_path / "b"), 0, 2)
+    (newest,) = (tmp_path / "b").glob("update-00000002*")
+    sizes = [(newest / f"rank-0000{rank}.bin").stat().st_size for rank in range(2)]
+    parameters = 300 * 2 + 300 + 2 * 300 + 300 + 1
+    assert sizes[0] > 3 * 4 * parameters
+    assert sizes[1] < sizes[0] - 3 * 4 * parameters + 4000  # its generators and the buffers
+    assert first[0]["mean"] != first[1]["mean"]
+    resumed = run_ranks(replicas, str(tmp_path / "b"), 9, 5)
+    assert [state["started"] for state in resumed] == [[2], [2]]
+    for rank in range(2):
+        assert resumed[rank]["mean"] == expected[rank]["mean"]
+        assert resumed[rank]["weight"] == expected[rank]["weight"]
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+def test_metrics_of_other_ranks_begin_anew(before: int, after: int, tmp_path: Path) -> None:
+    """Ignite's metrics hold what each rank has counted: another number of ranks leaves them as they are."""
+    updates = 3 if before == 2 else 6  # an epoch, for the data cannot be found again in the middle
+    run_ranks(replicas, str(tmp_path), 0, updates, world_size=before)
+    states = run_ranks(replicas, str(tmp_path), 0, updates + 1, world_size=after)
+    assert [state["started"] for state in states] == [[updates]] * after
+
+
+def locked(directory: str) -> tuple[str, int]:
+    """The error of a run in which only rank 1 has something that cannot be stored."""
+    trainer, _ = make(reduction="explicit")
+    if idist.get_rank():
+        trainer.add_event_handler(Events.STARTED, Remembers({"lock": threading.Lock()}))
+    Checkpoint(directory, every=2).attach(trainer)
+    with pytest.raises(CheckpointError) as error:
+        trainer.run(LOADER, max_epochs=1)
+    return str(error.value), trainer.state.iteration
+
+
+def test_what_one_rank_cannot_store_fails_on_all(tmp_path: Path) -> None:
+    """With the same message, and no rank is left waiting for it."""
+    first, second = run_ranks(locked, str(tmp_path))
+    assert first == second
+    assert "writing a checkpoint failed: rank 1, CheckpointError: handlers/Remembers['lock'] cannot be stored" in first[0]
+
+
+# --- the command ---
+
+
+def command(*arguments: Any) -> tuple[int, str, str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "ignite_train.checkpoint", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_the_command_in_a_process(tmp_path: Path) -> None:
+    """Its exit status and output, and nothing on stderr, no RuntimeWarning of runpy either."""
+    saves(tmp_path, every=4)
+    status, out, error = command("list", tmp_path)
+    assert (status, error) == (0, "")
+    assert [line.split()[0] for line in out.splitlines()] == [path.name for path in sorted(tmp_path.glob("update-*"))]
+
+
+def test_the_command(tmp_path: Path, capsys: Any) -> None:
+    """list, verify and consolidate, of whole checkpoints and of damaged ones."""
+    saves(tmp_path, every=4, keep=99)
+    assert main(["list", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("update-00000004  epoch 1, update 4, ")
+    assert "ranks: 1" in lines[0]
+    assert [line.endswith("latest") for line in lines] == [False] * (len(lines) - 1) + [True]
+    assert main(["verify", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.count("whole") == len(lines)
+    newest = tmp_path / lines[-1].split()[0]
+    file = newest / "rank-00000.bin"
+    data = bytearray(file.read_bytes())
+    data[5] ^= 1
+    file.write_bytes(data)
+    assert main(["list", str(tmp_path)]) == 0  # reads manifests only
+    capsys.readouterr()
+    assert main(["verify", str(tmp_path)]) == 1
+    damaged = capsys.readouterr().out.splitlines()[-1]
+    assert damaged.startswith(newest.name)
+    assert "damaged: " in damaged
+    assert "has the checksum" in damaged
+    output = tmp_path / "model.pt"
+    assert main(["consolidate", str(tmp_path), "--output", str(output)]) == 0
+    assert "weights_only=True" in capsys.readouterr().out
+    assert set(torch.load(output, weights_only=True)) == {"weight", "bias"}
+    assert main(["consolidate", str(newest), "--output", str(output)]) == 1
+    assert "there is no whole checkpoint in" in capsys.readouterr().err
+    assert main(["list", str(tmp_path / "none")]) == 1
+    assert "there is no directory" in capsys.readouterr().err
+    (tmp_path / "empty").mkdir()
+    assert main(["list", str(tmp_path / "empty")]) == 0
+    assert "no checkpoint in" in capsys.readouterr().out
+
+
+def test_the_run_does_not_wait_for_the_disk(tmp_path: Path) -> None:
+    """With a write that stands still, updates go on until the next save, and what is written then is the state at the save."""
+    trainer, model = make()
+    checkpoint = Checkpoint(tmp_path, every=2, keep=99)
+    checkpoint.attach(trainer)
+    write, gate, at_save = checkpoint.saver.disk.write_file, threading.Event(), []
+
+    def slow(path: Path, parts: Iterator[memoryview]) -> None:
+        assert gate.wait(30)
+        write(path, parts)
+
+    checkpoint.saver.disk.write_file = slow  # type: ignore[method-assign]
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), lambda: at_save.append(model.weight.detach().clone()))
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), gate.set)  # an update later, which the run has got to
+    trainer.run(LOADER, max_iters=3)
+    assert main(["consolidate", str(tmp_path / "update-00000002"), "--output", str(tmp_path / "model.pt")]) == 0
+    assert torch.equal(torch.load(tmp_path / "model.pt", weights_only=True)["weight"], at_save[0])
