@@ -195,12 +195,6 @@ class Trainer(Loop):
         """
         return self._update.named_gradients()
 
-    def onlooker(self) -> str | None:
-        """What stands between an update's reduction and its step, so that the host must know its numbers there; or None."""
-        if self._event_handlers.get(TrainEvents.GRADIENTS_READY):
-            return "GRADIENTS_READY has a handler"
-        return "a handler has numbers travel with the statistics" if self.passengers else None
-
     def set_data(self, data: Any) -> None:
         """Not supported: a run trains on the loader that it was given."""
         raise NotImplementedError("set_data is not supported: pass the loader to run(loader, ...)")

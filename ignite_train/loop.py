@@ -84,10 +84,8 @@ class Loop(Engine):
         """Adds events that can be fired; `event_to_attr` names the state attribute that their filters look at."""
         super().register_events(*event_names, event_to_attr=event_to_attr)
         self._registered |= {event.name if isinstance(event, EventEnum) else event for event in event_names}
-        for event in event_names:
-            self._event_handlers.setdefault(
-                event, []
-            )  # the key is what is fired, not an equal with a filter, and is found by identity
+        for event in event_names:  # the key is what is fired, not an equal with a filter, and is found by identity
+            self._event_handlers.setdefault(event, [])
 
     def add_event_handler(self, event_name: Any, handler: Any, *args: Any, **kwargs: Any) -> RemovableEventHandle:
         """As in Ignite. If `handler`, or the object whose method it is, has a state, it is listed in `stateful`."""
@@ -119,6 +117,10 @@ class Loop(Engine):
             added = max(index for index, entry in enumerate(handlers) if entry[0] not in self._last)
             handlers.insert(0, handlers.pop(added))
         return handle
+
+    def has_handlers(self, event: Any) -> bool:
+        """Whether anybody listens to `event`, with whatever filter."""
+        return bool(self._event_handlers.get(event))
 
     def fire_event(self, event_name: Any) -> None:
         """Calls the handlers of `event_name`; without any it costs one look-up."""

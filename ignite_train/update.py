@@ -90,7 +90,7 @@ class Update:
                 self._take_part(trainer, last=number == total)
 
             norm = self.reduction.end(trainer, self.statistics, self.gradients)
-            totals, stepped = self.verdict(norm, self.loss_scaling.scale, trainer.onlooker())
+            totals, stepped = self.verdict(trainer, norm, self.loss_scaling.scale)
             state.output = decided = self._decide(totals)
             if totals.num_out_of_memory:
                 fire(TrainEvents.OUT_OF_MEMORY)

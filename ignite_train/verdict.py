@@ -7,6 +7,8 @@ import logging
 import torch
 from torch import Tensor
 
+from ignite_train.engine import Trainer
+from ignite_train.events import TrainEvents
 from ignite_train.gradients import Gradients
 from ignite_train.learning_rates import LearningRates
 from ignite_train.statistics import Reduced, Statistics, Totals
@@ -52,18 +54,18 @@ class DeviceVerdict:
         self._learning_rates, self._divisor, self._max_grad_norm = learning_rates, divisor, max_grad_norm
         self._logged = False
 
-    def __call__(self, norm: float | Tensor | None, scale: float, onlooker: str | None) -> tuple[Totals, bool]:
+    def __call__(self, trainer: Trainer, norm: float | Tensor | None, scale: float) -> tuple[Totals, bool]:
         """Reads the update's numbers, and says whether the device has made the step that belongs to them.
 
         Args:
+            trainer: whose handlers and passengers may stand between reduction and step.
             norm: as for `Statistics.finish`.
             scale: the loss scale.
-            onlooker: who looks between reduction and step, if anybody does.
         """
         statistics = self._statistics
         if statistics.on_host:
             return statistics.finish(norm), False
-        reduced, obstacle = statistics.reduced(norm), self._obstacle(onlooker)
+        reduced, obstacle = statistics.reduced(norm), self._obstacle(trainer)
         if not self._logged:
             self._log(obstacle)
         rates = self._learning_rates.unknown()
@@ -79,9 +81,12 @@ class DeviceVerdict:
         self._learning_rates.learn(totals.more[1:])
         return totals, totals.more[0] == 1.0
 
-    def _obstacle(self, onlooker: str | None) -> str | None:
-        if onlooker is not None:
-            return onlooker
+    def _obstacle(self, trainer: Trainer) -> str | None:
+        """Why the host must know the numbers before the step; asked in each update, as handlers and hooks come and go."""
+        if trainer.has_handlers(TrainEvents.GRADIENTS_READY):
+            return "GRADIENTS_READY has a handler"
+        if trainer.passengers:
+            return "a handler has numbers travel with the statistics"
         if {device for device, _ in self._gradients.kinds} != {self._statistics.device}:
             return "gradients are not on the device of the loss"
         return self._stepping.obstacle() or self._stepping.withholding_obstacle()
@@ -110,7 +115,6 @@ def _plain_and_divisor(reduced: Reduced, divisor: int, scale: float, max_grad_no
     quotient = one / factor
     is_plain = (
         (reduced.sample_size > 0)
-        & torch.isfinite(reduced.sample_size)
         & torch.isfinite(loss)
         & torch.isfinite(norm)
         & (reduced.obstacles == 0)

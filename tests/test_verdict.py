@@ -31,7 +31,6 @@ from ignite_train import (
     NonFiniteError,
     StaticLossScaling,
     TorchLossScaling,
-    Trainer,
     TrainEvents,
     create_trainer,
     reading,
@@ -40,7 +39,7 @@ from ignite_train.handlers import StateConsistency
 from ignite_train.signals import Signals
 from ignite_train.statistics import Reduced, Totals
 from ignite_train.stepping import LARGEST_DIVISOR, SMALLEST_DIVISOR, Stepping
-from ignite_train.verdict import _plain_and_divisor
+from ignite_train.verdict import DeviceVerdict, _plain_and_divisor
 from ranks import run_ranks
 
 LR = 0.01
@@ -150,7 +149,7 @@ def both(patch: pytest.MonkeyPatch, *args: Any, **arguments: Any) -> tuple[dict[
     """The run in which the host reads before each step, and the run in which steps are queued; and those steps."""
     patch.setattr(reading, "_HOST", "nowhere")
     with patch.context() as held:
-        held.setattr(Trainer, "onlooker", lambda self: "the test")
+        held.setattr(DeviceVerdict, "_obstacle", lambda self, trainer: "the test")
         there = train(*args, **arguments)
     queued = _watch(patch.setattr)
     return there, train(*args, **arguments), queued
@@ -200,10 +199,9 @@ def test_a_factor_of_one(monkeypatch, bits):
 def test_out_of_memory_is_settled_by_the_host(monkeypatch, bits, give_up_after):
     """Handlers of OUT_OF_MEMORY, and whoever gives up, come before the step: the device withholds it."""
     arguments: dict[str, Any] = {"on_out_of_memory": "skip", "give_up_after": give_up_after}
-    there = train("adamw", data(None), forward=ShortOfMemory(5), **arguments)
     monkeypatch.setattr(reading, "_HOST", "nowhere")
     with monkeypatch.context() as held:
-        held.setattr(Trainer, "onlooker", lambda self: "the test")
+        held.setattr(DeviceVerdict, "_obstacle", lambda self, trainer: "the test")
         there = train("adamw", data(None), forward=ShortOfMemory(5), **arguments)
     queued = _watch(monkeypatch.setattr)
     ahead = train("adamw", data(None), forward=ShortOfMemory(5), **arguments)
@@ -258,19 +256,20 @@ _border = st.sampled_from([0.0, 1.0, math.inf, math.nan, 1.7e308, 5e-324, 3.4e38
     size=_border | _any,
     loss=_border | _any,
     norm=_border | _any,
+    ranks=st.integers(1, 7),
     scale=st.integers(-20, 40).map(lambda power: 2.0**power),
     clip=st.none() | st.floats(1e-30, 1e30) | st.just(1.0),
 )
 @settings(max_examples=400, deadline=None, derandomize=True)
-def test_both_verdicts_are_of_one_arithmetic(size, loss, norm, scale, clip):
+def test_both_verdicts_are_of_one_arithmetic(size, loss, norm, ranks, scale, clip):
     """Whatever the sums are, the device withholds what the host skips, and divides by what the host divides by."""
     model = nn.Linear(1, 1)
     trainer = create_trainer(model, SGD(model.parameters(), lr=0.1, fused=True), mean, max_grad_norm=clip)
     update: Any = trainer._update
-    update.loss_scaling = StaticLossScaling(scale)
+    update.loss_scaling, update.reduction.divisor = StaticLossScaling(scale), ranks
     update.gradients.kinds = {(torch.device("cpu"), torch.float32)}
     numbers = [torch.tensor(number, dtype=torch.float64) for number in (size, loss, norm, 0.0)]
-    plain, divisor = _plain_and_divisor(Reduced(*numbers), 1, scale, clip)
+    plain, divisor = _plain_and_divisor(Reduced(*numbers), ranks, scale, clip)
     if not size < math.inf or scale * size == 0 < size:
         assert plain.item() == 0.0  # the host raises
         return
