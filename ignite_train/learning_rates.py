@@ -45,9 +45,10 @@ class LearningRates:
         for (index, rate, version), number in zip(self._asked, numbers, strict=True):
             self._known[index] = rate, version, number
 
-    def _number(self, index: int, rate: Tensor) -> float:
-        on_device = not is_on_host(rate.device)
-        return self._known[index][2] if on_device and self._is_known(index, rate) else float(rate)  # sync, on an accelerator
+    def _number(self, index: int, rate: float | Tensor) -> float:
+        if isinstance(rate, Tensor) and not is_on_host(rate.device) and self._is_known(index, rate):
+            return self._known[index][2]
+        return float(rate)  # sync, on an accelerator
 
     def _is_known(self, index: int, rate: Tensor) -> bool:
         tensor, version, _ = self._known.get(index, (None, 0, 0.0))

@@ -339,6 +339,18 @@ def test_who_keeps_the_order(monkeypatch, elsewhere, queued, build, micro_batche
     del kept
 
 
+def test_gradients_elsewhere_keep_the_order(elsewhere, build, micro_batches):
+    """The divisor would have to travel to the other device, and to the CPU it would make the host wait."""
+    model, _, trainer = build(optimizer=FUSED["adagrad"])
+    trainer.run(micro_batches)
+    model[0].weight.grad = torch.ones(8, 4)
+    update: Any = trainer._update
+    assert update.verdict._obstacle(trainer) is None
+    for kinds in (set(), {(torch.device(name), torch.float32) for name in ("cpu", "cuda:0")}):
+        update.gradients.kinds = kinds
+        assert update.verdict._obstacle(trainer) == "gradients are not on the device of the loss"
+
+
 def test_float64_keeps_the_order(elsewhere, queued, build, micro_batches):
     """Gradients that are not folded are not stepped ahead."""
     _, _, trainer = build(optimizer=FUSED["adagrad"], dtype=torch.float64)
