@@ -37,6 +37,8 @@ from ignite_train.stored import StoredCheckpoint
 from ignite_train.tensor_files import Entry, Snapshot, TensorFile, open_regular, write_tensors
 from small_checkpoints import contents, save
 
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")  # said once, by whoever is first
+
 Values = dict[str, Any]
 FORBIDDEN = (
     *("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.fork", "os.putenv", "pty.spawn"),
@@ -141,6 +143,9 @@ class Forgery:
         files = self.manifest.get("files")
         if isinstance(files, dict) and isinstance(files.get("rank-00000.json"), dict):
             files["rank-00000.json"] = {"size": len(index), "crc32": zlib.crc32(index)}
+        self.seal_manifest()
+
+    def seal_manifest(self) -> None:
         body = json.dumps(self.manifest).encode() if self.raw_manifest is None else self.raw_manifest
         (self.path / "manifest.json").write_bytes(b'{"crc32":"%08x","manifest":%b}\n' % (zlib.crc32(body), body))
 
@@ -247,7 +252,7 @@ KINDS["an entry of 2**52 bytes and a file that claims them"] = lambda f: (
     f.entry().update(_HUGE),
     f.manifest["files"]["rank-00000.bin"].update(size=f.manifest["files"]["rank-00000.bin"]["size"] - 48 + 2**52),
 )
-KINDS["a part of a tensor of 2**50 numbers"] = lambda f: f.entry().update(whole=[2**50, 3], start=[0, 0])
+KINDS["a part of a tensor of 2**50 numbers"] = lambda f: f.entry().update(whole=[2**50, 4], start=[0, 0])
 KINDS["an empty tensor with endless strides"] = lambda f: (
     f.entries.update(
         x={**f.entry(), "shape": [0, 2**62, 2**62], "start": [0] * 3, "whole": [0, 2**62, 2**62], "order": [0, 1, 2]}
@@ -303,9 +308,23 @@ KINDS["objects that are a list"] = _set(("index", "objects"), [])
 KINDS["an index that is no text"] = lambda forgery: setattr(forgery, "raw_index", b"\x80\x04\x95" * 9)
 KINDS["an index that is empty"] = lambda forgery: setattr(forgery, "raw_index", b"")
 KINDS["an index with a key twice"] = lambda f: setattr(f, "raw_index", compact_json(f.index)[:-1] + b',"objects":{}}')
-KINDS["an index of 300 MB that are not there"] = _replaced_by(
-    "rank-00000.json", lambda path, _: (path.write_bytes(b""), os.truncate(path, 300 * 2**20))
-)
+
+
+def _hollow(name: str, size: int) -> Forge:
+    def forge(forgery: Forgery) -> Callable[[], None]:
+        def later() -> None:
+            if name != "manifest.json":
+                forgery.manifest["files"][name]["size"] = size
+                forgery.seal_manifest()
+            os.truncate(forgery.path / name, size)
+
+        return later
+
+    return forge
+
+
+KINDS["an index of 300 MB that are not there"] = _hollow("rank-00000.json", 300 * 2**20)
+KINDS["a manifest of 1 TB that are not there"] = _hollow("manifest.json", 2**40)
 
 # trees
 for _label, _tree in {
@@ -358,7 +377,7 @@ KINDS["an index nested deeply"] = lambda f: setattr(
 KINDS["NaN in an index"] = lambda f: setattr(
     f, "raw_index", compact_json({**f.index, "objects": {"model": "@"}}).replace(b'"@"', b"NaN")
 )
-KINDS["a flood of text, and colours"] = lambda f: f.index["objects"].update(model={"\x1b[31m\n" * 100_000: 5})
+KINDS["a flood of text, and colours"] = lambda f: f.index["objects"].update(model={"tensor": "\x1b[31m\n" * 100_000})
 
 # whole, but of another kind than what it is for
 MISFITS: dict[str, Forge] = {}
@@ -396,13 +415,16 @@ def refused(honest, tmp_path, ear, monkeypatch, caplog) -> Iterator[Callable[[Fo
     before = [part.state_dict() for part in parts]
     before_text = repr(before)
     largest = [0]
-    empty = torch.empty
+    empty, read = torch.empty, os.read
 
     def measured(*arguments: Any, **keywords: Any) -> Tensor:
         shape = arguments[0] if isinstance(arguments[0], (list, tuple)) else arguments
         largest[0] = max(largest[0], math.prod(shape))
-        assert math.prod(shape) < 2**20, "asks for memory that no file of this size has use for"
         return empty(*arguments, **keywords)
+
+    def measured_read(descriptor: int, size: int) -> bytes:
+        largest[0] = max(largest[0], size)
+        return read(descriptor, min(size, 2**26))
 
     def refused(forge: Forge, misfit: bool) -> None:
         path = tmp_path / "run" / honest.name
@@ -413,6 +435,7 @@ def refused(honest, tmp_path, ear, monkeypatch, caplog) -> Iterator[Callable[[Fo
         if callable(later):
             later()
         monkeypatch.setattr(torch, "empty", measured)
+        monkeypatch.setattr(os, "read", measured_read)
         _heard.clear()
         _listening[0] = True
         try:
@@ -429,6 +452,7 @@ def refused(honest, tmp_path, ear, monkeypatch, caplog) -> Iterator[Callable[[Fo
             monkeypatch.undo()
         _one_line(error.value)
         assert _heard == []
+        assert largest[0] < 2**26, "asked for memory that no checkpoint of this size has use for"
         assert not canary.exists()
         if not str(error.value).startswith("going on from"):
             assert repr([part.state_dict() for part in parts]) == before_text
@@ -700,7 +724,6 @@ def _exact(value: Any) -> Any:
     return type(value).__name__, repr(value)
 
 
-@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @given(_values)
 @settings(max_examples=150, deadline=None)
 def test_any_plain_state_comes_back_bit_by_bit(value):
