@@ -42,8 +42,8 @@ wheel-test: $(INSTALLED)  ## the tests against the built wheel, where no checkou
 curve: $(INSTALLED)  ## train and draw docs/curve.png
 	$(BIN)/python examples/plot_curve.py
 
-bench: $(BENCH_INSTALLED)  ## measure against the peers and write benchmarks/results.md and benchmarks/scaling.md
-	$(BENCH_VENV)/bin/python benchmarks/write_results.py
+bench: $(BENCH_INSTALLED)  ## measure against the peers and write benchmarks/results.md and benchmarks/scaling.md; ONLY="overhead" for one script
+	$(BENCH_VENV)/bin/python benchmarks/write_results.py $(addprefix --only ,$(ONLY))
 
 # Apart from the library's own environment, so that nothing of the peers can be imported there by mistake.
 $(BENCH_INSTALLED): pyproject.toml constraints.txt benchmarks/constraints.txt benchmarks/requirements.txt

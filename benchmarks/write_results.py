@@ -1,6 +1,7 @@
-"""Runs all benchmarks and writes results.md and scaling.md beside this file: `make bench`. Nothing else writes them.
+"""Runs the benchmarks and writes results.md and scaling.md beside this file: `make bench`. Nothing else writes them.
 
 python benchmarks/write_results.py
+python benchmarks/write_results.py --only overhead --only checkpoint    # the other sections stay as they are
 python benchmarks/write_results.py --quick --into /tmp/trial    # everything with few repetitions: shows that it runs
 """
 
@@ -31,6 +32,11 @@ SCRIPTS = (
     ("gpu.py", "On a GPU", []),
 )
 SCALING = ("scaling.py", "How the cost of an update grows", ["--repetitions", "1", "--ranks", "2"])
+READING = (
+    "Ratios are to the reference in the same run, in interleaved rounds; median (first to third quartile). Every loop of a "
+    "table ended at the same parameters or score. Others may have used the machine at the same time: look at the line "
+    '"once more (the noise)" before reading anything into a difference.'
+)
 
 
 def circumstances() -> str:
@@ -44,10 +50,7 @@ def circumstances() -> str:
     when = datetime.datetime.now(tz=datetime.UTC).strftime("%Y-%m-%d")
     return (
         f"Written by `make bench` on {when}: torch {torch.__version__}, Python {platform.python_version()}, "
-        f"{os.cpu_count()} cores ({platform.machine()}); {', '.join(versions)}.\n\n"
-        "Ratios are to the reference in the same run, in interleaved rounds; median (first to third quartile). Every loop of a "
-        "table ended at the same parameters or score. Others may have used the machine at the same time: look at the line "
-        '"once more (the noise)" before reading anything into a difference.'
+        f"{os.cpu_count()} cores ({platform.machine()}); {', '.join(versions)}."
     )
 
 
@@ -58,25 +61,42 @@ def section(script: str, heading: str, options: list[str]) -> tuple[str, bool]:
     ended = subprocess.run([sys.executable, HERE / script, *options], stdout=subprocess.PIPE, text=True, check=False)
     print(f"{script}: {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
     failed = f"\n\n`{script}` ended with status {ended.returncode}." if ended.returncode else ""
-    return f"## {heading}\n\n`benchmarks/{script}`\n\n{ended.stdout.strip()}{failed}\n", ended.returncode == 0
+    text = f"## {heading}\n\n`benchmarks/{script}`. {circumstances()}\n\n{ended.stdout.strip()}{failed}\n"
+    return text, ended.returncode == 0
+
+
+def sections_of(path: Path) -> dict[str, str]:
+    """The sections of a file that was written before, by heading."""
+    texts = path.read_text(encoding="utf-8").split("\n## ")[1:] if path.exists() else []
+    return {text.partition("\n")[0]: f"## {text.rstrip()}\n" for text in texts}
 
 
 def main(
     into: Annotated[Path, Option(help="Folder for the two files.")] = HERE,
+    only: Annotated[list[str], Option(help="Scripts to run, without .py; may be given several times.")] = [],  # noqa: B006
     *,
     quick: Annotated[bool, Option("--quick", help="Few repetitions; not for publishing, and not into this folder.")] = False,
 ) -> None:
-    """Run all benchmarks and write their figures."""
+    """Run the benchmarks and write their figures."""
     if quick and into.resolve() == HERE.resolve():
         raise typer.BadParameter("--quick needs --into: figures of few repetitions are not to be published")
+    unknown = {*only} - {script.removesuffix(".py") for script, _, _ in (*SCRIPTS, SCALING)}
+    if unknown:
+        raise typer.BadParameter(f"--only must name a script of benchmarks/, got {sorted(unknown)[0]!r}")
     into.mkdir(parents=True, exist_ok=True)
-    sections = [section(script, heading, options if quick else []) for script, heading, options in SCRIPTS]
-    script, heading, options = SCALING
-    scaling, scaled = section(script, heading, options if quick else [])
-    results = "\n".join(text for text, _ in sections)
-    (into / "results.md").write_text(f"# Benchmarks\n\n{circumstances()}\n\n{results}", encoding="utf-8")
-    (into / "scaling.md").write_text(f"#{scaling.removeprefix('##')}\n{circumstances()}\n", encoding="utf-8")
-    if not (scaled and all(ran for _, ran in sections)):
+    succeeded = True
+    for script, heading, options in (*SCRIPTS, SCALING):
+        if only and script.removesuffix(".py") not in only:
+            continue
+        text, ran = section(script, heading, options if quick else [])
+        succeeded = succeeded and ran
+        if script == SCALING[0]:
+            (into / "scaling.md").write_text(f"#{text.removeprefix('##')}\n{READING}\n", encoding="utf-8")
+            continue
+        sections = sections_of(into / "results.md") | {heading: text}
+        ordered = [sections[heading] for _, heading, _ in SCRIPTS if heading in sections]
+        (into / "results.md").write_text("\n".join([f"# Benchmarks\n\n{READING}\n", *ordered]), encoding="utf-8")
+    if not succeeded:
         raise typer.Exit(1)
 
 
