@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
+from bits import bit_by_bit
 from ignite_train import ForwardOutput, Trainer, create_trainer
 
 Batch = tuple[Tensor, Tensor]
@@ -24,7 +25,7 @@ class Setup(NamedTuple):
 
     def contents(self) -> Any:
         """Parameters, moments and the trainer's own state, bit by bit."""
-        return _bits([self.model.state_dict(), self.optimizer.state_dict(), self.trainer.state_dict()])
+        return bit_by_bit([self.model.state_dict(), self.optimizer.state_dict(), self.trainer.state_dict()])
 
 
 def summed_loss(model: nn.Module, batch: Batch) -> ForwardOutput:
@@ -63,12 +64,4 @@ def build() -> Callable[..., Setup]:
 @pytest.fixture
 def bits() -> Callable[[Any], Any]:
     """Turns nested state into plain values that are equal only if every tensor in it is bitwise equal."""
-    return _bits
-
-
-def _bits(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.dtype, tuple(value.shape), bytes(value.detach().reshape(-1).view(torch.uint8).tolist())
-    if isinstance(value, Mapping):
-        return {key: _bits(entry) for key, entry in value.items()}
-    return [_bits(entry) for entry in value] if isinstance(value, (list, tuple)) else value
+    return bit_by_bit

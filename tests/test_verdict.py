@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adagrad, Adam, AdamW
 from torch.utils import _pytree as pytree
 
+from bits import bit_by_bit
 from ignite_train import (
     ForwardContractError,
     ForwardOutput,
@@ -375,8 +376,6 @@ def test_the_order_is_said_once(elsewhere, build, micro_batches, caplog):
 
 def on_ranks(way: str, name: str, spoilt: int | None, scaled: bool) -> tuple[bool, list[bool], str]:
     """Whether both verdicts come to the same on this rank, the steps queued, and the parameters."""
-    from conftest import _bits
-
     rank = torch.distributed.get_rank()
     batches = [batch for number, batch in enumerate(data(spoilt)) if number // 2 % 2 == rank]
     wrap: Callable[[nn.Module], Any] = {
@@ -392,7 +391,7 @@ def on_ranks(way: str, name: str, spoilt: int | None, scaled: bool) -> tuple[boo
     def local(run: dict[str, Any]) -> Any:
         return pytree.tree_map_only(DTensor, lambda tensor: tensor.to_local(), run)
 
-    return _bits(local(ahead)) == _bits(local(there)), queued, repr([ahead["outputs"], ahead["events"]])
+    return bit_by_bit(local(ahead)) == bit_by_bit(local(there)), queued, repr([ahead["outputs"], ahead["events"]])
 
 
 @pytest.mark.parametrize("scaled", [False, True], ids=["skip", "scaled"])
