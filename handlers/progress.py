@@ -18,7 +18,7 @@ __all__ = ["ProgressLog"]
 
 
 class ProgressLog:
-    """Shows a bar over all updates, prints the metrics now and then, and a line at the end. On rank 0 only.
+    """Shows a bar over all updates, prints the metrics now and then, where a resumed run goes on, and a line at the end. On rank 0.
 
     The bar is shown on a terminal; the lines go to standard output. What they say is in `trainer.state.metrics`, so attach
     `TrainingMetrics`, before or after, for loss and norm.
@@ -60,6 +60,8 @@ class ProgressLog:
 
     def _open(self, trainer: Trainer) -> None:
         self._started = time.perf_counter()
+        if trainer.state.iteration:
+            tqdm.write(f"going on after update {trainer.state.iteration}")
         self._bar = tqdm(initial=trainer.state.iteration, unit="update", disable=None, dynamic_ncols=True, leave=False)
 
     def _advance(self, trainer: Trainer) -> None:
