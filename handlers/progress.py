@@ -18,7 +18,7 @@ __all__ = ["ProgressLog"]
 
 
 class ProgressLog:
-    """Shows a bar over all updates, prints the metrics now and then, where a resumed run goes on, and a line at the end. On rank 0.
+    """Shows a bar over all updates, prints the metrics now and then and where a run goes on and ends. On rank 0 only.
 
     The bar is shown on a terminal; the lines go to standard output. What they say is in `trainer.state.metrics`, so attach
     `TrainingMetrics`, before or after, for loss and norm.
