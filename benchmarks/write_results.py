@@ -2,7 +2,7 @@
 
 python benchmarks/write_results.py
 python benchmarks/write_results.py --only overhead --only checkpoint    # the other sections stay as they are
-python benchmarks/write_results.py --quick --into /tmp/trial    # everything with few repetitions: shows that it runs
+python benchmarks/write_results.py --quick --into trial    # everything with few repetitions: shows that it runs
 """
 
 import datetime
