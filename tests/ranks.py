@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import faulthandler
 import multiprocessing
+import os
 import pickle
+import shutil
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 _context = multiprocessing.get_context("forkserver")  # imports torch once; every rank is then forked in milliseconds
@@ -28,7 +32,7 @@ def run_ranks(function: Callable[..., Any], *args: Any, world_size: int = 2, tim
     Raises:
         RanksFailedError: any rank failed, or is not done at the deadline; no process is left over.
     """
-    with tempfile.TemporaryDirectory() as directory:
+    with _meeting_place() as directory:
         pipes, processes = [], []
         for rank in range(world_size):
             ours, theirs = _context.Pipe(duplex=False)
@@ -49,6 +53,17 @@ def run_ranks(function: Callable[..., Any], *args: Any, world_size: int = 2, tim
     raise RanksFailedError(
         "\n".join(f"rank {rank}: {'returned' if ok else value}" for rank, (ok, value) in enumerate(outcomes))
     )
+
+
+@contextmanager
+def _meeting_place() -> Iterator[Path]:
+    """A directory for the store. No `env` in its name: Ignite takes `file:///tmp/tmp2envq/store` for the method `env://`."""
+    directory = Path(tempfile.gettempdir()) / f"ranks-{os.urandom(8).hex()}"
+    directory.mkdir()
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def _collect(pipes: list[Connection], deadline: float) -> list[tuple[bool, Any]]:
