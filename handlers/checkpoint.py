@@ -13,9 +13,9 @@ from ignite.engine import Events
 from ignite_train import distributed
 from ignite_train.arguments import nearest, one_of, positive_int, real_number
 from ignite_train.commit import CheckpointDirectory, together
+from ignite_train.dispatch import Stateful
 from ignite_train.engine import Trainer
 from ignite_train.evaluator import Evaluator
-from ignite_train.loop import Stateful
 from ignite_train.manifest import Manifest
 from ignite_train.resumption import (
     checkpoint_to_resume,

@@ -39,7 +39,6 @@ class TrainingMetrics:
     """
 
     def __init__(self) -> None:
-        self._fetch_started = self._waited = 0.0
         self._sums: dict[str, float] = {}
         self._logs: dict[str, float] = {}
         self._clear()
@@ -49,8 +48,6 @@ class TrainingMetrics:
 
         What is left at the end of the run is published before other handlers of COMPLETED.
         """
-        trainer.add_event_handler(Events.GET_BATCH_STARTED, self._start_clock)
-        trainer.prepend_event_handler(Events.GET_BATCH_COMPLETED, self._note_wait)
         trainer.prepend_event_handler(TrainEvents.STEP_COMPLETED | TrainEvents.STEP_SKIPPED, self._add)
         trainer.prepend_event_handler(Events.COMPLETED, self)
         return trainer.prepend_event_handler(event, self)
@@ -89,18 +86,12 @@ class TrainingMetrics:
         self._sums = dict.fromkeys(names, 0.0)
         self._logs = {}
 
-    def _start_clock(self) -> None:
-        self._fetch_started = time.perf_counter()
-
-    def _note_wait(self) -> None:
-        self._waited = time.perf_counter() - self._fetch_started
-
     def _add(self, trainer: Trainer) -> None:
         output, sums = trainer.state.output, self._sums
         assert output is not None  # noqa: S101  # set before these events
         sums["updates"] += 1
-        sums["seconds"] += time.perf_counter() - self._fetch_started
-        sums["waited"] += self._waited
+        sums["seconds"] += time.perf_counter() - trainer.fetch_started
+        sums["waited"] += trainer.fetch_ended - trainer.fetch_started
         if output.applied:
             sums["steps"] += 1
             sums["loss"] += output.loss * output.sample_size

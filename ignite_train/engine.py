@@ -11,10 +11,11 @@ from torch import Tensor
 
 from ignite_train import distributed
 from ignite_train.arguments import check_state_dict, positive_int, shown
+from ignite_train.dispatch import Stateful
 from ignite_train.events import EVENT_COUNTERS, TrainEvents
 from ignite_train.groups import Groups, OpenGroups
 from ignite_train.limits import checked_limits, refuse_epoch_length, refuse_used_iterator
-from ignite_train.loop import Batches, Loop, Stateful
+from ignite_train.loop import Batches, Loop
 from ignite_train.signals import Passenger, Signals
 from ignite_train.state import TrainState, UpdateOutput
 

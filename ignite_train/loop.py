@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 import time
-import types
-import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
-from ignite.engine import Engine, EventEnum, Events, EventsList, RemovableEventHandle, State
+from ignite.engine import Events, State
 
-from ignite_train.arguments import nearest, shown
-from ignite_train.events import Event
+from ignite_train.arguments import shown
+from ignite_train.dispatch import Dispatcher, call
 
-__all__ = ["Batches", "Loop", "Stateful"]
+__all__ = ["Batches", "Loop"]
 
 _END = object()
 
@@ -34,121 +31,35 @@ class Batches(Protocol):
         """Called once, when the pass ends: `whole` by itself or by a request, or else by an exception."""
 
 
-@runtime_checkable
-class Stateful(Protocol):
-    """What has a state to save."""
-
-    def state_dict(self) -> Any:
-        """The state, in plain types and tensors."""
-
-    def load_state_dict(self, state_dict: Any) -> Any:
-        """Takes it over."""
-
-
-class Loop(Engine):
+class Loop(Dispatcher):
     """An Ignite engine with the loop, the exceptions and the bookkeeping of epochs done again.
 
-    Handlers, events, filters and the state are Ignite's. What differs:
+    Events and the state are Ignite's. What differs:
 
     - An epoch is counted, never derived from `iteration // epoch_length`: it may have any number of iterations.
     - An exception ends the run, always. Handlers of EXCEPTION_RAISED are observers: each is called once, none can swallow it
       or hide it. The next `run` goes on where this one broke off: an iteration that did not finish is done again.
     - The only thing that ends an epoch is the data: a StopIteration out of a handler is an error like any other.
-    - Firing an event that nobody listens to costs one look-up.
 
     Args:
         process: called with the engine and a batch; what it returns becomes `state.output`.
 
     Attributes:
-        stateful: the attached handlers that have a state to save, by the name of their class.
         when_over: called without arguments when a run is over, however it ended, after the last handler.
+        fetch_started: when the latest batch was asked for, before GET_BATCH_STARTED; seconds of `time.perf_counter`.
+        fetch_ended: when it came, or is to come no more.
     """
 
     def __init__(self, process: Callable[[Any, Any], Any]) -> None:
-        self._registered: set[str] = set()
-        self._last: list[Callable[..., Any]] = []
-        self.stateful: dict[str, Stateful] = {}
-        self.when_over: list[Callable[[], None]] = []
         super().__init__(process)
-        self.logger = logging.getLogger("ignite_train")
+        self.when_over: list[Callable[[], None]] = []
+        self.fetch_started = self.fetch_ended = 0.0
         self.settled = True  # whether the running iteration has had its effect, and must not be done again
         self._running = False
         self._iterating = False
         self._epoch_open = False  # EPOCH_STARTED has been reached and EPOCH_COMPLETED has not
         self._epoch_iteration = 0  # iterations of the open epoch that are done
         self._ended = False  # the latest run has come to its closing events
-
-    # --- events ---------------------------------------------------------------------------------------------------------
-
-    def register_events(self, *event_names: Any, event_to_attr: dict[Any, str] | None = None) -> None:
-        """Adds events that can be fired; `event_to_attr` names the state attribute that their filters look at."""
-        super().register_events(*event_names, event_to_attr=event_to_attr)
-        self._registered |= {event.name if isinstance(event, EventEnum) else event for event in event_names}
-        for event in event_names:  # the key is what is fired, not an equal with a filter, and is found by identity
-            self._event_handlers.setdefault(event, [])
-
-    def add_event_handler(self, event_name: Any, handler: Any, *args: Any, **kwargs: Any) -> RemovableEventHandle:
-        """As in Ignite. If `handler`, or the object whose method it is, has a state, it is listed in `stateful`."""
-        handle = super().add_event_handler(event_name, handler, *args, **kwargs)
-        for single in event_name if isinstance(event_name, EventsList) else [event_name]:
-            self._event_handlers[single].sort(key=lambda entry: entry[0] in self._last)
-        self._list_stateful(handler.__self__ if isinstance(handler, types.MethodType) else handler)
-        return handle
-
-    def append_event_handler(self, event: Event, handler: Callable[..., Any]) -> RemovableEventHandle:
-        """Adds a handler that runs after all others of `event`, also those attached later: for what saves their work."""
-        self._last.append(handler)
-        return self.add_event_handler(event, handler)
-
-    def _list_stateful(self, owner: Any) -> None:
-        if isinstance(owner, Stateful) and not isinstance(owner, (Engine, type)):
-            if any(owner is listed for listed in self.stateful.values()):
-                return
-            name, number = type(owner).__name__, 1
-            while (key := name if number == 1 else f"{name}-{number}") in self.stateful:
-                number += 1
-            self.stateful[key] = owner
-
-    def prepend_event_handler(self, event: Event, handler: Callable[..., Any]) -> RemovableEventHandle:
-        """Adds a handler that runs before all those already attached to `event`: for what others on it will read."""
-        handle = self.add_event_handler(event, handler)
-        for single in event if isinstance(event, EventsList) else [event]:
-            handlers = self._event_handlers[single]
-            added = max(index for index, entry in enumerate(handlers) if entry[0] not in self._last)
-            handlers.insert(0, handlers.pop(added))
-        return handle
-
-    def has_handlers(self, event: Any) -> bool:
-        """Whether anybody listens to `event`, with whatever filter."""
-        return bool(self._event_handlers.get(event))
-
-    def fire_event(self, event_name: Any) -> None:
-        """Calls the handlers of `event_name`; without any it costs one look-up."""
-        handlers = self._event_handlers.get(event_name)
-        if handlers:
-            self.last_event_name = event_name
-            for entry in tuple(handlers):
-                _call(entry, (), {})
-        elif handlers is None:
-            self._assert_allowed_event(event_name)
-            self._event_handlers[event_name] = []  # known from here on
-
-    def _fire_event(self, event_name: Any, *event_args: Any, **event_kwargs: Any) -> None:
-        self.last_event_name = event_name
-        for entry in tuple(self._event_handlers.get(event_name, ())):
-            _call(entry, event_args, event_kwargs)
-
-    def _assert_allowed_event(self, event_name: Any) -> None:
-        name = event_name if isinstance(event_name, str) else getattr(event_name, "name", repr(event_name))
-        if name not in self._registered:
-            hint = nearest(name, self._registered)
-            raise ValueError(f"event must be one registered on this {type(self).__name__}, got {name!r}{hint}")
-
-    def _handler_wrapper(self, handler: Callable[..., Any], event_name: Any, event_filter: Any) -> Callable[..., Any]:
-        """As in Ignite, but without the cycle from engine to handler to engine: filters see a proxy of the engine."""
-        return Engine._handler_wrapper(weakref.proxy(self), handler, event_name, event_filter)
-
-    # --- the loop -------------------------------------------------------------------------------------------------------
 
     def _open(self, data: Iterable[Any]) -> Batches:
         """Starts the open epoch's pass over the data, past the `_epoch_iteration` batches that are done."""
@@ -203,8 +114,10 @@ class Loop(Engine):
         state.epoch_length = batches.length
         try:
             while not (over := self._epoch_is_over(batches)) and not self._stopping() and not self._reached_max_iters():
+                self.fetch_started = time.perf_counter()
                 self.fire_event(Events.GET_BATCH_STARTED)
                 batch = self._fetch(batches)
+                self.fetch_ended = time.perf_counter()
                 if batch is _END:
                     over = True
                     break
@@ -278,7 +191,7 @@ class Loop(Engine):
         self.last_event_name = Events.EXCEPTION_RAISED
         for entry in tuple(self._event_handlers.get(Events.EXCEPTION_RAISED, ())):
             try:
-                _call(entry, (error,), {})
+                call(entry, (error,), {})
             except BaseException as raised:
                 if raised is not error:
                     self.logger.exception("a handler of EXCEPTION_RAISED failed itself; the first error is the one raised")
@@ -289,12 +202,3 @@ class Loop(Engine):
             self._epoch_iteration += 1
         elif self._iterating:
             self.state.iteration -= 1
-
-
-def _call(entry: tuple[Any, tuple[Any, ...], dict[str, Any]], event_args: tuple[Any, ...], event_kwargs: Any) -> None:
-    """Calls one handler as Ignite stores it: with the engine first if its signature takes one."""
-    handler, args, kwargs = entry
-    first: tuple[Any, ...] = ()
-    if args and isinstance(args[0], weakref.ref):
-        first, args = (args[0](),), args[1:]
-    handler(*first, *event_args, *args, **(kwargs | event_kwargs if event_kwargs else kwargs))

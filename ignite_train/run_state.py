@@ -20,11 +20,11 @@ from torch.optim import Optimizer
 from ignite_train import distributed
 from ignite_train.arguments import shown
 from ignite_train.commit import Contents
+from ignite_train.dispatch import Stateful
 from ignite_train.encoding import Encoder, Path
 from ignite_train.engine import Trainer
 from ignite_train.errors import CheckpointError
 from ignite_train.generators import generator_states, restore_generators
-from ignite_train.loop import Stateful
 from ignite_train.shards import own_piece
 from ignite_train.state import UpdateOutput
 from ignite_train.stored import StoredCheckpoint

@@ -697,6 +697,20 @@ def test_events_of_the_users_own():
     assert at == [0, 2, 0, 0, 4, 0]
 
 
+def test_filter_needs_a_counter():
+    """A filter on an event that nothing counts is refused when it is attached, not when the event is first fired."""
+
+    class Own(EventEnum):
+        UNCOUNTED = "uncounted"
+
+    trainer, _ = make()
+    trainer.register_events(*Own)
+    with pytest.raises(RuntimeError, match="uncounted has no counter: attach to it without every="):
+        trainer.add_event_handler(Own.UNCOUNTED(every=2), lambda: None)
+    with pytest.raises(ValueError, match="must be one registered"):
+        make()[0].add_event_handler(Own.UNCOUNTED(every=2), lambda: None)
+
+
 def test_strings_name_events():
     """An event may be attached to, prepended to and fired by its name."""
     trainer, _ = make()

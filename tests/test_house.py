@@ -32,6 +32,7 @@ ORDER = (
     "state",
     "transfer",
     "reading",
+    "dispatch",
     "loop",
     "signals",
     "groups",
@@ -80,7 +81,7 @@ MAX_FRAMES, MAX_FRAME_FILES = 6, 3
 NAMELESS = {"base", "common", "helpers", "types", "utils"}
 # Asking an object for an attribute by a literal name: where, which, and why it may.
 PROBES = {
-    ("loop.py", "name"): "Ignite's events are strings or enum members, and anything may be passed by mistake",
+    ("dispatch.py", "name"): "Ignite's events are strings or enum members, and anything may be passed by mistake",
 }
 
 CORE = sorted((ROOT / "ignite_train").glob("[!_]*.py"))
