@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ignite.engine import State
+from ignite.engine import CallableEventWithFilter, State
 
 from ignite_train.events import EVENT_COUNTERS
 from ignite_train.forward_output import ForwardOutput
@@ -84,6 +84,7 @@ class TrainState(State):
         """The counter that a filter on `event_name` looks at."""
         attribute = self.event_to_attr.get(event_name)
         if attribute is None:
-            raise RuntimeError(f"{event_name} has no counter: attach to it without every=, once=, before= and after=")
+            name = event_name.name if isinstance(event_name, CallableEventWithFilter) else event_name
+            raise RuntimeError(f"{name} has no counter: attach to it without every=, once=, before= and after=")
         value: int = getattr(self, attribute)
         return value

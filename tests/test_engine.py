@@ -705,7 +705,7 @@ def test_filter_needs_a_counter():
 
     trainer, _ = make()
     trainer.register_events(*Own)
-    with pytest.raises(RuntimeError, match="uncounted has no counter: attach to it without every="):
+    with pytest.raises(RuntimeError, match=r"UNCOUNTED has no counter: attach"):
         trainer.add_event_handler(Own.UNCOUNTED(every=2), lambda: None)
     with pytest.raises(ValueError, match="must be one registered"):
         make()[0].add_event_handler(Own.UNCOUNTED(every=2), lambda: None)
