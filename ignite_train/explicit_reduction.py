@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from itertools import chain
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ignite_train import distributed
 from ignite_train.engine import Trainer
@@ -15,7 +19,7 @@ from ignite_train.gradients import Gradients
 from ignite_train.reduction import PlainReduction
 from ignite_train.statistics import Statistics
 
-__all__ = ["ExplicitReduction"]
+__all__ = ["ExplicitReduction", "SmallReplicas"]
 
 _BUCKET_BYTES = 25 * 2**20  # DDP's default
 _TAIL_ELEMENTS = 2**14  # how much of the gradient travels beside the statistics, in float64
@@ -87,6 +91,49 @@ class ExplicitReduction(PlainReduction):
                 same[-1].append(parameter)
         self._buckets = tuple(tuple(bucket) for same in buckets.values() for bucket in same)
         self._tail = tuple(tail)
+
+
+class SmallReplicas(ExplicitReduction):
+    """A `DistributedDataParallel` so small that all of its gradients travel beside the statistics, in one all-reduce.
+
+    DDP would reduce them in one bucket at the end of backward, which overlaps nothing, and the statistics would need a
+    collective of their own, which on so small a network costs as much again.
+
+    Args:
+        model: `ddp`, or what holds it.
+        ddp: the wrapped model; see `suits`.
+    """
+
+    tolerant = False  # as in any other DDP: what is allowed is not to depend on the size
+
+    def __init__(self, model: nn.Module, ddp: DistributedDataParallel) -> None:
+        super().__init__(ddp.module if model is ddp else model)
+        self._ddp = ddp
+        logging.getLogger("ignite_train").info(
+            "the gradients are so small that they cross the ranks with the statistics, in one all-reduce, and not by the hooks "
+            "of DistributedDataParallel; reduction='ddp' insists on those"
+        )
+
+    @staticmethod
+    def suits(ddp: DistributedDataParallel) -> bool:
+        """Whether `ddp` is small, and does nothing but average gradients."""
+        does_more = ddp._comm_hooks or ddp.parameters_to_ignore or ddp.mixed_precision is not None
+        has_buffers = ddp.broadcast_buffers and next(ddp.module.buffers(), None) is not None
+        return not does_more and not has_buffers and sum(map(Tensor.numel, ddp.module.parameters())) <= _TAIL_ELEMENTS
+
+    def context(self, *, last: bool) -> AbstractContextManager[Any]:  # noqa: ARG002
+        """DDP's `no_sync`, always.
+
+        Raises:
+            ValueError: a communication hook was registered meanwhile.
+        """
+        if self._ddp._comm_hooks:
+            raise ValueError(
+                "model must have its communication hook before it is given to create_trainer; call register_comm_hook earlier, "
+                "or pass reduction='ddp'"
+            )
+        context: AbstractContextManager[Any] = self._ddp.no_sync()
+        return context
 
 
 def _flatten(parameters: tuple[nn.Parameter, ...], dtype: torch.dtype) -> Tensor:

@@ -16,6 +16,8 @@ from ignite_train.statistics import Statistics
 
 __all__ = ["HookedReduction", "NoReduction", "PlainReduction", "Reduction"]
 
+_NOTHING = nullcontext()
+
 
 class Reduction(Protocol):
     """What the update asks of the way in which gradients cross ranks.
@@ -32,8 +34,8 @@ class Reduction(Protocol):
     tolerant: bool
     replayable: bool
 
-    def local(self) -> AbstractContextManager[Any]:
-        """The context of a forward and backward whose gradients stay on this rank."""
+    def context(self, *, last: bool) -> AbstractContextManager[Any]:
+        """The context of a forward and its backward, whose gradients stay on this rank unless it is the update's `last`."""
 
     def missing(self, group: list[Any], widest: int | None) -> int:
         """How often this rank has to run `forward_without_data` to take part in an update. May be collective.
@@ -74,9 +76,9 @@ class PlainReduction:
     def __init__(self, model: nn.Module) -> None:
         self.module = model
 
-    def local(self) -> AbstractContextManager[Any]:
+    def context(self, *, last: bool) -> AbstractContextManager[Any]:  # noqa: ARG002
         """Every backward is local."""
-        return nullcontext()
+        return _NOTHING
 
     def missing(self, group: list[Any], widest: int | None) -> int:  # noqa: ARG002
         """None: nobody waits in forward or backward."""
@@ -115,10 +117,9 @@ class HookedReduction:
         self.module = ddp.module if model is ddp else model
         self.divisor = torch.distributed.get_world_size(ddp.process_group)
 
-    def local(self) -> AbstractContextManager[Any]:
-        """DDP's `no_sync`, which must cover forward and backward."""
-        context: AbstractContextManager[Any] = self._ddp.no_sync()
-        return context
+    def context(self, *, last: bool) -> AbstractContextManager[Any]:
+        """DDP's `no_sync`, which must cover forward and backward; none for the last."""
+        return _NOTHING if last else self._ddp.no_sync()
 
     def missing(self, group: list[Any], widest: int | None) -> int:  # noqa: ARG002
         """One without data, for the one backward that reduces."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -58,9 +58,9 @@ class ShardedReduction:
             widest = int(distributed.largest(len(group))[0])
         return widest - len(group)
 
-    def local(self) -> AbstractContextManager[Any]:
-        """Backward leaves whole gradients on this rank."""
-        return self._unsynchronised()
+    def context(self, *, last: bool) -> AbstractContextManager[Any]:
+        """Backward leaves whole gradients on this rank, unless it is the last."""
+        return nullcontext() if last else self._unsynchronised()
 
     @contextmanager
     def _unsynchronised(self) -> Iterator[None]:

@@ -72,7 +72,7 @@ def create_trainer(
         create_graph: make gradients differentiable, for handlers of BACKWARD_COMPLETED; what they hold is cut loose before
             the next micro-batch. Not on several ranks.
         reduction: how gradients cross ranks: `"auto"` is what the model is wrapped for, `"explicit"` sums those of plain
-            replicas after the last backward.
+            replicas after the last backward, which `"auto"` does for a very small DistributedDataParallel too.
         uneven: what ranks with different numbers of micro-batches do: `"all"` go on until each micro-batch was used, those
             that ran out with no weight; all stop once the `"shortest"` has run out; or it is an `"error"`.
         on_out_of_memory: what a `torch.OutOfMemoryError` in forward or backward of one rank does: it is raised; the

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -73,7 +72,7 @@ class Update:
             for number, micro_batch in enumerate(group, start=1):
                 state.micro_batch += 1
                 fire(TrainEvents.MICRO_BATCH_STARTED)
-                with nullcontext() if number == total else self.reduction.local():
+                with self.reduction.context(last=number == total):
                     for part in self.recovery.parts(micro_batch):
                         with self.recovery.attempt(part):
                             state.forward_output = self._forward(part)
@@ -139,7 +138,7 @@ class Update:
 
     def _take_part(self, trainer: Trainer, *, last: bool) -> None:
         """On a rank with fewer micro-batches than others: joins their collectives, in their order."""
-        with nullcontext() if last else self.reduction.local():
+        with self.reduction.context(last=last):
             zero = self.reduction.forward_without_data(lambda micro_batch: self._forward(micro_batch).loss)
             if last:
                 self.reduction.begin(trainer, self.statistics)

@@ -11,7 +11,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ignite_train import distributed
 from ignite_train.arguments import one_of
-from ignite_train.explicit_reduction import ExplicitReduction
+from ignite_train.explicit_reduction import ExplicitReduction, SmallReplicas
 from ignite_train.reduction import HookedReduction, NoReduction, Reduction
 from ignite_train.sharded_reduction import ShardedReduction
 
@@ -44,7 +44,7 @@ def reduction_for(model: nn.Module, name: ReductionName = "auto") -> Reduction:
     if name == "ddp" and ddp is None:
         raise ValueError("model must be in DistributedDataParallel for reduction='ddp'; wrap it, say with idist.auto_model")
     if ddp is not None:
-        return _hooked(model, ddp)
+        return _hooked(model, ddp, name)
     if distributed.world_size() == 1:
         return NoReduction(model)
     if name == "explicit":
@@ -79,7 +79,7 @@ def _sharded(model: nn.Module, name: ReductionName) -> ShardedReduction:
     return ShardedReduction(model)
 
 
-def _hooked(model: nn.Module, ddp: DistributedDataParallel) -> HookedReduction:
+def _hooked(model: nn.Module, ddp: DistributedDataParallel, name: ReductionName) -> Reduction:
     covered = {id(parameter) for parameter in ddp.parameters()}
     stray = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in covered]
     if stray:
@@ -89,7 +89,7 @@ def _hooked(model: nn.Module, ddp: DistributedDataParallel) -> HookedReduction:
         raise ValueError(
             f"model must be reduced over all {distributed.world_size()} ranks, got a process_group of {reduction.divisor}"
         )
-    return reduction
+    return SmallReplicas(model, ddp) if name == "auto" and SmallReplicas.suits(ddp) and reduction.divisor > 1 else reduction
 
 
 def _find_ddp(model: nn.Module) -> DistributedDataParallel | None:

@@ -165,6 +165,7 @@ def train_on_two_ranks(backend: str | None) -> list[float]:
         optimizer,
         summed_loss,
         accumulation_steps=2,
+        reduction="ddp",
         compile={"backend": backend} if backend is not None else False,
     )
     batches = equal_batches(8)

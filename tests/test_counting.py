@@ -186,7 +186,7 @@ def of_a_rank(reduction: str, handlers: str, accelerator: bool) -> tuple[list[in
     with pytest.MonkeyPatch.context() as patch:
         if accelerator:
             patch.setattr(reading, "_HOST", "nowhere")
-        wrap: Any = DistributedDataParallel if reduction == "auto" else lambda model: model
+        wrap: Any = DistributedDataParallel if reduction in ("ddp", "auto") else lambda model: model
         trainer = trainer_with(wrap, handlers, 0.01, reduction=reduction)
         if handlers == "all":
             StateConsistency(trainer.parts["model"], trainer.parts["optimizer"]).attach(
@@ -197,7 +197,7 @@ def of_a_rank(reduction: str, handlers: str, accelerator: bool) -> tuple[list[in
 
 @pytest.mark.parametrize("accelerator", [True, False], ids=["accelerator", "host"])
 @pytest.mark.parametrize("handlers", ["none", "all"])
-@pytest.mark.parametrize(("reduction", "count"), [("auto", 2), ("explicit", 1)])
+@pytest.mark.parametrize(("reduction", "count"), [("ddp", 2), ("auto", 1), ("explicit", 1)])
 def test_an_update_on_two_ranks(reduction, count, handlers, accelerator):
     """The gradients' bucket and one small reduction; or one for both. And one read, once the names of the logs are known."""
     for reads, collectives, places in run_ranks(of_a_rank, reduction, handlers, accelerator, timeout_seconds=60.0):

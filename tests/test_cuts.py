@@ -23,14 +23,14 @@ from ranks import run_ranks
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5}
 
 
-WAYS = ["ddp", "explicit", "fsdp"]
+WAYS = ["ddp", "auto", "explicit", "fsdp"]  # auto: a DDP that is small enough for the explicit way
 
 
 def train(loader: Any, accumulation_steps: Any, *, dtype: torch.dtype, epochs: int, way: str = "ddp") -> dict[str, Any]:
     """Runs `epochs` over `loader` on this rank; what came of it, in plain numbers."""
     model = cuts.linear(dtype)
     several = idist.get_world_size() > 1
-    wrapped: Any = DistributedDataParallel(model) if several and way == "ddp" else model
+    wrapped: Any = DistributedDataParallel(model) if several and way in ("ddp", "auto") else model
     if several and way == "fsdp":
         fully_shard(model, mesh=init_device_mesh("cpu", (idist.get_world_size(),)))
     optimizer = torch.optim.SGD(model.parameters(), lr=cuts.LEARNING_RATE)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from ignite.engine import Events
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -46,10 +47,10 @@ from ranks import RanksFailedError, run_ranks
 def make(
     forward: Callable[..., Any] = cuts.forward, model: nn.Module | None = None, **options: Any
 ) -> tuple[Trainer, nn.Module]:
-    """A trainer with SGD and momentum around a model in DDP, and the model inside."""
+    """A trainer with SGD and momentum around a model in DDP, whose hooks reduce, and the model inside."""
     model = cuts.linear() if model is None else model
     optimizer = torch.optim.SGD(model.parameters(), lr=cuts.LEARNING_RATE, momentum=0.9)
-    return create_trainer(DistributedDataParallel(model), optimizer, forward, **options), model
+    return create_trainer(DistributedDataParallel(model), optimizer, forward, reduction="ddp", **options), model
 
 
 def flat(model: nn.Module) -> list[float]:
@@ -65,7 +66,7 @@ def count_collectives(way: str, accumulation_steps: int) -> dict[str, Any]:
     model = cuts.linear(torch.float32)
     if way == "fsdp":
         fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-    wrapped = DistributedDataParallel(model) if way == "ddp" else model
+    wrapped = DistributedDataParallel(model) if way in ("ddp", "auto") else model
     optimizer = torch.optim.SGD(model.parameters(), lr=cuts.LEARNING_RATE, momentum=0.9)
     trainer = create_trainer(
         wrapped,
@@ -73,7 +74,7 @@ def count_collectives(way: str, accumulation_steps: int) -> dict[str, Any]:
         cuts.forward,
         accumulation_steps=accumulation_steps,
         max_grad_norm=1.0,
-        reduction="explicit" if way == "explicit" else "auto",
+        reduction=way,  # type: ignore[arg-type]
     )
     TrainingMetrics().attach(trainer, Events.ITERATION_COMPLETED)
     TimeLimit(seconds=1000).attach(trainer)
@@ -95,13 +96,13 @@ def count_collectives(way: str, accumulation_steps: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("accumulation_steps", [1, 4])
-@pytest.mark.parametrize("way", ["ddp", "explicit", "fsdp"])
+@pytest.mark.parametrize("way", ["ddp", "auto", "explicit", "fsdp"])
 def test_an_update_is_its_gradients_and_one_small_all_reduce(way: str, accumulation_steps: int) -> None:
     """Three updates, whatever the accumulation and whatever is attached: the gradients, and at most one small vector each."""
     for collectives in run_ranks(count_collectives, way, accumulation_steps):
         reductions = collectives.pop("gloo:all_reduce")  # gloo scatters FSDP's gradients by an all-reduce
-        if way == "explicit":
-            assert len(reductions) == 3  # the statistics are in the gradients' own bucket
+        if way in ("explicit", "auto"):
+            assert len(reductions) == 3  # the statistics are in the gradients' own bucket, also those of a small DDP
         else:
             assert len(reductions) == 6
             assert set(reductions[:3]) == {8 if way == "fsdp" else 4}  # three weights and a bias; FSDP pads the bias
@@ -109,6 +110,44 @@ def test_an_update_is_its_gradients_and_one_small_all_reduce(way: str, accumulat
         gathers = len(collectives.pop("gloo:all_gather", []))
         assert gathers == (3 * accumulation_steps if way == "fsdp" else 0)  # FSDP's parameters, which a root keeps for backward
         assert collectives == {}
+
+
+def chosen(kind: str) -> str:
+    """The way that is chosen for a DDP of this kind by itself, after two updates."""
+    model = cuts.linear()
+    if kind == "large":
+        model.register_parameter("more", nn.Parameter(torch.zeros(2**14, dtype=torch.float64)))
+    if kind == "with buffers":
+        model.register_buffer("count", torch.zeros(()))
+    if kind == "with ignored parameters":
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["bias"])
+    ddp = DistributedDataParallel(model, find_unused_parameters=kind == "large")
+    if kind == "with a hook":
+        ddp.register_comm_hook(None, default_hooks.allreduce_hook)
+    trainer = create_trainer(ddp, torch.optim.SGD(model.parameters(), lr=0.1), cuts.forward, accumulation_steps=2)
+    trainer.run(cuts.shard([[8] * 4, [8] * 4]), max_epochs=1)
+    return type(trainer._update.reduction).__name__  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("kind", ["large", "with buffers", "with ignored parameters", "with a hook", "small"])
+def test_hooks_are_left_out_for_small_models_only(kind: str) -> None:
+    """Where DDP does more than to average a handful of gradients, it does that."""
+    assert run_ranks(chosen, kind) == ["SmallReplicas" if kind == "small" else "HookedReduction"] * 2
+
+
+def hook_after_all() -> None:
+    model = cuts.linear()
+    ddp = DistributedDataParallel(model)
+    trainer = create_trainer(ddp, torch.optim.SGD(model.parameters(), lr=0.1), cuts.forward)
+    trainer.run(cuts.shard([[8] * 2, [8] * 2]), max_epochs=1)
+    ddp.register_comm_hook(None, default_hooks.allreduce_hook)
+    with pytest.raises(ValueError, match="register_comm_hook earlier, or pass reduction='ddp'"):
+        trainer.run(cuts.shard([[8] * 2, [8] * 2]), max_epochs=2)
+
+
+def test_a_hook_that_would_be_left_out_is_an_error() -> None:
+    """Nobody's compression is silently without effect."""
+    run_ranks(hook_after_all)
 
 
 def different_names() -> list[dict[str, float]]:

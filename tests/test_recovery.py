@@ -213,7 +213,8 @@ def recover_under_hooks() -> None:
         return cuts.forward(model, micro_batch)
 
     model = cuts.linear()
-    trainer = create_trainer(DistributedDataParallel(model), torch.optim.SGD(model.parameters(), lr=0.1), forward)
+    ddp, optimizer = DistributedDataParallel(model), torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = create_trainer(ddp, optimizer, forward, reduction="ddp")
     update: Any = trainer._update
     parts = {"gradients": update.gradients, "statistics": update.statistics}
     update.recovery = RecoverFromOutOfMemory(split=False, module=model, **parts)  # what create_trainer refuses
@@ -294,8 +295,7 @@ def not_finite(site: str, way: str) -> tuple[str, int, int]:
         return x.shape == second.shape and torch.equal(x, torch.where(second == 77, 0.0, second))
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    reduction = "explicit" if way == "explicit" else "auto"
-    trainer = create_trainer(wrapped, optimizer, forward, accumulation_steps=2, reduction=reduction)
+    trainer = create_trainer(wrapped, optimizer, forward, accumulation_steps=2, reduction=way)
     with pytest.raises(NonFiniteError) as caught:
         trainer.run(data, max_epochs=1)
     return str(caught.value), trainer.state.num_steps, int(model.norm.num_batches_tracked)
@@ -348,9 +348,8 @@ def test_skipping_gives_up_on_all_ranks() -> None:
 
 def uneven(policy: str, way: str, sized: bool) -> Any:
     model = wrap(cuts.linear(), way)
-    reduction = "explicit" if way == "explicit" else "auto"
     optimizer = torch.optim.SGD(model.parameters(), lr=cuts.LEARNING_RATE)
-    trainer = create_trainer(model, optimizer, cuts.forward, accumulation_steps=2, reduction=reduction, uneven=policy)
+    trainer = create_trainer(model, optimizer, cuts.forward, accumulation_steps=2, reduction=way, uneven=policy)
     sizes: list[float] = []
     trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: sizes.append(trainer.state.output.logs["samples"]))
     loader: Any = cuts.shard([[2] * 10, [2] * 8])

@@ -383,8 +383,7 @@ def on_ranks(way: str, name: str, spoilt: int | None, scaled: bool) -> tuple[boo
         "explicit": lambda model: model,
         "fsdp": lambda model: fully_shard(model, mesh=init_device_mesh("cpu", (2,))),
     }[way]
-    reduction = "explicit" if way == "explicit" else "auto"
-    arguments = {"wrap": wrap, "reduction": reduction, "scaled": scaled, "on_nonfinite": "skip", "max_grad_norm": 0.05}
+    arguments = {"wrap": wrap, "reduction": way, "scaled": scaled, "on_nonfinite": "skip", "max_grad_norm": 0.05}
     with pytest.MonkeyPatch.context() as patch:
         there, ahead, queued = both(patch, name, batches, **arguments)
 
