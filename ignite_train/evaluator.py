@@ -21,7 +21,7 @@ from ignite_train.precision import Precision, PrecisionName
 from ignite_train.sharded_reduction import spare_micro_batch
 from ignite_train.signals import Signals
 from ignite_train.statistics import Statistics
-from ignite_train.transfer import transfer_to
+from ignite_train.transfer import Transfer
 from ignite_train.wrapping import unwrap
 
 __all__ = ["Evaluator", "create_evaluator"]
@@ -40,7 +40,7 @@ class Evaluator(Loop):
         self.model = unwrap(model)
         self.forward = forward
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-        self.transfer, self.precision = transfer_to(device), Precision(precision, device)
+        self.transfer, self.precision = Transfer(device), Precision(precision, device)
         self.statistics = Statistics(device)
         self._limit: int | None = None
         self._in_step = isinstance(model, FSDPModule)

@@ -25,7 +25,7 @@ from ignite_train.precision import Precision, PrecisionName
 from ignite_train.reduction import Reduction
 from ignite_train.statistics import Statistics
 from ignite_train.stepping import Stepping
-from ignite_train.transfer import transfer_to
+from ignite_train.transfer import Transfer
 from ignite_train.update import Update
 from ignite_train.verdict import DeviceVerdict
 from ignite_train.wrapping import ReductionName, reduction_for
@@ -108,7 +108,7 @@ def create_trainer(
         model=model,
         optimizer=optimizer,
         forward=forward,
-        transfer=transfer_to(device),
+        transfer=Transfer(device),
         precision=Precision(precision, device),
         loss_scaling=_default_scaling(precision) if loss_scaling is None else _check_scaling(loss_scaling),
         reduction=way,

@@ -78,6 +78,8 @@ class Update:
                             state.forward_output = self._forward(part)
                             self.statistics.add(state.forward_output)
                             fire(TrainEvents.FORWARD_COMPLETED)
+                            if number < len(group):
+                                self.transfer.ahead(group[number])
                             if number == total:
                                 self.reduction.begin(trainer, self.statistics)
                             self._backward(state.forward_output.loss)
@@ -227,3 +229,4 @@ class Update:
         """Leaves nothing of a broken-off update behind."""
         self.gradients.clear()
         self.statistics.reset()
+        self.transfer.forget()

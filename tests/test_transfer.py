@@ -1,0 +1,180 @@
+"""Micro-batches are moved ahead: checked with streams that take notes, since the tests have no accelerator."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+from ignite_train import ForwardOutput, TrainEvents, create_trainer, transfer
+from ignite_train.transfer import Transfer
+
+CPU = torch.device("cpu")
+
+
+class Stream:
+    """Takes notes."""
+
+    def __init__(self, name: str, notes: list[str]) -> None:
+        self.name, self.notes, self.number = name, notes, 0
+
+    def record_event(self) -> int:
+        self.number += 1
+        self.notes.append(f"{self.name} records {self.number}")
+        return self.number
+
+    def wait_event(self, event: int) -> None:
+        self.notes.append(f"{self.name} waits for {event}")
+
+
+@pytest.fixture
+def notes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What happens on two streams that the CPU is said to have."""
+    found: list[str] = []
+    computing, here = Stream("computing", found), ["computing"]
+
+    @contextmanager
+    def on(stream: Stream) -> Any:
+        here.append(stream.name)
+        yield
+        here.pop()
+
+    def pinned(tensor: Tensor) -> Tensor:
+        found.append(f"{here[-1]} copies {tensor.flatten()[0].item():g}")
+        return tensor.clone()
+
+    monkeypatch.setattr(transfer, "_has_streams", lambda device: True)
+    monkeypatch.setattr(transfer, "_new_stream", lambda device: Stream("copying", found))
+    monkeypatch.setattr(transfer, "_current_stream", lambda device: computing)
+    monkeypatch.setattr(transfer, "_on", on)
+    monkeypatch.setattr(transfer, "_pinned", pinned)
+    monkeypatch.setattr(Tensor, "record_stream", lambda t, s: found.append(f"{s.name} keeps {t.flatten()[0].item():g}"))
+    return found
+
+
+def batches(number: int, samples: int = 2) -> list[dict[str, Tensor]]:
+    """Each has its number in all places."""
+    return [{"x": torch.full((samples, 3), float(n + 1))} for n in range(number)]
+
+
+def forward(model: nn.Module, batch: dict[str, Tensor]) -> ForwardOutput:
+    """To be near zero."""
+    y = model(batch["x"])
+    return ForwardOutput(mse_loss(y, torch.zeros_like(y), reduction="sum"), len(y))
+
+
+def make(forward: Any = forward, **options: Any) -> tuple[Any, nn.Module]:
+    """A small model with SGD."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    return create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.01), forward, **options), model
+
+
+def test_the_next_one_is_copied_while_this_one_is_computed_on(notes: list[str]) -> None:
+    """Each is copied once, on the stream for it, between forward and backward of the one before; no update looks past its group."""
+
+    def noting(model: nn.Module, batch: dict[str, Tensor]) -> ForwardOutput:
+        notes.append(f"forward {batch['x'][0, 0].item():g}")
+        return forward(model, batch)
+
+    trainer, _ = make(noting, accumulation_steps=2)
+    trainer.add_event_handler(TrainEvents.BACKWARD_COMPLETED, lambda: notes.append("backward"))
+    trainer.run(batches(3), max_epochs=1)
+    one = ["computing waits for {0}", "computing keeps {0}", "forward {0}"]
+    copy = ["copying copies {0}", "copying records {0}"]
+    first, second, third = ([[line.format(n) for line in lines] for lines in (copy, one)] for n in (1, 2, 3))
+    assert notes == [*first[0], *first[1], *second[0], "backward", *second[1], "backward", *third[0], *third[1], "backward"]
+
+
+def test_the_same_bits(notes: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether moved ahead or not."""
+    ends = []
+    for streams in (True, False):
+        monkeypatch.setattr(transfer, "_has_streams", lambda device, streams=streams: streams)
+        trainer, model = make(accumulation_steps=3)
+        trainer.run(batches(8), max_epochs=2)
+        ends.append([*model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+    assert sum("copies" in note for note in notes) == 16
+
+
+def test_halves_do_not_lose_what_was_moved_ahead(notes: list[str]) -> None:
+    """While a micro-batch is gone through in parts, the next one waits on the device."""
+
+    def cramped(model: nn.Module, batch: dict[str, Tensor]) -> ForwardOutput:
+        if len(batch["x"]) > 2:
+            raise torch.OutOfMemoryError("no room")
+        return forward(model, batch)
+
+    trainer, _ = make(cramped, accumulation_steps=2, on_out_of_memory="split")
+    trainer.run([*batches(1, samples=4), {"x": torch.full((2, 3), 7.0)}], max_epochs=1)
+    assert [note for note in notes if "copies" in note] == ["copying copies 1"] * 2 + ["copying copies 7", "copying copies 1"]
+
+
+@pytest.mark.usefixtures("notes")
+def test_no_room_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What does not fit yet is moved when it is asked for, and the error, if there still is one, is then its own."""
+    mover, batch = Transfer(CPU), batches(1)[0]
+    pinned = transfer._pinned
+
+    def no_room(tensor: Tensor) -> Tensor:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(transfer, "_pinned", no_room)
+    mover.ahead(batch)
+    with pytest.raises(torch.OutOfMemoryError):
+        mover(batch)
+    monkeypatch.setattr(transfer, "_pinned", pinned)
+    assert torch.equal(mover(batch)["x"], batch["x"])
+
+
+@pytest.mark.usefixtures("notes")
+def test_a_broken_off_update_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was moved for the micro-batch that was never reached is let go of."""
+    moved: list[Any] = []
+    pinned = transfer._pinned
+
+    def remember(tensor: Tensor) -> Tensor:
+        copy = pinned(tensor)
+        moved.append(weakref.ref(copy))
+        return copy
+
+    monkeypatch.setattr(transfer, "_pinned", remember)
+    trainer, _ = make(accumulation_steps=2)
+    trainer.add_event_handler(TrainEvents.BACKWARD_COMPLETED(once=1), lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        trainer.run(batches(2), max_epochs=1)
+    gc.collect()
+    assert len(moved) == 2
+    assert [reference() for reference in moved] == [None, None]
+
+
+def test_what_is_no_plain_tensor_moves_when_it_is_asked_for(notes: list[str]) -> None:
+    """Sparse tensors, and objects that move themselves, are not touched ahead; the rest stays what it is."""
+
+    class Graph:
+        def to(self, device: torch.device, *, non_blocking: bool) -> str:  # noqa: ARG002
+            notes.append(f"graph to {device}")
+            return "moved"
+
+    batch = {"x": torch.ones(2), "sparse": torch.eye(2).to_sparse(), "graph": Graph(), "name": "a"}
+    mover = Transfer(CPU)
+    mover.ahead(batch)
+    assert notes == ["copying copies 1", "copying records 1"]
+    moved = mover(batch)
+    assert notes[2:] == ["computing waits for 1", "computing keeps 1", "graph to cpu"]
+    assert (moved["graph"], moved["name"]) == ("moved", "a")
+    assert torch.equal(moved["sparse"].to_dense(), torch.eye(2))
+
+
+def test_on_the_cpu_nothing_is_looked_at() -> None:
+    """The micro-batch itself is what forward gets."""
+    mover, batch = Transfer(CPU), object()
+    mover.ahead(batch)
+    assert mover(batch) is batch
