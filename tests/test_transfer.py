@@ -77,7 +77,7 @@ def make(forward: Any = forward, **options: Any) -> tuple[Any, nn.Module]:
 
 
 def test_the_next_one_is_copied_while_this_one_is_computed_on(notes: list[str]) -> None:
-    """Each is copied once, on the stream for it, between forward and backward of the one before; no update looks past its group."""
+    """Each is copied once, on the stream for it, between forward and backward of the one before, in its group."""
 
     def noting(model: nn.Module, batch: dict[str, Tensor]) -> ForwardOutput:
         notes.append(f"forward {batch['x'][0, 0].item():g}")
