@@ -5,13 +5,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal
 
 from torch.utils.data import DataLoader
 
 from ignite_train import distributed
 from ignite_train.arguments import one_of, positive_int
 from ignite_train.data_position import DataPosition, length_of
+from ignite_train.samplers import HasEpoch
 
 __all__ = ["AccumulationSteps", "GroupedMicroBatches", "Uneven"]
 
@@ -21,11 +22,6 @@ AccumulationSteps = int | Sequence[int] | Callable[[int], int]
 Uneven = Literal["all", "shortest", "error"]
 """What ranks with different numbers of micro-batches do: `"all"` go on until every one has been used, those that ran out with
 no weight; all end the epoch once the `"shortest"` has run out; or it is an `"error"` at the start, which names each number."""
-
-
-@runtime_checkable
-class _HasEpoch(Protocol):
-    def set_epoch(self, epoch: int) -> None: ...
 
 
 class GroupedMicroBatches:
@@ -210,5 +206,5 @@ def _set_epoch(loader: Iterable[Any], epoch: int) -> None:
     if isinstance(loader, DataLoader):
         owners += [loader.sampler, loader.batch_sampler, loader.dataset]
     for owner in owners:
-        if isinstance(owner, _HasEpoch):
+        if isinstance(owner, HasEpoch):
             owner.set_epoch(epoch)
