@@ -121,7 +121,8 @@ class DataPosition:
             self._go_to(saved, over=over)
         else:
             self._go_to_the_start(saved)
-        self._opening = {**generator_states(), "own": self._own_generators()}
+        if self._seekable is None and self._stateful is None:  # others find their place without
+            self._opening = {**generator_states(), "own": self._own_generators()}
         if self.reads_past and "opening" in saved:
             restore_generators(saved["opening"])
             self._set_own_generators(saved["opening"]["own"])
