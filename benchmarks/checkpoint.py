@@ -1,29 +1,30 @@
 """How long a save holds the run, and how long until it is durable, beside one copy of the state and other ways to save.
 
-    python benchmarks/checkpoint.py [--megabytes 100 1000] [--repetitions 7]
+    python benchmarks/checkpoint.py
 
-Each repetition runs all contestants one after another, in an order that changes, on a state of AdamW: parameters and two
-moments. Ratios are to one copy of the state into memory that is there already, in the same repetition; the median and the
-spread over the repetitions are printed. A contestant that is durable at once holds the run until then.
+The state is that of AdamW: parameters and two moments. Ratios are to one copy of it into memory that is there already, in the
+same round. A contestant that is durable at once holds the run until then.
 """
 
-import argparse
 import os
-import random
 import shutil
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+import typer
 from torch import nn
+from typer import Option
 
 from ignite_train import ForwardOutput, Trainer, create_trainer
 from ignite_train.handlers import Checkpoint
+from interleaving import MIN_REPETITIONS, Spread, interleave, table
 
 Timing = tuple[float, float]  # seconds: held, until durable
 MATRIX = 1024
@@ -47,8 +48,8 @@ def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch
     return [*model.parameters(), *moments]
 
 
-def measure(megabytes: float, repetitions: int, directory: Path) -> dict[str, list[Timing]]:
-    """The timings of each contestant, one for each repetition, as ratios to one copy."""
+def contestants(megabytes: float, directory: Path) -> dict[str, Callable[[], Timing]]:
+    """What saves, or copies, a state of so many megabytes."""
     model, optimizer, trainer = trained(megabytes)
     checkpoint = Checkpoint(directory / "ours", every=10**9, keep=1)
     checkpoint.attach(trainer)
@@ -87,47 +88,46 @@ def measure(megabytes: float, repetitions: int, directory: Path) -> dict[str, li
         future.result()
         return held, time.perf_counter() - started
 
-    contestants: dict[str, Callable[[], Timing]] = {
+    return {
         "one copy in memory": copy,
         "Checkpoint": ours,
         "torch.save + fsync": torch_save,
         "DCP async_save": dcp_async,
     }
-    ratios: dict[str, list[Timing]] = {name: [] for name in contestants}
-    for repetition in range(repetitions + 1):
-        order = random.sample([*contestants], len(contestants))
-        timings = {name: contestants[name]() for name in order}
-        if repetition:  # the first one warms up: memory, files, imports
-            unit = timings["one copy in memory"][0]
-            for name, (held, durable) in timings.items():
-                ratios[name].append((held / unit, durable / unit))
-    return ratios
 
 
-def spread(values: list[float]) -> str:
-    """Median, and the quartiles around it."""
-    low, middle, high = statistics.quantiles(values, n=4)
-    return f"{middle:.2f} ({low:.2f} to {high:.2f})"
+def measure(megabytes: float, repetitions: int, directory: Path) -> str:
+    """Times all contestants on one size and returns the table."""
+    everyone = contestants(megabytes, directory)
+    until_durable: dict[str, list[float]] = {name: [] for name in everyone}
+
+    def held(name: str) -> float:
+        seconds, durable = everyone[name]()
+        until_durable[name].append(durable)
+        return seconds
+
+    rounds = interleave({name: partial(held, name) for name in everyone}, repetitions=repetitions, bracket=False)
+    rows = []
+    for name, pairs in rounds.pairs.items():
+        _warm_up, *seconds = until_durable[name]
+        durable = Spread.of([mine / copy for mine, (_, copy) in zip(seconds, pairs, strict=True)])
+        rows.append([name, rounds.ratios(name).show(), durable.show()])
+    return table(["", "the run is held", "until durable"], rows)
 
 
-def main() -> None:
-    """Measures and prints a table for each size."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--megabytes", type=float, nargs="+", default=[100.0, 1000.0])
-    parser.add_argument("--repetitions", type=int, default=7)
-    options = parser.parse_args()
-    for megabytes in options.megabytes:
+def main(
+    megabytes: Annotated[list[float], Option(min=1, help="Of the state; may be given several times.")] = [100, 1000],  # noqa: B006
+    repetitions: Annotated[int, Option(min=1, help="Rounds; all contestants run in each of them.")] = MIN_REPETITIONS,
+) -> None:
+    """Measure how long each way to save holds the run, and how long until the state is durable."""
+    for size in megabytes:
         directory = Path(tempfile.mkdtemp(dir="."))
         try:
-            ratios = measure(megabytes, options.repetitions, directory)
+            shown = measure(size, repetitions, directory)
         finally:
             shutil.rmtree(directory)
-        print(f"\nA state of {megabytes:g} MB, {options.repetitions} repetitions, in copies of the state:\n")
-        print("| | the run is held | until durable |\n|---|---|---|")
-        for name, timings in ratios.items():
-            held, durable = zip(*timings, strict=True)
-            print(f"| {name} | {spread(list(held))} | {spread(list(durable))} |")
+        print(f"\nA state of {size:g} MB, {repetitions} repetitions, in copies of the state:\n\n{shown}")
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

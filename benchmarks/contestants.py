@@ -357,3 +357,13 @@ def run_trainer(work: Work, trainer: Trainer) -> Outcome:
     trainer.run(work.micro_batches, max_epochs=1)
     norms = [float(output.grad_norm) for output in outputs] if work.max_grad_norm is not None else []
     return Outcome([float(output.loss) for output in outputs], norms)
+
+
+# --- as tables show them ----------------------------------------------------------------------------------------------------
+
+REFERENCE = "by hand"
+BY_HAND: dict[str, Contestant] = {REFERENCE: by_hand, f"{REFERENCE}, once more (the noise)": by_hand}
+IGNITE_TRAIN: dict[str, Contestant] = {
+    "ignite_train": ignite_train,
+    "ignite_train, all handlers, a line every 50": ignite_train_with_handlers,
+}

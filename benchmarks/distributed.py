@@ -51,13 +51,6 @@ CONTESTANTS: dict[str, Contestant] = {
     "ignite_train, explicit": partial(explicitly, contestants.ignite_train),
     "ignite_train, ddp, all handlers": contestants.ignite_train_with_handlers,
 }
-PEERS = {
-    "Ignite `create_supervised_trainer`": peers.ignite,
-    "Fabric": peers.fabric,
-    "Accelerate": peers.accelerate,
-    "Lightning Trainer, barebones": peers.lightning,
-    "Transformers Trainer": peers.transformers,
-}
 
 
 class ProfiledMicroBatches(MicroBatches):
@@ -108,7 +101,7 @@ def train(rank: int, name: str, size: str, steps: int, expected: dict[str, Outco
     work = work_of(rank, size, steps, stretches=stretches, profiled=profiled)
     start = parameters_to_vector(work.model.parameters()).detach().clone()
     dist.barrier()
-    outcome = contestants.run((CONTESTANTS | PEERS)[name], work)
+    outcome = contestants.run((CONTESTANTS | peers.PEERS)[name], work)
     outcome.check_against(expected.setdefault(f"{size} {steps} {stretches}", outcome), start, local_losses=True)
     return work.micro_batches
 
@@ -193,7 +186,7 @@ def main(
     only: Annotated[str, Option(help="Contestants with this in their name; the reference is always there.")] = "",
 ) -> None:
     """Count the collectives of each loop and time its updates on several processes."""
-    names = [name for name in CONTESTANTS | peers.installed(PEERS) if only in name or name == REFERENCE]
+    names = [name for name in CONTESTANTS | peers.installed(peers.PEERS) if only in name or name == REFERENCE]
     cases = [(one, steps) for one in size for steps in accumulation or ACCUMULATION[one]]
     for shown in spawn(measure, Plan(ranks, cases, names, repetitions)):
         if shown is not None:

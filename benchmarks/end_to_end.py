@@ -28,23 +28,13 @@ from typer import Option
 
 import contestants
 import peers
-from contestants import Contestant, Work
+from contestants import REFERENCE, Contestant, Work
 from ignite_train import ForwardOutput
 from interleaving import MIN_REPETITIONS, Rounds, Spread, interleave, table
 
-REFERENCE = "by hand"
-CONTESTANTS: dict[str, Contestant] = {
-    REFERENCE: contestants.by_hand,
-    "by hand, once more (the noise)": contestants.by_hand,
+CONTESTANTS: dict[str, Contestant] = contestants.BY_HAND | {
     "ignite_train": contestants.ignite_train,
     "ignite_train, all handlers": contestants.ignite_train_with_handlers,
-}
-PEERS = {
-    "Ignite `create_supervised_trainer`": peers.ignite,
-    "Fabric": peers.fabric,
-    "Accelerate": peers.accelerate,
-    "Lightning Trainer, barebones": peers.lightning,
-    "Transformers Trainer": peers.transformers,
 }
 TASKS = {"language model": ("held-out bits per byte", 0.02), "digits": ("held-out accuracy", 0.01)}  # how far apart they may be
 MEBIBYTE = 2**20
@@ -143,7 +133,7 @@ def train_alone(task: str, name: str, settings: Settings) -> None:
     """What a fresh process does; prints its figures."""
     torch.set_num_threads(1)
     work, score = language_model(settings) if task == "language model" else digits(settings.epochs)
-    contestant = (CONTESTANTS | PEERS)[name]
+    contestant = (CONTESTANTS | peers.PEERS)[name]
     contestants.run(contestant, _first_steps(work))  # importing is no part of training
     before, started = memory("VmRSS"), time.perf_counter()
     contestants.run(contestant, work)
@@ -208,7 +198,7 @@ def main(
         task_name, name, settings = json.loads(alone)
         return train_alone(task_name, name, Settings(**settings))
     os.environ["PYTHONWARNINGS"] = "ignore"
-    names = [name for name in CONTESTANTS | peers.installed(PEERS) if only in name or name == REFERENCE]
+    names = [name for name in CONTESTANTS | peers.installed(peers.PEERS) if only in name or name == REFERENCE]
     for one in task:
         figures: dict[str, list[dict[str, float]]] = {}
         settings = Settings(updates, width, layers, epochs)

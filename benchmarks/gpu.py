@@ -31,24 +31,11 @@ from typer import Option
 
 import contestants
 import peers
-from contestants import Contestant, MicroBatches, Work
+from contestants import REFERENCE, Contestant, MicroBatches, Work
 from ignite_train import ForwardOutput
 from interleaving import MIN_REPETITIONS, interleave, table
 
-REFERENCE = "by hand"
-CONTESTANTS: dict[str, Contestant] = {
-    REFERENCE: contestants.by_hand,
-    "by hand, once more (the noise)": contestants.by_hand,
-    "ignite_train": contestants.ignite_train,
-    "ignite_train, all handlers, a line every 50": contestants.ignite_train_with_handlers,
-}
-PEERS = {
-    "Ignite `create_supervised_trainer`": peers.ignite,
-    "Fabric": peers.fabric,
-    "Accelerate": peers.accelerate,
-    "Lightning Trainer, barebones": peers.lightning,
-    "Transformers Trainer": peers.transformers,
-}
+CONTESTANTS = contestants.BY_HAND | contestants.IGNITE_TRAIN
 PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "A100": 312.0, "L40S": 362.0, "RTX 4090": 165.0}  # dense bf16
 LOSS_TOLERANCE = 0.02  # after a few updates; bf16 and Adam make more of it than rounding
 WARM_UP, OBSERVED, STRETCH, STRETCHES = 3, 3, 3, 4  # updates
@@ -252,7 +239,7 @@ def main(
     if not torch.cuda.is_available() and not dry_run:
         print("No CUDA device here: nothing is measured.")
         return
-    everyone = CONTESTANTS | peers.installed(PEERS)
+    everyone = CONTESTANTS | peers.installed(peers.PEERS)
     everyone = {name: run for name, run in everyone.items() if only in name or name == REFERENCE}
     shape = Shape(layers, width, context, samples, 50304, "cuda")  # GPT-2's vocabulary, rounded up
     card = "CPU, dry run"

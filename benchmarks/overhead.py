@@ -18,23 +18,13 @@ from typer import Option
 
 import contestants
 import peers
-from contestants import LOG_EVERY, MicroBatches, Outcome, Work
+from contestants import LOG_EVERY, REFERENCE, MicroBatches, Outcome, Work
 from ignite_train import ForwardOutput
 from interleaving import MIN_REPETITIONS, interleave, table
 
-REFERENCE = "by hand"
-CONTESTANTS = {
-    REFERENCE: contestants.by_hand,
-    "by hand, once more (the noise)": contestants.by_hand,
-    "by hand, with schedule, averages and a line every 50": contestants.by_hand_with_logging,
-    "ignite_train": contestants.ignite_train,
-    "ignite_train, all handlers, a line every 50": contestants.ignite_train_with_handlers,
-}
-PEERS = {
-    "Ignite `create_supervised_trainer`": peers.ignite,
-    "Fabric": peers.fabric,
-    "Accelerate": peers.accelerate,
-    "Lightning Trainer, barebones": peers.lightning,
+WITH_LOGGING = {"by hand, with schedule, averages and a line every 50": contestants.by_hand_with_logging}
+CONTESTANTS = contestants.BY_HAND | WITH_LOGGING | contestants.IGNITE_TRAIN
+PEERS = peers.WITHOUT_LOGGING | {
     "Lightning Trainer, logging every 50": peers.lightning_with_logging,
     "Transformers Trainer, logging every 50": peers.transformers,
 }

@@ -214,3 +214,13 @@ def transformers(work: Work) -> Outcome:
         trainer.accelerator.clip_grad_norm_ = keep
         trainer.train()
     return Outcome(work.means(losses), norms)
+
+
+WITHOUT_LOGGING: dict[str, Contestant] = {
+    "Ignite `create_supervised_trainer`": ignite,
+    "Fabric": fabric,
+    "Accelerate": accelerate,
+    "Lightning Trainer, barebones": lightning,
+}
+"""By the names that tables show, for `installed`."""
+PEERS = WITHOUT_LOGGING | {"Transformers Trainer": transformers}

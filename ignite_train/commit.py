@@ -144,15 +144,25 @@ class CheckpointDirectory:
         self.disk.sync_directory(self.path)
         return name
 
-    def prune(self, retention: Retention) -> None:
-        """Removes what `retention` can do without. Each vanishes by a rename: none is ever half there."""
-        found, _ = self.scan()
-        for index in retention.surplus([manifest for _, manifest in found]):
-            name = found[index][0]
-            removed = self.path / f"{_REMOVED}{name}-{os.urandom(4).hex()}"
-            self.disk.rename(self.path / name, removed)
-            self.disk.sync_directory(self.path)
-            self.disk.remove_tree(removed)
+    def prune(self, retention: Retention, *, newest: Path | None = None) -> None:
+        """Removes what `retention` can do without. Each vanishes by a rename: none is ever half there. A failure is logged.
+
+        Args:
+            retention: which of them stay.
+            newest: nothing is removed unless this is the newest one, for one that is not may be surplus itself.
+        """
+        try:
+            found, _ = self.scan()
+            if newest is not None and (not found or self.path / found[-1][0] != newest):
+                return
+            for index in retention.surplus([manifest for _, manifest in found]):
+                name = found[index][0]
+                removed = self.path / f"{_REMOVED}{name}-{os.urandom(4).hex()}"
+                self.disk.rename(self.path / name, removed)
+                self.disk.sync_directory(self.path)
+                self.disk.remove_tree(removed)
+        except OSError as error:
+            _logger.warning(f"an old checkpoint could not be removed: {error}")
 
     def set_aside(self, name: str) -> None:
         """Renames a damaged checkpoint, so that nobody stumbles over it again, if that is possible."""
@@ -187,10 +197,7 @@ def commit(
             directory.abandon(unfinished)
         raise
     if main:
-        try:
-            directory.prune(retention)
-        except OSError as error:
-            _logger.warning(f"an old checkpoint could not be removed: {error}")
+        directory.prune(retention)
     return directory.path / name
 
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from ignite_train import distributed
 from ignite_train.generators import generator_states, restore_generators
 
-__all__ = ["DataPosition", "how_exact"]
+__all__ = ["DataPosition", "how_exact", "length_of"]
 
 _logger = logging.getLogger(__name__)
 
@@ -33,6 +33,16 @@ class _Stateful(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+def length_of(loader: Iterable[Any]) -> int | None:
+    """Micro-batches in a pass over `loader`; None if it does not know."""
+    if not isinstance(loader, Sized):
+        return None
+    try:
+        return len(loader)
+    except TypeError:  # a DataLoader over an iterable dataset without a length
+        return None
 
 
 def how_exact(loader: Iterable[Any]) -> tuple[list[str], str]:
@@ -64,7 +74,7 @@ def how_exact(loader: Iterable[Any]) -> tuple[list[str], str]:
                 f"the workers of the {kind} are persistent: what a dataset draws in them depends on the epochs before, and "
                 "will differ after resuming; use a ResumableLoader, or persistent_workers=False"
             )
-    if not _has_length(loader) and not workers and distributed.world_size() > 1:
+    if length_of(loader) is None and not workers and distributed.world_size() > 1:
         doubts.append(
             f"the {kind} has no length, so {distributed.world_size()} ranks read it one micro-batch ahead: what it draws from "
             "this process's random generators will differ after resuming; draw nothing, or fetch in workers"
@@ -111,7 +121,8 @@ class DataPosition:
             self._go_to(saved, over=over)
         else:
             self._go_to_the_start(saved)
-        self._opening = {**generator_states(), "own": self._own_generators()}
+        if self._seekable is None and self._stateful is None:  # others find their place without
+            self._opening = {**generator_states(), "own": self._own_generators()}
         if self.reads_past and "opening" in saved:
             restore_generators(saved["opening"])
             self._set_own_generators(saved["opening"]["own"])
@@ -217,10 +228,3 @@ def _is_stream(loader: Iterable[Any]) -> bool:
     if isinstance(loader, DataLoader):
         return isinstance(loader.dataset, IterableDataset)
     return isinstance(loader, Iterator) or not isinstance(loader, Sized)
-
-
-def _has_length(loader: Iterable[Any]) -> bool:
-    try:
-        return isinstance(loader, Sized) and len(loader) >= 0
-    except TypeError:  # a DataLoader over an iterable dataset without a length
-        return False

@@ -126,13 +126,17 @@ class Encoder:
         return name
 
 
-def decode(tree: Any, path: Path, tensor: Callable[[str, Path], Tensor]) -> Any:
+def _no_tensor(name: str, path: Path) -> Tensor:
+    raise ValueError(f"{path_name(path)} must hold no tensor, and has {name}")
+
+
+def decode(tree: Any, path: Path, tensor: Callable[[str, Path], Tensor] = _no_tensor) -> Any:
     """The value that `tree` was made of.
 
     Args:
         tree: from `Encoder.encode`, or from a file that nobody vouches for.
         path: where it is.
-        tensor: gives the tensor of a name that stands at a path.
+        tensor: gives the tensor of a name that stands at a path; without it there must be none.
 
     Raises:
         ValueError: it is no such tree, or it is too large or too deep.

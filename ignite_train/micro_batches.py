@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal
 
 from torch.utils.data import DataLoader
 
 from ignite_train import distributed
 from ignite_train.arguments import one_of, positive_int
-from ignite_train.data_position import DataPosition
+from ignite_train.data_position import DataPosition, length_of
+from ignite_train.samplers import HasEpoch
 
 __all__ = ["AccumulationSteps", "GroupedMicroBatches", "Uneven"]
 
@@ -21,11 +22,6 @@ AccumulationSteps = int | Sequence[int] | Callable[[int], int]
 Uneven = Literal["all", "shortest", "error"]
 """What ranks with different numbers of micro-batches do: `"all"` go on until every one has been used, those that ran out with
 no weight; all end the epoch once the `"shortest"` has run out; or it is an `"error"` at the start, which names each number."""
-
-
-@runtime_checkable
-class _HasEpoch(Protocol):
-    def set_epoch(self, epoch: int) -> None: ...
 
 
 class GroupedMicroBatches:
@@ -92,12 +88,12 @@ class _Pass:
     ) -> None:
         self._size, self._done, self._position = size, 0, 0
         self._place = DataPosition(loader)
-        total = _length(loader)
+        total = length_of(loader)
         over = skip > 0 and total is not None and sum(map(size, range(skip))) >= total
         self._place.find(position, skip, over=over)
         if self._place.jumps:
             self._done = skip
-        self._announced = _length(loader)
+        self._announced = length_of(loader)
         self._lengths = [int(length) for length in distributed.everyones(-1 if self._announced is None else self._announced)]
         self._against = -distributed.world_size() if uneven == "shortest" else 0
         self.length = self._agree_on_length(uneven)
@@ -205,19 +201,10 @@ class _Pass:
         return groups
 
 
-def _length(loader: Iterable[Any]) -> int | None:
-    if not isinstance(loader, Sized):
-        return None
-    try:
-        return len(loader)
-    except TypeError:  # a DataLoader over an iterable dataset without a length
-        return None
-
-
 def _set_epoch(loader: Iterable[Any], epoch: int) -> None:
     owners: list[Any] = [loader]
     if isinstance(loader, DataLoader):
         owners += [loader.sampler, loader.batch_sampler, loader.dataset]
     for owner in owners:
-        if isinstance(owner, _HasEpoch):
+        if isinstance(owner, HasEpoch):
             owner.set_epoch(epoch)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
@@ -11,14 +11,9 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from ignite_train import distributed
 from ignite_train.arguments import positive_int
 from ignite_train.generators import generator_states, restore_generators, seed_generators
-from ignite_train.samplers import ShardedSampler
+from ignite_train.samplers import HasEpoch, ShardedSampler
 
 __all__ = ["ResumableLoader"]
-
-
-@runtime_checkable
-class _HasEpoch(Protocol):
-    def set_epoch(self, epoch: int) -> None: ...
 
 
 class ResumableLoader(DataLoader[Any]):
@@ -111,7 +106,7 @@ class _Samples(Dataset[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         """Hands it to a dataset that wants to know."""
-        if isinstance(self._dataset, _HasEpoch):
+        if isinstance(self._dataset, HasEpoch):
             self._dataset.set_epoch(epoch)
 
     def __getitems__(self, keys: Sequence[tuple[int, int]]) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sized
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch.utils.data import Sampler
@@ -10,7 +11,15 @@ from torch.utils.data import Sampler
 from ignite_train import distributed
 from ignite_train.arguments import real_number, shown
 
-__all__ = ["ShardedSampler"]
+__all__ = ["HasEpoch", "ShardedSampler"]
+
+
+@runtime_checkable
+class HasEpoch(Protocol):
+    """A sampler, loader or dataset whose order or content changes from epoch to epoch."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Says which epoch (0-based) the next pass is."""
 
 
 class ShardedSampler(Sampler[int]):

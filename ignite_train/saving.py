@@ -103,11 +103,5 @@ class Saver:
     def _remove_what_is_left(self) -> None:
         """Once, what the process before was killed before it could remove, lest that adds up; each save does so at its end."""
         if self._is_taken_over and distributed.is_main_rank():
-            directory = CheckpointDirectory(self.path, self.disk)
-            try:
-                found, _ = directory.scan()
-                if found and self.path / found[-1][0] == self.latest:  # one that somebody asked for may be surplus itself
-                    directory.prune(self.retention)
-            except OSError as error:
-                _logger.warning(f"an old checkpoint could not be removed: {error}")
+            CheckpointDirectory(self.path, self.disk).prune(self.retention, newest=self.latest)
         self._is_taken_over = False

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -35,6 +34,7 @@ from ignite_train.handlers import Checkpoint, LearningRateSchedule, StopOnSignal
 from ignite_train.manifest import is_checkpoint_name, read_manifest
 from ignite_train.retention import Retention
 from ignite_train.stored import StoredCheckpoint
+from processes import Processes
 
 DEADLINE = 60.0  # seconds for anything that ends by itself, on a machine that is busy with other things
 PHASES = ("save", "agreement", "rename", "prune")
@@ -367,29 +367,16 @@ def finals(job: Job) -> list[dict[str, Any]]:
 # --- lives --------------------------------------------------------------------------------------------------------------------
 
 
-class Life:
+class Life(Processes):
     """The processes of a job from one start to the next. None is left over at the end, nor what they have started."""
 
     def __init__(self, job: Job, number: int, stop: Stop | None = None) -> None:
         job.directory.mkdir(parents=True, exist_ok=True)
         self.job, self.number = job, number
-        self.processes = [_context.Process(target=_live, args=(job, rank, number, stop)) for rank in range(job.world_size)]
-
-    def __enter__(self) -> Life:
-        for process in self.processes:
-            process.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        for process in self.processes:
-            process.kill()
-            process.join()
-        if error is not None:
-            error.add_note(self.stderr())
-
-    def stderr(self) -> str:
-        paths = [self.job.directory / f"stderr.{self.number}.{rank}" for rank in range(self.job.world_size)]
-        return "\n".join(f"--- {path.name} ---\n{path.read_text()}" for path in paths if path.exists())
+        super().__init__(
+            [_context.Process(target=_live, args=(job, rank, number, stop)) for rank in range(job.world_size)],
+            [job.directory / f"stderr.{number}.{rank}" for rank in range(job.world_size)],
+        )
 
     def kill(self, ranks: Sequence[int]) -> None:
         for rank in ranks:
@@ -403,9 +390,6 @@ class Life:
     def halted(self) -> bool:
         """Whether a process stands where it was to stop."""
         return (self.job.directory / f"halted.{self.number}").exists()
-
-    def send(self, number: signal.Signals, rank: int) -> None:
-        os.kill(self.processes[rank].pid or 0, number)
 
     def release(self) -> None:
         """Lets the process that stopped go on."""

@@ -16,7 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import count
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import ignite.distributed as idist
@@ -32,6 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 import cuts
 from ignite_train import ForwardOutput, NonFiniteError, Trainer, TrainEvents, TrainingError, create_evaluator, create_trainer
 from ignite_train.handlers import FailureBoard, HangWatch, PeerFailureError, Validation
+from processes import Processes
 
 DEADLINE = 5.0  # seconds. The promise is two; what is tested is that nobody waits for ever, on a busy machine too
 
@@ -70,7 +70,7 @@ class Board:
         return self.read(name)
 
 
-class Group:
+class Group(Processes):
     """Processes of one gloo group, any of which may fail, hang or be stopped. None is left over at the end.
 
     Each runs `function(board, *args)`; what it writes to standard error is in `stderr(rank)`. They meet at a file, at a store
@@ -93,24 +93,10 @@ class Group:
             place = {"WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": agent.port if agent else _free_port()}
             place["TORCHELASTIC_USE_AGENT_STORE"] = agent is not None
         jobs = [(directory, pickle.dumps((function, args)), rank, world_size, place) for rank in range(world_size)]
-        self.processes = [_context.Process(target=_child, args=job, daemon=True) for job in jobs]
-
-    def __enter__(self) -> Group:
-        for process in self.processes:
-            process.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        for process in self.processes:
-            process.kill()
-            process.join()
-        if error is not None:
-            for rank in range(len(self.processes)):
-                error.add_note(f"--- rank {rank} wrote ---\n{self.stderr(rank)}")
-
-    def stderr(self, rank: int) -> str:
-        path = self.board.directory / f"stderr.{rank}"
-        return path.read_text() if path.exists() else ""
+        super().__init__(
+            [_context.Process(target=_child, args=job, daemon=True) for job in jobs],
+            [directory / f"stderr.{rank}" for rank in range(world_size)],
+        )
 
     def status(self, rank: int, seconds: float = 20.0) -> int:
         """Waits for the end of a process and returns its exit status."""
@@ -121,10 +107,6 @@ class Group:
 
     def lives(self, rank: int) -> bool:
         return self.processes[rank].is_alive()
-
-    def send(self, number: signal.Signals, *to: int) -> None:
-        for rank in to:
-            os.kill(self.processes[rank].pid or 0, number)
 
 
 def _free_port() -> int:

@@ -806,11 +806,11 @@ def test_as_many_values_as_can_be_stored_can_be_read(monkeypatch):
     monkeypatch.setattr(encoding, "MAX_NODES", 1000)
     for entry, nodes in (((), 1), (1j, 3), (math.inf, 1), ({}, 1), (frozenset(), 1), ((1,), 2), ({1: 2}, 3), (b"", 1)):
         value = [entry] * (999 // nodes)
-        assert decode(Encoder().encode(value, ("x",)), ("x",), _no_tensor) == value
+        assert decode(Encoder().encode(value, ("x",)), ("x",)) == value
         with pytest.raises(CheckpointError, match="more than 1000 values"):
             Encoder().encode([*value, entry, entry, entry], ("x",))
         with pytest.raises(ValueError, match="more than 1000 values"):
-            decode(_unbounded(monkeypatch, [*value, entry, entry, entry]), ("x",), _no_tensor)
+            decode(_unbounded(monkeypatch, [*value, entry, entry, entry]), ("x",))
 
 
 @pytest.mark.parametrize("kind", ["list", "tuple", "dict", "key", "frozenset", "complex"])
@@ -830,7 +830,7 @@ def test_as_deep_as_can_be_stored_can_be_read(kind):
             tree = Encoder().encode(value, ("x",))
         except CheckpointError:
             break
-        assert decode(tree, ("x",), _no_tensor) == value
+        assert decode(tree, ("x",)) == value
         value, depth = wrap(value), depth + 1
 
     assert depth > MAX_DEPTH / 2 - 2
@@ -841,10 +841,6 @@ def _unbounded(monkeypatch: pytest.MonkeyPatch, value: Any) -> Any:
     with monkeypatch.context() as patch:
         patch.setattr(encoding, "MAX_NODES", 10**9)
         return Encoder().encode(value, ("x",))
-
-
-def _no_tensor(name: str, _path: Any) -> Tensor:
-    raise ValueError(name)
 
 
 _json = st.recursive(

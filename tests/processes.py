@@ -1,0 +1,43 @@
+"""Processes, one a rank, that a test starts, watches and ends, and what they write to standard error."""
+
+from __future__ import annotations
+
+import os
+import signal
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+
+class Processes:
+    """Run from the beginning of a `with` to its end, at which none is left over; an error in it has what they wrote as a note.
+
+    Args:
+        processes: in rank order, not started yet.
+        written: the files to which each sends its standard error.
+    """
+
+    def __init__(self, processes: list[BaseProcess], written: list[Path]) -> None:
+        self.processes, self._written = processes, written
+
+    def __enter__(self) -> Self:
+        for process in self.processes:
+            process.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+        if error is not None:
+            error.add_note(self.stderr())
+
+    def stderr(self, *ranks: int) -> str:
+        """What these have written, or all of them."""
+        paths = [self._written[rank] for rank in ranks or range(len(self._written))]
+        return "\n".join(f"--- {path.name} ---\n{path.read_text()}" for path in paths if path.exists())
+
+    def send(self, number: signal.Signals, *to: int) -> None:
+        for rank in to:
+            os.kill(self.processes[rank].pid or 0, number)
