@@ -35,6 +35,13 @@ class _Stateful(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
+@runtime_checkable
+class _HasGenerator(Protocol):
+    """A loader or sampler, such as torch's, that may draw from a generator of its own."""
+
+    generator: torch.Generator | None
+
+
 def length_of(loader: Iterable[Any]) -> int | None:
     """Micro-batches in a pass over `loader`; None if it does not know."""
     if not isinstance(loader, Sized):
@@ -219,7 +226,7 @@ class DataPosition:
             return []
         if not isinstance(self._loader.dataset, IterableDataset):
             owners += [self._loader.sampler, self._loader.batch_sampler]
-        found = [vars(owner).get("generator") for owner in owners if owner is not None]
+        found = [owner.generator for owner in owners if isinstance(owner, _HasGenerator)]
         return list({id(generator): generator for generator in found if isinstance(generator, torch.Generator)}.values())
 
 

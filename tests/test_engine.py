@@ -24,6 +24,7 @@ from ignite.handlers import (
     Timer,
 )
 from torch import nn
+from torch.utils.data import DataLoader
 
 from ignite_train import TrainEvents, TrainState, create_evaluator, create_trainer
 
@@ -57,6 +58,13 @@ class Lying:
 
     def __iter__(self) -> Iterator[float]:
         return iter(float(number) for number in range(self.given))
+
+
+SAMPLERS: dict[str, dict[str, Any]] = {
+    "a list": {"sampler": [2, 0, 1, 3]},
+    "a range": {"sampler": range(3, -1, -1)},
+    "a list of batches": {"batch_sampler": [[2], [0], [1], [3]]},
+}
 
 
 class InjectedError(Exception):
@@ -695,6 +703,16 @@ def test_events_of_the_users_own():
     trainer.add_event_handler("TENTH_OF_A_METRE", lambda: at.append(0))
     trainer.run([1.0] * 4)
     assert at == [0, 2, 0, 0, 4, 0]
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_samplers_may_be_plain_sequences(sampler: str) -> None:
+    """Torch takes anything that gives indices; a run stops and goes on in the middle of them."""
+    loader = DataLoader([1.0, 2.0, 4.0, 8.0], collate_fn=sum, **SAMPLERS[sampler])  # type: ignore[arg-type]
+    trainer, groups = make()
+    trainer.run(loader, max_iters=2)
+    trainer.run(loader, max_epochs=2)
+    assert groups == [[batch] for batch in (*loader, *loader)]
 
 
 def test_filter_needs_a_counter():
