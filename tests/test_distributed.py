@@ -112,6 +112,32 @@ def test_an_update_is_its_gradients_and_one_small_all_reduce(way: str, accumulat
         assert collectives == {}
 
 
+def trace() -> tuple[float, float]:
+    """When, in microseconds, the small all-reduce of an update of a deep network begins, and when its last backward does."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(16)), nn.Linear(256, 1))
+    trainer = create_trainer(
+        DistributedDataParallel(model),
+        torch.optim.SGD(model.parameters(), lr=0.01),
+        lambda model, x: ForwardOutput(model(x).square().sum(), len(x)),
+        accumulation_steps=2,
+    )
+    profiler = profile(activities=[ProfilerActivity.CPU], record_shapes=True)
+    trainer.add_event_handler(Events.ITERATION_STARTED(once=3), profiler.__enter__)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), lambda: profiler.__exit__(None, None, None))
+    trainer.run([torch.randn(64, 256) for _ in range(6)], max_epochs=1)
+    products = sorted(event.time_range.start for event in profiler.events() if event.name == "AddmmBackward0")
+    reductions = [event for event in profiler.events() if event.name == "gloo:all_reduce"]
+    (statistics,) = (event for event in reductions if math.prod(event.input_shapes[0]) <= 64)
+    return statistics.time_range.start, products[len(products) // 2]
+
+
+def test_the_statistics_overlap_backward() -> None:
+    """In DDP they are under way before the last backward begins, by the profiler's clock."""
+    for statistics, backward in run_ranks(trace):
+        assert statistics < backward
+
+
 def chosen(kind: str) -> str:
     """The way that is chosen for a DDP of this kind by itself, after two updates."""
     model = cuts.linear()
