@@ -50,6 +50,7 @@ def create_trainer(
     on_out_of_memory: OnOutOfMemory = "raise",
     give_up_after: int | None = 20,
     compile: Compile = False,  # noqa: A002  # torch's name for it
+    compiled_autograd: bool = False,
 ) -> Trainer:
     """Makes a trainer: an Ignite engine whose one iteration is one optimizer update over a group of micro-batches.
 
@@ -81,6 +82,7 @@ def create_trainer(
         give_up_after: so many updates in a row that are skipped because they are not finite, or that run out of memory, end
             the run with a `GaveUpError` on all ranks; None never gives up. (An overflow lowers the loss scale to its floor.)
         compile: compile the model in place: True, or a mapping of `torch.compile`'s options. Not with `create_graph`.
+        compiled_autograd: trace and compile backward too, with the options of `compile`. Not in DistributedDataParallel.
 
     Returns:
         The trainer; start it with `trainer.run(loader, max_epochs=...)`.
@@ -99,8 +101,8 @@ def create_trainer(
         real_number("max_grad_norm", max_grad_norm, above=0)
     way = reduction_for(model, reduction)
     if create_graph:
-        _check_second_order(compiled=bool(compile))
-    compile_in_place(model, compile)
+        _check_second_order(compiled=compile is not False)
+    backward = compile_in_place(model, compile, backward=compiled_autograd)
     device = next(model.parameters()).device
     gradients, statistics = Gradients(way.module, optimizer), Statistics(device)
     stepping, rates = Stepping(optimizer, gradients), LearningRates(optimizer)
@@ -108,6 +110,7 @@ def create_trainer(
         model=model,
         optimizer=optimizer,
         forward=forward,
+        backward=backward,
         transfer=Transfer(device),
         precision=Precision(precision, device),
         loss_scaling=_default_scaling(precision) if loss_scaling is None else _check_scaling(loss_scaling),

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from ignite_train import distributed
 from ignite_train.arguments import shown
+from ignite_train.compilation import Backward
 from ignite_train.engine import Trainer
 from ignite_train.errors import ForwardContractError, GaveUpError, NonFiniteError
 from ignite_train.events import TrainEvents
@@ -41,6 +42,7 @@ class Update:
     model: nn.Module
     optimizer: Optimizer
     forward: Forward
+    backward: Backward
     transfer: Transfer
     precision: Precision
     loss_scaling: LossScaling
@@ -150,7 +152,7 @@ class Update:
         if not loss.requires_grad:
             raise ForwardContractError("the loss that forward returned has no graph; return it without .detach() or no_grad()")
         scaled = loss if self.loss_scaling.scale == 1.0 else loss * self.loss_scaling.scale
-        torch.autograd.backward(scaled, retain_graph=self.retain_graph or self.create_graph, create_graph=self.create_graph)
+        self.backward(scaled, retain_graph=self.retain_graph or self.create_graph, create_graph=self.create_graph)
 
     def _decide(self, totals: Totals) -> UpdateOutput:
         """Judges the update by reduced numbers only, so that every rank comes to the same verdict."""
