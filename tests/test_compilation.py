@@ -181,6 +181,78 @@ def test_a_compiled_model_in_ddp():
     assert compiled[0] == compiled[1] == plain[0]
 
 
+# --- compiled by the user, block by block ---
+
+
+class Block(nn.Module):
+    """One layer of many."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(self.norm(x)))
+
+
+class Deep(nn.Module):
+    """Twelve equal blocks: more than torch would compile one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 1)
+        self.blocks = nn.ModuleList(Block() for _ in range(12))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+def train_block_by_block(wrapping: str, *, compiled: bool) -> tuple[list[float], list[int]]:
+    """The losses of three epochs with an evaluation after each, and how many graphs there were after each update."""
+    torch.manual_seed(0)
+    model, backend = Deep(), Backend()
+    for block in model.blocks if compiled else ():
+        block.compile(backend=backend, fullgraph=True)
+    if wrapping == "fsdp":
+        mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+        for module in (*model.blocks, model):
+            fully_shard(module, mesh=mesh)
+    wrapped = DistributedDataParallel(model) if wrapping == "ddp" else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    reduction = "auto" if wrapping == "plain" else wrapping
+    trainer = create_trainer(wrapped, optimizer, summed_loss, accumulation_steps=3, max_grad_norm=0.1, reduction=reduction)
+    evaluator = create_evaluator(wrapped, summed_loss)
+    losses: list[float] = []
+    graphs: list[int] = []
+
+    @trainer.on(Events.ITERATION_COMPLETED)
+    def _() -> None:
+        losses.append(trainer.state.output.loss)
+        graphs.append(backend.graphs)
+
+    trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: evaluator.run(equal_batches(2)))
+    trainer.run(equal_batches(7), max_epochs=3)
+    return losses, graphs
+
+
+def train_both_ways(wrapping: str) -> list[tuple[list[float], list[int]]]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return [train_block_by_block(wrapping, compiled=compiled) for compiled in (False, True)]
+
+
+@pytest.mark.parametrize("wrapping", ["plain", "ddp", "fsdp"])
+def test_equal_blocks_are_compiled_once(wrapping):
+    """One graph for all of them in training and one in evaluation, and the same losses, bit by bit."""
+    ranks = [train_both_ways("plain")] if wrapping == "plain" else run_ranks(train_both_ways, wrapping, timeout_seconds=60.0)
+    for (losses, _), (compiled_losses, graphs) in ranks:
+        assert compiled_losses == losses
+        assert graphs == [1, 1, 1, 2, 2, 2, 2, 2, 2]
+
+
 def test_what_cannot_be_compiled_is_refused():
     """A misspelt argument, second derivatives and a model that torch would leave as it is are told before the first batch."""
     with pytest.raises(TypeError, match="compile must be a bool or a mapping"):
