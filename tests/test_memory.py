@@ -1,0 +1,211 @@
+"""An update needs no more memory than a careful loop by hand, counted by every byte that torch's allocator gives out."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from ignite.engine import Events
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+from torch.optim.lr_scheduler import LambdaLR
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from ignite_train import ForwardOutput, Trainer, create_trainer
+from ignite_train.handlers import (
+    EmptyCache,
+    FailureBoard,
+    HangWatch,
+    LearningRateSchedule,
+    LossScaleLogger,
+    MinLearningRate,
+    ProgressLog,
+    StopOnSignal,
+    TimeLimit,
+    TrainingMetrics,
+)
+
+UPDATES, FIRST_UPDATES = 6, 2  # the moments come into being in the first
+SCALARS = 256  # loss, sample size, logs and norm of an update, and what adding them up takes
+RANDOM_STATES = 2 * torch.get_rng_state().nbytes  # as the epoch and the update began, to be able to go back
+
+
+# --- the meter ---
+
+
+class Peaks(NamedTuple):
+    """Bytes alive at most, of what was allocated while measuring."""
+
+    of_all: int
+    of_fetching: int
+
+
+def peaks(train: Callable[[], Any], *, after: int = 0) -> Peaks:
+    """Runs `train` and adds up what torch's allocator gives out and takes back, kernels' own scratch space too.
+
+    The garbage collector sleeps meanwhile: what only it would find counts as alive.
+
+    Args:
+        train: wraps its fetching in `record_function("fetch")`.
+        after: leave out what is before so many fetches.
+    """
+    gc.collect()
+    gc.disable()
+    try:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            train()
+    finally:
+        gc.enable()
+    events = profiler.profiler.kineto_results.events()
+    fetches = sorted((event.start_ns(), event.end_ns()) for event in events if event.name() == "fetch")
+    begin = fetches[after][0] if after else 0
+    alive, of_all, of_fetching = 0, 0, 0
+    changes = [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]
+    for moment, change in sorted(changes, key=lambda pair: pair[0]):
+        alive += change
+        if moment >= begin:
+            of_all = max(of_all, alive)
+            if any(start <= moment <= end for start, end in fetches):
+                of_fetching = max(of_fetching, alive)
+    return Peaks(of_all, of_fetching)
+
+
+def test_the_meter_counts_bytes():
+    """Against numbers that are derived by hand, for a product of 1000 float32 numbers and its backward."""
+    size = 4 * 1000
+
+    def train() -> None:
+        weight = torch.ones(1000, requires_grad=True)  # 1 x size
+        with record_function("fetch"):
+            x = torch.ones(1000)  # 2
+        product = weight * x  # 3, of which the graph keeps x
+        loss = product.sum()  # 4 bytes
+        del product  # 2
+        loss.backward()  # the gradient of the product is one number, expanded; the weight's, 3; and a 1 for the loss
+        weight.grad = None  # 2
+        del x  # the graph is gone: 1
+        with record_function("fetch"):
+            _ = torch.ones(1000)  # 2, and the loss is still there
+
+    assert peaks(train) == (3 * size + 8, 2 * size + 4)
+
+
+# --- the loops ---
+
+
+class Shape(NamedTuple):
+    """Of a network and its micro-batches."""
+
+    samples: int
+    inputs: int
+    width: int
+
+
+SHAPES = {
+    "activations": Shape(samples=2048, inputs=8, width=64),
+    "parameters": Shape(samples=4, inputs=8, width=512),
+    "micro-batches": Shape(samples=64, inputs=8192, width=8),
+}
+
+
+class Net(nn.Module):
+    """Three layers; returns the last activations beside the prediction."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(shape.inputs, shape.width), nn.Linear(shape.width, shape.width)
+        self.third, self.last = nn.Linear(shape.width, shape.width), nn.Linear(shape.width, 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = torch.tanh(self.third(torch.tanh(self.second(torch.tanh(self.first(x))))))
+        return self.last(hidden), hidden
+
+
+def forward(model: nn.Module, x: Tensor) -> ForwardOutput:
+    """The second log has a graph that no backward runs through: who keeps the log keeps the activations."""
+    prediction, hidden = model(x)
+    loss = (prediction - 1).square().sum()
+    return ForwardOutput(loss, len(x), {"positive": (prediction > 0).sum(), "size": hidden.square().sum()})
+
+
+class Batches:
+    """Makes each micro-batch when it is asked for, and keeps none."""
+
+    def __init__(self, shape: Shape, number: int) -> None:
+        self._shape, self._number = shape, number
+
+    def __len__(self) -> int:
+        return self._number
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for _ in range(self._number):
+            yield self._make()
+
+    def _make(self) -> Tensor:
+        with record_function("fetch"):
+            return torch.ones(self._shape.samples, self._shape.inputs)
+
+
+def make(shape: Shape) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = Net(shape)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+
+
+def by_hand(shape: Shape, steps: int) -> None:
+    """As an expert writes it, who divides by the number of samples in the group and lets go of everything as soon as he can."""
+    model, optimizer = make(shape)
+    parameters = list(model.parameters())
+    batches = iter(Batches(shape, UPDATES * steps))
+    while group := list(islice(batches, steps)):
+        samples = sum(len(x) for x in group)
+        loss, positive, size = 0.0, 0.0, 0.0
+        for x in group:
+            output = forward(model, x)
+            (output.loss / samples).backward()
+            loss, positive = loss + output.loss.item(), positive + output.logs["positive"].item()
+            size += output.logs["size"].item()
+            del output
+        clip_grad_norm_(parameters, 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        del group, x
+
+
+def by_trainer(shape: Shape, steps: int, attach: Callable[[Trainer, Any], None] = lambda trainer, optimizer: None) -> None:
+    model, optimizer = make(shape)
+    trainer = create_trainer(model, optimizer, forward, accumulation_steps=steps, max_grad_norm=0.1)
+    attach(trainer, optimizer)
+    trainer.run(Batches(shape, UPDATES * steps))
+
+
+def attach_all(trainer: Trainer, optimizer: torch.optim.Optimizer) -> None:
+    """Every handler that is of use in a run without validation, publishing in each second update."""
+    every = Events.ITERATION_COMPLETED(every=2)
+    LearningRateSchedule(LambdaLR(optimizer, lambda _step: 1.0)).attach(trainer)
+    TrainingMetrics().attach(trainer, every)
+    LossScaleLogger().attach(trainer)
+    ProgressLog().attach(trainer, every)
+    EmptyCache().attach(trainer)
+    TimeLimit(seconds=10_000).attach(trainer)
+    MinLearningRate(optimizer, minimum=0.0).attach(trainer)
+    StopOnSignal().attach(trainer)
+    HangWatch(timeout_seconds=600).attach(trainer)
+    FailureBoard().attach(trainer)
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+@pytest.mark.parametrize("dominant", SHAPES)
+@pytest.mark.parametrize("attach", [lambda trainer, optimizer: None, attach_all], ids=["bare", "handlers"])
+def test_an_update_needs_no_more_than_by_hand(attach, dominant, steps):
+    """While it computes, and while it waits for the next group, of which nothing is there but what has been fetched."""
+    shape = SHAPES[dominant]
+    expected = peaks(lambda: by_hand(shape, steps), after=FIRST_UPDATES * steps)
+    got = peaks(lambda: by_trainer(shape, steps, attach), after=FIRST_UPDATES * steps)
+
+    assert got.of_all <= expected.of_all + RANDOM_STATES + SCALARS
+    assert got.of_fetching <= expected.of_fetching + RANDOM_STATES + SCALARS
