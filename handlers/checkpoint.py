@@ -28,13 +28,14 @@ from ignite_train.resumption import (
 from ignite_train.retention import Retention
 from ignite_train.run_state import RunState, capture, checked_objects
 from ignite_train.saving import Saver
+from ignite_train.signals import Passenger
 
 __all__ = ["Checkpoint"]
 
 _PATIENCE_SECONDS = 30.0  # for a save in flight, when the run breaks off
 
 
-class Checkpoint:
+class Checkpoint(Passenger):
     """Saves all that a run is made of, and brings it back: killed anywhere, a run goes on bitwise as if nothing had happened.
 
     Saved are model, optimizer, loss scaling, counters, the place in the data, metrics, every handler attached to the trainer
@@ -120,7 +121,6 @@ class Checkpoint:
         warns = one_of("on_error", on_error, ("raise", "warn")) == "warn"
         self.saver = Saver(self.directory, retention, asynchronous=asynchronous, warns=warns)
         self.held_seconds = 0.0
-        self.num_words = 1
         self._trainer: Trainer | None = None
         self._evaluator: Evaluator | None = None
         self._pending: RunState | None = None

@@ -14,6 +14,7 @@ from ignite_train.arguments import real_number
 from ignite_train.engine import Trainer
 from ignite_train.errors import TrainingError
 from ignite_train.events import Event, TrainEvents
+from ignite_train.signals import Passenger
 
 __all__ = ["GradNormConsistency", "GradNormMismatchError"]
 
@@ -50,7 +51,7 @@ class GradNormMismatchError(TrainingError, RuntimeError):
         return type(self), (self.update, self.norms, self.parameters)
 
 
-class GradNormConsistency:
+class GradNormConsistency(Passenger):
     """Compares the gradient norms of all ranks and raises `GradNormMismatchError` on each of them when they differ.
 
     After the reduction all ranks must hold the same gradient, so different norms mean that it is broken: a parameter outside
@@ -66,27 +67,25 @@ class GradNormConsistency:
         tolerance: the largest relative difference, greater than 0.
 
     Example:
-        >>> from ignite_train import TrainEvents
+        >>> from ignite.engine import Events
         >>> from ignite_train.handlers import GradNormConsistency
         >>> trainer = getfixture("trainer")
-        >>> handle = GradNormConsistency().attach(trainer, TrainEvents.GRADIENTS_READY(every=10))
+        >>> handle = GradNormConsistency().attach(trainer, Events.ITERATION_COMPLETED(every=10))
         >>> trainer.run(getfixture("loader"), max_epochs=3).num_steps
         12
     """
 
     def __init__(self, *, tolerance: float = 1e-6) -> None:
         self.tolerance = real_number("tolerance", tolerance, above=0)
-        self.num_words = 1
         self._due: tuple[int, float] | None = None  # update and norm, not yet sent
         self._sent: tuple[int, float] | None = None  # on its way
-        self._mismatch: tuple[int, tuple[float, ...]] | None = None
+        self._trainer: Trainer
 
-    def attach(self, trainer: Trainer, event: Event = TrainEvents.GRADIENTS_READY) -> RemovableEventHandle:
+    def attach(self, trainer: Trainer, event: Event = Events.ITERATION_COMPLETED) -> RemovableEventHandle:
         """Compares the norm of each update in which `event` fires, which must be the same updates on all ranks."""
-        self.num_words = distributed.world_size()
+        self._trainer, self.num_words = trainer, distributed.world_size()
         if self.num_words > 1 and self not in trainer.passengers:
             trainer.passengers.append(self)
-            trainer.prepend_event_handler(TrainEvents.GRADIENTS_READY, self._judge)
             trainer.prepend_event_handler(Events.COMPLETED, self._settle)
         return trainer.prepend_event_handler(event, self)
 
@@ -103,12 +102,31 @@ class GradNormConsistency:
         words[distributed.rank()] = _NO_CHECK if self._sent is None else self._sent[1]
         return words
 
+    def objects(self, sums: Tensor) -> Tensor:
+        """See `Passenger`: whether the norms differ."""
+        finite, first = sums.isfinite(), sums[0]
+        near = (sums - first).abs().max() / (first.abs() + 1e-6) < self.tolerance
+        return ~(finite.all() & near | ~finite.any())
+
     def arrived(self, sums: list[float]) -> None:
-        """Compares the norms; `_judge` raises, where gradients can be looked at.
+        """Compares the norms; if they differ, raises in GRADIENTS_READY, where gradients can be looked at.
 
         Raises:
             ValueError: some ranks have a norm to compare and others have not.
         """
+        if (mismatch := self._compare(sums)) is None:
+            return
+
+        def judge(trainer: Trainer) -> None:
+            handle.remove()
+            output = trainer.state.output
+            has_gradients = output is not None and output.sample_size > 0
+            raise GradNormMismatchError(*mismatch, self._differing(trainer.gradients()) if has_gradients else ())
+
+        # Attached only now: on an accelerator an update is faster if nobody looks at its gradients.
+        handle = self._trainer.prepend_event_handler(TrainEvents.GRADIENTS_READY, judge)
+
+    def _compare(self, sums: list[float]) -> tuple[int, tuple[float, ...]] | None:
         sent, self._sent = self._sent, None
         without = [rank for rank, norm in enumerate(sums) if norm == _NO_CHECK]
         if without and len(without) < len(sums):
@@ -116,24 +134,12 @@ class GradNormConsistency:
                 "event must fire in the same updates on all ranks, got one that GradNormConsistency had a norm from on some "
                 f"ranks and not on {without}: attach it alike everywhere, to an event whose counter is the same on all ranks"
             )
-        if sent is not None and not _agree(sums, self.tolerance):
-            self._mismatch = sent[0], tuple(sums)
-
-    def _judge(self, trainer: Trainer) -> None:
-        if self._mismatch is not None:
-            output = trainer.state.output
-            has_gradients = output is not None and output.sample_size > 0
-            self._raise(self._differing(trainer.gradients()) if has_gradients else ())
+        return None if sent is None or _agree(sums, self.tolerance) else (sent[0], tuple(sums))
 
     def _settle(self) -> None:
         """After the last update: no other brings its norm to the ranks."""
-        self.arrived(distributed.total(self.words()))
-        self._raise(())
-
-    def _raise(self, parameters: tuple[str, ...]) -> None:
-        mismatch, self._mismatch = self._mismatch, None
-        if mismatch is not None:
-            raise GradNormMismatchError(*mismatch, parameters)
+        if (mismatch := self._compare(distributed.total(self.words()))) is not None:
+            raise GradNormMismatchError(*mismatch, ())
 
     def _differing(self, gradients: dict[str, Tensor]) -> tuple[str, ...]:
         """The names of those whose norms differ, or that some rank has no gradient for. Collective."""

@@ -22,6 +22,7 @@ from ignite_train.arguments import nearest
 from ignite_train.engine import Trainer
 from ignite_train.errors import TrainingError
 from ignite_train.events import Event
+from ignite_train.signals import Passenger
 
 __all__ = ["StateConsistency", "StateMismatchError", "tensor_digests"]
 
@@ -74,7 +75,7 @@ class _Schedule(Protocol):
     def state_dict(self) -> Mapping[str, Any]: ...
 
 
-class StateConsistency:
+class StateConsistency(Passenger):
     """Compares, bit by bit, what all ranks must hold alike, and raises `StateMismatchError` on each of them if they do not.
 
     That is: parameters, buffers, the optimizer's state and settings, the schedule, the loss scale and the counters
@@ -158,6 +159,12 @@ class StateConsistency:
         digest = self._sent.digest
         words = [float(digest >> 16 * place & 0xFFFF) for place in range(_WORDS)]
         return [*words, *(word * word for word in words), 1.0]
+
+    def objects(self, sums: Tensor) -> Tensor:
+        """See `Passenger`: whether the digests differ, or some rank has none."""
+        words, squares, present = sums[:_WORDS], sums[_WORDS:-1], sums[-1]
+        world_size = distributed.world_size()
+        return (words * words != world_size * squares).any() | ((present != 0) & (present != world_size))
 
     def arrived(self, sums: list[float]) -> None:
         """Compares.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from itertools import chain
@@ -43,54 +44,56 @@ class ExplicitReduction(PlainReduction):
         for tensor in chain(model.parameters(), model.buffers()):
             dist.broadcast(tensor.detach(), src=0)
         self._buckets: tuple[tuple[nn.Parameter, ...], ...] = ()
-        self._tail: tuple[nn.Parameter, ...] = ()
-        self._planned: tuple[int, ...] = ()
+        self._tails: tuple[tuple[nn.Parameter, ...], ...] = ()  # by dtype
+        self._planned: list[nn.Parameter] = []
 
     def end(self, trainer: Trainer, statistics: Statistics, gradients: Gradients) -> float | Tensor:
         """Sums gradients and statistics; a parameter that no rank has a gradient for keeps none."""
-        self._make_plan()
+        self._make_plan(gradients, statistics.device)
         vector = statistics.pack(trainer.signals, trainer.passengers)
         assert vector is not None  # noqa: S101  # there are several ranks
-        present = [parameter.grad is not None for parameter in chain(*self._buckets, self._tail)]
+        groups = (*self._buckets, *self._tails)
+        present = [parameter.grad is not None for parameter in chain(*groups)]
         counts = torch.tensor(present, dtype=vector.dtype).to(vector.device, non_blocking=True)
-        flat = [_flatten(bucket, bucket[0].dtype) for bucket in self._buckets]
-        last = torch.cat([vector, counts, *([_flatten(self._tail, vector.dtype)] if self._tail else [])])
+        flat = [_flatten(bucket) for bucket in self._buckets]
+        tails = [_flatten(tail) for tail in self._tails]
+        last = torch.cat([vector, counts, *tails])  # in the widest of their dtypes
         for work in [distributed.start_sum(bucket) for bucket in (*flat, last)]:
             if work is not None:
                 work.wait()
-        sums, counts, tail = torch.split(last, [len(vector), len(counts), len(last) - len(vector) - len(counts)])
+        sums, counts, *tails = torch.split(last, [len(part) for part in (vector, counts, *tails)])
         vector.copy_(sums)
         if not all(present):
             present = (counts > 0).tolist()  # sync, only where a parameter has no gradient on this rank
         whose = iter(present)
-        for bucket, summed in zip((*self._buckets, self._tail), (*flat, tail), strict=True):
-            _unflatten(bucket, summed, whose)
+        for group, summed in zip(groups, (*flat, *tails), strict=True):
+            _unflatten(group, summed, whose)
         return gradients.norm()
 
-    def _make_plan(self) -> None:
+    def _make_plan(self, gradients: Gradients, device: torch.device) -> None:
         """Cuts the trainable parameters into buckets; again only when others have become trainable."""
-        trainable = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-        planned = tuple(map(id, trainable))
-        if planned == self._planned:
+        trainable = [parameter for parameter in gradients.parameters() if parameter.requires_grad]
+        if len(trainable) == len(self._planned) and all(map(operator.is_, trainable, self._planned)):
             return
-        self._planned = planned
-        tail: list[nn.Parameter] = []
+        self._planned = trainable
+        tails: dict[torch.dtype, list[nn.Parameter]] = {}
+        in_tails: set[int] = set()
         elements = 0
-        for parameter in sorted(trainable, key=Tensor.numel):
+        for parameter in sorted((p for p in trainable if p.is_floating_point() and p.device == device), key=Tensor.numel):
             elements += parameter.numel()
             if elements > _TAIL_ELEMENTS:
                 break
-            tail.append(parameter)
-        in_tail = set(map(id, tail))
+            tails.setdefault(parameter.dtype, []).append(parameter)
+            in_tails.add(id(parameter))
         buckets: dict[tuple[torch.dtype, torch.device], list[list[nn.Parameter]]] = {}
         for parameter in trainable:
-            if id(parameter) not in in_tail:
+            if id(parameter) not in in_tails:
                 same = buckets.setdefault((parameter.dtype, parameter.device), [[]])
                 if same[-1] and sum(p.nbytes for p in same[-1]) + parameter.nbytes > _BUCKET_BYTES:
                     same.append([])
                 same[-1].append(parameter)
         self._buckets = tuple(tuple(bucket) for same in buckets.values() for bucket in same)
-        self._tail = tuple(tail)
+        self._tails = tuple(map(tuple, tails.values()))
 
 
 class SmallReplicas(ExplicitReduction):
@@ -136,14 +139,14 @@ class SmallReplicas(ExplicitReduction):
         return context
 
 
-def _flatten(parameters: tuple[nn.Parameter, ...], dtype: torch.dtype) -> Tensor:
+def _flatten(parameters: tuple[nn.Parameter, ...]) -> Tensor:
     """The gradients end to end; zeros for those that are missing."""
-    parts = [torch.zeros_like(p) if p.grad is None else p.grad.detach() for p in parameters]
-    return torch.cat([part.reshape(-1).to(dtype) for part in parts])
+    return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in parameters])
 
 
 def _unflatten(parameters: tuple[nn.Parameter, ...], flat: Tensor, present: Iterator[bool]) -> None:
     """Gives each parameter its part of `flat` for a gradient, unless no rank has one."""
-    for parameter, part in zip(parameters, torch.split(flat, [p.numel() for p in parameters]), strict=True):
+    parts = torch.split(flat.to(parameters[0].dtype), [p.numel() for p in parameters])
+    for parameter, part in zip(parameters, parts, strict=True):
         if next(present):
-            parameter.grad = part.view_as(parameter).to(parameter.dtype)
+            parameter.grad = part.view_as(parameter)

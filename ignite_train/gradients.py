@@ -47,12 +47,12 @@ class Gradients:
         if type(optimizer).zero_grad is not Optimizer.zero_grad or "zero_grad" in vars(optimizer):
             optimizer.zero_grad(set_to_none=True)
             return
-        for parameter in self._parameters():  # as torch's does, but for a profiler's range that costs more than all of it
+        for parameter in self.parameters():  # as torch's does, but for a profiler's range that costs more than all of it
             parameter.grad = None
 
     def clear_stale(self) -> None:
         """Drops gradients that something else than an update left behind: they are no part of this update."""
-        for parameter in self._parameters():
+        for parameter in self.parameters():
             if parameter.grad is not None:
                 self.clear()
                 break
@@ -60,19 +60,19 @@ class Gradients:
     def set_aside(self) -> list[Tensor | None]:
         """Takes all gradients off their parameters."""
         aside = []
-        for parameter in self._parameters():
+        for parameter in self.parameters():
             aside.append(parameter.grad)
             parameter.grad = None
         return aside
 
     def put_back(self, aside: list[Tensor | None]) -> None:
         """Undoes `set_aside`, and whatever came since."""
-        for parameter, gradient in zip(self._parameters(), aside, strict=True):
+        for parameter, gradient in zip(self.parameters(), aside, strict=True):
             parameter.grad = gradient
 
     def add_back(self, aside: list[Tensor | None]) -> None:
         """Adds what was set aside to what came since, as backward would have."""
-        for parameter, gradient in zip(self._parameters(), aside, strict=True):
+        for parameter, gradient in zip(self.parameters(), aside, strict=True):
             if parameter.grad is None:
                 parameter.grad = gradient
             elif gradient is not None:
@@ -80,7 +80,7 @@ class Gradients:
 
     def detach(self) -> None:
         """Cuts the graphs that `create_graph=True` leaves on gradients, so that the next micro-batch does not grow them."""
-        for parameter in self._parameters():
+        for parameter in self.parameters():
             if parameter.grad is not None:
                 parameter.grad = parameter.grad.detach()
 
@@ -149,7 +149,8 @@ class Gradients:
         """Multiplies all of them, in one pass."""
         torch._foreach_mul_(self._existing(), factor)
 
-    def _parameters(self) -> list[nn.Parameter]:
+    def parameters(self) -> list[nn.Parameter]:
+        """Whose they are, in the optimizer's order."""
         return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
 
     def _existing(self) -> list[Tensor]:

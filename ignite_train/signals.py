@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
+from torch import Tensor
+
 __all__ = ["Passenger", "Signals"]
 
 
@@ -32,10 +35,17 @@ class Passenger(Protocol):
         num_words: how many; the same on all ranks.
     """
 
-    num_words: int
+    num_words: int = 1
 
     def words(self) -> Sequence[float]:
         """What travels. Called once an update, on every rank."""
 
     def arrived(self, sums: list[float]) -> None:
         """What came back: the same on every rank, so that an error raised here is raised on all of them."""
+
+    def objects(self, sums: Tensor) -> Tensor:
+        """Whether `arrived` is going to object to these sums, before the step: a bool tensor without dimensions, not read.
+
+        An accelerator asks before it makes the step without the host. Whoever subclasses this and never raises never objects.
+        """
+        return sums.new_zeros((), dtype=torch.bool)

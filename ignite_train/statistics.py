@@ -28,7 +28,7 @@ class Reduced(NamedTuple):
         sample_size: Σsample_size.
         loss: Σloss.
         norm: L2 norm of the gradients as they are.
-        obstacles: 0 if all names of logs are known to all ranks and none ran out of memory.
+        obstacles: 0 if all names of logs are known to all ranks, none ran out of memory, and no passenger objects.
     """
 
     sample_size: Tensor
@@ -152,7 +152,11 @@ class Statistics:
         self._wait()
         vector = self._vector
         length = vector[_NORM].sqrt() if norm is None else norm.to(vector.device, vector.dtype)
-        return Reduced(vector[0], vector[1], length, vector[_OUT_OF_MEMORY] + vector[_UNKNOWN])
+        obstacles, begin = vector[_OUT_OF_MEMORY] + vector[_UNKNOWN], _HEAD
+        for passenger in self._passengers:
+            obstacles = obstacles + passenger.objects(vector[begin : begin + passenger.num_words])
+            begin += passenger.num_words
+        return Reduced(vector[0], vector[1], length, obstacles)
 
     def send(self, norm: float | Tensor | None, more: Sequence[Tensor] = ()) -> None:
         """Starts the one transfer to the host, which `finish` waits for. What is given to the device later does not delay it.

@@ -27,8 +27,7 @@ class DeviceVerdict:
 
     The order of reading and stepping is the other one (the host reads, then steps) wherever the difference could show:
 
-    - somebody looks in between: GRADIENTS_READY has a handler, also one whose filter is not due, or there is a passenger,
-      whose `arrived` may raise;
+    - somebody looks in between: GRADIENTS_READY has a handler, also one whose filter is not due;
     - the factor cannot be folded into the step, or a step that is withheld would leave a trace; see `Stepping`;
     - gradients and sums are not all on one device, or it has no float64.
 
@@ -58,7 +57,7 @@ class DeviceVerdict:
         """Reads the update's numbers, and says whether the device has made the step that belongs to them.
 
         Args:
-            trainer: whose handlers and passengers may stand between reduction and step.
+            trainer: whose handlers may stand between reduction and step.
             norm: as for `Statistics.finish`.
             scale: the loss scale.
         """
@@ -85,8 +84,6 @@ class DeviceVerdict:
         """Why the host must know the numbers before the step; asked in each update, as handlers and hooks come and go."""
         if trainer.has_handlers(TrainEvents.GRADIENTS_READY):
             return "GRADIENTS_READY has a handler"
-        if trainer.passengers:
-            return "a handler has numbers travel with the statistics"
         if {device for device, _ in self._gradients.kinds} != {self._statistics.device}:
             return "gradients are not on the device of the loss"
         return self._stepping.obstacle() or self._stepping.withholding_obstacle()
@@ -95,7 +92,7 @@ class DeviceVerdict:
         now = "it is" if obstacle is None else f"at first not, since {obstacle}"
         logging.getLogger("ignite_train").info(
             "a step is queued before the host has read the update's numbers, if it is folded into a fused kernel that has its "
-            f"moments, and no handler of GRADIENTS_READY and no consistency check stands in between: {now}"
+            f"moments, and no handler of GRADIENTS_READY stands in between: {now}"
         )
         self._logged = True
 

@@ -452,6 +452,25 @@ def test_a_gradient_that_one_rank_lacks_is_named() -> None:
         assert (update, parameters) == (2, ("weight", "bias"))
 
 
+@pytest.mark.parametrize(
+    "norms",
+    [
+        *([1.0, 1.0], [0.0, 0.0], [-1.0, -1.0], [1.0, 1 + 1e-9], [1.0, 1 + 2e-6], [2e-6, 0.0], [1e-12, 0.0], [1e30, 1e30]),
+        *([math.inf, math.inf], [math.inf, math.nan], [1.0, math.inf], [math.nan, 1.0], [-1.0, 1.0], [1e30, -1.0]),
+        *([1.0, 1.0, 1.1], [1.0, 1.0, 1.0], [-1.0, math.inf]),
+    ],
+)
+def test_the_device_objects_to_what_the_host_raises_for(norms: list[float]) -> None:
+    """Both look at the same sums: an update that the host ends is one whose step the device has withheld."""
+    check = GradNormConsistency()
+    check._sent = None if norms[0] == -1.0 else (1, norms[0])
+    try:
+        raises = check._compare(norms) is not None
+    except ValueError:
+        raises = True
+    assert bool(check.objects(torch.tensor(norms, dtype=torch.float64))) == raises
+
+
 def nonfinite_everywhere() -> int:
     def forward(model: nn.Module, micro_batch: Any) -> ForwardOutput:
         output = weighted(model, micro_batch)

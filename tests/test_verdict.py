@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -32,12 +33,13 @@ from ignite_train import (
     NonFiniteError,
     StaticLossScaling,
     TorchLossScaling,
+    Trainer,
     TrainEvents,
     create_trainer,
     reading,
 )
-from ignite_train.handlers import StateConsistency
-from ignite_train.signals import Signals
+from ignite_train.handlers import GradNormConsistency, GradNormMismatchError, StateConsistency, StateMismatchError
+from ignite_train.signals import Passenger, Signals
 from ignite_train.statistics import Reduced, Totals
 from ignite_train.stepping import LARGEST_DIVISOR, SMALLEST_DIVISOR, Stepping
 from ignite_train.verdict import DeviceVerdict, _plain_and_divisor
@@ -122,6 +124,7 @@ def train(
     forward: Callable[..., Any] = forward,
     wrap: Callable[[nn.Module], Any] = lambda model: model,
     scaled: bool = False,
+    checked: bool = False,
     **arguments: Any,
 ) -> dict[str, Any]:
     """What can be seen of a run: state of everything, outputs, events, and how it ended."""
@@ -134,6 +137,9 @@ def train(
     outputs: list[str] = []
     events: list[str] = []
     error = ""
+    if checked:
+        GradNormConsistency().attach(trainer)
+        StateConsistency(model, optimizer).attach(trainer, Events.ITERATION_COMPLETED(every=2))
     trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: outputs.append(repr(trainer.state.output)))
     for event in EVENTS:
         trainer.add_event_handler(event, lambda name: events.append(name), event.name)
@@ -320,7 +326,7 @@ def test_the_host_waits_for_what_came_before_the_step(monkeypatch, elsewhere, bu
         ("adagrad", lambda trainer, optimizer: None, 5),
         ("adamw", lambda trainer, optimizer: trainer.add_event_handler(TrainEvents.GRADIENTS_READY, lambda: None), 0),
         ("adamw", lambda trainer, optimizer: trainer.add_event_handler(TrainEvents.GRADIENTS_READY(once=99), lambda: None), 0),
-        ("adamw", lambda trainer, optimizer: trainer.passengers.append(StateConsistency(nn.Linear(1, 1), optimizer)), 0),
+        ("adamw", lambda trainer, optimizer: trainer.passengers.append(StateConsistency(nn.Linear(1, 1), optimizer)), 4),
         ("adamw", lambda trainer, optimizer: optimizer.register_step_post_hook(lambda *_: None), 0),
         ("adamw", lambda trainer, optimizer: optimizer.register_step_pre_hook(lambda *_: None), 0),
         ("adamw", lambda trainer, optimizer: optimizer.param_groups[0].update(fused=False), 0),
@@ -330,14 +336,43 @@ def test_the_host_waits_for_what_came_before_the_step(monkeypatch, elsewhere, bu
 )
 def test_who_keeps_the_order(monkeypatch, elsewhere, queued, build, micro_batches, optimizer, prepare, count):
     """Whoever could tell that the step came before the reading is asked for the other order, and nobody else."""
-    monkeypatch.setattr(StateConsistency, "words", lambda self: [0.0] * self.num_words)
-    monkeypatch.setattr(StateConsistency, "arrived", lambda self, sums: None)
     _, built, trainer = build(optimizer=FUSED[optimizer])
     kept = prepare(trainer, built)
     trainer.run(micro_batches)
     assert queued == [True] * count
     assert trainer.state.num_steps == 5
     del kept
+
+
+class Objecting(Passenger):
+    """Objects in one update, and may raise there."""
+
+    def __init__(self, update: int, trainer: Trainer, *, raises: bool) -> None:
+        self.update, self.trainer, self.raises = update, trainer, raises
+
+    def words(self) -> list[float]:
+        return [10.0 * self.update + self.trainer.state.iteration]
+
+    def objects(self, sums: Tensor) -> Tensor:
+        return sums[0] == 11 * self.update
+
+    def arrived(self, sums: list[float]) -> None:
+        if self.raises and sums == [11.0 * self.update]:
+            raise RuntimeError("objection")
+
+
+@pytest.mark.parametrize("raises", [True, False])
+def test_an_objection_withholds_the_step(elsewhere, queued, build, micro_batches, bits, raises):
+    """The device leaves the update to the host, which hears the passenger before it makes the step, or does not make it."""
+    model, _, trainer = build(optimizer=FUSED["sgd"])
+    trainer.passengers += [Objecting(9, trainer, raises=True), Objecting(3, trainer, raises=raises)]
+    before: list[Any] = []
+    trainer.add_event_handler(Events.ITERATION_STARTED(once=3), lambda: before.append(bits(model.state_dict())))
+    with pytest.raises(RuntimeError, match="objection") if raises else nullcontext():
+        trainer.run(micro_batches)
+    assert queued == [True, True, False] + [True] * (0 if raises else 2)
+    assert (bits(model.state_dict()) == before[0]) == raises
+    assert trainer.state.num_steps == (2 if raises else 5)
 
 
 def test_gradients_elsewhere_keep_the_order(elsewhere, build, micro_batches):
@@ -374,7 +409,7 @@ def test_the_order_is_said_once(elsewhere, build, micro_batches, caplog):
 # --- ranks ---
 
 
-def on_ranks(way: str, name: str, spoilt: int | None, scaled: bool) -> tuple[bool, list[bool], str]:
+def on_ranks(way: str, name: str, spoilt: int | None, scaled: bool, checked: bool) -> tuple[bool, list[bool], str]:
     """Whether both verdicts come to the same on this rank, the steps queued, and the parameters."""
     rank = torch.distributed.get_rank()
     batches = [batch for number, batch in enumerate(data(spoilt)) if number // 2 % 2 == rank]
@@ -383,7 +418,8 @@ def on_ranks(way: str, name: str, spoilt: int | None, scaled: bool) -> tuple[boo
         "explicit": lambda model: model,
         "fsdp": lambda model: fully_shard(model, mesh=init_device_mesh("cpu", (2,))),
     }[way]
-    arguments = {"wrap": wrap, "reduction": way, "scaled": scaled, "on_nonfinite": "skip", "max_grad_norm": 0.05}
+    arguments: dict[str, Any] = {"wrap": wrap, "reduction": way, "scaled": scaled, "checked": checked}
+    arguments |= {"on_nonfinite": "skip", "max_grad_norm": 0.05}
     with pytest.MonkeyPatch.context() as patch:
         there, ahead, queued = both(patch, name, batches, **arguments)
 
@@ -393,16 +429,63 @@ def on_ranks(way: str, name: str, spoilt: int | None, scaled: bool) -> tuple[boo
     return bit_by_bit(local(ahead)) == bit_by_bit(local(there)), queued, repr([ahead["outputs"], ahead["events"]])
 
 
+@pytest.mark.parametrize("checked", [False, True], ids=["bare", "with consistency checks"])
 @pytest.mark.parametrize("scaled", [False, True], ids=["skip", "scaled"])
 @pytest.mark.parametrize(
     ("way", "name"),
     [("ddp", "adamw"), ("ddp", "momentum"), ("explicit", "adamw"), ("explicit", "momentum"), ("fsdp", "adamw")],
 )
-def test_all_ranks_step_ahead_alike(way, name, scaled):
+def test_all_ranks_step_ahead_alike(way, name, scaled, checked):
     """On two ranks too, in every way of crossing them, overflow, empty groups and new names of logs included."""
-    (same, queued, seen), (same_too, queued_too, seen_too) = run_ranks(on_ranks, way, name, 4, scaled, timeout_seconds=60.0)
+    results = run_ranks(on_ranks, way, name, 4, scaled, checked, timeout_seconds=60.0)
+    (same, queued, seen), (same_too, queued_too, seen_too) = results
     assert same
     assert same_too
     assert (queued, seen) == (queued_too, seen_too)
     assert True in queued
     assert False in queued
+
+
+def mismatched(patch: pytest.MonkeyPatch, update: int, what: str) -> tuple[str, list[bool], list[bool], int]:
+    """On rank 1 a gradient, or a weight, is changed from one update on; what the error says, and what has moved."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer = FUSED["sgd"](model.parameters())
+    trainer = create_trainer(DistributedDataParallel(model), optimizer, forward, reduction="ddp")
+    check: Any = GradNormConsistency() if what == "gradient" else StateConsistency(model, optimizer)
+    check.attach(trainer, Events.ITERATION_COMPLETED)
+    weights: list[Tensor] = []
+
+    def disturb() -> None:
+        if torch.distributed.get_rank() == 1 and trainer.state.iteration >= update:
+            changed = model.bias.grad if what == "gradient" else model.bias.detach()
+            changed *= 1.5
+
+    trainer.add_event_handler(TrainEvents.BACKWARD_COMPLETED, disturb)
+    trainer.add_event_handler(Events.ITERATION_STARTED, lambda: weights.append(model.weight.detach().clone()))
+    queued = _watch(patch.setattr)
+    with pytest.raises((GradNormMismatchError, StateMismatchError)) as caught:
+        trainer.run(data(None)[:6])
+    moved = [not torch.equal(weights[-1], model.weight), trainer.has_handlers(TrainEvents.GRADIENTS_READY)]
+    return str(caught.value), moved, queued, trainer.state.iteration
+
+
+def mismatched_in_order(update: int, what: str, host: str) -> tuple[str, list[bool], list[bool], int]:
+    """The same where tensors on the CPU are on the host, or on an accelerator."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reading, "_HOST", host)
+        return mismatched(patch, update, what)
+
+
+@pytest.mark.parametrize("what", ["gradient", "weight"])
+def test_ranks_that_differ_are_noticed_before_the_step(what):
+    """On both ranks, by the same message in either order, with the parameters as they were when the update began."""
+    there, ahead = (run_ranks(mismatched_in_order, 3, what, host) for host in ("cpu", "nowhere"))
+    messages = {message for message, *_ in (*there, *ahead)}
+    assert len(messages) == 1
+    assert "bias" in messages.pop()
+    for _, moved, _, iteration in (*there, *ahead):
+        assert moved == [False, False]
+        assert iteration == 3  # the fourth was not done
+    assert [queued for _, _, queued, _ in there] == [[], []]
+    assert [queued for _, _, queued, _ in ahead] == [[False, True, True, False]] * 2  # the names of logs are new in the first
