@@ -120,7 +120,7 @@ class SmallReplicas(ExplicitReduction):
     @staticmethod
     def suits(ddp: DistributedDataParallel) -> bool:
         """Whether `ddp` is small, and does nothing but average gradients."""
-        does_more = ddp._comm_hooks or ddp.parameters_to_ignore or ddp.mixed_precision is not None
+        does_more = ddp._comm_hooks or ddp.parameters_to_ignore or ddp.mixed_precision is not None or ddp.static_graph
         has_buffers = ddp.broadcast_buffers and next(ddp.module.buffers(), None) is not None
         return not does_more and not has_buffers and sum(map(Tensor.numel, ddp.module.parameters())) <= _TAIL_ELEMENTS
 

@@ -99,7 +99,7 @@ def create_trainer(
     one_of("on_out_of_memory", on_out_of_memory, ("raise", "skip", "split"))
     if max_grad_norm is not None:
         real_number("max_grad_norm", max_grad_norm, above=0)
-    way = reduction_for(model, reduction)
+    way = reduction_for(model, reduction, accumulates=accumulation_steps != 1)
     if create_graph:
         _check_second_order(compiled=compile is not False)
     backward = compile_in_place(model, compile, backward=compiled_autograd)

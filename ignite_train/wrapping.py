@@ -20,16 +20,18 @@ __all__ = ["ReductionName", "reduction_for", "unwrap"]
 ReductionName = Literal["auto", "ddp", "explicit", "fsdp"]
 
 
-def reduction_for(model: nn.Module, name: ReductionName = "auto") -> Reduction:
+def reduction_for(model: nn.Module, name: ReductionName = "auto", *, accumulates: bool = True) -> Reduction:
     """Chooses how the gradients of `model` cross ranks. Collective.
 
     Args:
         model: a plain module, one in DistributedDataParallel, or one that `fully_shard` was applied to.
         name: `"auto"` is what the model is wrapped for; the others insist on one way.
+        accumulates: whether an update may have several micro-batches.
 
     Raises:
         TypeError: the model is wrapped in a way that cannot be right.
-        ValueError: there are several ranks and parameters that nobody would synchronise.
+        ValueError: there are several ranks and parameters that nobody would synchronise; or torch cannot accumulate in the
+            way in which the model is wrapped.
     """
     one_of("reduction", name, ("auto", "ddp", "explicit", "fsdp"))
     if isinstance(model, DataParallel):
@@ -44,6 +46,11 @@ def reduction_for(model: nn.Module, name: ReductionName = "auto") -> Reduction:
     if name == "ddp" and ddp is None:
         raise ValueError("model must be in DistributedDataParallel for reduction='ddp'; wrap it, say with idist.auto_model")
     if ddp is not None:
+        if accumulates and ddp.static_graph:  # an assertion inside torch fails in the first backward under no_sync
+            raise ValueError(
+                "model must be in a DistributedDataParallel without static_graph=True for accumulation_steps other than 1; "
+                "leave it out, or pass the module inside with reduction='explicit'"
+            )
         return _hooked(model, ddp, name)
     if distributed.world_size() == 1:
         return NoReduction(model)

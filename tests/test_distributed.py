@@ -147,18 +147,33 @@ def chosen(kind: str) -> str:
         model.register_buffer("count", torch.zeros(()))
     if kind == "with ignored parameters":
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["bias"])
-    ddp = DistributedDataParallel(model, find_unused_parameters=kind == "large")
+    ddp = DistributedDataParallel(model, find_unused_parameters=kind == "large", static_graph=kind == "with a static graph")
     if kind == "with a hook":
         ddp.register_comm_hook(None, default_hooks.allreduce_hook)
-    trainer = create_trainer(ddp, torch.optim.SGD(model.parameters(), lr=0.1), cuts.forward, accumulation_steps=2)
+    steps = 1 if kind == "with a static graph" else 2
+    trainer = create_trainer(ddp, torch.optim.SGD(model.parameters(), lr=0.1), cuts.forward, accumulation_steps=steps)
     trainer.run(cuts.shard([[8] * 4, [8] * 4]), max_epochs=1)
     return type(trainer._update.reduction).__name__  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("kind", ["large", "with buffers", "with ignored parameters", "with a hook", "small"])
+@pytest.mark.parametrize(
+    "kind", ["large", "with buffers", "with ignored parameters", "with a hook", "with a static graph", "small"]
+)
 def test_hooks_are_left_out_for_small_models_only(kind: str) -> None:
     """Where DDP does more than to average a handful of gradients, it does that."""
     assert run_ranks(chosen, kind) == ["SmallReplicas" if kind == "small" else "HookedReduction"] * 2
+
+
+def accumulate_in_a_static_graph() -> None:
+    model = cuts.linear()
+    ddp = DistributedDataParallel(model, static_graph=True)
+    with pytest.raises(ValueError, match="without static_graph=True for accumulation_steps other than 1"):
+        create_trainer(ddp, torch.optim.SGD(model.parameters(), lr=0.1), cuts.forward, accumulation_steps=[1, 2])
+
+
+def test_a_static_graph_cannot_accumulate() -> None:
+    """Torch would fail an assertion in the first backward; here it is said before, in one line."""
+    run_ranks(accumulate_in_a_static_graph)
 
 
 def hook_after_all() -> None:
