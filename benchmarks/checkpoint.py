@@ -2,8 +2,8 @@
 
     python benchmarks/checkpoint.py
 
-The state is that of AdamW: parameters and two moments. Ratios are to one copy of it into memory that is there already, in the
-same round. A contestant that is durable at once holds the run until then.
+The state is that of AdamW: parameters and two moments. Ratios are to one copy of it into memory that is there already, before
+and after. A contestant that is durable at once holds the run until then.
 """
 
 import os
@@ -106,11 +106,12 @@ def measure(megabytes: float, repetitions: int, directory: Path) -> str:
         until_durable[name].append(durable)
         return seconds
 
-    rounds = interleave({name: partial(held, name) for name in everyone}, repetitions=repetitions, bracket=False)
-    rows = []
-    for name, pairs in rounds.pairs.items():
+    rounds = interleave({name: partial(held, name) for name in everyone}, repetitions=repetitions)
+    reference, *savers = everyone
+    rows = [[reference, "1", "1"]]
+    for name in savers:
         _warm_up, *seconds = until_durable[name]
-        durable = Spread.of([mine / copy for mine, (_, copy) in zip(seconds, pairs, strict=True)])
+        durable = Spread.of([mine / copy for mine, (_, copy) in zip(seconds, rounds.pairs[name], strict=True)])
         rows.append([name, rounds.ratios(name).show(), durable.show()])
     return table(["", "the run is held", "until durable"], rows)
 
