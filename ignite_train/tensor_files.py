@@ -153,6 +153,8 @@ def _parts(pieces: Mapping[str, Piece], entries: dict[str, Entry]) -> Iterator[m
 
 def _bytes(tensor: Tensor) -> memoryview:
     """The memory of a contiguous tensor."""
+    if tensor.numel() == 0:  # is contiguous with whatever strides, and torch views none of these as bytes
+        return memoryview(b"")
     array: Any = tensor.reshape(-1).view(torch.uint8).numpy()
     return memoryview(array)
 
