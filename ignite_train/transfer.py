@@ -51,8 +51,8 @@ class Transfer:
         """The micro-batch on the device, for what is computed next."""
         if not self._has_streams:
             return micro_batch if self._device.type == "cpu" else pytree.tree_map(self._move, micro_batch)
-        coming = self._coming
-        if coming is None or coming.micro_batch is not micro_batch:
+        coming = self._moved_ahead(micro_batch)
+        if coming is None:
             coming = self._start(micro_batch)
         else:
             self._coming = None
@@ -69,7 +69,7 @@ class Transfer:
 
     def ahead(self, micro_batch: Any) -> None:
         """Starts to move the one that will be asked for next. If there is no room for it, it is moved when it is asked for."""
-        if not self._has_streams or (self._coming is not None and self._coming.micro_batch is micro_batch):
+        if not self._has_streams or self._moved_ahead(micro_batch) is not None:
             return
         try:
             self._coming = self._start(micro_batch)
@@ -79,6 +79,9 @@ class Transfer:
     def forget(self) -> None:
         """Lets go of what was moved ahead."""
         self._coming = None
+
+    def _moved_ahead(self, micro_batch: Any) -> _Coming | None:
+        return self._coming if self._coming is not None and self._coming.micro_batch is micro_batch else None
 
     def _start(self, micro_batch: Any) -> _Coming:
         if self._stream is None:

@@ -334,7 +334,7 @@ def test_the_host_waits_for_what_came_before_the_step(monkeypatch, elsewhere, bu
     ],
     ids=["plain", "with state", "handler", "not due", "passenger", "post-hook", "pre-hook", "not fused", "scheduler"],
 )
-def test_who_keeps_the_order(monkeypatch, elsewhere, queued, build, micro_batches, optimizer, prepare, count):
+def test_who_keeps_the_order(elsewhere, queued, build, micro_batches, optimizer, prepare, count):
     """Whoever could tell that the step came before the reading is asked for the other order, and nobody else."""
     _, built, trainer = build(optimizer=FUSED[optimizer])
     kept = prepare(trainer, built)
