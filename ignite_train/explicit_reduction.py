@@ -33,15 +33,14 @@ class ExplicitReduction(PlainReduction):
     backward on one rank leaves the others undisturbed. Nothing overlaps backward in return. The smallest parameters' gradients
     and the statistics share one bucket in float64, so that the statistics cost no collective of their own and stay exact.
 
-    Parameters and buffers of rank 0 are given to all ranks when it is made. Collective.
-
     Args:
         model: the same on all ranks, without a wrapper.
+        synchronise: give parameters and buffers of rank 0 to all ranks. Collective.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, synchronise: bool = True) -> None:
         super().__init__(model)
-        for tensor in chain(model.parameters(), model.buffers()):
+        for tensor in chain(model.parameters(), model.buffers()) if synchronise else ():
             dist.broadcast(tensor.detach(), src=0)
         self._buckets: tuple[tuple[nn.Parameter, ...], ...] = ()
         self._tails: tuple[tuple[nn.Parameter, ...], ...] = ()  # by dtype
@@ -110,7 +109,7 @@ class SmallReplicas(ExplicitReduction):
     tolerant = False  # as in any other DDP: what is allowed is not to depend on the size
 
     def __init__(self, model: nn.Module, ddp: DistributedDataParallel) -> None:
-        super().__init__(ddp.module if model is ddp else model)
+        super().__init__(ddp.module if model is ddp else model, synchronise=False)  # DDP has done so
         self._ddp = ddp
         logging.getLogger("ignite_train").info(
             "the gradients are so small that they cross the ranks with the statistics, in one all-reduce, and not by the hooks "
