@@ -1,0 +1,38 @@
+"""Random training programs come to what they must, on one rank and on two."""
+
+from __future__ import annotations
+
+import pytest
+
+from random_cases import failures
+from ranks import run_ranks
+
+
+def on_rank(seeds: range) -> list[str]:
+    return failures(seeds, world_size=2)
+
+
+def test_some_programs_on_one_rank():
+    """Whatever the layers, layouts, optimizer, cuts and accidents, the parameters are those of one large float64 batch."""
+    assert failures(range(60), world_size=1) == []
+
+
+def test_some_programs_on_two_ranks():
+    """The same over two ranks, in each way of crossing them, with uneven data."""
+    assert run_ranks(on_rank, range(10_000, 10_030), timeout_seconds=90) == [[], []]
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("start", range(100_000, 100_700, 100))
+def test_many_programs_on_one_rank(start):
+    """As above: 700 more."""
+    assert failures(range(start, start + 100), world_size=1) == []
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("start", range(200_000, 200_500, 50))
+def test_many_programs_on_two_ranks(start):
+    """As above: 500 more."""
+    assert run_ranks(on_rank, range(start, start + 50), timeout_seconds=600) == [[], []]
