@@ -1,6 +1,8 @@
 # `make demo` trains a small language model on this Python's own sources; `make test` passes the tests. Both need nothing but Python.
 PYTHON ?= python3
 NPROC ?= 1
+N ?= 20
+SEED ?= 0
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
@@ -10,7 +12,7 @@ BENCH_INSTALLED := $(BENCH_VENV)/installed
 # Waiting threads that spin take the cores from those that work.
 export OMP_WAIT_POLICY = passive
 
-.PHONY: demo digits test check nightly wheel-test curve bench clean
+.PHONY: demo digits test check nightly mutants wheel-test curve bench clean
 
 demo: $(INSTALLED)  ## train the language model; NPROC=2 for two processes
 	$(BIN)/python examples/language_model.py --nproc $(NPROC)
@@ -28,6 +30,9 @@ check: $(INSTALLED)
 
 nightly: $(INSTALLED)  ## the tests that take longer than the gate allows
 	$(BIN)/python -m pytest -q -m nightly
+
+mutants: $(INSTALLED)  ## change the library at random and see which changes no test notices; N=300 SEED=1 for others
+	$(BIN)/python tests/mutants.py --number $(N) --seed $(SEED) --jobs 2
 
 wheel-test: $(INSTALLED)  ## the tests against the built wheel, where no checkout is near
 	there=$$(mktemp -d) && trap 'rm -rf "$$there"' EXIT && python="$$PWD/$(BIN)/python" && \
