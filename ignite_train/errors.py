@@ -72,8 +72,8 @@ class LearningRateError(TrainingError, ValueError):
     def __init__(self, group: int, learning_rate: float) -> None:
         self.group, self.learning_rate = group, learning_rate
         super().__init__(
-            f"optimizer must have finite learning rates, got {learning_rate!r} in param_groups[{group}]; no parameter was moved; "
-            "look at the learning-rate schedule, and at what else sets param_groups[...]['lr']"
+            f"optimizer must have finite learning rates, got {learning_rate!r} in param_groups[{group}]; no parameter was "
+            "moved; look at the learning-rate schedule, and at what else sets param_groups[...]['lr']"
         )
 
     def __reduce__(self) -> tuple[type[LearningRateError], tuple[int, float]]:

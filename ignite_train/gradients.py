@@ -113,7 +113,8 @@ class Gradients:
 
     def scaled_shard_norm_squared(self) -> float:
         """`shard_norm_squared` by way of `scaled_norm`."""
-        return sum(_square(_scaled_length(local)) / replicas for replicas, local in self._shares().items())
+        lengths = {replicas: _scaled_length(gradients) for replicas, gradients in self._shares().items()}
+        return sum(length * length / replicas for replicas, length in lengths.items())
 
     def shard_norm_squared(self) -> float | Tensor:
         """This rank's share of the squared norm, for gradients that are sharded over all ranks: Σ over ranks is the whole.
@@ -126,7 +127,8 @@ class Gradients:
             kinds = _by_kind(gradients)
             self.kinds |= {*kinds}
             self.count += len(gradients)
-            squared += _square(_length(kinds)) / replicas
+            length = _length(kinds)
+            squared += length * length / replicas  # a power of floats raises an OverflowError where a product is infinite
         return squared
 
     def _shares(self) -> dict[int, list[Tensor]]:
@@ -257,10 +259,6 @@ def _scaled_length(gradients: list[Tensor]) -> float:
         scaled = [torch.linalg.vector_norm(gradient.to(wide) / largest, dtype=exact) for gradient in same]
         lengths += torch.stack(scaled).tolist()  # sync
     return largest * math.hypot(*lengths)
-
-
-def _square(length: float | Tensor) -> float | Tensor:
-    return length * length  # a power of floats raises an OverflowError where their product is infinite
 
 
 def _cut(gradients: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
