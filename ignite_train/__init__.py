@@ -8,9 +8,11 @@ from ignite_train.errors import (
     ForwardContractError,
     GaveUpError,
     GradientAccessError,
+    LearningRateError,
     LossScaleFloorError,
     NoGradientError,
     NonFiniteError,
+    SparseGradientError,
     TrainingError,
 )
 from ignite_train.evaluator import Evaluator, create_evaluator
@@ -44,6 +46,7 @@ __all__ = [
     "ForwardOutput",
     "GaveUpError",
     "GradientAccessError",
+    "LearningRateError",
     "LossScaleFloorError",
     "LossScaling",
     "NoGradientError",
@@ -52,6 +55,7 @@ __all__ = [
     "PrecisionName",
     "ResumableLoader",
     "ShardedSampler",
+    "SparseGradientError",
     "StaticLossScaling",
     "TorchLossScaling",
     "Traffic",

@@ -18,6 +18,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 __all__ = [
     "any_rank",
+    "broadcast",
     "broadcast_buffers",
     "end_process",
     "everyones",
@@ -90,11 +91,27 @@ def own_group() -> dist.ProcessGroup | None:
     return dist.new_group(backend="gloo") if world_size() > 1 else None
 
 
+def broadcast(tensor: Tensor) -> None:
+    """Gives `tensor` the values that it has on rank 0, whatever its strides are there and here. Blocking, collective.
+
+    A collective copies memory, and so takes elements to other indices where the strides of the ranks differ, and writes over
+    what lies between the elements of a tensor with gaps.
+    """
+    tensor = tensor.detach()
+    values = tensor.contiguous()
+    dist.broadcast(values, src=0)
+    if values is not tensor:
+        for dimension, stride in enumerate(tensor.stride()):
+            if stride == 0:  # an expanded dimension holds one element, which may be written once only
+                tensor, values = tensor.narrow(dimension, 0, 1), values.narrow(dimension, 0, 1)
+        tensor.copy_(values)
+
+
 def broadcast_buffers(module: nn.Module) -> None:
     """Gives every rank the buffers of rank 0 (running statistics of BatchNorm, say). Blocking; nothing in a single process."""
     if world_size() > 1:
         for buffer in module.buffers():
-            dist.broadcast(buffer, src=0)
+            broadcast(buffer)
 
 
 def own_store() -> Store | None:

@@ -5,6 +5,8 @@ A caller's mistake that is known before the first batch is a plain `ValueError` 
     TrainingError
     ├── ForwardContractError   (TypeError)           your `forward` returned something else than it promises
     ├── NoGradientError        (RuntimeError)        backward reached no parameter of the optimizer
+    ├── SparseGradientError    (ValueError)          backward left a sparse gradient
+    ├── LearningRateError      (ValueError)          a learning rate is NaN or infinite
     ├── GradientAccessError    (RuntimeError)        gradients were asked for outside of GRADIENTS_READY
     ├── CheckpointError        (RuntimeError)        a checkpoint could not be written, found or read
     │   └── DamagedCheckpointError                   what is on disk is not what was written
@@ -21,9 +23,11 @@ __all__ = [
     "ForwardContractError",
     "GaveUpError",
     "GradientAccessError",
+    "LearningRateError",
     "LossScaleFloorError",
     "NoGradientError",
     "NonFiniteError",
+    "SparseGradientError",
     "TrainingError",
 ]
 
@@ -38,6 +42,42 @@ class ForwardContractError(TrainingError, TypeError):
 
 class NoGradientError(TrainingError, RuntimeError):
     """Backward left every parameter of the optimizer without a gradient."""
+
+
+class SparseGradientError(TrainingError, ValueError):
+    """Backward left a sparse gradient, which has no norm. It is raised before the optimizer step.
+
+    Attributes:
+        parameter: the name of the parameter.
+    """
+
+    def __init__(self, parameter: str) -> None:
+        self.parameter = parameter
+        super().__init__(
+            f"model must have dense gradients, got a sparse one for {parameter!r}; call the embedding with sparse=False"
+        )
+
+    def __reduce__(self) -> tuple[type[SparseGradientError], tuple[str]]:
+        return type(self), (self.parameter,)
+
+
+class LearningRateError(TrainingError, ValueError):
+    """A learning rate of the optimizer is NaN or infinite. It is raised before the step: no parameter was moved.
+
+    Attributes:
+        group: the index of the group in `optimizer.param_groups`.
+        learning_rate: its learning rate.
+    """
+
+    def __init__(self, group: int, learning_rate: float) -> None:
+        self.group, self.learning_rate = group, learning_rate
+        super().__init__(
+            f"optimizer must have finite learning rates, got {learning_rate!r} in param_groups[{group}]; no parameter was "
+            "moved; look at the learning-rate schedule, and at what else sets param_groups[...]['lr']"
+        )
+
+    def __reduce__(self) -> tuple[type[LearningRateError], tuple[int, float]]:
+        return type(self), (self.group, self.learning_rate)
 
 
 class GradientAccessError(TrainingError, RuntimeError):

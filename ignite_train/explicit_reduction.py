@@ -10,13 +10,13 @@ from itertools import chain
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ignite_train import distributed
 from ignite_train.engine import Trainer
 from ignite_train.gradients import Gradients
+from ignite_train.memory_layout import as_gradient_of
 from ignite_train.reduction import PlainReduction
 from ignite_train.statistics import Statistics
 
@@ -41,7 +41,7 @@ class ExplicitReduction(PlainReduction):
     def __init__(self, model: nn.Module, *, synchronise: bool = True) -> None:
         super().__init__(model)
         for tensor in chain(model.parameters(), model.buffers()) if synchronise else ():
-            dist.broadcast(tensor.detach(), src=0)
+            distributed.broadcast(tensor)
         self._buckets: tuple[tuple[nn.Parameter, ...], ...] = ()
         self._tails: tuple[tuple[nn.Parameter, ...], ...] = ()  # by dtype
         self._planned: list[nn.Parameter] = []
@@ -139,13 +139,14 @@ class SmallReplicas(ExplicitReduction):
 
 
 def _flatten(parameters: tuple[nn.Parameter, ...]) -> Tensor:
-    """The gradients end to end; zeros for those that are missing."""
+    """The gradients end to end, each in the order of its indices, whatever its strides; zeros for those that are missing."""
     return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in parameters])
 
 
 def _unflatten(parameters: tuple[nn.Parameter, ...], flat: Tensor, present: Iterator[bool]) -> None:
-    """Gives each parameter its part of `flat` for a gradient, unless no rank has one."""
+    """Gives each parameter its part of `flat` for a gradient, with the strides of the parameter, unless no rank has one."""
     parts = torch.split(flat.to(parameters[0].dtype), [p.numel() for p in parameters])
     for parameter, part in zip(parameters, parts, strict=True):
         if next(present):
-            parameter.grad = part.view_as(parameter)
+            contiguous = parameter.is_contiguous()  # asked here because a call for each parameter would cost more
+            parameter.grad = part.view_as(parameter) if contiguous else as_gradient_of(part, parameter)

@@ -9,10 +9,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ignite_train.errors import GradientAccessError, NoGradientError
+from ignite_train.errors import GradientAccessError, NoGradientError, SparseGradientError
+from ignite_train.memory_layout import is_dense
 from ignite_train.reading import is_on_host
 
-__all__ = ["Gradients", "clip_coefficient"]
+__all__ = ["SMALLEST_NORM", "Gradients", "clip_coefficient"]
+
+SMALLEST_NORM = 2.0**-40  # below it squares that float32 cannot hold may be more than a rounding of their sum
 
 _ROW = 2**14  # elements that are squared and added up in one go; their float32 sum is good to 2e-7
 _CUT = 2**18  # a gradient from this size on is read in rows: a float32 sum over all of it would be off by 1e-6 and more
@@ -32,6 +35,7 @@ class Gradients:
 
     Attributes:
         kinds: on which devices and in which dtypes they were when their norm was last taken.
+        count: how many there were then.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -39,6 +43,7 @@ class Gradients:
         self._model = model
         self._factor: float | None = None  # what makes them the gradient of the mean; known in GRADIENTS_READY only
         self.kinds: set[tuple[torch.device, torch.dtype]] = set()
+        self.count = 0
 
     def clear(self) -> None:
         """Drops all gradients; `.grad` is None afterwards."""
@@ -85,16 +90,49 @@ class Gradients:
                 parameter.grad = parameter.grad.detach()
 
     def norm(self) -> float | Tensor:
-        """L2 norm over all of them as they are, accumulated in float32 or wider; on an accelerator a 0-d tensor, not read."""
-        kinds = _by_kind(self._existing())
-        self.kinds = {*kinds}
-        return _length(kinds)
+        """L2 norm over all of them as they are, accumulated in float32 or wider; on an accelerator a 0-d tensor, not read.
+
+        Raises:
+            SparseGradientError: one of them is sparse.
+        """
+        gradients = self._existing()
+        kinds = _by_kind(gradients)
+        self.kinds, self.count = {*kinds}, len(gradients)
+        try:
+            return _length(kinds)
+        except NotImplementedError:
+            self.check_dense()
+            raise
+
+    def scaled_norm(self) -> float:
+        """The same norm for gradients whose squares float32 cannot hold. Takes more time, and waits for the device.
+
+        It is infinite or NaN only if an element is (or if float64 cannot hold the norm itself).
+        """
+        return _scaled_length(self._existing())
+
+    def scaled_shard_norm_squared(self) -> float:
+        """`shard_norm_squared` by way of `scaled_norm`."""
+        lengths = {replicas: _scaled_length(gradients) for replicas, gradients in self._shares().items()}
+        return sum(length * length / replicas for replicas, length in lengths.items())
 
     def shard_norm_squared(self) -> float | Tensor:
         """This rank's share of the squared norm, for gradients that are sharded over all ranks: Σ over ranks is the whole.
 
         A shard that several ranks hold counts on each of them for its part.
         """
+        self.kinds, self.count = set(), 0
+        squared: float | Tensor = 0.0
+        for replicas, gradients in self._shares().items():
+            kinds = _by_kind(gradients)
+            self.kinds |= {*kinds}
+            self.count += len(gradients)
+            length = _length(kinds)
+            squared += length * length / replicas  # a power of floats raises an OverflowError where a product is infinite
+        return squared
+
+    def _shares(self) -> dict[int, list[Tensor]]:
+        """This rank's shards, by how many ranks hold the same."""
         shares: dict[int, list[Tensor]] = {}
         for gradient in self._existing():
             if not isinstance(gradient, DTensor):
@@ -102,13 +140,17 @@ class Gradients:
             placements = zip(gradient.placements, gradient.device_mesh.shape, strict=True)
             replicas = math.prod(size for placement, size in placements if placement.is_replicate())
             shares.setdefault(replicas, []).append(gradient.to_local())
-        self.kinds = set()
-        squared: float | Tensor = 0.0
-        for replicas, gradients in shares.items():
-            kinds = _by_kind(gradients)
-            self.kinds |= {*kinds}
-            squared += _length(kinds) ** 2 / replicas
-        return squared
+        return shares
+
+    def check_dense(self) -> None:
+        """Sees to it that no gradient is sparse.
+
+        Raises:
+            SparseGradientError: one is; with the name of its parameter.
+        """
+        for name, parameter in self._model.named_parameters():
+            if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+                raise SparseGradientError(name)
 
     def check(self) -> None:
         """Sees to it that the norm was one of any gradient at all.
@@ -148,6 +190,10 @@ class Gradients:
     def multiply(self, factor: float) -> None:
         """Multiplies all of them, in one pass."""
         torch._foreach_mul_(self._existing(), factor)
+
+    def name(self, parameter: nn.Parameter) -> str:
+        """What a message calls `parameter`."""
+        return next((f"{name!r}" for name, known in self._model.named_parameters() if known is parameter), "a parameter")
 
     def parameters(self) -> list[nn.Parameter]:
         """Whose they are, in the optimizer's order."""
@@ -197,6 +243,24 @@ def _length(kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]]) -> floa
     return torch.linalg.vector_norm(torch.cat(norms))  # type: ignore[no-any-return]
 
 
+def _scaled_length(gradients: list[Tensor]) -> float:
+    """The L2 norm over all of them, each divided by the largest element before it is squared."""
+    kinds = _by_kind([gradient for gradient in gradients if gradient.numel() > 0])
+    peaks: list[float] = []
+    for same in kinds.values():
+        peaks += torch.stack(torch._foreach_norm(same, math.inf)).tolist()  # sync
+    largest = max(peaks, default=0.0)
+    if largest == 0.0 or not all(map(math.isfinite, peaks)):
+        return sum(peaks)
+    lengths: list[float] = []
+    for (device, dtype), same in kinds.items():
+        wide = torch.promote_types(dtype, torch.float32)
+        exact = None if dtype.is_complex or device.type == "mps" else torch.float64
+        scaled = [torch.linalg.vector_norm(gradient.to(wide) / largest, dtype=exact) for gradient in same]
+        lengths += torch.stack(scaled).tolist()  # sync
+    return largest * math.hypot(*lengths)
+
+
 def _cut(gradients: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """Cuts large ones into rows; gives what is left of each, and tables of rows.
 
@@ -208,8 +272,8 @@ def _cut(gradients: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     left, tables = [], []
     for gradient in gradients:
         part = gradient
-        if gradient.numel() >= _CUT and gradient.is_contiguous():
-            flat = gradient.view(-1)
+        if gradient.numel() >= _CUT and is_dense(gradient):
+            flat = gradient.as_strided((gradient.numel(),), (1,))  # in the order of memory, which a norm does not depend on
             whole = flat.numel() // _ROW * _ROW
             tables.append(flat[:whole].view(-1, _ROW))
             part = flat[whole:]

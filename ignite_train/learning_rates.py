@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ignite_train.errors import LearningRateError
 from ignite_train.reading import is_on_host
 
 __all__ = ["LearningRates"]
@@ -32,6 +34,24 @@ class LearningRates:
         return tuple(
             [self._number(i, g["lr"]) if isinstance(g["lr"], Tensor) else float(g["lr"]) for i, g in enumerate(groups)]
         )
+
+    def check(self, rates: Sequence[float]) -> None:
+        """Sees to it that `rates`, which are those of the groups, are finite.
+
+        Raises:
+            LearningRateError: one of them is not.
+        """
+        for group, rate in enumerate(rates):
+            if not math.isfinite(rate):
+                raise LearningRateError(group, rate)
+
+    def may_be_finite(self) -> bool:
+        """Whether all rates are finite that the host knows. It does not wait for the device."""
+        rates = [
+            g["lr"] if not isinstance(g["lr"], Tensor) or is_on_host(g["lr"].device) else self._known.get(i, (None, 0, 0.0))[2]
+            for i, g in enumerate(self._optimizer.param_groups)
+        ]
+        return all(map(math.isfinite, rates))
 
     def unknown(self) -> list[Tensor]:
         """Those whose numbers only the device knows; `learn` is told them."""

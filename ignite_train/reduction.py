@@ -61,6 +61,9 @@ class Reduction(Protocol):
             The gradients' norm, as `Gradients.norm` gives it; None if the statistics carry each rank's share of it.
         """
 
+    def scaled_norm(self, gradients: Gradients) -> float:
+        """The norm of the reduced gradients where their squares are too large or too small for float32. May be collective."""
+
 
 class PlainReduction:
     """What the ways share in which forward and backward are all of one rank: nothing crosses before the last backward is done.
@@ -90,6 +93,10 @@ class PlainReduction:
 
     def begin(self, trainer: Trainer, statistics: Statistics) -> None:
         """Nothing may start before the last backward."""
+
+    def scaled_norm(self, gradients: Gradients) -> float:
+        """The norm: the gradients are whole, and the same on all ranks."""
+        return gradients.scaled_norm()
 
 
 class NoReduction(PlainReduction):
@@ -149,6 +156,10 @@ class HookedReduction:
         """The norm: the gradients are the same on all ranks by now."""
         return gradients.norm()
 
+    def scaled_norm(self, gradients: Gradients) -> float:
+        """The norm: the gradients are whole, and the same on all ranks."""
+        return gradients.scaled_norm()
+
 
 class _NoData(nn.Module):
     """A module with the parameters and buffers of another, because DDP looks them up, and with a forward of its own."""
@@ -167,7 +178,7 @@ class _NoGradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *parameters: Tensor) -> Tensor:
         ctx.count = len(parameters)
-        return parameters[0].new_zeros(())
+        return torch.zeros((), device=parameters[0].device)  # real, as a loss must be, whatever the parameters are
 
     @staticmethod
     def backward(ctx: Any, *_grad_outputs: Any) -> tuple[None, ...]:

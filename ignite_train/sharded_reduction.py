@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -83,6 +84,10 @@ class ShardedReduction:
     def end(self, trainer: Trainer, statistics: Statistics, gradients: Gradients) -> None:
         """Starts the statistics, with this rank's share of the squared norm."""
         statistics.start(trainer.signals, trainer.passengers, norm_squared=gradients.shard_norm_squared())
+
+    def scaled_norm(self, gradients: Gradients) -> float:
+        """The norm, from each rank's shards. Collective."""
+        return math.sqrt(distributed.total([gradients.scaled_shard_norm_squared()])[0])
 
 
 def spare_micro_batch(mine: Any) -> Any:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from ignite_train.fused_kernels import FusedKernels
 from ignite_train.gradients import Gradients
 
 __all__ = ["LARGEST_DIVISOR", "SMALLEST_DIVISOR", "Stepping"]
@@ -28,6 +29,7 @@ class Stepping:
 
     - the optimizer is torch's own Adagrad, Adam, AdamW or SGD, with `fused=True` in all its groups;
     - no parameter is wider than float32, which is what the kernel holds the factor in;
+    - the kernel is right, and can step all of the parameters; see `FusedKernels`;
     - nothing looks at the gradients between here and there: no pre-hook of the step, no `step` of the user's own.
 
     Otherwise the gradients are multiplied first. Which of the two, and why, is logged at the first step. Both are within one
@@ -41,6 +43,7 @@ class Stepping:
 
     def __init__(self, optimizer: Optimizer, gradients: Gradients) -> None:
         self._optimizer, self._gradients = optimizer, gradients
+        self._kernels = FusedKernels(optimizer, gradients)
         self._logged = False
 
     def __call__(self, coefficient: float) -> None:
@@ -50,13 +53,13 @@ class Stepping:
         if not self._logged:
             self._log(obstacle)
         if factor == 1.0:
-            self._optimizer.step()
+            self._kernels.step()
         elif obstacle is None and factor > 0 and SMALLEST_DIVISOR <= 1.0 / factor <= LARGEST_DIVISOR:
             device, _ = next(iter(self._gradients.kinds))  # torch copies it to the others
             self._step_with(grad_scale=torch.full((), 1.0 / factor, dtype=torch.float32, device=device))
         else:
             self._gradients.multiply(factor)
-            self._optimizer.step()
+            self._kernels.step()
 
     def unless(self, withheld: Tensor, divisor: Tensor) -> None:
         """Steps along the gradients divided by `divisor`, unless `withheld` is 1 rather than 0; both float32, on the device.
@@ -70,7 +73,7 @@ class Stepping:
         attributes: dict[str, Any] = vars(self._optimizer)
         attributes.update(given)
         try:
-            self._optimizer.step()
+            self._kernels.step()
         finally:
             for name in given:
                 del attributes[name]
@@ -92,6 +95,7 @@ class Stepping:
     def obstacle(self) -> str | None:
         """Why the factor cannot be folded into the step; asked at each step, as hooks and groups come and go."""
         optimizer = self._optimizer
+        wrong = self._kernels.obstacle()  # looks at what a subclass has of them too
         if type(optimizer) not in _FOLDING:
             return "it has no fused kernel that this library knows"
         for group in optimizer.param_groups:
@@ -104,7 +108,7 @@ class Stepping:
             return "its step has been replaced"
         if not all(dtype in _DTYPES for _, dtype in self._gradients.kinds):
             return "there are gradients wider than float32, in which that kernel holds the factor"
-        return None
+        return wrong
 
     def _log(self, obstacle: str | None) -> None:
         name = type(self._optimizer).__name__

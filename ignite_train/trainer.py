@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -265,6 +266,12 @@ def _check_model(model: Any) -> None:
             raise ValueError(
                 f"model must be initialised, got the lazy parameter {name!r}; run one batch through the model first"
             )
+        is_expanded = any(stride == 0 and size > 1 for stride, size in zip(parameter.stride(), parameter.shape, strict=True))
+        if parameter.requires_grad and is_expanded:
+            raise ValueError(
+                f"model must hold each weight once, got {name!r} of shape {tuple(parameter.shape)} expanded from fewer; "
+                "build the parameter from a .clone() of them"
+            )
         if parameter.is_meta:
             raise ValueError(f"model must hold its weights, got {name!r} on the meta device; call to_empty() and initialise")
         if parameter.requires_grad and parameter.dtype is torch.float16:
@@ -286,6 +293,9 @@ def _check_optimizer(model: nn.Module, optimizer: Any) -> None:
     stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for index, group in enumerate(optimizer.param_groups):
+        rate = float(group.get("lr", 0.0))  # sync, once, if it lies on an accelerator
+        if not math.isfinite(rate):
+            raise ValueError(f"optimizer must have finite learning rates, got {rate!r} in param_groups[{index}]; set its 'lr'")
         for parameter in group["params"]:
             if id(parameter) not in names:
                 raise ValueError(

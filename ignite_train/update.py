@@ -18,7 +18,7 @@ from ignite_train.engine import Trainer
 from ignite_train.errors import ForwardContractError, GaveUpError, NonFiniteError
 from ignite_train.events import TrainEvents
 from ignite_train.forward_output import Forward, ForwardOutput, as_forward_output
-from ignite_train.gradients import Gradients, clip_coefficient
+from ignite_train.gradients import SMALLEST_NORM, Gradients, clip_coefficient
 from ignite_train.learning_rates import LearningRates
 from ignite_train.loss_scaling import LossScaling
 from ignite_train.nonfinite import find_nonfinite
@@ -93,7 +93,7 @@ class Update:
                 self._take_part(trainer, last=number == total)
 
             norm = self.reduction.end(trainer, self.statistics, self.gradients)
-            totals, stepped = self.verdict(trainer, norm, self.loss_scaling.scale)
+            totals, stepped = self._totals(trainer, norm)
             state.output = decided = self._decide(totals)
             if totals.num_out_of_memory:
                 fire(TrainEvents.OUT_OF_MEMORY)
@@ -154,6 +154,17 @@ class Update:
         scaled = loss if self.loss_scaling.scale == 1.0 else loss * self.loss_scaling.scale
         self.backward(scaled, retain_graph=self.retain_graph or self.create_graph, create_graph=self.create_graph)
 
+    def _totals(self, trainer: Trainer, norm: float | Tensor | None) -> tuple[Totals, bool]:
+        """The update's numbers, and whether the device has made the step already.
+
+        A norm that float32 cannot have added up, since the squares are too large or too small for it, is taken again. All ranks
+        do so alike where the norm is a reduced one.
+        """
+        totals, stepped = self.verdict(trainer, norm, self.loss_scaling.scale)
+        if not (SMALLEST_NORM <= totals.norm < math.inf or stepped or totals.sample_size == 0):
+            totals = totals._replace(norm=self.reduction.scaled_norm(self.gradients))
+        return totals, stepped
+
     def _decide(self, totals: Totals) -> UpdateOutput:
         """Judges the update by reduced numbers only, so that every rank comes to the same verdict."""
         scale, size = self.loss_scaling.scale, totals.sample_size
@@ -192,6 +203,7 @@ class Update:
             raise NonFiniteError(update, output.loss, output.grad_norm, self._locate(group))
         self._count_in_a_row(update, output)
         if reason is None and not stepped:
+            self.learning_rates.check(output.learning_rates)
             self.stepping(output.clip_coefficient)
         if reason != "no_samples":
             self.loss_scaling.update(overflow=reason == "overflow")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import math
 
 import torch
 from torch import Tensor
 
 from ignite_train.engine import Trainer
 from ignite_train.events import TrainEvents
-from ignite_train.gradients import Gradients
+from ignite_train.gradients import SMALLEST_NORM, Gradients
 from ignite_train.learning_rates import LearningRates
 from ignite_train.statistics import Reduced, Statistics, Totals
 from ignite_train.stepping import LARGEST_DIVISOR, SMALLEST_DIVISOR, Stepping
@@ -74,6 +75,8 @@ class DeviceVerdict:
             self._learning_rates.learn(totals.more)
             return totals, False
         plain, divisor = _plain_and_divisor(reduced, self._divisor, scale, self._max_grad_norm)
+        for rate in rates:
+            plain = plain * torch.isfinite(rate).reshape(()).to(plain.device)
         statistics.send(norm, [plain, *rates])
         self._stepping.unless(1.0 - plain, divisor)
         totals = statistics.finish(norm)
@@ -86,6 +89,8 @@ class DeviceVerdict:
             return "GRADIENTS_READY has a handler"
         if {device for device, _ in self._gradients.kinds} != {self._statistics.device}:
             return "gradients are not on the device of the loss"
+        if not self._learning_rates.may_be_finite():
+            return "a learning rate is not finite"
         return self._stepping.obstacle() or self._stepping.withholding_obstacle()
 
     def _log(self, obstacle: str | None) -> None:
@@ -105,7 +110,7 @@ def _plain_and_divisor(reduced: Reduced, divisor: int, scale: float, max_grad_no
     """
     one = torch.ones_like(reduced.sample_size)
     mean = torch.full_like(one, divisor) / (reduced.sample_size * scale)
-    loss, norm = reduced.loss / reduced.sample_size, reduced.norm * mean
+    loss, norm = reduced.loss / reduced.sample_size, reduced.norm * mean  # a norm of another size is taken again by the host
     factor = mean
     if max_grad_norm is not None:
         factor = mean * torch.minimum(one, torch.full_like(one, max_grad_norm) / (norm + 1e-6))
@@ -113,7 +118,8 @@ def _plain_and_divisor(reduced: Reduced, divisor: int, scale: float, max_grad_no
     is_plain = (
         (reduced.sample_size > 0)
         & torch.isfinite(loss)
-        & torch.isfinite(norm)
+        & (reduced.norm >= SMALLEST_NORM)
+        & (norm < math.inf)
         & (reduced.obstacles == 0)
         & (quotient >= SMALLEST_DIVISOR)
         & (quotient <= LARGEST_DIVISOR)

@@ -1,0 +1,40 @@
+"""How the elements of a tensor lie in memory, for what pairs tensors by memory and not by index: fused kernels, collectives."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["as_gradient_of", "is_dense", "pairs_with"]
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill one block of memory, each of them once, in whatever order of the dimensions."""
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def pairs_with(tensor: Tensor, other: Tensor) -> bool:
+    """Whether equal places in memory are equal indices, for two dense tensors of one shape."""
+    if tensor.stride() == other.stride():
+        return True
+    strides = zip(tensor.stride(), other.stride(), tensor.shape, strict=True)
+    return all(one == another or size == 1 for one, another, size in strides)
+
+
+def as_gradient_of(values: Tensor, parameter: Tensor) -> Tensor:
+    """`values`, in the order of the indices, with the shape and the strides that backward gives a gradient of `parameter`.
+
+    Those are the strides of the parameter; or, where the parameter has gaps in memory, those of a contiguous tensor.
+    """
+    gradient = values.view_as(parameter)
+    if parameter.is_contiguous() or not is_dense(parameter):
+        return gradient
+    return torch.empty_like(parameter, requires_grad=False).copy_(gradient)
