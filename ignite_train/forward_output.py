@@ -11,9 +11,16 @@ from torch import Tensor, nn
 from ignite_train.arguments import shown
 from ignite_train.errors import ForwardContractError
 
-__all__ = ["Forward", "ForwardOutput", "as_forward_output"]
+__all__ = ["Forward", "ForwardOutput", "as_forward_output", "is_declared"]
 
 _CONTRACT = "return ForwardOutput(loss, sample_size=..., logs={...}), (loss, sample_size) or a scalar mean loss"
+
+
+class _NotDeclared(int):
+    """The 1 that stands for a sample size that `forward` did not give."""
+
+
+_NOT_DECLARED = _NotDeclared(1)
 
 
 class ForwardOutput(NamedTuple):
@@ -27,12 +34,17 @@ class ForwardOutput(NamedTuple):
     """
 
     loss: Tensor
-    sample_size: float | Tensor = 1
+    sample_size: float | Tensor = _NOT_DECLARED
     logs: Mapping[str, float | Tensor] = {}
 
 
 Forward = Callable[[nn.Module, Any], "ForwardOutput | tuple[Any, ...] | Tensor"]
 """`forward(model, micro_batch)`: a `ForwardOutput`, a plain tuple of its fields, or a scalar: a mean loss of weight 1."""
+
+
+def is_declared(output: ForwardOutput) -> bool:
+    """Whether `forward` gave a sample size. Where it did not, the loss is taken as a mean of weight 1."""
+    return output.sample_size is not _NOT_DECLARED
 
 
 def as_forward_output(returned: Any) -> ForwardOutput:

@@ -18,6 +18,7 @@ from ignite_train.engine import Trainer
 from ignite_train.forward_output import Forward, ForwardOutput
 from ignite_train.gradients import Gradients
 from ignite_train.learning_rates import LearningRates
+from ignite_train.loss_declaration import warn_of_misdeclared_loss
 from ignite_train.loss_scaling import LossScaling, NoLossScaling, TorchLossScaling
 from ignite_train.micro_batches import AccumulationSteps, GroupedMicroBatches, Uneven
 from ignite_train.out_of_memory import OnOutOfMemory, RaiseOutOfMemory, RecoverFromOutOfMemory, Recovery
@@ -130,7 +131,9 @@ def create_trainer(
     steps = "a function" if callable(accumulation_steps) else accumulation_steps
     settings = {"accumulation_steps": steps, "max_grad_norm": max_grad_norm, "precision": precision, "reduction": reduction}
     parts = {"model": way.module, "optimizer": optimizer}
-    return Trainer(update, GroupedMicroBatches(accumulation_steps, uneven), parts, settings)
+    trainer = Trainer(update, GroupedMicroBatches(accumulation_steps, uneven), parts, settings)
+    warn_of_misdeclared_loss(trainer)
+    return trainer
 
 
 def create_supervised_trainer(

@@ -38,6 +38,7 @@ ORDER = (
     "groups",
     "limits",
     "engine",
+    "loss_declaration",
     "loss_scaling",
     "precision",
     "side_effects",
