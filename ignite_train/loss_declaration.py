@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
 import torch
-from ignite.engine import RemovableEventHandle
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -74,7 +73,7 @@ class _Term(NamedTuple):
     is_nll: bool = False
 
 
-def warn_of_misdeclared_loss(trainer: Trainer) -> RemovableEventHandle:
+def warn_of_misdeclared_loss(trainer: Trainer) -> Trainer:
     """Has `trainer` look at the loss of its first micro-batch, and at no other; a run in a new process looks once more."""
 
     def look(trainer: Trainer) -> None:
@@ -85,7 +84,7 @@ def warn_of_misdeclared_loss(trainer: Trainer) -> RemovableEventHandle:
             warnings.warn(message, LossDeclarationWarning, stacklevel=2)
 
     handle = trainer.add_event_handler(TrainEvents.FORWARD_COMPLETED, look)
-    return handle
+    return trainer
 
 
 def misdeclared(output: ForwardOutput, micro_batch: Any) -> str | None:
@@ -110,7 +109,11 @@ def misdeclared(output: ForwardOutput, micro_batch: Any) -> str | None:
             return None  # without a look at the size, which most programs have on the accelerator
         size = float(output.sample_size)  # sync, where it lies on an accelerator; once in a run
         return _wrong_sum(terms, size) if size >= 2 else None
-    except (AttributeError, RuntimeError, RecursionError):  # a graph of another version of torch, or with hooks on what it saves
+    except (
+        AttributeError,
+        RuntimeError,
+        RecursionError,
+    ):  # a graph of another version of torch, or with hooks on what it saves
         return None
 
 
@@ -119,9 +122,9 @@ def _wrong_mean(terms: list[_Term], batch: int | None) -> str | None:
     if batch is None or batch < 2 or not all(_is_plain_sum(term, batch) for term in terms):
         return None
     return (
-        f"forward returned a bare loss, which is taken as a mean, but it looks like a sum over a micro-batch of {batch} samples, "
-        f"so that the gradient would be {batch} times too large; return ForwardOutput(loss, sample_size=...), or a mean; "
-        "if the step is to follow the sum of a micro-batch, return ForwardOutput(loss, sample_size=1)"
+        f"forward returned a bare loss, which is taken as a mean, but it looks like a sum over {batch} samples, so that the "
+        f"gradient would be {batch} times too large; return ForwardOutput(loss, sample_size=...), or the mean; for a step along "
+        "the sum of a micro-batch return ForwardOutput(loss, sample_size=1)"
     )
 
 
@@ -244,11 +247,11 @@ def _reduction(node: Any, operation: str, scales: tuple[_Scale, ...]) -> _Term:
     """What made one number of many."""
     if operation in _REDUCING_LOSSES:
         weight = node._saved_weight if operation in _WEIGHTED_LOSSES else None
-        weights = () if weight is None else (_Scale(weight, divides=False),)
+        weighting = () if weight is None else (_Scale(weight, divides=False),)
         is_nll = operation.startswith("NllLoss")
         sizes = tuple(node._saved_target.shape if is_nll else node._saved_self.shape)
         reduction = {1: "mean", 2: "sum"}.get(node._saved_reduction)
-        return _Term(reduction, sizes, scales, weights, is_nll)  # type: ignore[arg-type]
+        return _Term(reduction, sizes, scales, weighting, is_nll)  # type: ignore[arg-type]
     if operation in {"Mean", "Sum"}:
         if _is_penalty(node):
             return _Term("penalty")

@@ -192,6 +192,7 @@ class Update:
             raise NonFiniteError(update, output.loss, output.grad_norm, self._locate(group))
         self._count_in_a_row(update, output)
         if reason is None and not stepped:
+            self.gradients.refuse_dropped()
             self.stepping(output.clip_coefficient)
         if reason != "no_samples":
             self.loss_scaling.update(overflow=reason == "overflow")

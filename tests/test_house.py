@@ -38,6 +38,7 @@ ORDER = (
     "groups",
     "limits",
     "engine",
+    "handler",
     "loss_declaration",
     "loss_scaling",
     "precision",
