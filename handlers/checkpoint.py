@@ -16,6 +16,7 @@ from ignite_train.commit import CheckpointDirectory, together
 from ignite_train.dispatch import Stateful
 from ignite_train.engine import Trainer
 from ignite_train.evaluator import Evaluator
+from ignite_train.handler import Handler
 from ignite_train.manifest import Manifest
 from ignite_train.resumption import (
     checkpoint_to_resume,
@@ -35,7 +36,7 @@ __all__ = ["Checkpoint"]
 _PATIENCE_SECONDS = 30.0  # for a save in flight, when the run breaks off
 
 
-class Checkpoint(Passenger):
+class Checkpoint(Handler, Passenger):
     """Saves all that a run is made of, and brings it back: killed anywhere, a run goes on bitwise as if nothing had happened.
 
     Saved are model, optimizer, loss scaling, counters, the place in the data, metrics, every handler attached to the trainer

@@ -7,11 +7,12 @@ from ignite.engine import Events, RemovableEventHandle
 
 from ignite_train.engine import Trainer
 from ignite_train.events import Event
+from ignite_train.handler import Handler
 
 __all__ = ["EmptyCache"]
 
 
-class EmptyCache:
+class EmptyCache(Handler):
     """Empties the allocator's cache of the accelerator, in the same update on every rank, so that ranks wait together.
 
     Without an accelerator it does nothing. fairseq also empties once after the first update, which allocates unlike all

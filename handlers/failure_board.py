@@ -14,6 +14,7 @@ from ignite_train import distributed
 from ignite_train.engine import Trainer
 from ignite_train.errors import TrainingError
 from ignite_train.events import TrainEvents
+from ignite_train.handler import Handler
 
 __all__ = ["FailureBoard", "PeerFailureError"]
 
@@ -49,7 +50,7 @@ class PeerFailureError(TrainingError, RuntimeError):
         return type(self), (self.rank, self.update, self.error)
 
 
-class FailureBoard:
+class FailureBoard(Handler):
     """Ends all ranks within about two seconds, with a line that names the cause, when one of them raises in `trainer.run`.
 
     Without it the others wait in their next collective until its timeout, 10 or 30 minutes, or until the failed process is

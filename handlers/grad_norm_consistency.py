@@ -14,6 +14,7 @@ from ignite_train.arguments import real_number
 from ignite_train.engine import Trainer
 from ignite_train.errors import TrainingError
 from ignite_train.events import Event, TrainEvents
+from ignite_train.handler import Handler
 from ignite_train.signals import Passenger
 
 __all__ = ["GradNormConsistency", "GradNormMismatchError"]
@@ -51,7 +52,7 @@ class GradNormMismatchError(TrainingError, RuntimeError):
         return type(self), (self.update, self.norms, self.parameters)
 
 
-class GradNormConsistency(Passenger):
+class GradNormConsistency(Handler, Passenger):
     """Compares the gradient norms of all ranks and raises `GradNormMismatchError` on each of them when they differ.
 
     After the reduction all ranks must hold the same gradient, so different norms mean that it is broken: a parameter outside

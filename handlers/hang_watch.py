@@ -18,6 +18,7 @@ from ignite_train import distributed
 from ignite_train.arguments import real_number
 from ignite_train.engine import Trainer
 from ignite_train.evaluator import Evaluator
+from ignite_train.handler import Handler
 
 __all__ = ["HangWatch"]
 
@@ -34,7 +35,7 @@ _WAITING_PLACES = (
 )
 
 
-class HangWatch:
+class HangWatch(Handler):
     """Ends all ranks, each with its stacks on standard error, when training has stood still for `timeout_seconds`.
 
     All ranks attach it alike: STARTED is collective. An update costs nothing. On every rank a thread reads the

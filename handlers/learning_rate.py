@@ -10,11 +10,13 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ignite_train.engine import Trainer
 from ignite_train.events import Event, TrainEvents
+from ignite_train.handler import Handler
+from ignite_train.learning_rates import are_of
 
 __all__ = ["LearningRateSchedule"]
 
 
-class LearningRateSchedule:
+class LearningRateSchedule(Handler):
     """Steps one of torch's schedulers after each applied update; a skipped update leaves the learning rate as it is.
 
     It calls the scheduler's own `step()`: Ignite's wrapper computes the rates of many schedulers wrongly with current torch.
@@ -47,7 +49,16 @@ class LearningRateSchedule:
         self.scheduler = scheduler
 
     def attach(self, trainer: Trainer, event: Event = TrainEvents.STEP_COMPLETED) -> RemovableEventHandle:
-        """Steps the schedule at `event`."""
+        """Steps the schedule at `event`.
+
+        Raises:
+            ValueError: the schedule sets the learning rates of another optimizer than that of `trainer`.
+        """
+        if not are_of(trainer.parts, self.scheduler.optimizer):
+            raise ValueError(
+                f"scheduler must be of the trainer's optimizer, got a {type(self.scheduler).__name__} of another "
+                f"{type(self.scheduler.optimizer).__name__}; build it with the optimizer that create_trainer was given"
+            )
         return trainer.add_event_handler(event, self)
 
     def __call__(self) -> None:

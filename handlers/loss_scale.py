@@ -8,13 +8,14 @@ from ignite.engine import Events, RemovableEventHandle
 
 from ignite_train.engine import Trainer
 from ignite_train.events import Event
+from ignite_train.handler import Handler
 
 __all__ = ["LossScaleLogger"]
 
 _logger = logging.getLogger(__name__)
 
 
-class LossScaleLogger:
+class LossScaleLogger(Handler):
     """Publishes the scale that each update used as `state.metrics["loss_scale"]`, and logs a line whenever it has changed.
 
     Skipped updates count too: they are where the scale falls. The line goes to the logger `ignite_train.handlers.loss_scale`

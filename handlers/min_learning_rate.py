@@ -8,14 +8,16 @@ from typing import Any
 from ignite.engine import Events, RemovableEventHandle
 from torch.optim import Optimizer
 
-from ignite_train.arguments import real_number
+from ignite_train.arguments import real_number, shown
 from ignite_train.engine import Trainer
 from ignite_train.events import Event
+from ignite_train.handler import Handler
+from ignite_train.learning_rates import are_of
 
 __all__ = ["MinLearningRate"]
 
 
-class MinLearningRate:
+class MinLearningRate(Handler):
     """Ends the run before the first update whose learning rate would be at most `minimum` in all parameter groups.
 
     A warm-up that starts lower does not count: the rate must have been above `minimum` once. Rates follow applied updates,
@@ -32,12 +34,23 @@ class MinLearningRate:
     """
 
     def __init__(self, optimizer: Optimizer, *, minimum: float) -> None:
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {shown(optimizer)}")
         self.optimizer = optimizer
         self.minimum = real_number("minimum", minimum, at_least=0)
         self._was_above = False
 
     def attach(self, trainer: Trainer, event: Event = Events.ITERATION_COMPLETED) -> RemovableEventHandle:
-        """Looks at the rates at `event`, and before the first update."""
+        """Looks at the rates at `event`, and before the first update.
+
+        Raises:
+            ValueError: it watches another optimizer than that of `trainer`.
+        """
+        if not are_of(trainer.parts, self.optimizer):
+            raise ValueError(
+                f"optimizer must be the trainer's, got another {type(self.optimizer).__name__}; pass the one that "
+                "create_trainer was given"
+            )
         trainer.add_event_handler(Events.STARTED, self)
         return trainer.add_event_handler(event, self)
 

@@ -13,11 +13,12 @@ from ignite_train import distributed
 from ignite_train.engine import Trainer
 from ignite_train.evaluator import Evaluator
 from ignite_train.events import Event
+from ignite_train.handler import Handler
 
 __all__ = ["ProgressLog"]
 
 
-class ProgressLog:
+class ProgressLog(Handler):
     """Shows a bar over all updates, prints the metrics now and then and where a run goes on and ends. On rank 0 only.
 
     The bar is shown on a terminal; the lines go to standard output. What they say is in `trainer.state.metrics`, so attach

@@ -22,6 +22,7 @@ from ignite_train.arguments import nearest
 from ignite_train.engine import Trainer
 from ignite_train.errors import TrainingError
 from ignite_train.events import Event
+from ignite_train.handler import Handler
 from ignite_train.signals import Passenger
 
 __all__ = ["StateConsistency", "StateMismatchError", "tensor_digests"]
@@ -75,7 +76,7 @@ class _Schedule(Protocol):
     def state_dict(self) -> Mapping[str, Any]: ...
 
 
-class StateConsistency(Passenger):
+class StateConsistency(Handler, Passenger):
     """Compares, bit by bit, what all ranks must hold alike, and raises `StateMismatchError` on each of them if they do not.
 
     That is: parameters, buffers, the optimizer's state and settings, the schedule, the loss scale and the counters

@@ -20,6 +20,7 @@ from ignite.engine import Events
 from ignite_train import distributed
 from ignite_train.arguments import real_number
 from ignite_train.engine import Trainer
+from ignite_train.handler import Handler
 
 __all__ = ["StopOnSignal"]
 
@@ -31,7 +32,7 @@ _OVER = 0  # no signal has this number
 _SIGNALS = tuple(number for number in signal.Signals if number.name in ("SIGTERM", "SIGUSR1"))
 
 
-class StopOnSignal:
+class StopOnSignal(Handler):
     """Ends the run on all ranks after the same update when any of them gets a signal, so that handlers of COMPLETED can save.
 
     For torchrun, SLURM and all who send SIGTERM some time before SIGKILL. The signal may reach one rank or all. What runs in

@@ -12,9 +12,11 @@ from ignite.engine import Events, RemovableEventHandle
 from ignite.handlers import TensorboardLogger
 
 from ignite_train import distributed
+from ignite_train.arguments import shown
 from ignite_train.engine import Trainer
 from ignite_train.evaluator import Evaluator
 from ignite_train.events import Event
+from ignite_train.handler import Handler
 
 __all__ = ["TensorBoard"]
 
@@ -22,7 +24,7 @@ _logger = logging.getLogger(__name__)
 _PATIENCE_SECONDS = 2.0  # for a second to pass
 
 
-class TensorBoard:
+class TensorBoard(Handler):
     """Writes `trainer.state.metrics` as scalars over the number of the update, by Ignite's logger. On rank 0 only.
 
     A run that goes on, from a checkpoint or from its beginning, shows each point once: those that an earlier process wrote
@@ -43,6 +45,8 @@ class TensorBoard:
     """
 
     def __init__(self, log_dir: str | Path) -> None:
+        if not isinstance(log_dir, (str, Path)):
+            raise TypeError(f"log_dir must be a path of a directory, got {shown(log_dir)}")
         self.log_dir = Path(log_dir)
         self._logger: Any = None  # made when there is something to write
         self._begin: int | None = None  # the update after which this process took over

@@ -11,11 +11,12 @@ from ignite.engine import Events, RemovableEventHandle
 from ignite_train.arguments import real_number
 from ignite_train.engine import Trainer
 from ignite_train.events import Event
+from ignite_train.handler import Handler
 
 __all__ = ["TimeLimit"]
 
 
-class TimeLimit:
+class TimeLimit(Handler):
     """Ends the run, on all ranks after the same update, once it has taken `seconds` of wall-clock time.
 
     The clock runs from the start of `run` and is saved, so that the time of earlier runs counts. In a single process no

@@ -10,11 +10,12 @@ from ignite.engine import Events, RemovableEventHandle
 
 from ignite_train.engine import Trainer
 from ignite_train.events import Event, TrainEvents
+from ignite_train.handler import Handler
 
 __all__ = ["TrainingMetrics"]
 
 
-class TrainingMetrics:
+class TrainingMetrics(Handler):
     """Publishes means over the applied updates since the last time, and over all ranks, into `trainer.state.metrics`.
 
     - `"loss"`: Σloss / Σsample_size, and each log of `forward` by its name, likewise per sample;

@@ -13,13 +13,14 @@ from ignite_train.arguments import nearest, one_of
 from ignite_train.engine import Trainer
 from ignite_train.evaluator import Evaluator
 from ignite_train.events import Event
+from ignite_train.handler import Handler
 
 __all__ = ["Validation"]
 
 _logger = logging.getLogger(__name__)
 
 
-class Validation:
+class Validation(Handler):
     """Runs an evaluator over a loader and keeps the best score. Collective: all ranks attach it alike.
 
     Results are in `evaluator.state.metrics`, where loggers that know the evaluator find them. Two events that meet in one

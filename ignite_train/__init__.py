@@ -18,6 +18,7 @@ from ignite_train.errors import (
 from ignite_train.evaluator import Evaluator, create_evaluator
 from ignite_train.events import TrainEvents
 from ignite_train.forward_output import Forward, ForwardOutput
+from ignite_train.loss_declaration import LossDeclarationWarning
 from ignite_train.loss_scaling import (
     DeepSpeedLossScaling,
     FairseqLossScaling,
@@ -47,6 +48,7 @@ __all__ = [
     "GaveUpError",
     "GradientAccessError",
     "LearningRateError",
+    "LossDeclarationWarning",
     "LossScaleFloorError",
     "LossScaling",
     "NoGradientError",

@@ -14,7 +14,7 @@ from ignite.engine import Engine, EventEnum, EventsList, RemovableEventHandle
 from ignite_train.arguments import nearest
 from ignite_train.events import Event
 
-__all__ = ["Dispatcher", "Stateful", "call"]
+__all__ = ["Attachable", "Dispatcher", "Stateful", "call"]
 
 
 @runtime_checkable
@@ -26,6 +26,16 @@ class Stateful(Protocol):
 
     def load_state_dict(self, state_dict: Any) -> Any:
         """Takes it over."""
+
+
+class Attachable:
+    """A handler that only its own `attach` may put on an event; see `Handler`.
+
+    Attributes:
+        is_attaching: whether its `attach` is running.
+    """
+
+    is_attaching = False
 
 
 class Dispatcher(Engine):
@@ -60,6 +70,7 @@ class Dispatcher(Engine):
 
     def add_event_handler(self, event_name: Any, handler: Any, *args: Any, **kwargs: Any) -> RemovableEventHandle:
         """As in Ignite. If `handler`, or the object whose method it is, has a state, it is listed in `stateful`."""
+        _refuse_unattached(handler)
         handle = super().add_event_handler(event_name, handler, *args, **kwargs)
         for single in event_name if isinstance(event_name, EventsList) else [event_name]:
             self._event_handlers[single].sort(key=lambda entry: entry[0] in self._last)
@@ -131,6 +142,15 @@ class Dispatcher(Engine):
 
         filtered._parent = weakref.ref(handler)  # type: ignore[attr-defined]  # what Ignite knows the handler by
         return filtered
+
+
+def _refuse_unattached(handler: Any) -> None:
+    kind = handler if isinstance(handler, type) else type(handler)
+    if issubclass(kind, Attachable) and (kind is handler or not handler.is_attaching):
+        raise TypeError(
+            f"handler must not be a {kind.__name__}, which puts itself on the events that it needs; "
+            f"use {kind.__name__}(...).attach(trainer)"
+        )
 
 
 def call(entry: tuple[Any, tuple[Any, ...], dict[str, Any]], event_args: tuple[Any, ...], event_kwargs: Any) -> None:

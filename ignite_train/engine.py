@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MethodType
 from typing import Any, Protocol
 
 from ignite.engine import RemovableEventHandle
 from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
 
 from ignite_train import distributed
 from ignite_train.arguments import check_state_dict, positive_int, shown
-from ignite_train.dispatch import Stateful
+from ignite_train.dispatch import Attachable, Stateful
 from ignite_train.events import EVENT_COUNTERS, TrainEvents
 from ignite_train.groups import Groups, OpenGroups
 from ignite_train.limits import checked_limits, refuse_epoch_length, refuse_used_iterator
@@ -246,8 +248,13 @@ class Trainer(Loop):
 
     def add_event_handler(self, event_name: Any, handler: Any, *args: Any, **kwargs: Any) -> RemovableEventHandle:
         """As in Ignite; a misspelt event is answered with the nearest one."""
-        if not callable(handler):
+        if not callable(handler) and not isinstance(handler, Attachable):
             raise TypeError(f"handler must be callable, got {shown(handler)}")
+        if isinstance(handler, MethodType) and isinstance(handler.__self__, LRScheduler):
+            raise TypeError(
+                f"handler must not be a method of a scheduler, got {type(handler.__self__).__name__}.{handler.__name__}, which "
+                "would be called with the trainer; use LearningRateSchedule(scheduler).attach(trainer)"
+            )
         return super().add_event_handler(event_name, handler, *args, **kwargs)
 
     def data_position(self) -> Mapping[str, Any]:

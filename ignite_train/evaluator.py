@@ -15,7 +15,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from ignite_train import distributed
 from ignite_train.arguments import positive_int, shown
-from ignite_train.forward_output import Forward, ForwardOutput, as_forward_output
+from ignite_train.forward_output import Forward, ForwardOutput, as_forward_output, check_forward
 from ignite_train.loop import Loop
 from ignite_train.precision import Precision, PrecisionName
 from ignite_train.sharded_reduction import spare_micro_batch
@@ -176,6 +176,5 @@ def create_evaluator(model: nn.Module, forward: Forward, *, precision: Precision
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {shown(model)}")
-    if not callable(forward):
-        raise TypeError(f"forward must be callable as forward(model, micro_batch), got {shown(forward)}")
+    check_forward(forward)
     return Evaluator(model, forward, precision)

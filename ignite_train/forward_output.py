@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from numbers import Real
 from typing import Any, NamedTuple
@@ -11,9 +12,34 @@ from torch import Tensor, nn
 from ignite_train.arguments import shown
 from ignite_train.errors import ForwardContractError
 
-__all__ = ["Forward", "ForwardOutput", "as_forward_output"]
+__all__ = ["RESERVED_NAMES", "Forward", "ForwardOutput", "as_forward_output", "check_forward", "is_declared"]
 
 _CONTRACT = "return ForwardOutput(loss, sample_size=..., logs={...}), (loss, sample_size) or a scalar mean loss"
+
+RESERVED_NAMES = frozenset(
+    {
+        "clipped",
+        "data_wait",
+        "grad_norm",
+        "learning_rate",
+        "loss",
+        "loss_scale",
+        "sample_size",
+        "samples_per_second",
+        "skipped",
+    }
+)
+"""The metrics that the evaluator, `TrainingMetrics` and `LossScaleLogger` publish, beside which the logs are put. With several
+parameter groups there are `"learning_rate/0"`, `"learning_rate/1"`, ... too."""
+
+_checked_names: set[str] = set()  # of logs, so that a name is looked at when it is new and not in each micro-batch
+
+
+class _NotDeclared(int):
+    """The 1 that stands for a sample size that `forward` did not give."""
+
+
+_NOT_DECLARED = _NotDeclared(1)
 
 
 class ForwardOutput(NamedTuple):
@@ -23,16 +49,42 @@ class ForwardOutput(NamedTuple):
         loss: the loss **summed** over the micro-batch, a scalar tensor with a graph.
         sample_size: the weight of this micro-batch in the mean: its targets, tokens or samples. A number or a scalar tensor,
             at least 0. The update's gradient is Σ∇loss / Σsample_size over all micro-batches and ranks.
-        logs: sums to be added up over micro-batches and ranks beside the loss; numbers or scalar tensors by name.
+        logs: sums to be added up over micro-batches and ranks beside the loss; numbers or scalar tensors by name. The names of
+            metrics that are published anyway, such as `"loss"` and `"learning_rate"`, are refused.
     """
 
     loss: Tensor
-    sample_size: float | Tensor = 1
+    sample_size: float | Tensor = _NOT_DECLARED
     logs: Mapping[str, float | Tensor] = {}
 
 
 Forward = Callable[[nn.Module, Any], "ForwardOutput | tuple[Any, ...] | Tensor"]
 """`forward(model, micro_batch)`: a `ForwardOutput`, a plain tuple of its fields, or a scalar: a mean loss of weight 1."""
+
+
+def check_forward(forward: Any) -> None:
+    """Refuses what cannot be called as `forward(model, micro_batch)`.
+
+    Raises:
+        TypeError: it is not callable, or takes other arguments.
+    """
+    if not callable(forward):
+        raise TypeError(f"forward must be callable as forward(model, micro_batch), got {shown(forward)}")
+    try:
+        signature = inspect.signature(forward)
+    except ValueError:  # some functions that are not written in Python have none
+        return
+    try:
+        signature.bind(None, None)
+    except TypeError:
+        raise TypeError(
+            f"forward must be callable as forward(model, micro_batch), got one with the parameters {signature!s:.80}"
+        ) from None
+
+
+def is_declared(output: ForwardOutput) -> bool:
+    """Whether `forward` gave a sample size. Where it did not, the loss is taken as a mean of weight 1."""
+    return output.sample_size is not _NOT_DECLARED
 
 
 def as_forward_output(returned: Any) -> ForwardOutput:
@@ -63,10 +115,22 @@ def as_forward_output(returned: Any) -> ForwardOutput:
     if not isinstance(logs, (dict, Mapping)):  # a dict is told apart faster than any mapping
         raise ForwardContractError(f"logs must be a mapping of names to numbers, forward returned {_describe(logs)}")
     for name, value in logs.items():
-        if not isinstance(name, str):
-            raise ForwardContractError(f"the names in logs must be strings, forward returned {name!r}")
+        if name not in _checked_names:
+            _check_name(name)
         _check_number(f"logs[{name!r}]", value)
     return output if loss.dim() == 0 else output._replace(loss=loss.reshape(()))
+
+
+def _check_name(name: Any) -> None:
+    """Called once for each name."""
+    if not isinstance(name, str):
+        raise ForwardContractError(f"the names in logs must be strings, forward returned {name!r}")
+    if name in RESERVED_NAMES or name.startswith("learning_rate/"):
+        raise ForwardContractError(
+            f"the names in logs must not be {name!r}, which is a metric that the trainer, the evaluator or a handler publishes "
+            f"itself; choose another, such as 'my_{name}'"
+        )
+    _checked_names.add(name)
 
 
 def _check_number(name: str, value: Any) -> None:

@@ -181,6 +181,21 @@ class Gradients:
         named = self._model.named_parameters()
         return {name: p.grad.detach() * self._factor for name, p in named if p.grad is not None}
 
+    def refuse_dropped(self) -> None:
+        """Sees to it that a step will move something.
+
+        Raises:
+            NoGradientError: no gradient is left of those whose norm was taken.
+        """
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    return
+        raise NoGradientError(
+            "a handler of GRADIENTS_READY has dropped all gradients before the step; leave out its zero_grad(): the trainer "
+            "clears them after each update"
+        )
+
     def factor(self) -> float:
         """What makes them those of the mean loss; from here on they are the optimizer's, and `named` answers no more."""
         factor, self._factor = self._factor, None

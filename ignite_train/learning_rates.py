@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -11,7 +12,14 @@ from torch.optim import Optimizer
 from ignite_train.errors import LearningRateError
 from ignite_train.reading import is_on_host
 
-__all__ = ["LearningRates"]
+__all__ = ["LearningRates", "are_of"]
+
+
+def are_of(parts: Mapping[str, Any], optimizer: Optimizer) -> bool:
+    """Whether the rates of `optimizer` are rates of a run with these `parts`: it is one of them, or shares a group with one."""
+    of_the_run = [part for part in parts.values() if isinstance(part, Optimizer)]
+    groups = {id(group) for part in of_the_run for group in part.param_groups}
+    return any(part is optimizer for part in of_the_run) or any(id(group) in groups for group in optimizer.param_groups)
 
 
 class LearningRates:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -16,9 +16,11 @@ from ignite_train import distributed
 from ignite_train.arguments import one_of, positive_int, real_number, shown
 from ignite_train.compilation import Compile, compile_in_place
 from ignite_train.engine import Trainer
-from ignite_train.forward_output import Forward, ForwardOutput
+from ignite_train.events import TrainEvents
+from ignite_train.forward_output import Forward, ForwardOutput, check_forward
 from ignite_train.gradients import Gradients
 from ignite_train.learning_rates import LearningRates
+from ignite_train.loss_declaration import warn_of_misdeclared_loss
 from ignite_train.loss_scaling import LossScaling, NoLossScaling, TorchLossScaling
 from ignite_train.micro_batches import AccumulationSteps, GroupedMicroBatches, Uneven
 from ignite_train.out_of_memory import OnOutOfMemory, RaiseOutOfMemory, RecoverFromOutOfMemory, Recovery
@@ -94,8 +96,7 @@ def create_trainer(
     """
     _check_model(model)
     _check_optimizer(model, optimizer)
-    if not callable(forward):
-        raise TypeError(f"forward must be callable as forward(model, micro_batch), got {forward!r}")
+    check_forward(forward)
     one_of("on_nonfinite", on_nonfinite, ("raise", "skip"))
     one_of("on_out_of_memory", on_out_of_memory, ("raise", "skip", "split"))
     if max_grad_norm is not None:
@@ -131,7 +132,7 @@ def create_trainer(
     steps = "a function" if callable(accumulation_steps) else accumulation_steps
     settings = {"accumulation_steps": steps, "max_grad_norm": max_grad_norm, "precision": precision, "reduction": reduction}
     parts = {"model": way.module, "optimizer": optimizer}
-    return Trainer(update, GroupedMicroBatches(accumulation_steps, uneven), parts, settings)
+    return warn_of_misdeclared_loss(Trainer(update, GroupedMicroBatches(accumulation_steps, uneven), parts, settings))
 
 
 def create_supervised_trainer(
@@ -208,7 +209,7 @@ def create_supervised_trainer(
     scaling = TorchLossScaling() if scaler and loss_scaling is None else loss_scaling
     if amp_mode is not None and scaling is None:
         scaling = NoLossScaling()  # Ignite's amp_mode="amp" without a scaler
-    return create_trainer(
+    trainer = create_trainer(
         model,
         optimizer,
         forward,
@@ -218,6 +219,28 @@ def create_supervised_trainer(
         loss_scaling=scaling,
         on_nonfinite=on_nonfinite,
     )
+    return _refuse_other_than_pairs(trainer) if prepare_batch is _prepare_batch else trainer
+
+
+def _refuse_other_than_pairs(trainer: Trainer) -> Trainer:
+    """Has `trainer` look at its first micro-batch: Ignite's way of preparing one takes the keys of a mapping for x and y."""
+
+    def look(trainer: Trainer) -> None:
+        batch = trainer.state.batch[0]
+        if isinstance(batch, Mapping) or (isinstance(batch, (list, tuple)) and len(batch) != 2):
+            what = (
+                f"one with the keys {list(batch)}"
+                if isinstance(batch, Mapping)
+                else f"a {type(batch).__name__} of {len(batch)}"
+            )
+            raise TypeError(
+                f"a micro-batch must be a pair (x, y), got {what:.80}; pass prepare_batch=lambda batch, device, non_blocking: "
+                "(x, y), or use create_trainer"
+            )
+        handle.remove()
+
+    handle = trainer.add_event_handler(TrainEvents.MICRO_BATCH_STARTED, look)
+    return trainer
 
 
 def _recovery(on_out_of_memory: str, way: Reduction, gradients: Gradients, statistics: Statistics) -> Recovery:

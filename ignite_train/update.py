@@ -204,6 +204,7 @@ class Update:
         self._count_in_a_row(update, output)
         if reason is None and not stepped:
             self.learning_rates.check(output.learning_rates)
+            self.gradients.refuse_dropped()
             self.stepping(output.clip_coefficient)
         if reason != "no_samples":
             self.loss_scaling.update(overflow=reason == "overflow")

@@ -28,6 +28,15 @@ from ignite_train import (
     create_evaluator,
     create_supervised_trainer,
     create_trainer,
+    handlers,
+)
+from ignite_train.handlers import (
+    LearningRateSchedule,
+    MinLearningRate,
+    ProgressLog,
+    TensorBoard,
+    TimeLimit,
+    TrainingMetrics,
 )
 
 
@@ -134,6 +143,7 @@ def scheduler() -> Any:
         "optimizer-lbfgs", {"optimizer": torch.optim.LBFGS(linear().parameters())}, TypeError, "optimizer", "LBFGS", "use one"
     ),
     Case("forward-none", {"forward": None}, TypeError, "forward", "forward(model, micro_batch)", "None"),
+    Case("forward-of-one", {"forward": lambda batch: 0}, TypeError, "forward", "forward(model, micro_batch)", "(batch)"),
     Case("forward-string", {"forward": "mean"}, TypeError, "forward", "forward(model, micro_batch)", "'mean'"),
     Case("accumulation-0", {"accumulation_steps": 0}, ValueError, "accumulation_steps", "at least 1", "0"),
     Case("accumulation--1", {"accumulation_steps": -1}, ValueError, "accumulation_steps", "at least 1", "-1"),
@@ -272,6 +282,9 @@ def loss(model: nn.Module) -> torch.Tensor:
     Case("logs-string", lambda model: (loss(model), 1, {"acc": "9"}), ForwardContractError, "logs['acc']", "a number", "'9'"),
     Case("logs-none", lambda model: (loss(model), 1, {"acc": None}), ForwardContractError, "logs['acc']", "a number", "None"),
     Case("logs-vector", lambda model: (loss(model), 1, {"a": torch.ones(2)}), ForwardContractError, "logs['a']", "(2,)"),
+    Case("logs-loss", lambda model: (loss(model), 1, {"a": 1, "loss": 1}), ForwardContractError, "logs", "'loss'", "'my_loss'"),
+    Case("logs-rate", lambda model: (loss(model), 1, {"learning_rate": 1}), ForwardContractError, "logs", "'learning_rate'"),
+    Case("logs-group", lambda model: (loss(model), 1, {"learning_rate/0": 1}), ForwardContractError, "logs", "learning_rate/0"),
     Case("logs-key", lambda model: (loss(model), 1, {7: 1}), ForwardContractError, "logs", "strings", "7"),
 )
 def test_what_forward_returns(case):
@@ -292,6 +305,7 @@ def test_what_forward_returns(case):
     Case("none", lambda model: None, ForwardContractError, "forward", "None", "ForwardOutput"),
     Case("string", lambda model: "loss", ForwardContractError, "forward", "'loss'", "ForwardOutput"),
     Case("size-negative", lambda model: (loss(model), -1), ForwardContractError, "sample_size", "at least 0", "-1"),
+    Case("logs-loss", lambda model: (loss(model), 1, {"loss": 1}), ForwardContractError, "logs", "'loss'", "'my_loss'"),
     Case("no-samples", lambda model: (loss(model), 0), ValueError, "data", "at least one sample", "0"),
 )
 def test_what_forward_returns_to_the_evaluator(case):
@@ -388,6 +402,84 @@ def test_a_group_size_that_goes_wrong_later_is_known_at_once():
         "'epoch_complete'",
         "did you mean 'EPOCH_COMPLETED'",
     ),
+    *(
+        Case(
+            f"handler-{name}",
+            lambda trainer, make=make: make(trainer),
+            TypeError,
+            "handler",
+            "TrainingMetrics",
+            "use TrainingMetrics(...).attach(trainer)",
+        )
+        for name, make in {
+            "put-on-an-event": lambda trainer: trainer.add_event_handler(Events.STARTED, TrainingMetrics()),
+            "class": lambda trainer: trainer.add_event_handler(Events.STARTED, TrainingMetrics),
+            "decorated": lambda trainer: trainer.on(Events.STARTED)(TrainingMetrics()),
+            "put-first": lambda trainer: trainer.prepend_event_handler(Events.STARTED, TrainingMetrics()),
+            "put-last": lambda trainer: trainer.append_event_handler(Events.STARTED, TrainingMetrics()),
+            "on-an-evaluator": lambda trainer: create_evaluator(linear(), Calls()).on(Events.STARTED)(TrainingMetrics()),
+        }.items()
+    ),
+    Case(
+        "scheduler-step",
+        lambda trainer: trainer.add_event_handler(TrainEvents.STEP_COMPLETED, scheduler().step),
+        TypeError,
+        "handler",
+        "ConstantLR.step",
+        "LearningRateSchedule(scheduler).attach(trainer)",
+    ),
+    Case(
+        "attached-to-an-evaluator",
+        lambda trainer: ProgressLog().attach(create_evaluator(linear(), Calls())),
+        TypeError,
+        "trainer",
+        "of type Evaluator",
+        "attach(trainer, evaluator=...)",
+    ),
+    Case(
+        "attached-the-wrong-way-round",
+        lambda trainer: TrainingMetrics().attach(Events.EPOCH_COMPLETED, trainer),
+        TypeError,
+        "trainer",
+        "EPOCH_COMPLETED",
+        "attach(trainer, event)",
+    ),
+    Case(
+        "attached-to-a-model", lambda trainer: TimeLimit(1).attach(linear()), TypeError, "trainer", "Linear", "create_trainer"
+    ),
+    Case(
+        "evaluator-for-an-event",
+        lambda trainer: TensorBoard("runs").attach(trainer, create_evaluator(linear(), Calls())),
+        TypeError,
+        "event",
+        "of type Evaluator",
+        "evaluator=",
+    ),
+    Case(
+        "loader-for-an-evaluator",
+        lambda trainer: ProgressLog().attach(trainer, evaluator=[1]),
+        TypeError,
+        "evaluator",
+        "[1] of type list",
+    ),
+    Case(
+        "schedule-of-another-optimizer",
+        lambda trainer: LearningRateSchedule(scheduler()).attach(trainer),
+        ValueError,
+        "scheduler",
+        "ConstantLR",
+        "create_trainer was given",
+    ),
+    Case(
+        "rates-of-another-optimizer",
+        lambda trainer: MinLearningRate(torch.optim.SGD(linear().parameters()), minimum=0).attach(trainer),
+        ValueError,
+        "optimizer",
+        "another SGD",
+        "create_trainer was given",
+    ),
+    Case("rates-of-a-model", lambda trainer: MinLearningRate(linear(), minimum=0), TypeError, "optimizer", "Linear"),
+    Case("directory-none", lambda trainer: TensorBoard(None), TypeError, "log_dir", "None"),
     Case("event-none", lambda trainer: trainer.add_event_handler(None, print), ValueError, "event", "None"),
     Case("event-fired", lambda trainer: trainer.fire_event("STEP_COMPLETE"), ValueError, "event", "'STEP_COMPLETE'", "did you"),
     Case("event-on", lambda trainer: trainer.on("nothing_like_it")(print), ValueError, "event", "'nothing_like_it'"),
@@ -431,6 +523,92 @@ def test_events_and_handlers(case):
         case.make(trainer)
     trainer.run([0])
     assert forward.number == 1
+
+
+def test_each_handler_is_attached_by_itself():
+    """All ready-made ones: put on an event they say what to call instead."""
+    ready_made = [vars(handlers)[name] for name in handlers.__all__ if "attach" in vars(vars(handlers)[name])]
+    assert len(ready_made) >= 15
+    trainer = trainer_with()
+    for kind in ready_made:
+        with pytest.raises(TypeError, match=rf"use {kind.__name__}\(\.\.\.\)\.attach\(trainer\)"):
+            trainer.add_event_handler(Events.STARTED, kind.__new__(kind))
+
+
+def test_a_handler_that_is_derived_from_a_ready_made_one_attaches():
+    """Also where its own `attach` calls that of its class, and again for a second trainer."""
+
+    class Metrics(TrainingMetrics):
+        def attach(self, trainer: Any, event: Any = Events.ITERATION_COMPLETED) -> Any:
+            super().attach(trainer, event)
+            return trainer.add_event_handler(Events.COMPLETED, self)
+
+    metrics = Metrics()
+    for trainer in (trainer_with(), trainer_with()):
+        metrics.attach(trainer)
+        assert "loss" in trainer.run([0, 0]).metrics
+    with pytest.raises(TypeError, match=r"use Metrics\(\.\.\.\)\.attach"):
+        trainer.add_event_handler(Events.STARTED, metrics)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 0.5),
+        lambda o: torch.optim.lr_scheduler.ChainedScheduler([torch.optim.lr_scheduler.ConstantLR(o) for _ in range(2)]),
+        lambda o: torch.optim.lr_scheduler.SequentialLR(o, [torch.optim.lr_scheduler.ConstantLR(o) for _ in range(2)], [3]),
+    ],
+    ids=["lambda", "chained", "sequential"],
+)
+def test_a_schedule_is_of_the_optimizer_that_steps(build):
+    """Of the trainer's own, or of one that shares its groups with it; one of any other would do nothing."""
+    given = arguments()
+    trainer, optimizer = create_trainer(**given), given["optimizer"]
+    part = torch.optim.SGD(given["model"].parameters(), lr=0.1)
+    LearningRateSchedule(build(optimizer)).attach(trainer)
+    with pytest.raises(ValueError, match="scheduler must be of the trainer's optimizer"):
+        LearningRateSchedule(build(part)).attach(trainer)
+    part.param_groups = optimizer.param_groups  # as of an optimizer that is made of others
+    LearningRateSchedule(build(part)).attach(trainer)
+
+
+@pytest.mark.parametrize(
+    ("batch", "says"),
+    [
+        ({"x": torch.ones(2, 2), "y": torch.ones(2, 1)}, "keys ['x', 'y']"),
+        ((torch.ones(2, 2), torch.ones(2, 1), torch.ones(2)), "a tuple of 3"),
+        ([torch.ones(2, 2)], "a list of 1"),
+    ],
+    ids=["mapping", "triple", "single"],
+)
+def test_a_supervised_trainer_says_what_it_takes(batch, says):
+    """What is no pair is refused before forward, each time, unless a prepare_batch makes one of it."""
+    model = linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = create_supervised_trainer(model, optimizer, nn.MSELoss())
+    for _ in range(2):
+        with answered(Case("batch", None, TypeError, "pair (x, y)", says, "prepare_batch")):
+            trainer.run([batch])
+    prepared = create_supervised_trainer(
+        model, optimizer, nn.MSELoss(), prepare_batch=lambda batch, device, non_blocking: (torch.ones(2, 2), torch.ones(2, 1))
+    )
+    assert prepared.run([batch]).num_steps == 1
+    trainer.run([(torch.ones(2, 2), torch.ones(2, 1))] * 2, max_epochs=2)
+    assert not trainer.has_handlers(TrainEvents.MICRO_BATCH_STARTED)
+
+
+@pytest.mark.parametrize("bare", [True, False], ids=["factor-1", "factor-half"])
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "plain"])
+def test_gradients_that_a_handler_dropped_make_no_step(bare, fused):
+    """A step without gradients would move nothing and count."""
+    model = linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+    forward = (lambda m, b: m(b).mean()) if bare else (lambda m, b: (m(b).sum(), 2))
+    trainer = create_trainer(model, optimizer, forward)
+    trainer.add_event_handler(TrainEvents.GRADIENTS_READY, lambda: optimizer.zero_grad())
+    with answered(Case("zero_grad", None, NoGradientError, "GRADIENTS_READY", "zero_grad()")):
+        trainer.run([torch.ones(2, 2)])
+    assert trainer.state.num_steps == 0
 
 
 def changed(**changes: Any) -> Callable[[dict[str, Any]], Any]:
@@ -511,6 +689,7 @@ def test_arguments_of_an_evaluation(case):
     Case("model-none", {"model": None}, TypeError, "model", "torch.nn.Module", "None"),
     Case("model-class", {"model": nn.Linear}, TypeError, "model", "torch.nn.Module", "Linear"),
     Case("forward-none", {"forward": None}, TypeError, "forward", "forward(model, micro_batch)", "None"),
+    Case("forward-of-one", {"forward": lambda batch: 0}, TypeError, "forward", "forward(model, micro_batch)", "(batch)"),
     Case("precision", {"precision": "float16"}, ValueError, "precision", "'float16'", "did you mean 'fp16'"),
 )
 def test_arguments_of_create_evaluator(case):

@@ -18,7 +18,17 @@ from torch import nn
 from tqdm import tqdm
 
 import cuts
-from ignite_train import FairseqLossScaling, ForwardOutput, Trainer, TrainEvents, create_evaluator, create_trainer
+from ignite_train import (
+    FairseqLossScaling,
+    ForwardContractError,
+    ForwardOutput,
+    TorchLossScaling,
+    Trainer,
+    TrainEvents,
+    create_evaluator,
+    create_trainer,
+)
+from ignite_train.forward_output import RESERVED_NAMES, as_forward_output
 from ignite_train.handlers import (
     Checkpoint,
     EmptyCache,
@@ -550,3 +560,21 @@ def test_tensorboard_has_no_file_of_a_run_that_does_nothing(tmp_path: Path) -> N
     for _ in range(2):
         train_with_tensorboard(tmp_path, every=4)
     assert len(list((tmp_path / "points").iterdir())) == 1
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_whatever_is_published_beside_the_logs_is_reserved(groups: int) -> None:
+    """No name of a log can meet a metric of the trainer's handlers or of the evaluator, now or when one is added."""
+
+    def without_logs(model: nn.Module, micro_batch: Any) -> ForwardOutput:
+        return cuts.forward(model, micro_batch)._replace(logs={})
+
+    trainer, model, _ = make(without_logs, groups, loss_scaling=TorchLossScaling())
+    TrainingMetrics().attach(trainer)
+    LossScaleLogger().attach(trainer)
+    trainer.run(DATA, max_epochs=1)
+    published = {*trainer.state.metrics, *create_evaluator(model, without_logs).run(DATA).metrics}
+    assert {name for name in published if not name.startswith("learning_rate/")} <= RESERVED_NAMES
+    for name in published:
+        with pytest.raises(ForwardContractError, match=f"'{name}'"):
+            as_forward_output((torch.ones(()), 1, {name: 1.0}))

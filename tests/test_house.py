@@ -38,6 +38,8 @@ ORDER = (
     "groups",
     "limits",
     "engine",
+    "handler",
+    "loss_declaration",
     "loss_scaling",
     "precision",
     "side_effects",

@@ -90,8 +90,8 @@ def forward(model: nn.Module, batch: tuple[Tensor, Tensor]) -> ForwardOutput:
     return ForwardOutput(mse_loss(model(x), y, reduction="sum"), len(y), logs)
 
 
-def mean(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    return mse_loss(model(batch[0]), batch[1], reduction="sum")
+def mean(model: nn.Module, batch: tuple[Tensor, Tensor]) -> ForwardOutput:
+    return ForwardOutput(mse_loss(model(batch[0]), batch[1], reduction="sum"), 1)
 
 
 class ShortOfMemory:

@@ -1,0 +1,75 @@
+"""What the ready-made handlers share: they come onto their events by their own `attach`, whose arguments are checked."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from ignite.engine import CallableEventWithFilter, Engine, EventsList
+
+from ignite_train.arguments import shown
+from ignite_train.dispatch import Attachable
+from ignite_train.engine import Trainer
+
+__all__ = ["Handler"]
+
+
+class Handler(Attachable):
+    """A handler that is attached by `attach(trainer, ...)`, and refuses to be put on an event by itself.
+
+    Most need more than one event, so that one of them alone would do nothing, or little, without a word. A class that is
+    derived from this one defines `attach`; its arguments are checked before it is called.
+    """
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        if "attach" in vars(cls):
+            cls.attach = _checked(vars(cls)["attach"])  # type: ignore[attr-defined]
+
+
+def _checked(attach: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(attach)
+    def checked(self: Handler, trainer: Any, *arguments: Any, **named: Any) -> Any:
+        name = type(self).__name__
+        _check_trainer(name, trainer)
+        if arguments or "event" in named:
+            _check_event(name, arguments[0] if arguments else named["event"])
+        _check_evaluator(name, named.get("evaluator"))
+        outer, self.is_attaching = self.is_attaching, True
+        try:
+            return attach(self, trainer, *arguments, **named)
+        finally:
+            self.is_attaching = outer
+
+    return checked
+
+
+def _check_trainer(name: str, trainer: Any) -> None:
+    if isinstance(trainer, Trainer):
+        return
+    remedy = f"call {name}(...).attach(trainer), with what create_trainer returned"
+    if isinstance(trainer, Engine):
+        remedy = f"attach {name} to the trainer; those that show an evaluation take attach(trainer, evaluator=...)"
+    elif _is_event(trainer):
+        remedy = f"the trainer comes first: {name}(...).attach(trainer, event)"
+    raise TypeError(f"trainer must be a Trainer, got {shown(trainer)}; {remedy}")
+
+
+def _check_event(name: str, event: Any) -> None:
+    if _is_event(event) or isinstance(event, str):
+        return
+    remedy = ""
+    if isinstance(event, Engine):
+        remedy = f"; pass an evaluator by its name: {name}(...).attach(trainer, evaluator=...)"
+    raise TypeError(f"event must be an event such as Events.ITERATION_COMPLETED(every=50), got {shown(event)}{remedy}")
+
+
+def _check_evaluator(name: str, evaluator: Any) -> None:
+    if evaluator is None or (isinstance(evaluator, Engine) and not isinstance(evaluator, Trainer)):
+        return
+    raise TypeError(f"evaluator must be what create_evaluator returned, got {shown(evaluator)} in {name}.attach")
+
+
+def _is_event(value: Any) -> bool:
+    return isinstance(value, (CallableEventWithFilter, EventsList))

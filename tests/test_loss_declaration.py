@@ -1,0 +1,323 @@
+"""A loss that is declared as what it is not: one warning at the first micro-batch, and none for what is right or unknown."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812  # torch's own name for it
+from torch import Tensor, nn
+
+from ignite_train import (
+    ForwardOutput,
+    LossDeclarationWarning,
+    TrainEvents,
+    count_traffic,
+    create_supervised_trainer,
+    create_trainer,
+)
+
+SAMPLES, FEATURES, CLASSES, STEPS = 8, 6, 3, 4
+Batch = dict[str, Tensor]
+TOO_SMALL, TOO_LARGE = "times too small", "times too large"
+
+
+class Net(nn.Module):
+    """Two layers; classes for a batch of samples, or for each step of a batch of sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.out = nn.Linear(FEATURES, SAMPLES), nn.Linear(SAMPLES, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.tanh(self.hidden(x)))
+
+
+def batch(samples: int = SAMPLES) -> Batch:
+    generator = torch.Generator().manual_seed(samples)
+    mask = (torch.rand(samples, STEPS, generator=generator) < 0.7).float()
+    mask[0, 0], mask[-1, -1] = 1.0, 0.0
+    return {
+        "x": torch.randn(samples, FEATURES, generator=generator),
+        "c": torch.randint(0, CLASSES, (samples,), generator=generator),
+        "y": torch.randn(samples, CLASSES, generator=generator),
+        "xs": torch.randn(samples, STEPS, FEATURES, generator=generator),
+        "cs": torch.randint(0, CLASSES, (samples, STEPS), generator=generator),
+        "mask": mask,
+    }
+
+
+def told(forward: Callable[..., Any], given: Any = None, *, updates: int = 2) -> list[str]:
+    """The warnings of a training with `forward`."""
+    torch.manual_seed(0)
+    model = Net()
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=1e-6), forward)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.run([batch() if given is None else given] * updates, max_epochs=1)
+    assert {warning.category for warning in caught} <= {LossDeclarationWarning}
+    return [str(warning.message) for warning in caught]
+
+
+def token_losses(m: nn.Module, b: Batch) -> Tensor:
+    """One for each step of each sample."""
+    return F.cross_entropy(m(b["xs"]).flatten(0, 1), b["cs"].flatten(), reduction="none").view(len(b["xs"]), STEPS)
+
+
+def per_sample(m: nn.Module, b: Batch) -> Tensor:
+    return (m(b["x"]) - b["y"]).pow(2).sum(1)
+
+
+def weight_decay(m: nn.Module) -> Tensor:
+    return sum(p.pow(2).sum() for p in m.parameters())  # type: ignore[return-value]
+
+
+ENTROPY, SQUARES = F.cross_entropy, F.mse_loss
+MEANS: dict[str, Callable[[nn.Module, Batch], Tensor]] = {
+    "cross-entropy": lambda m, b: ENTROPY(m(b["x"]), b["c"]),
+    "class-weights": lambda m, b: ENTROPY(m(b["x"]), b["c"], weight=torch.tensor([0.2, 0.3, 0.5])),
+    "label-smoothing": lambda m, b: ENTROPY(m(b["x"]), b["c"], label_smoothing=0.1),
+    "label-smoothing-0.2": lambda m, b: ENTROPY(m(b["x"]), b["c"], label_smoothing=0.2),
+    "soft-targets": lambda m, b: ENTROPY(m(b["x"]), b["y"].softmax(1)),
+    "tokens": lambda m, b: ENTROPY(m(b["xs"]).flatten(0, 1), b["cs"].flatten()),
+    "two-dimensional": lambda m, b: ENTROPY(m(b["xs"]).movedim(-1, 1)[..., None], b["cs"][..., None]),
+    "squares": lambda m, b: SQUARES(m(b["x"]), b["y"]),
+    "squares-by-hand": lambda m, b: ((m(b["x"]) - b["y"]) ** 2).mean(),
+    "half-squares": lambda m, b: 0.5 * ((m(b["x"]) - b["y"]) ** 2).mean(),
+    "absolute": lambda m, b: F.l1_loss(m(b["x"]), b["y"]),
+    "smooth": lambda m, b: F.smooth_l1_loss(m(b["x"]), b["y"]),
+    "huber": lambda m, b: F.huber_loss(m(b["x"]), b["y"]),
+    "binary": lambda m, b: F.binary_cross_entropy_with_logits(m(b["x"]), b["y"].sigmoid()),
+    "binary-probabilities": lambda m, b: F.binary_cross_entropy(m(b["x"]).sigmoid(), b["y"].sigmoid()),
+    "of-each-sample": lambda m, b: per_sample(m, b).mean(),
+    "of-a-dimension": lambda m, b: per_sample(m, b).mean(dim=0),
+    "by-hand": lambda m, b: per_sample(m, b).sum() / len(b["x"]),
+    "divided-by-a-tensor": lambda m, b: per_sample(m, b).sum() / torch.tensor(len(b["x"])),
+    "with-decay": lambda m, b: ENTROPY(m(b["x"]), b["c"]) + 1e-4 * weight_decay(m),
+    "with-norm": lambda m, b: ENTROPY(m(b["x"]), b["c"]) + 1e-4 * m.out.weight.norm(),
+    "two-losses": lambda m, b: 0.7 * ENTROPY(m(b["x"]), b["c"]) + 0.3 * SQUARES(m(b["x"]), b["y"]),
+    "negative": lambda m, b: -(m(b["x"]).log_softmax(1)[torch.arange(len(b["x"])), b["c"]]).mean(),
+    "for-accumulation": lambda m, b: ENTROPY(m(b["x"]), b["c"]) / 4,
+    "doubled-precision": lambda m, b: ENTROPY(m(b["x"]), b["c"]).double(),
+    "per-sample-over-lengths": lambda m, b: (per_sample(m, b) / torch.full((len(b["x"]),), 5.0)).mean(),
+}
+SUMS: dict[str, Callable[[nn.Module, Batch], Tensor]] = {
+    "cross-entropy": lambda m, b: ENTROPY(m(b["x"]), b["c"], reduction="sum"),
+    "label-smoothing": lambda m, b: ENTROPY(m(b["x"]), b["c"], reduction="sum", label_smoothing=0.1),
+    "tokens": lambda m, b: ENTROPY(m(b["xs"]).flatten(0, 1), b["cs"].flatten(), reduction="sum"),
+    "squares": lambda m, b: SQUARES(m(b["x"]), b["y"], reduction="sum"),
+    "squares-by-hand": lambda m, b: ((m(b["x"]) - b["y"]) ** 2).sum(),
+    "half-squares": lambda m, b: 0.5 * ((m(b["x"]) - b["y"]) ** 2).sum(),
+    "absolute": lambda m, b: F.l1_loss(m(b["x"]), b["y"], reduction="sum"),
+    "huber": lambda m, b: F.huber_loss(m(b["x"]), b["y"], reduction="sum"),
+    "divergence": lambda m, b: F.kl_div(m(b["x"]).log_softmax(1), b["y"].softmax(1), reduction="sum"),
+    "of-each-sample": lambda m, b: per_sample(m, b).sum(),
+    "masked": lambda m, b: (token_losses(m, b) * b["mask"]).sum(),
+    "selected": lambda m, b: token_losses(m, b).sum(1).sum(),
+    "with-decay": lambda m, b: SQUARES(m(b["x"]), b["y"], reduction="sum") + 1e-4 * weight_decay(m),
+}
+RIGHT_IF_BARE: dict[str, Callable[[nn.Module, Batch], Any]] = {
+    "masked-mean": lambda m, b: (token_losses(m, b) * b["mask"]).sum() / b["mask"].sum(),
+    "masked-mean-by-a-product": lambda m, b: (token_losses(m, b) * b["mask"]).sum() * (1 / b["mask"].sum()),
+    "mask-of-mean-weights": lambda m, b: (token_losses(m, b) * (b["mask"] / b["mask"].sum())).sum(),
+    "one-positive": lambda m, b: SQUARES(m(b["x"])[:1], b["y"][:1], reduction="sum") / max(1, 1),
+    "some-positives": lambda m, b: F.smooth_l1_loss(m(b["x"]), b["y"], reduction="sum") / max(1, 2),
+    "normalised-weights": lambda m, b: (per_sample(m, b) * torch.full((len(b["x"]),), 1 / 8)).sum(),
+    "weights-by-a-product": lambda m, b: torch.full((len(b["x"]),), 1 / 8) @ per_sample(m, b),
+    "batchmean": lambda m, b: F.kl_div(m(b["x"]).log_softmax(1), b["y"].softmax(1), reduction="batchmean"),
+    "stacked-means": lambda m, b: torch.stack([SQUARES(m(b["x"]), b["y"]), ENTROPY(m(b["x"]), b["c"])]).sum(),
+    "summed-means": lambda m, b: sum([SQUARES(m(b["x"]), b["y"]), ENTROPY(m(b["x"]), b["c"])]),
+    "features-summed": lambda m, b: (m(b["x"]) - b["y"]).pow(2).mean(0).sum(),
+    "decay-alone": lambda m, b: m.hidden.weight.pow(2).sum(),  # its first dimension is as large as the micro-batch
+    "mean-and-decay": lambda m, b: ENTROPY(m(b["x"]), b["c"]) + 1e-4 * m.hidden.weight.pow(2).sum(),
+    "policy-gradient": lambda m, b: -(m(b["x"]).log_softmax(1)[:, 0] * b["y"][:, 0]).mean(),
+    "unknown": lambda m, b: torch.logsumexp(m(b["x"]).flatten(), 0),
+    "contrastive": lambda m, b: ENTROPY(m(b["x"]) @ m(b["x"]).T, torch.arange(len(b["x"]))),
+    "sum-that-is-meant": lambda m, b: ForwardOutput(per_sample(m, b).sum(), 1),
+    "sum-that-is-meant-as-a-tuple": lambda m, b: (per_sample(m, b).sum(), 1),
+}
+RIGHT_WITH_SIZE: dict[str, Callable[[nn.Module, Batch], tuple[Tensor, Any]]] = {
+    "mean-times-size": lambda m, b: (ENTROPY(m(b["x"]), b["c"]) * len(b["x"]), len(b["x"])),
+    "size-times-mean": lambda m, b: (len(b["x"]) * SQUARES(m(b["x"]), b["y"]), len(b["x"])),
+    "mean-times-a-tensor": lambda m, b: (ENTROPY(m(b["x"]), b["c"]) * torch.tensor(8.0), torch.tensor(8)),
+    "smoothed-mean-times-size": lambda m, b: (ENTROPY(m(b["x"]), b["c"], label_smoothing=0.1) * 8, 8),
+    "weighted-mean-times-size": lambda m, b: (0.01 * ENTROPY(m(b["x"]), b["c"]) * 8, 8),
+    "weight-times-size-times-mean": lambda m, b: ((0.01 * len(b["x"])) * ENTROPY(m(b["x"]), b["c"]), len(b["x"])),
+    "divided-by-one-over-size": lambda m, b: (ENTROPY(m(b["x"]), b["c"]) / (1 / len(b["x"])), len(b["x"])),
+    "products-before-the-mean": lambda m, b: ((per_sample(m, b) * 8).mean(), 8),
+    "weights-before-the-mean": lambda m, b: ((per_sample(m, b) * torch.full((8,), 8.0)).mean(), 8),
+    "mean-over-features": lambda m, b: (torch.tanh(m.hidden(b["x"])).pow(2).sum(0).mean(), len(b["x"])),
+    "sum-over-steps-divided-by-them": lambda m, b: (token_losses(m, b).sum() / STEPS, len(b["x"])),
+    "sum-over-as-many-features": lambda m, b: (m.hidden(b["x"]).pow(2).sum() / SAMPLES, len(b["x"])),
+    "sum-over-as-many-features-flat": lambda m, b: (m.hidden(b["x"]).flatten().pow(2).sum() / SAMPLES, len(b["x"])),
+    "sum-of-means": lambda m, b: (token_losses(m, b).mean(1).sum(), len(b["x"])),
+    "masked-tokens": lambda m, b: ((token_losses(m, b) * b["mask"]).sum(), b["mask"].sum()),
+    "ignored-tokens": lambda m, b: (ENTROPY(m(b["xs"]).flatten(0, 1), b["cs"].flatten(), ignore_index=0, reduction="sum"), 20),
+    "mean-of-one-token-a-sample": lambda m, b: (ENTROPY(m(b["x"])[:1], b["c"][:1]), 1),
+    "sum-and-balance": lambda m, b: (SUMS["tokens"](m, b) + 0.01 * m(b["x"]).softmax(1).mean(0).pow(2).sum() * 32, 32),
+    "unknown": lambda m, b: (torch.logsumexp(m(b["x"]).flatten(), 0), 8),
+    "large-weight": lambda m, b: (100.0 * ENTROPY(m(b["x"]), b["c"]), 8),
+    "normalised-weights-times-size": lambda m, b: ((per_sample(m, b) * torch.full((8,), 1 / 8)).sum() * 8, 8),
+}
+
+
+def table(rows: dict[str, Any]) -> Any:
+    return pytest.mark.parametrize("loss", rows.values(), ids=rows.keys())
+
+
+@table(MEANS)
+def test_a_mean_with_a_sample_size_is_noticed(loss: Any) -> None:
+    """Its gradient is too small by the sample size: one warning, of one line, that says what to return."""
+    messages = told(lambda m, b: ForwardOutput(loss(m, b), sample_size=len(b["x"])))
+    assert len(messages) == 1
+    assert TOO_SMALL in messages[0]
+    assert f"sample_size={SAMPLES}" in messages[0]
+    assert "\n" not in messages[0]
+
+
+@table(SUMS)
+def test_a_bare_sum_is_noticed(loss: Any) -> None:
+    """A bare loss is a mean by contract. So is one in a ForwardOutput whose sample size was forgotten."""
+    for forward in (loss, lambda m, b: ForwardOutput(loss(m, b), logs={"a": 1.0})):
+        messages = told(forward)
+        assert len(messages) == 1
+        assert TOO_LARGE in messages[0]
+        assert "sample_size" in messages[0]
+        assert "\n" not in messages[0]
+
+
+@table(SUMS)
+def test_a_function_that_sums_is_noticed_in_a_supervised_trainer(loss: Any) -> None:
+    """It is multiplied by the number of samples, so that the gradient is that much too large."""
+    given = batch()
+    model = Net()
+    trainer = create_supervised_trainer(
+        model,
+        torch.optim.SGD(model.parameters(), lr=1e-6),
+        lambda _prediction, _y: loss(model, given),
+    )
+    with pytest.warns(LossDeclarationWarning, match=TOO_LARGE):
+        trainer.run([(given["x"], given["c"])], max_epochs=1)
+
+
+@table(MEANS)
+def test_a_bare_mean_is_right(loss: Any) -> None:
+    """It is what a bare loss is taken for."""
+    assert told(loss) == []
+
+
+@table(SUMS)
+def test_a_sum_with_a_sample_size_is_right(loss: Any) -> None:
+    """As many samples, or as many tokens."""
+    assert told(lambda m, b: ForwardOutput(loss(m, b), len(b["x"]))) == []
+    assert told(lambda m, b: ForwardOutput(loss(m, b), torch.tensor(SAMPLES * STEPS))) == []
+
+
+@table(RIGHT_IF_BARE)
+def test_right_without_a_sample_size(loss: Any) -> None:
+    """Whatever has been made a mean by hand, or is not known, is left alone."""
+    assert told(loss) == []
+
+
+@table(RIGHT_WITH_SIZE)
+def test_right_with_a_sample_size(loss: Any) -> None:
+    """Whatever has been multiplied by its sample size, or sums over samples and averages over something else."""
+    assert told(lambda m, b: ForwardOutput(*loss(m, b))) == []
+
+
+@table(MEANS)
+def test_a_function_that_averages_is_right_in_a_supervised_trainer(loss: Any) -> None:
+    """The trainer multiplies it by the number of samples."""
+    given = batch()
+    model = Net()
+    trainer = create_supervised_trainer(
+        model, torch.optim.SGD(model.parameters(), lr=1e-6), lambda _prediction, _y: loss(model, given)
+    )
+    trainer.run([(given["x"], given["c"])], max_epochs=1)  # a warning would be an error here
+
+
+@table({**MEANS, **SUMS})
+def test_a_micro_batch_of_one_sample_is_right_either_way(loss: Any) -> None:
+    """A sum over one sample is its mean."""
+    assert told(loss, batch(samples=1)) == []
+    assert told(lambda m, b: ForwardOutput(loss(m, b), len(b["x"])), batch(samples=1)) == []
+
+
+@pytest.mark.parametrize("shape", [(10,), (3, 5, 5)], ids=["features", "image"])
+def test_a_sample_without_a_batch_dimension_is_right(shape: tuple[int, ...]) -> None:
+    """The length of its first dimension is no number of samples."""
+    model = nn.Linear(shape[-1], shape[-1])
+    trainer = create_trainer(
+        model,
+        torch.optim.SGD(model.parameters(), lr=1e-6),
+        lambda model, x: SQUARES(model(x), x, reduction="sum"),
+    )
+    trainer.run([torch.randn(shape)], max_epochs=1)
+
+
+@pytest.mark.parametrize("size", [2, 10, 20, 50, 64, 100])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.05, 0.3])
+def test_no_size_hides_label_smoothing(size: int, smoothing: float) -> None:
+    """What is kept of the likelihood could be read as a weight times a round size, and is not."""
+    messages = told(lambda m, b: (ENTROPY(m(b["x"]), b["c"], label_smoothing=smoothing), len(b["x"])), batch(size))
+    assert len(messages) == 1
+
+
+def test_only_the_first_micro_batch_is_looked_at() -> None:
+    """A second run, and a second micro-batch, have no handler more than without it."""
+    model = Net()
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=1e-6), SUMS["squares"])
+    with pytest.warns(LossDeclarationWarning) as caught:
+        trainer.run([batch()] * 3, max_epochs=2)
+    trainer.run([batch()] * 3, max_epochs=3)  # a warning would be an error here
+    assert len(caught) == 1
+    assert not trainer.has_handlers(TrainEvents.FORWARD_COMPLETED)
+
+
+def test_a_right_program_is_not_read() -> None:
+    """Neither sample size nor sum of a usual program is read for it, so that nothing waits for an accelerator."""
+    model = Net()
+    trainer = create_trainer(
+        model, torch.optim.SGD(model.parameters(), lr=1e-6), lambda m, b: (SUMS["tokens"](m, b), b["mask"].sum())
+    )
+    reads = []
+    for batches in itertools.repeat([batch()], 2):
+        with count_traffic() as traffic:
+            trainer.run(batches, max_iters=trainer.state.iteration + 1)
+        reads.append(len(traffic.host_reads))
+    assert reads[0] == reads[1]
+
+
+def test_a_graph_with_hooks_on_what_it_saves_is_left_alone() -> None:
+    """They may refuse to unpack here; a look must not end a training."""
+
+    def refuse(_packed: Any) -> Tensor:
+        raise RuntimeError("not now")
+
+    def forward(m: nn.Module, b: Batch) -> ForwardOutput:
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda packed: packed):
+            return ForwardOutput(MEANS["squares"](m, b), len(b["x"]))
+
+    assert len(told(forward)) == 1
+
+    def hooked(m: nn.Module, b: Batch) -> ForwardOutput:
+        prediction = m(b["x"])
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, refuse):
+            return ForwardOutput(SQUARES(prediction, b["y"]), len(b["x"]))
+
+    with pytest.raises(RuntimeError, match="not now"):  # of backward, which comes after the look
+        told(hooked)
+
+
+def test_mixed_precision_is_seen_through() -> None:
+    """Casts change nothing about what was summed."""
+    model = Net()
+    trainer = create_trainer(
+        model, torch.optim.SGD(model.parameters(), lr=1e-6), lambda m, b: (MEANS["cross-entropy"](m, b), 8), precision="bf16"
+    )
+    with pytest.warns(LossDeclarationWarning, match=TOO_SMALL):
+        trainer.run([batch()], max_epochs=1)
