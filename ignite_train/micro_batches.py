@@ -134,9 +134,10 @@ class _Pass:
         return self._place.saved(self._position if latest else self._position - self._size(done), latest=latest)
 
     def finish(self) -> None:
-        """To be called when the epoch is over, before anybody asks for the position there."""
-        if not self._place.has_state:
-            return
+        """To be called when the epoch is over, before anybody asks for the position there.
+
+        The loader is exhausted here, since samplers may draw from their generators after the last index, as torch's do.
+        """
         over = self._ended or (self._looks_ahead and not self._ahead)
         if over or (self.length is not None and self._done >= self.length and not self._against and not self._has_surplus()):
             self._place.note(exhausted=True)
