@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from ignite_train import distributed
@@ -17,7 +18,7 @@ from ignite_train.generators import (
     set_generator_state,
 )
 
-__all__ = ["DataPosition", "how_exact", "length_of"]
+__all__ = ["DataPosition", "how_exact", "length_of", "open_loader"]
 
 _logger = logging.getLogger(__name__)
 _GENERATORS_ONCE_LISTED = ("generator", "sampler.generator", "batch_sampler.generator")  # without names, in older checkpoints
@@ -49,6 +50,25 @@ def length_of(loader: Iterable[Any]) -> int | None:
         return len(loader)
     except TypeError:  # a DataLoader over an iterable dataset without a length
         return None
+
+
+def open_loader(loader: Iterable[Any]) -> Iterator[Any]:
+    """Starts a pass over `loader`, in the same way whether its persistent workers run already or not.
+
+    A DataLoader draws a seed when it starts its workers. Persistent ones start once in a process, so that the first pass of a
+    resumed process would draw once more than the same pass did before. That seed is drawn from a copy of the generator.
+    """
+    starts_workers = isinstance(loader, DataLoader) and loader.persistent_workers and loader._iterator is None
+    if not starts_workers:
+        return iter(loader)
+    assert isinstance(loader, DataLoader)  # noqa: S101  # seen above
+    own = loader.generator
+    loader.generator = torch.Generator()
+    loader.generator.set_state((torch.default_generator if own is None else own).get_state())
+    try:
+        return iter(loader)
+    finally:
+        loader.generator = own
 
 
 def how_exact(loader: Iterable[Any]) -> tuple[list[str], str]:
@@ -183,7 +203,7 @@ class DataPosition:
             self._states, self._own_after = [saved["loader"], saved["loader"]], saved["generators"]
             self.at_end = over or saved["exhausted"]
             if self.at_end:  # it must not go on: one has rolled over to the next pass, another would give a pass too many
-                iterator = iter(self._loader)
+                iterator = open_loader(self._loader)
                 if not saved["exhausted"]:
                     next(iterator, None)
             return
@@ -198,7 +218,7 @@ class DataPosition:
         if self._stateful is not None and state is not None and saved["world_size"] == distributed.world_size():
             before = generator_states()
             self._stateful.load_state_dict(state)
-            iter(self._loader)  # which goes on in the pass before, so that the next one begins anew
+            open_loader(self._loader)  # which goes on in the pass before, so that the next one begins anew
             restore_generators(before)
         if saved.get("world_size", distributed.world_size()) == distributed.world_size():
             self._set_own_generators(saved.get("generators", {}))

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from ignite_train import distributed
 from ignite_train.arguments import one_of, positive_int
-from ignite_train.data_position import DataPosition, length_of
+from ignite_train.data_position import DataPosition, length_of, open_loader
 from ignite_train.samplers import HasEpoch
 
 __all__ = ["AccumulationSteps", "GroupedMicroBatches", "Uneven"]
@@ -105,7 +105,7 @@ class _Pass:
         self._read = 0
         self._ended = self._exhausted = False  # no group is left; the loader has said that nothing is
         self._surplus: bool | None = None  # whether the loader gave more than its length; None: not looked at yet
-        self._micro_batches = iter(()) if self._place.at_end else iter(loader)
+        self._micro_batches = iter(()) if self._place.at_end else open_loader(loader)
         for _ in range(skip - self._done):
             self._pass_over()
         self._place.found()

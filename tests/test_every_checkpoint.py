@@ -163,14 +163,15 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "stateful, shuffle": lambda: _stateful(shuffle=True),
     "stateful, shuffle, generator": lambda: _stateful(shuffle=True, generator=_seeded()),
     "stateful, sampler": lambda: _stateful(sampler=Shuffled(_seeded())),
+    "resumable, augmented": lambda: ResumableLoader(Augmented(), BATCH, shuffle=True),
     "resumable": lambda: ResumableLoader(Numbers(), BATCH, shuffle=True, seed=3),
 }
 WITH_WORKERS: dict[str, Callable[[], Any]] = {
     "shuffle, 2 workers": lambda: _plain(shuffle=True, num_workers=2),
     "shuffle, generator, 1 worker": lambda: _plain(shuffle=True, generator=_seeded(), num_workers=1),
+    "shuffle, 2 persistent workers": lambda: _plain(shuffle=True, num_workers=2, persistent_workers=True),
     "sampler, 2 persistent workers": lambda: _plain(sampler=Shuffled(_seeded()), num_workers=2, persistent_workers=True),
     "stateful, shuffle, 1 worker": lambda: _stateful(shuffle=True, num_workers=1),
-    "resumable, augmented": lambda: ResumableLoader(Augmented(), BATCH, shuffle=True),
     "resumable, 2 workers": lambda: ResumableLoader(Numbers(), BATCH, shuffle=True, num_workers=2),
 }
 LOADERS |= WITH_WORKERS
@@ -267,6 +268,7 @@ def _send(trainer: Trainer, checkpoint: Checkpoint) -> None:
 WAYS: dict[str, Way] = {
     "default": Way({}),
     "every update and epoch": Way({"every": 1, "every_epochs": 1}),
+    "few": Way({"every": 6, "every_epochs": 2}),
     "every_seconds": Way({"every_seconds": 1e-9}),
     "best after an epoch": Way({**RARELY, "best": "loss"}, _validate(Events.EPOCH_COMPLETED)),
     "best after an update": Way({**RARELY, "best": "loss"}, _validate(Events.ITERATION_COMPLETED(every=3))),
@@ -320,10 +322,16 @@ def check(kind: str, name: str, directory: Path, accumulation_steps: int = 1, le
         assert job.result() == expected, path.name
 
 
-@pytest.mark.parametrize("kind", [kind for kind in LOADERS if kind != "stateful, shuffle, 1 worker"])  # takes 40 s
+@pytest.mark.parametrize("kind", [kind for kind in LOADERS if kind not in WITH_WORKERS])
 def test_goes_on_from_every_update_and_every_epoch(kind: str, tmp_path: Path) -> None:
     """Each update, each end of an epoch and the end of the run, with each kind of loader."""
     check(kind, "every update and epoch", tmp_path)
+
+
+@pytest.mark.parametrize("kind", WITH_WORKERS)
+def test_goes_on_with_workers(kind: str, tmp_path: Path) -> None:
+    """In the middle of an epoch that is not the first, at the end of one, and at the end of the run."""
+    check(kind, "few", tmp_path)
 
 
 @pytest.mark.parametrize(("name", "number"), [(name, number) for number, name in enumerate(WAYS)], ids=str)
@@ -333,6 +341,22 @@ def test_goes_on_from_whatever_asked_for_a_checkpoint(name: str, number: int, tm
     check(kinds[number % len(kinds)], name, tmp_path, accumulation_steps=1 + number % 2)
 
 
+def test_workers_of_a_validation_that_are_started_again_leave_no_trace(tmp_path: Path) -> None:
+    """A validation loader with persistent workers draws nothing from the generators of the process when it is opened."""
+    WAYS["validation"] = Way({}, always=_validate_in_a_worker)
+    try:
+        check("list", "validation", tmp_path)
+    finally:
+        del WAYS["validation"]
+
+
+def _validate_in_a_worker(trainer: Trainer) -> None:
+    held_out = DataLoader(Numbers(), batch_size=4, num_workers=1, persistent_workers=True)
+    model = trainer.parts["model"]
+    assert isinstance(model, nn.Module)
+    Validation(create_evaluator(model, lambda model, x: ForwardOutput(x.sum().float(), 1)), held_out).attach(trainer)
+
+
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("accumulation_steps", [1, 3, 4])
@@ -340,5 +364,5 @@ def test_goes_on_from_whatever_asked_for_a_checkpoint(name: str, number: int, tm
 def test_goes_on_from_every_checkpoint_of_every_way(kind: str, accumulation_steps: int, tmp_path: Path) -> None:
     """The whole matrix."""
     for number, name in enumerate(WAYS):
-        if kind not in WITH_WORKERS or number < 9:
+        if kind not in WITH_WORKERS or name in ("every update and epoch", "SIGTERM", "the epoch is ended"):
             check(kind, name, tmp_path / str(number), accumulation_steps, least=0)
