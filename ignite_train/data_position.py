@@ -10,11 +10,18 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from ignite_train import distributed
-from ignite_train.generators import generator_states, restore_generators
+from ignite_train.generators import (
+    generator_states,
+    generators_within,
+    get_generator_state,
+    restore_generators,
+    set_generator_state,
+)
 
-__all__ = ["DataPosition", "how_exact", "length_of"]
+__all__ = ["DataPosition", "how_exact", "length_of", "open_loader"]
 
 _logger = logging.getLogger(__name__)
+_GENERATORS_ONCE_LISTED = ("generator", "sampler.generator", "batch_sampler.generator")  # without names, in older checkpoints
 
 
 @runtime_checkable
@@ -35,13 +42,6 @@ class _Stateful(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
-@runtime_checkable
-class _HasGenerator(Protocol):
-    """A loader or sampler, such as torch's, that may draw from a generator of its own."""
-
-    generator: torch.Generator | None
-
-
 def length_of(loader: Iterable[Any]) -> int | None:
     """Micro-batches in a pass over `loader`; None if it does not know."""
     if not isinstance(loader, Sized):
@@ -50,6 +50,25 @@ def length_of(loader: Iterable[Any]) -> int | None:
         return len(loader)
     except TypeError:  # a DataLoader over an iterable dataset without a length
         return None
+
+
+def open_loader(loader: Iterable[Any]) -> Iterator[Any]:
+    """Starts a pass over `loader`, in the same way whether its persistent workers run already or not.
+
+    A DataLoader draws a seed when it starts its workers. Persistent ones start once in a process, so that the first pass of a
+    resumed process would draw once more than the same pass did before. That seed is drawn from a copy of the generator.
+    """
+    starts_workers = isinstance(loader, DataLoader) and loader.persistent_workers and loader._iterator is None
+    if not starts_workers:
+        return iter(loader)
+    assert isinstance(loader, DataLoader)  # noqa: S101  # seen above
+    own = loader.generator
+    loader.generator = torch.Generator()
+    loader.generator.set_state((torch.default_generator if own is None else own).get_state())
+    try:
+        return iter(loader)
+    finally:
+        loader.generator = own
 
 
 def how_exact(loader: Iterable[Any]) -> tuple[list[str], str]:
@@ -108,9 +127,8 @@ class DataPosition:
         self._opening: dict[str, Any] = {}
         self._states: list[Any] = [None, None]  # of a stateful loader, before and after the latest group
         self._exhausted = False  # whether it had said then that nothing is left
-        self._own_after: list[torch.Tensor] = []  # its own generators once the place is found
+        self._own_after: Any = {}  # its own generators once the place is found
         self._generators_before: dict[str, Any] | None = None
-        self.has_state = self._stateful is not None
         self.at_end = self.jumps = False
         self.reads_past = False
 
@@ -128,8 +146,9 @@ class DataPosition:
             self._go_to(saved, over=over)
         else:
             self._go_to_the_start(saved)
-        if self._seekable is None and self._stateful is None:  # others find their place without
-            self._opening = {**generator_states(), "own": self._own_generators()}
+        if self._seekable is None and not self._opening:
+            process = {} if self._stateful is not None else generator_states()  # one with a state finds its place without
+            self._opening = {**process, "own": self._own_generators()}
         if self.reads_past and "opening" in saved:
             restore_generators(saved["opening"])
             self._set_own_generators(saved["opening"]["own"])
@@ -158,29 +177,33 @@ class DataPosition:
         if self._seekable is not None:
             return position | {"samples": self._first_sample + rounds * self._seekable.samples_per_round}
         if self._stateful is not None:
-            return position | {"loader": self._states[latest], "exhausted": self._exhausted and latest}
+            state = {"loader": self._states[latest], "exhausted": self._exhausted and latest}
+            return position | state | {"opening": self._opening}
         if isinstance(self._loader, DataLoader):
             position["workers"] = self._loader.num_workers
         return position | {"opening": self._opening}
 
     def _go_to(self, saved: Mapping[str, Any], *, over: bool) -> None:
+        same_ranks = saved.get("world_size", distributed.world_size()) == distributed.world_size()
         if self._seekable is not None and "samples" in saved:
             self._first_sample = saved["samples"]
             self._seekable.seek(self._first_sample)
-            self.jumps = True
+            self.jumps, self._own_after = True, saved["generators"] if same_ranks else {}
             return
-        if saved.get("world_size", distributed.world_size()) != distributed.world_size():
+        if not same_ranks:
             raise ValueError(
                 f"data must be a loader that can seek, such as ResumableLoader, to go on in the middle of an epoch with "
                 f"{distributed.world_size()} ranks where {saved['world_size']} left off, got a {type(self._loader).__name__}; "
                 "or go on from a checkpoint of the end of an epoch"
             )
         if self._stateful is not None and saved.get("loader") is not None:
+            self._opening = dict(saved.get("opening", {}))
+            self._set_own_generators(self._opening.get("own", {}))  # its sampler may be opened anew, and read past
             self._stateful.load_state_dict(saved["loader"])
             self._states, self._own_after = [saved["loader"], saved["loader"]], saved["generators"]
             self.at_end = over or saved["exhausted"]
             if self.at_end:  # it must not go on: one has rolled over to the next pass, another would give a pass too many
-                iterator = iter(self._loader)
+                iterator = open_loader(self._loader)
                 if not saved["exhausted"]:
                     next(iterator, None)
             return
@@ -195,9 +218,10 @@ class DataPosition:
         if self._stateful is not None and state is not None and saved["world_size"] == distributed.world_size():
             before = generator_states()
             self._stateful.load_state_dict(state)
-            iter(self._loader)  # which goes on in the pass before, so that the next one begins anew
+            open_loader(self._loader)  # which goes on in the pass before, so that the next one begins anew
             restore_generators(before)
-        self._set_own_generators(saved.get("generators", []))
+        if saved.get("world_size", distributed.world_size()) == distributed.world_size():
+            self._set_own_generators(saved.get("generators", {}))
 
     def _warn_of_another_loader(self, saved: Mapping[str, Any]) -> None:
         kind = type(self._loader).__name__
@@ -212,22 +236,22 @@ class DataPosition:
                 "ResumableLoader it would not"
             )
 
-    def _own_generators(self) -> list[torch.Tensor]:
-        return [generator.get_state() for generator in self._find_own_generators()]
+    def _own_generators(self) -> dict[str, Any]:
+        return {name: get_generator_state(generator) for name, generator in self._find_own_generators().items()}
 
-    def _set_own_generators(self, states: list[torch.Tensor]) -> None:
-        for generator, state in zip(self._find_own_generators(), states, strict=False):
-            generator.set_state(state)
+    def _set_own_generators(self, states: Any) -> None:
+        found = self._find_own_generators()
+        if isinstance(states, list):
+            states = dict(zip((name for name in _GENERATORS_ONCE_LISTED if name in found), states, strict=False))
+        for name, state in states.items():
+            if name in found:
+                set_generator_state(found[name], state)
 
-    def _find_own_generators(self) -> list[torch.Generator]:
-        """Those of the loader and its samplers."""
-        owners: list[Any] = [self._loader]
-        if self._seekable is not None or not isinstance(self._loader, DataLoader):
-            return []
-        if not isinstance(self._loader.dataset, IterableDataset):
-            owners += [self._loader.sampler, self._loader.batch_sampler]
-        found = [owner.generator for owner in owners if isinstance(owner, _HasGenerator)]
-        return list({id(generator): generator for generator in found if isinstance(generator, torch.Generator)}.values())
+    def _find_own_generators(self) -> dict[str, Any]:
+        """Those of the loader, its samplers and its dataset, unless it puts them into its own state."""
+        if self._stateful is not None and not isinstance(self._loader, DataLoader):
+            return {}
+        return generators_within(self._loader)
 
 
 def _is_stream(loader: Iterable[Any]) -> bool:

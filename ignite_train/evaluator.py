@@ -15,6 +15,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from ignite_train import distributed
 from ignite_train.arguments import positive_int, shown
+from ignite_train.data_position import open_loader
 from ignite_train.forward_output import Forward, ForwardOutput, as_forward_output, check_forward
 from ignite_train.loop import Loop
 from ignite_train.precision import Precision, PrecisionName
@@ -87,7 +88,7 @@ class Evaluator(Loop):
         return self.state
 
     def _open(self, data: Iterable[Any]) -> _Whole:
-        micro_batches = islice(data, self._limit)
+        micro_batches = islice(open_loader(data), self._limit)
         return _Whole(_in_step(micro_batches) if self._in_step else micro_batches)
 
     def _close_epoch(self, started: float) -> None:

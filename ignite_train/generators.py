@@ -1,16 +1,45 @@
-"""The random generators that a training run draws from: Python's, NumPy's and torch's, on the CPU and on the accelerators."""
+"""The random generators that a training run draws from: Python's, NumPy's and torch's, on the CPU and on the accelerators.
+
+Those of the process are one thing; the other are those that a loader, its samplers and its dataset hold for themselves.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import random
 from collections.abc import Mapping
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
-__all__ = ["generator_states", "restore_generators", "seed_generators"]
+__all__ = [
+    "generator_states",
+    "generators_within",
+    "get_generator_state",
+    "restore_generators",
+    "seed_generators",
+    "set_generator_state",
+]
+
+Generator = torch.Generator | random.Random | np.random.Generator | np.random.RandomState
+_MAX_DEPTH, _MAX_OBJECTS, _MAX_ENTRIES = 5, 500, 32  # a dataset may hold millions of objects, which are not searched
+_NO_OWNERS = (
+    Tensor,
+    nn.Module,
+    np.ndarray,
+    str,
+    bytes,
+    int,
+    float,
+    type,
+    FunctionType,
+    MethodType,
+    ModuleType,
+    random.SystemRandom,
+)
 
 
 def generator_states(*, accelerators: bool = True) -> dict[str, Any]:
@@ -29,9 +58,7 @@ def restore_generators(states: Mapping[str, Any]) -> None:
     Raises:
         ValueError: NumPy's is none. NumPy would take it, and read beyond its table at the next draw.
     """
-    position = states["numpy"]["state"].get("pos", 0)
-    if type(position) is not int or not 0 <= position <= len(states["numpy"]["state"].get("key", ())):
-        raise ValueError(f"the state of NumPy's generator has the position {position!r:.40}, which cannot be")
+    _check_numpy_state(states["numpy"])
     version, internal, gauss = states["python"]
     random.setstate((version, tuple(internal), gauss))
     np.random.set_state(states["numpy"])
@@ -48,3 +75,75 @@ def seed_generators(*key: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.default_generator.manual_seed(seed)
+
+
+def generators_within(owner: Any) -> dict[str, Generator]:
+    """The generators that `owner`, such as a loader, and the objects that it consists of hold, by the attributes that lead there.
+
+    The generators of the process are left out. So are those in closures, in large containers and in a pass that is under way.
+    """
+    found: dict[str, Generator] = {}
+    queue: list[tuple[tuple[str, ...], Any]] = [((), owner)]
+    seen = {id(torch.default_generator), id(vars(random)["_inst"]), id(np.random.mtrand._rand), id(owner)}
+    for path, value in queue:  # grows
+        if isinstance(value, Generator):
+            found[".".join(path)] = value
+            continue
+        for name, entry in _attributes(value).items() if len(path) < _MAX_DEPTH else ():
+            if len(queue) < _MAX_OBJECTS and entry is not None and id(entry) not in seen and not isinstance(entry, _NO_OWNERS):
+                seen.add(id(entry))
+                queue.append(((*path, name), entry))
+    return found
+
+
+def get_generator_state(generator: Generator) -> Any:
+    """The state of one generator, in plain types and tensors."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    return generator.bit_generator.state if isinstance(generator, np.random.Generator) else generator.get_state(legacy=False)
+
+
+def set_generator_state(generator: Generator, state: Any) -> None:
+    """Goes back to what `get_generator_state` gave.
+
+    Raises:
+        ValueError: it is the state of another kind of generator, or none that NumPy can be given.
+    """
+    kind = (
+        Tensor if isinstance(generator, torch.Generator) else (tuple, list) if isinstance(generator, random.Random) else Mapping
+    )
+    if not isinstance(state, kind):
+        raise ValueError(f"the state of a {type(generator).__name__} cannot be of type {type(state).__name__}; begin anew")
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state)
+    elif isinstance(generator, random.Random):
+        version, internal, gauss = state
+        generator.setstate((version, tuple(internal), gauss))
+    else:
+        _check_numpy_state(state)
+        if isinstance(generator, np.random.Generator):
+            generator.bit_generator.state = state
+        else:
+            generator.set_state(state)
+
+
+def _attributes(value: Any) -> Mapping[str, Any]:
+    """What an object consists of, by name; nothing of one that is too large or has no attributes."""
+    if isinstance(value, (list, tuple, Mapping)):
+        if len(value) > _MAX_ENTRIES:
+            return {}
+        return {str(key): entry for key, entry in (value.items() if isinstance(value, Mapping) else enumerate(value))}
+    try:
+        return {name: entry for name, entry in vars(value).items() if name != "_iterator"}  # of a DataLoader: the pass
+    except TypeError:
+        return {}
+
+
+def _check_numpy_state(state: Mapping[str, Any]) -> None:
+    """NumPy takes any position, and reads beyond its table at the next draw."""
+    for table, index, owner in (("key", "pos", state["state"]), ("buffer", "buffer_pos", state)):
+        position = owner.get(index, 0)
+        if type(position) is not int or not 0 <= position <= len(owner.get(table, ())):
+            raise ValueError(f"the state of NumPy's generator has the position {position!r:.40}, which cannot be")

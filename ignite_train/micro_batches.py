@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from ignite_train import distributed
 from ignite_train.arguments import one_of, positive_int
-from ignite_train.data_position import DataPosition, length_of
+from ignite_train.data_position import DataPosition, length_of, open_loader
 from ignite_train.samplers import HasEpoch
 
 __all__ = ["AccumulationSteps", "GroupedMicroBatches", "Uneven"]
@@ -105,7 +105,7 @@ class _Pass:
         self._read = 0
         self._ended = self._exhausted = False  # no group is left; the loader has said that nothing is
         self._surplus: bool | None = None  # whether the loader gave more than its length; None: not looked at yet
-        self._micro_batches = iter(()) if self._place.at_end else iter(loader)
+        self._micro_batches = iter(()) if self._place.at_end else open_loader(loader)
         for _ in range(skip - self._done):
             self._pass_over()
         self._place.found()
@@ -134,9 +134,10 @@ class _Pass:
         return self._place.saved(self._position if latest else self._position - self._size(done), latest=latest)
 
     def finish(self) -> None:
-        """To be called when the epoch is over, before anybody asks for the position there."""
-        if not self._place.has_state:
-            return
+        """To be called when the epoch is over, before anybody asks for the position there.
+
+        The loader is exhausted here, since samplers may draw from their generators after the last index, as torch's do.
+        """
         over = self._ended or (self._looks_ahead and not self._ahead)
         if over or (self.length is not None and self._done >= self.length and not self._against and not self._has_surplus()):
             self._place.note(exhausted=True)
