@@ -19,6 +19,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 __all__ = [
     "any_rank",
     "broadcast_buffers",
+    "collectives_begun",
     "end_process",
     "everyones",
     "gather_objects",
@@ -95,6 +96,18 @@ def broadcast_buffers(module: nn.Module) -> None:
     if world_size() > 1:
         for buffer in module.buffers():
             dist.broadcast(buffer, src=0)
+
+
+def collectives_begun() -> int:
+    """How many collectives this rank has begun, in all process groups; 0 where the backend does not count them.
+
+    Any thread may ask. A rank that takes part in collectives makes progress, also where no update is begun.
+    """
+    try:
+        groups: tuple[Any, ...] = tuple(dist.distributed_c10d._world.pg_map)
+        return sum(group._get_sequence_number_for_group() for group in groups)
+    except RuntimeError:  # not every backend counts; and a group may be made at this moment
+        return 0
 
 
 def own_store() -> Store | None:
