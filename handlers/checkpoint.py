@@ -269,6 +269,7 @@ class Checkpoint(Handler, Passenger):
 
     def _save(self) -> None:
         started, trainer = time.monotonic(), self._attached()
+        trainer.verify_ranks()  # what the ranks do not agree on must not be saved
         state = trainer.state
         score = None if self._score is None or self._score[0] != state.iteration else self._score[1]
         contents = capture(trainer, self.to_save, self._evaluator_handlers())

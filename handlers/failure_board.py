@@ -89,9 +89,14 @@ class FailureBoard(Handler):
 
         A failure is written before handlers of EXCEPTION_RAISED that were attached earlier.
         """
+        trainer.replace_default(self)
         trainer.prepend_event_handler(Events.STARTED, self._start)
         trainer.when_over.append(self._finish)
         trainer.prepend_event_handler(Events.EXCEPTION_RAISED, self._fail)
+
+    def detach(self, trainer: Trainer) -> None:
+        """Watches no later run of `trainer`; one that is running is watched until it is over."""
+        trainer.remove_event_handler(self._start, Events.STARTED)
 
     def _start(self, trainer: Trainer) -> None:
         store = distributed.own_store()

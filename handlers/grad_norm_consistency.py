@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from ignite.engine import Events, RemovableEventHandle
@@ -30,26 +33,45 @@ class GradNormMismatchError(TrainingError, RuntimeError):
         update: number of the update (`state.iteration`) whose norms differ.
         norms: its gradient norm on each rank.
         parameters: those whose gradients differ in the update in which this was raised, in the order of the model; empty if
-            they agree there, or if there is no such update because the run is over.
+            they agree there, if there is no such update, or if the norm is finite on some ranks only.
+        all_differ: whether no parameter has the same gradient on all ranks.
     """
 
-    def __init__(self, update: int, norms: tuple[float, ...], parameters: tuple[str, ...]) -> None:
-        self.update, self.norms, self.parameters = update, norms, parameters
+    def __init__(self, update: int, norms: tuple[float, ...], parameters: tuple[str, ...], *, all_differ: bool = False) -> None:
+        self.update, self.norms, self.parameters, self.all_differ = update, norms, parameters, all_differ
         table = "\n".join(f"  rank {rank}: {norm:.9g}" for rank, norm in enumerate(norms))
-        more = f" and {len(parameters) - _NAMED} more" if len(parameters) > _NAMED else ""
-        which = (
-            f"one update later the gradients of {', '.join(parameters[:_NAMED])}{more} differ"
-            if parameters
-            else "no parameter can be named, because no later update has gradients that differ"
-        )
         super().__init__(
-            f"update {update}: the gradient norm differs between the ranks:\n{table}\n{which}; look for a backward beside "
-            "the trainer's, a communication hook or a change of .grad that is not the same on every rank, and go on from a "
-            f"checkpoint before update {update}: the parameters of the ranks may differ since"
+            f"update {update}: the gradient norm differs between the ranks:\n{table}\n{self._finding()}; "
+            f"{self._likely_cause()}, and go on from a checkpoint before update {update}: the parameters of the ranks may "
+            "differ since"
         )
 
-    def __reduce__(self) -> tuple[type[GradNormMismatchError], tuple[int, tuple[float, ...], tuple[str, ...]]]:
-        return type(self), (self.update, self.norms, self.parameters)
+    def _finding(self) -> str:
+        skipped = [rank for rank, norm in enumerate(self.norms) if not math.isfinite(norm)]
+        if 0 < len(skipped) < len(self.norms):
+            stepped = [rank for rank in range(len(self.norms)) if rank not in skipped]
+            return f"{_ranks(skipped)} judged the update not finite and {_ranks(stepped)} made the step"
+        outliers = _outliers(self.norms)
+        who = f"{_ranks(outliers)} differs from the majority; " if outliers else ""
+        if not self.parameters:
+            return f"{who}no parameter can be named, because no later update has gradients that differ"
+        more = f" and {len(self.parameters) - _NAMED} more" if len(self.parameters) > _NAMED else ""
+        return f"{who}one update later the gradients of {', '.join(self.parameters[:_NAMED])}{more} differ"
+
+    def _likely_cause(self) -> str:
+        if self.all_differ:
+            return (
+                "no gradient is the same on all ranks, so they were most likely never reduced: does forward call the model "
+                "it is given as its argument? A module from its closure is not the one in DistributedDataParallel. If it "
+                "does, look for a communication hook that does not reduce"
+            )
+        return (
+            "look for a forward that does not call the model it is given as its argument, a backward beside the trainer's, a "
+            "communication hook, or a change of .grad that is not the same on every rank"
+        )
+
+    def __reduce__(self) -> Any:
+        return partial(type(self), all_differ=self.all_differ), (self.update, self.norms, self.parameters)
 
 
 class GradNormConsistency(Handler, Passenger):
@@ -81,14 +103,25 @@ class GradNormConsistency(Handler, Passenger):
         self._due: tuple[int, float] | None = None  # update and norm, not yet sent
         self._sent: tuple[int, float] | None = None  # on its way
         self._trainer: Trainer
+        self._handle: RemovableEventHandle
 
     def attach(self, trainer: Trainer, event: Event = Events.ITERATION_COMPLETED) -> RemovableEventHandle:
         """Compares the norm of each update in which `event` fires, which must be the same updates on all ranks."""
+        trainer.replace_default(self)
         self._trainer, self.num_words = trainer, distributed.world_size()
         if self.num_words > 1 and self not in trainer.passengers:
             trainer.passengers.append(self)
-            trainer.prepend_event_handler(Events.COMPLETED, self._settle)
-        return trainer.prepend_event_handler(event, self)
+            trainer.prepend_event_handler(Events.COMPLETED, self.settle)
+        self._handle = trainer.prepend_event_handler(event, self)
+        return self._handle
+
+    def detach(self, trainer: Trainer) -> None:
+        """Compares no norm of later updates. All ranks call it alike."""
+        self._handle.remove()
+        if self in trainer.passengers:
+            # The list that a running update has sent its words from stays as it is.
+            trainer.passengers = [passenger for passenger in trainer.passengers if passenger is not self]
+            trainer.remove_event_handler(self.settle, Events.COMPLETED)
 
     def __call__(self, trainer: Trainer) -> None:
         """Puts the norm of the latest update aside."""
@@ -113,16 +146,23 @@ class GradNormConsistency(Handler, Passenger):
         """Compares the norms; if they differ, raises in GRADIENTS_READY, where gradients can be looked at.
 
         Raises:
+            GradNormMismatchError: the norm is finite on some ranks only, so that not all of them have made the step.
             ValueError: some ranks have a norm to compare and others have not.
         """
         if (mismatch := self._compare(sums)) is None:
             return
+        if not all(map(math.isfinite, mismatch[1])):
+            raise GradNormMismatchError(*mismatch, ())
+        noticed_in = self._trainer.state.iteration
 
         def judge(trainer: Trainer) -> None:
             handle.remove()
+            if trainer.state.iteration != noticed_in:  # another error ended that update, and the run has gone elsewhere
+                return
             output = trainer.state.output
-            has_gradients = output is not None and output.sample_size > 0
-            raise GradNormMismatchError(*mismatch, self._differing(trainer.gradients()) if has_gradients else ())
+            gradients = trainer.gradients() if output is not None and output.sample_size > 0 else {}
+            differing, common = self._differing(gradients)
+            raise GradNormMismatchError(*mismatch, differing, all_differ=bool(differing) and not common)
 
         # Attached only now: on an accelerator an update is faster if nobody looks at its gradients.
         handle = self._trainer.prepend_event_handler(TrainEvents.GRADIENTS_READY, judge)
@@ -137,21 +177,38 @@ class GradNormConsistency(Handler, Passenger):
             )
         return None if sent is None or _agree(sums, self.tolerance) else (sent[0], tuple(sums))
 
-    def _settle(self) -> None:
-        """After the last update: no other brings its norm to the ranks."""
+    def settle(self) -> None:
+        """Compares a norm that no later update has brought to the ranks: after the last one, or before a save. Collective.
+
+        Raises:
+            GradNormMismatchError: the norms differ.
+            ValueError: some ranks have a norm to compare and others have not.
+        """
         if (mismatch := self._compare(distributed.total(self.words()))) is not None:
             raise GradNormMismatchError(*mismatch, ())
 
-    def _differing(self, gradients: dict[str, Tensor]) -> tuple[str, ...]:
-        """The names of those whose norms differ, or that some rank has no gradient for. Collective."""
+    def _differing(self, gradients: dict[str, Tensor]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The names of those whose norms differ, or that some rank has no gradient for, and the other names. Collective."""
         ranks: list[dict[str, float]] = distributed.gather_objects({name: _norm(g) for name, g in gradients.items()})
         names = dict.fromkeys(name for norms in ranks for name in norms)
         missing = {name for name in names if any(name not in norms for norms in ranks)}
-        return tuple(name for name in names if name in missing or not _agree([norms[name] for norms in ranks], self.tolerance))
+        differs = {name: name in missing or not _agree([norms[name] for norms in ranks], self.tolerance) for name in names}
+        return tuple(name for name in names if differs[name]), tuple(name for name in names if not differs[name])
 
 
 def _norm(gradient: Tensor) -> float:
     return float(torch.linalg.vector_norm(gradient, dtype=torch.promote_types(gradient.dtype, torch.float32)))
+
+
+def _outliers(norms: Sequence[float]) -> list[int]:
+    """The ranks whose norm is not that of more than half of all ranks; none where there is no such majority."""
+    middle = statistics.median(norms)
+    agreeing = [rank for rank, norm in enumerate(norms) if math.isclose(norm, middle, rel_tol=1e-6)]
+    return [rank for rank in range(len(norms)) if rank not in agreeing] if 2 * len(agreeing) > len(norms) else []
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def _agree(norms: Sequence[float], tolerance: float) -> bool:

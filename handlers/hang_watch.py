@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import json
 import logging
+import math
 import sys
 import threading
 import time
@@ -36,27 +37,39 @@ _WAITING_PLACES = (
 
 
 class HangWatch(Handler):
-    """Ends all ranks, each with its stacks on standard error, when training has stood still for `timeout_seconds`.
+    """Ends all ranks, each with its stacks on standard error, when one of them keeps the others waiting for `timeout_seconds`.
 
     All ranks attach it alike: STARTED is collective. An update costs nothing. On every rank a thread reads the
-    trainer's counters, about once a second, and shows them to the others through the store at which the ranks met. Training
-    stands still when no rank has begun another update or micro-batch for `timeout_seconds`, or when a rank has been silent for
-    as long: its process is stopped, or code that never gives up Python's lock runs in it. Then every rank that still lives
+    trainer's counters, about once a second, and shows them to the others through the store at which the ranks met. With
+    several ranks it acts in two cases only:
+
+    - A rank has been silent for `timeout_seconds`: its process is stopped, or code that never gives up Python's lock runs in
+      it.
+    - No rank has begun an update, a micro-batch or a collective for `timeout_seconds`, a rank has waited at one place in a
+      collective or in backward for as long, and the ranks stand at different places: another rank does not wait, waits
+      elsewhere, is in another update, or has left the run.
+
+    So a validation, a save or a rollout that all ranks do at the same time may take as long as it likes. One that a single
+    rank does while the others wait for it in a collective must end within `timeout_seconds`. If all ranks stand still
+    together, and none of them waits for another, nothing happens, unless `standstill_seconds` is given.
+
+    When it acts, every rank that still lives
 
     - logs which ranks are behind and where each one is, as an error;
     - writes the stacks of all its threads to standard error, by `faulthandler`;
     - ends its process with status 1. A stopped process is left to the launcher.
 
-    What takes longer than `timeout_seconds` without an update, such as a validation or a save, is taken for a hang. The
-    micro-batches of an evaluator that is attached too count as life. A process that is suspended and woken again, with or
-    without the others, goes on: time does not pass for its watch meanwhile.
+    The micro-batches of an evaluator that is attached too count as progress. A process that is suspended and woken again, with
+    or without the others, goes on: time does not pass for its watch meanwhile.
 
-    A single process watches itself. Tried with gloo over a file and over TCP; not with NCCL, whose own watchdog may be faster.
+    A single process watches itself, and acts when it has stood still for `timeout_seconds`, whatever it does. Tried with gloo
+    over a file and over TCP; not with NCCL, whose own watchdog may be faster.
 
     Args:
-        timeout_seconds: how long training may stand still.
+        timeout_seconds: how long a rank may be silent or keep others waiting.
         first_timeout_seconds: as long as the first update of a run may take, where workers start and code is compiled;
             None means three times `timeout_seconds`.
+        standstill_seconds: how long several ranks may stand still together, whatever they do; None means without limit.
 
     Example:
         >>> from ignite_train.handlers import HangWatch
@@ -66,21 +79,39 @@ class HangWatch(Handler):
         4
     """
 
-    def __init__(self, timeout_seconds: float = 600.0, *, first_timeout_seconds: float | None = None) -> None:
+    def __init__(
+        self,
+        timeout_seconds: float = 600.0,
+        *,
+        first_timeout_seconds: float | None = None,
+        standstill_seconds: float | None = None,
+    ) -> None:
         self.timeout_seconds = real_number("timeout_seconds", timeout_seconds, above=0)
         first = 3 * self.timeout_seconds if first_timeout_seconds is None else first_timeout_seconds
         self.first_timeout_seconds = real_number("first_timeout_seconds", first, at_least=self.timeout_seconds)
+        self.standstill_seconds = (
+            None
+            if standstill_seconds is None
+            else real_number("standstill_seconds", standstill_seconds, at_least=self.timeout_seconds)
+        )
         self._evaluator: Evaluator | None = None
         self._watch: _Watch | None = None
 
     def attach(self, trainer: Trainer, *, evaluator: Evaluator | None = None) -> None:
         """Watches each run of `trainer` from STARTED until it is over; micro-batches of `evaluator` count as life."""
         self._evaluator = evaluator
+        trainer.replace_default(self)
         trainer.prepend_event_handler(Events.STARTED, self._start)
         trainer.when_over.append(self._finish)
 
+    def detach(self, trainer: Trainer) -> None:
+        """Watches no later run of `trainer`; one that is running is watched until it is over."""
+        trainer.remove_event_handler(self._start, Events.STARTED)
+
     def _start(self, trainer: Trainer) -> None:
-        self._watch = _Watch(trainer, self._evaluator, self.timeout_seconds, self.first_timeout_seconds)
+        alone = distributed.world_size() == 1
+        standstill = self.timeout_seconds if alone else self.standstill_seconds
+        self._watch = _Watch(trainer, self._evaluator, self.timeout_seconds, self.first_timeout_seconds, standstill)
 
     def _finish(self) -> None:
         if self._watch is not None:
@@ -96,6 +127,7 @@ class _Report(NamedTuple):
         update: number of the update it is in.
         micro_batch: and of the micro-batch.
         evaluated: micro-batches of the running evaluation.
+        collectives: how many collectives it has begun, in all process groups.
         waits: whether its main thread is where one waits for other ranks.
         where: the function, file and line its main thread is in.
         over: whether its run has ended.
@@ -105,9 +137,20 @@ class _Report(NamedTuple):
     update: int
     micro_batch: int
     evaluated: int
+    collectives: int
     waits: bool
     where: str
     over: bool
+
+    @property
+    def progress(self) -> tuple[int, ...]:
+        """What changes when the rank moves on."""
+        return self.update, self.micro_batch, self.evaluated, self.collectives
+
+    @property
+    def place(self) -> tuple[int, str]:
+        """Where it stands. Ranks that do not wait for others are all taken to be at work, wherever that is."""
+        return self.update, self.where if self.waits else "at work"
 
 
 class _Watch:
@@ -116,8 +159,15 @@ class _Watch:
     Their clock stands still while the process does: it would otherwise wake up and take the others for silent.
     """
 
-    def __init__(self, trainer: Trainer, evaluator: Evaluator | None, timeout: float, first_timeout: float) -> None:
-        self._trainer, self._evaluator = trainer, evaluator
+    def __init__(
+        self,
+        trainer: Trainer,
+        evaluator: Evaluator | None,
+        timeout: float,
+        first_timeout: float,
+        standstill: float | None = None,
+    ) -> None:
+        self._trainer, self._evaluator, self._standstill = trainer, evaluator, standstill
         self._timeout, self._first_timeout = timeout, first_timeout
         self._main, self._first_update = threading.get_ident(), trainer.state.iteration + 1
         self._rank, world_size = distributed.rank(), distributed.world_size()
@@ -125,6 +175,7 @@ class _Watch:
         self._over = threading.Event()
         self._clock = self._answered = self._moved = 0.0
         self._heard = [0.0] * world_size
+        self._arrived = [0.0] * world_size  # where each rank stands
         self._reports: list[_Report | None] = [None] * world_size
         self._verdict = ""
         self._store = distributed.own_store()
@@ -162,7 +213,8 @@ class _Watch:
             waits = any(place in Path(code.co_filename).as_posix() for place in _WAITING_PLACES)
             where = f"{code.co_name} ({Path(code.co_filename).name}:{frame.f_lineno})"
         evaluated = 0 if evaluator is None else evaluator.state.iteration
-        return _Report(beat, state.iteration, state.micro_batch, evaluated, waits, where, over)
+        begun = distributed.collectives_begun()
+        return _Report(beat, state.iteration, state.micro_batch, evaluated, begun, waits, where, over)
 
     def _exchange(self) -> None:
         store = self._store
@@ -188,8 +240,10 @@ class _Watch:
         self._reports[rank] = report
         if before is None or report.beat != before.beat:
             self._heard[rank] = self._clock
-        if before is None or report[1:4] != before[1:4] or report.over != before.over:
+        if before is None or report.progress != before.progress or report.over != before.over:
             self._moved = self._clock
+        if before is None or report.place != before.place:
+            self._arrived[rank] = self._clock
 
     # --- what it means ---
 
@@ -219,13 +273,26 @@ class _Watch:
         silent = [rank for rank in known if self._clock - self._heard[rank] > limit]
         if silent:
             return f"{_ranks(silent)} silent for more than {limit:g} s; {self._places()}"
+        if not self._waits_in_vain(known, limit):
+            limit = math.inf if self._standstill is None else max(limit, self._standstill)
         if self._clock - self._moved > limit:
             return f"no rank has moved for more than {limit:g} s; {self._behind(known)}; {self._places()}"
         return ""
 
+    def _waits_in_vain(self, known: list[int], limit: float) -> bool:
+        """Whether a rank has waited at one place for longer than `limit`, and another is not there."""
+        reports = [(rank, report) for rank in known if (report := self._reports[rank]) is not None]
+        one_waits = any(report.waits and self._clock - self._arrived[rank] > limit for rank, report in reports)
+        some_have_left = len(known) < len(self._reports)
+        return one_waits and (some_have_left or len({report.place for _, report in reports}) > 1)
+
     def _behind(self, ranks: list[int]) -> str:
         """Who is behind: in an earlier update or micro-batch, or at work where others wait."""
-        positions = {rank: report[1:3] + report[4:5] for rank in ranks if (report := self._reports[rank]) is not None}
+        positions = {
+            rank: (report.update, report.micro_batch, report.waits)
+            for rank in ranks
+            if (report := self._reports[rank]) is not None
+        }
         last = [rank for rank, position in positions.items() if position == min(positions.values())]
         return f"{_ranks(last)} behind" if len(last) < len(positions) else "no rank is ahead of the others"
 

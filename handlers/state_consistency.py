@@ -6,6 +6,7 @@ import ctypes
 import hashlib
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
 from numbers import Number
 from typing import Any, NamedTuple, Protocol
 
@@ -40,10 +41,14 @@ class StateMismatchError(TrainingError, RuntimeError):
         update: the update after which (`state.iteration` at which) the state differed.
         names: the tensors and values that differ, in the order of the state.
         ranks: those that differ from the majority; empty if there is none, as with two ranks.
+        most_parameters_differ: whether more than half of the trainable parameters do, as when gradients were never reduced.
     """
 
-    def __init__(self, update: int, names: tuple[str, ...], ranks: tuple[int, ...]) -> None:
+    def __init__(
+        self, update: int, names: tuple[str, ...], ranks: tuple[int, ...], *, most_parameters_differ: bool = False
+    ) -> None:
         self.update, self.names, self.ranks = update, names, ranks
+        self.most_parameters_differ = most_parameters_differ
         more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
         who = (
             f"rank {', '.join(map(str, ranks))} differs from the majority"
@@ -51,13 +56,14 @@ class StateMismatchError(TrainingError, RuntimeError):
             else "there is no majority to tell which ranks are right"
         )
         own = " (own_buffers is for those that each rank fills from its own data)" if names[0].startswith("buffer ") else ""
+        question = "does forward call the model it is given as its argument? If it does, " if most_parameters_differ else ""
         super().__init__(
-            f"update {update}: the ranks differ in {', '.join(names[:_NAMED])}{more}{own}; {who}; look for what one rank alone "
-            "does to its state, and go on from a checkpoint not younger than the last check that passed"
+            f"update {update}: the ranks differ in {', '.join(names[:_NAMED])}{more}{own}; {who}; {question}look for what one "
+            "rank alone does to its state, and go on from a checkpoint not younger than the last check that passed"
         )
 
-    def __reduce__(self) -> tuple[type[StateMismatchError], tuple[int, tuple[str, ...], tuple[int, ...]]]:
-        return type(self), (self.update, self.names, self.ranks)
+    def __reduce__(self) -> Any:
+        return partial(type(self), most_parameters_differ=self.most_parameters_differ), (self.update, self.names, self.ranks)
 
 
 class _Check(NamedTuple):
@@ -97,6 +103,8 @@ class StateConsistency(Handler, Passenger):
         optimizer: its optimizer.
         scheduler: what sets the learning rate; anything with a `state_dict`.
         own_buffers: names of buffers that each rank fills from its own data; they are left out too.
+        optimizer_state: whether the optimizer's state is compared. Without it a check costs less, and a moment that differs is
+            seen by the parameters that it has moved.
 
     Raises:
         TypeError: model or optimizer are none.
@@ -118,13 +126,14 @@ class StateConsistency(Handler, Passenger):
         *,
         scheduler: _Schedule | None = None,
         own_buffers: Collection[str] = (),
+        optimizer_state: bool = True,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {model!r:.60} of type {type(model).__name__}")
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {optimizer!r:.60}")
         self.model = model.module if isinstance(model, DistributedDataParallel) else model
-        self.optimizer, self.scheduler = optimizer, scheduler
+        self.optimizer, self.scheduler, self.optimizer_state = optimizer, scheduler, optimizer_state
         buffers = dict(self.model.named_buffers())
         for name in own_buffers:
             if name not in buffers:
@@ -132,16 +141,27 @@ class StateConsistency(Handler, Passenger):
         self.own_buffers = frozenset(own_buffers)
         self.num_words = 2 * _WORDS + 1
         self._trainer: Trainer
+        self._handle: RemovableEventHandle
         self._due: _Check | None = None  # not yet sent
         self._sent: _Check | None = None  # on its way
 
     def attach(self, trainer: Trainer, event: Event = Events.ITERATION_COMPLETED(every=100)) -> RemovableEventHandle:
         """Takes the digest at `event`, which must fire in the same updates on all ranks, before other handlers there."""
+        trainer.replace_default(self)
         self._trainer = trainer
         if distributed.world_size() > 1 and self not in trainer.passengers:
             trainer.passengers.append(self)
-            trainer.prepend_event_handler(Events.COMPLETED, self._settle)
-        return trainer.prepend_event_handler(event, self)
+            trainer.prepend_event_handler(Events.COMPLETED, self.settle)
+        self._handle = trainer.prepend_event_handler(event, self)
+        return self._handle
+
+    def detach(self, trainer: Trainer) -> None:
+        """Takes no digest of later updates. All ranks call it alike."""
+        self._handle.remove()
+        if self in trainer.passengers:
+            # The list that a running update has sent its words from stays as it is.
+            trainer.passengers = [passenger for passenger in trainer.passengers if passenger is not self]
+            trainer.remove_event_handler(self.settle, Events.COMPLETED)
 
     def __call__(self, trainer: Trainer) -> None:
         """Takes the digest. Synchronises with the device."""
@@ -189,8 +209,13 @@ class StateConsistency(Handler, Passenger):
             assert sent is not None  # noqa: S101  # all ranks have one
             self._compare(sent)
 
-    def _settle(self) -> None:
-        """After the last update: no other brings its digest to the ranks."""
+    def settle(self) -> None:
+        """Compares a digest that no later update has brought to the ranks: after the last one, or before a save. Collective.
+
+        Raises:
+            StateMismatchError: the digests differ, or some rank has none because its counters differ.
+            ValueError: the states agree, and yet some rank had no digest.
+        """
         self.arrived(distributed.total(self.words()))
 
     def _compare(self, check: _Check) -> None:
@@ -201,7 +226,9 @@ class StateConsistency(Handler, Passenger):
         if differing:
             (most, count), *_ = Counter(one.digest for one in checks).most_common()
             ranks = [rank for rank, one in enumerate(checks) if one.digest != most] if 2 * count > len(checks) else []
-            raise StateMismatchError(checks[0].update, differing, tuple(ranks))
+            trained = [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
+            widespread = 2 * sum(f"parameter {name}" in differing for name in trained) > len(trained)
+            raise StateMismatchError(checks[0].update, differing, tuple(ranks), most_parameters_differ=widespread)
 
     def _check(self, trainer: Trainer) -> _Check:
         """Digests of everything, as it is now."""
@@ -223,7 +250,7 @@ class StateConsistency(Handler, Passenger):
             for name, buffer in module.named_buffers(prefix, recurse=False):
                 if not isinstance(module, _NormBase) and name not in self.own_buffers:
                     yield from _flatten({f"buffer {name}": buffer})
-        for parameter, entries in self.optimizer.state.items():
+        for parameter, entries in self.optimizer.state.items() if self.optimizer_state else ():
             yield from _flatten(entries, "optimizer ", f" of {names.get(parameter, 'a parameter outside of the model')}")
         for index, group in enumerate(self.optimizer.param_groups):
             settings = {"learning rate" if key == "lr" else key: entry for key, entry in group.items() if key != "params"}

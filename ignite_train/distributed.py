@@ -20,6 +20,7 @@ __all__ = [
     "any_rank",
     "broadcast",
     "broadcast_buffers",
+    "collectives_begun",
     "end_process",
     "everyones",
     "gather_objects",
@@ -112,6 +113,18 @@ def broadcast_buffers(module: nn.Module) -> None:
     if world_size() > 1:
         for buffer in module.buffers():
             broadcast(buffer)
+
+
+def collectives_begun() -> int:
+    """How many collectives this rank has begun, in all process groups; 0 where the backend does not count them.
+
+    Any thread may ask. A rank that takes part in collectives makes progress, also where no update is begun.
+    """
+    try:
+        groups: tuple[Any, ...] = tuple(dist.distributed_c10d._world.pg_map)
+        return sum(group._get_sequence_number_for_group() for group in groups)
+    except RuntimeError:  # not every backend counts; and a group may be made at this moment
+        return 0
 
 
 def own_store() -> Store | None:

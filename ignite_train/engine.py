@@ -21,7 +21,7 @@ from ignite_train.loop import Batches, Loop
 from ignite_train.signals import Passenger, Signals
 from ignite_train.state import TrainState, UpdateOutput
 
-__all__ = ["Process", "Restorer", "Trainer"]
+__all__ = ["DefaultHandler", "Process", "Restorer", "Trainer"]
 
 _COUNTERS = ("iteration", "num_steps", "num_skipped", "micro_batch")
 _LIMITS = ("epoch_length", "max_epochs", "max_iters")
@@ -50,6 +50,13 @@ class Restorer(Protocol):
         """Does what `resume` says; see `Trainer.run`. Collective."""
 
 
+class DefaultHandler(Protocol):
+    """A handler that is attached by default, and taken off where the user attaches one of its kind; see `protection.py`."""
+
+    def detach(self, trainer: Trainer) -> None:
+        """Undoes its `attach`. All ranks call it alike."""
+
+
 class Trainer(Loop):
     """An Ignite engine whose iteration is one optimizer update; `create_trainer` makes it.
 
@@ -61,6 +68,7 @@ class Trainer(Loop):
         parts: what the update moves, by name: `"model"` and `"optimizer"`.
         settings: how it was made, in plain types.
         restorer: knows where to resume; a `Checkpoint` puts itself here.
+        defaults: the handlers that were attached by default and not by the user.
     """
 
     state: TrainState
@@ -80,6 +88,7 @@ class Trainer(Loop):
         self.settings = dict(settings or {})
         self.widest_group: int | None = None
         self.restorer: Restorer | None = None
+        self.defaults: list[DefaultHandler] = []
         self._update, self._open_groups = update, open_groups
         self._groups: Groups | None = None  # of the pass that is running or ran last
         self._position: Mapping[str, Any] = {}  # in the data, where no pass has been made since it was loaded
@@ -187,6 +196,21 @@ class Trainer(Loop):
                 f"loss scale {output.loss_scale:g}; skipped so far: {state.num_skipped}"
             )
         self.fire_event(TrainEvents.STEP_SKIPPED)
+
+    def verify_ranks(self) -> None:
+        """Compares now what the consistency checks would send with the next update. To be called before the state is saved.
+
+        An error is raised on all ranks alike. One small all-reduce for each check that is attached; without any it does
+        nothing. Collective.
+        """
+        for passenger in self.passengers:
+            passenger.settle()
+
+    def replace_default(self, handler: object) -> None:
+        """Takes off the default handler of the same kind. A handler that can be a default calls it when it is attached."""
+        for default in [default for default in self.defaults if isinstance(handler, type(default))]:
+            self.defaults.remove(default)
+            default.detach(self)
 
     def gradients(self) -> dict[str, Tensor]:
         """The gradients of this update by parameter name: reduced over ranks, unscaled, normalised, not yet clipped.

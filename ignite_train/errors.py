@@ -107,25 +107,34 @@ class DamagedCheckpointError(CheckpointError):
 class NonFiniteError(TrainingError, FloatingPointError):
     """The gradient norm or the loss of an update, reduced over all ranks, is inf or NaN.
 
-    It is raised on every rank, before the optimizer step: parameters, moments and schedules are as they were.
+    It is raised on every rank, before the optimizer step: parameters, moments and schedules are as they were. Only where a
+    replica's gradients were spoiled after the reduction it is raised on that rank alone; `disagreeing` then has the others.
 
     Attributes:
         update: number of the update (`state.iteration`).
         loss: loss per sample, over all ranks.
         grad_norm: L2 norm of the gradient before clipping.
         where: what each rank found when it ran its micro-batches again: the first module or parameter that is not finite.
+        disagreeing: the ranks that did not judge the update so, and have most likely made the step.
     """
 
-    def __init__(self, update: int, loss: float, grad_norm: float, where: tuple[str, ...] = ()) -> None:
-        self.update, self.loss, self.grad_norm, self.where = update, loss, grad_norm, where
+    def __init__(
+        self, update: int, loss: float, grad_norm: float, where: tuple[str, ...] = (), disagreeing: tuple[int, ...] = ()
+    ) -> None:
+        self.update, self.loss, self.grad_norm, self.where, self.disagreeing = update, loss, grad_norm, where, disagreeing
         origin = f" ({'; '.join(where)})" if where else ""
+        others = f"rank{'s' if len(disagreeing) > 1 else ''} {', '.join(map(str, disagreeing))}"
         super().__init__(
             f"update {update}: gradient norm {grad_norm:g}, loss {loss:g}: not finite, so no parameter was moved{origin}; look "
             "at the data of this update, lower the learning rate or set max_grad_norm, or pass on_nonfinite='skip'"
+            if not disagreeing
+            else f"update {update}: gradient norm {grad_norm:g}, loss {loss:g}: not finite on this rank, but {others} did not "
+            f"judge so and most likely made the step{origin}; look for a handler, a hook or a device that changes gradients "
+            f"after they were reduced, and go on from a checkpoint before update {update}"
         )
 
-    def __reduce__(self) -> tuple[type[NonFiniteError], tuple[int, float, float, tuple[str, ...]]]:
-        return type(self), (self.update, self.loss, self.grad_norm, self.where)
+    def __reduce__(self) -> tuple[type[NonFiniteError], tuple[int, float, float, tuple[str, ...], tuple[int, ...]]]:
+        return type(self), (self.update, self.loss, self.grad_norm, self.where, self.disagreeing)
 
 
 class GaveUpError(TrainingError, RuntimeError):

@@ -123,8 +123,8 @@ def _wrong_mean(terms: list[_Term], batch: int | None) -> str | None:
         return None
     return (
         f"forward returned a bare loss, which is taken as a mean, but it looks like a sum over {batch} samples, so that "
-        f"the gradient would be {batch} times too large; return ForwardOutput(loss, sample_size=...), or the mean; for a step along "
-        "the sum of a micro-batch return ForwardOutput(loss, sample_size=1)"
+        f"the gradient would be {batch} times too large; return ForwardOutput(loss, sample_size=...), or the mean; for a step "
+        "along the sum of a micro-batch return ForwardOutput(loss, sample_size=1)"
     )
 
 

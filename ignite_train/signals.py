@@ -49,3 +49,6 @@ class Passenger(Protocol):
         An accelerator asks before it makes the step without the host. Whoever subclasses this and never raises never objects.
         """
         return sums.new_zeros((), dtype=torch.bool)
+
+    def settle(self) -> None:
+        """Compares what no update has carried to the other ranks yet, where there is something to compare. Collective."""

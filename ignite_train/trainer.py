@@ -25,6 +25,7 @@ from ignite_train.loss_scaling import LossScaling, NoLossScaling, TorchLossScali
 from ignite_train.micro_batches import AccumulationSteps, GroupedMicroBatches, Uneven
 from ignite_train.out_of_memory import OnOutOfMemory, RaiseOutOfMemory, RecoverFromOutOfMemory, Recovery
 from ignite_train.precision import Precision, PrecisionName
+from ignite_train.protection import Protect, protect_ranks
 from ignite_train.reduction import Reduction
 from ignite_train.statistics import Statistics
 from ignite_train.stepping import Stepping
@@ -54,6 +55,7 @@ def create_trainer(
     give_up_after: int | None = 20,
     compile: Compile = False,  # noqa: A002  # torch's name for it
     compiled_autograd: bool = False,
+    protect: Protect = True,
 ) -> Trainer:
     """Makes a trainer: an Ignite engine whose one iteration is one optimizer update over a group of micro-batches.
 
@@ -86,6 +88,11 @@ def create_trainer(
             the run with a `GaveUpError` on all ranks; None never gives up. (An overflow lowers the loss scale to its floor.)
         compile: compile the model in place: True, or a mapping of `torch.compile`'s options. Not with `create_graph`.
         compiled_autograd: trace and compile backward too, with the options of `compile`. Not in DistributedDataParallel.
+        protect: with several ranks, whether `FailureBoard`, `HangWatch`, `GradNormConsistency` (in each update) and
+            `StateConsistency` (parameters, learning rates and counters, after the first 3 updates of a process and every 1000)
+            are attached: True, False, or a mapping of their settings by name in snake_case, such as
+            `{"hang_watch": {"timeout_seconds": 120}, "state_consistency": {"every": 500}, "failure_board": False}`. One that
+            you attach yourself replaces the default. All ranks pass the same.
 
     Returns:
         The trainer; start it with `trainer.run(loader, max_epochs=...)`.
@@ -132,7 +139,8 @@ def create_trainer(
     steps = "a function" if callable(accumulation_steps) else accumulation_steps
     settings = {"accumulation_steps": steps, "max_grad_norm": max_grad_norm, "precision": precision, "reduction": reduction}
     parts = {"model": way.module, "optimizer": optimizer}
-    return warn_of_misdeclared_loss(Trainer(update, GroupedMicroBatches(accumulation_steps, uneven), parts, settings))
+    trainer = Trainer(update, GroupedMicroBatches(accumulation_steps, uneven), parts, settings)
+    return protect_ranks(warn_of_misdeclared_loss(trainer), protect, model)
 
 
 def create_supervised_trainer(
@@ -154,6 +162,7 @@ def create_supervised_trainer(
     precision: PrecisionName | None = None,
     loss_scaling: LossScaling | None = None,
     on_nonfinite: Literal["raise", "skip"] = "raise",
+    protect: Protect = True,
 ) -> Trainer:
     """Makes a trainer for batches `(x, y)`, with the signature of Ignite's function of this name.
 
@@ -178,6 +187,7 @@ def create_supervised_trainer(
         precision: as for `create_trainer`.
         loss_scaling: as for `create_trainer`.
         on_nonfinite: as for `create_trainer`.
+        protect: as for `create_trainer`.
 
     Returns:
         The trainer.
@@ -218,6 +228,7 @@ def create_supervised_trainer(
         precision="fp16" if amp_mode is not None else precision or "fp32",
         loss_scaling=scaling,
         on_nonfinite=on_nonfinite,
+        protect=protect,
     )
     return _refuse_other_than_pairs(trainer) if prepare_batch is _prepare_batch else trainer
 

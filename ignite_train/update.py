@@ -24,6 +24,7 @@ from ignite_train.loss_scaling import LossScaling
 from ignite_train.nonfinite import find_nonfinite
 from ignite_train.out_of_memory import Recovery
 from ignite_train.precision import Precision
+from ignite_train.rank_vote import RankVote
 from ignite_train.reduction import Reduction
 from ignite_train.side_effects import ReplayPoint, SideEffects
 from ignite_train.state import SkippedReason, UpdateOutput
@@ -60,10 +61,12 @@ class Update:
     give_up_after: int | None
     _in_a_row: dict[str, int] = field(default_factory=dict)
     _replay_point: ReplayPoint = field(init=False)
+    _vote: RankVote = field(init=False)
     _missing: int = 0
 
     def __post_init__(self) -> None:
         self._replay_point = ReplayPoint(next(self.model.parameters()).device)
+        self._vote = RankVote()
 
     def __call__(self, trainer: Trainer, group: list[Any]) -> UpdateOutput:
         """Runs the update over `group`, which may be empty where other ranks have data. Collective."""
@@ -200,7 +203,7 @@ class Update:
         reason = output.skipped_reason
         assert reason is None or not stepped  # noqa: S101  # both verdicts are of the same numbers
         if reason == "nonfinite" and self.on_nonfinite == "raise":
-            raise NonFiniteError(update, output.loss, output.grad_norm, self._locate(group))
+            raise NonFiniteError(update, output.loss, output.grad_norm, *self._locate(group, output))
         self._count_in_a_row(update, output)
         if reason is None and not stepped:
             self.learning_rates.check(output.learning_rates)
@@ -210,9 +213,20 @@ class Update:
             self.loss_scaling.update(overflow=reason == "overflow")
         self.gradients.clear()
 
-    def _locate(self, group: list[Any]) -> tuple[str, ...]:
-        """Runs the micro-batches again, as they were, to find the first value that is not finite. Collective."""
+    def _locate(self, group: list[Any], output: UpdateOutput) -> tuple[tuple[str, ...], tuple[int, ...]]:
+        """Runs the micro-batches again, as they were, to find the first value that is not finite.
+
+        The loss is reduced, and so is the norm of a sharded model: then all ranks search. Replicas take the norm of their own
+        copy of the gradients, and if a copy was spoiled after the reduction its rank is alone here. So the ranks vote, and
+        exchange what they have found only if all of them search.
+
+        Returns:
+            What the ranks have found; and the ranks that did not judge the update so.
+        """
         module = self.reduction.module
+        votes = self.reduction.replayable and math.isfinite(output.loss)
+        if votes:
+            self._vote.cast()
         side_effects = SideEffects(module)
         self._replay_point.restore()
         self.gradients.clear()
@@ -225,8 +239,10 @@ class Update:
         for _ in range(0 if self.reduction.replayable else self._missing):
             torch.autograd.backward(self.reduction.forward_without_data(loss_of))
         side_effects.undo()
+        if votes and (absent := self._vote.absent()):
+            return () if found is None else (f"rank {distributed.rank()}, {found}",), absent
         reports = distributed.gather_objects(found)
-        return tuple(f"rank {rank}, {report}" for rank, report in enumerate(reports) if report is not None)
+        return tuple(f"rank {rank}, {report}" for rank, report in enumerate(reports) if report is not None), ()
 
     def _count_in_a_row(self, update: int, output: UpdateOutput) -> None:
         if output.applied and output.num_out_of_memory == 0:

@@ -15,7 +15,7 @@ from ignite_train.explicit_reduction import ExplicitReduction, SmallReplicas
 from ignite_train.reduction import HookedReduction, NoReduction, Reduction
 from ignite_train.sharded_reduction import ShardedReduction
 
-__all__ = ["ReductionName", "reduction_for", "unwrap"]
+__all__ = ["ReductionName", "own_parameters", "reduction_for", "unwrap"]
 
 ReductionName = Literal["auto", "ddp", "explicit", "fsdp"]
 
@@ -72,6 +72,16 @@ def unwrap(model: nn.Module) -> nn.Module:
         raise TypeError("model must be a DistributedDataParallel or contain none; pass the modules without their wrappers")
     module: nn.Module = ddp.module
     return module
+
+
+def own_parameters(model: nn.Module) -> list[str]:
+    """Names of the parameters that `DistributedDataParallel` was told to ignore, so that each rank has its own."""
+    ddp = _find_ddp(model)
+    if ddp is None or not ddp.parameters_to_ignore:
+        return []
+    delayed = {id(parameter) for parameter in ddp._delay_all_reduce_params}  # which it ignores at first, and reduces later
+    named = ddp.module.named_parameters()
+    return [name for name, p in named if name in ddp.parameters_to_ignore and id(p) not in delayed]
 
 
 def _sharded(model: nn.Module, name: ReductionName) -> ShardedReduction:

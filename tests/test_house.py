@@ -9,6 +9,8 @@ from __future__ import annotations
 import ast
 import io
 import re
+import subprocess
+import sys
 import tokenize
 import traceback
 from collections.abc import Iterator
@@ -61,9 +63,11 @@ ORDER = (
     "samplers",
     "resumable_loader",
     "data_position",
+    "rank_vote",
     "update",
     "micro_batches",
     "evaluator",
+    "protection",
     "trainer",
     "disk",
     "encoding",
@@ -78,6 +82,8 @@ ORDER = (
     "resumption",
     "checkpoint",
 )
+# The files of the core that may import handlers, inside the functions that attach them by default.
+ATTACHES_HANDLERS = {"protection"}
 PUBLIC_PACKAGES = ("ignite_train", "ignite_train.handlers")
 MAX_FUNCTION_LINES = 40
 MAX_FRAMES, MAX_FRAME_FILES = 6, 3
@@ -159,10 +165,27 @@ def test_every_file_of_the_core_has_a_place():
 
 @_each_file(CORE)
 def test_the_core_imports_only_from_above(path):
-    """A file of the core imports only what stands above it in the order, so there is no circle and no handler in it."""
-    above = {f"ignite_train.{name}" for name in ORDER[: ORDER.index(path.stem)]} if path.stem in ORDER else set()
+    """A file of the core imports only what stands above it in the order, so there is no circle and no handler in it.
 
-    assert [found for found in _of_this_library(path) if found.target not in above] == []
+    Only the file that attaches handlers by default imports them, and never at module level.
+    """
+    above = {f"ignite_train.{name}" for name in ORDER[: ORDER.index(path.stem)]} if path.stem in ORDER else set()
+    in_functions = {
+        node.lineno
+        for function in ast.walk(_tree(path))
+        if isinstance(function, Function) and path.stem in ATTACHES_HANDLERS
+        for node in ast.walk(function)
+        if isinstance(node, ast.ImportFrom) and node.module == "ignite_train.handlers"
+    }
+
+    assert [found for found in _of_this_library(path) if found.target not in above and found.line not in in_functions] == []
+
+
+def test_importing_the_package_imports_no_handler():
+    """What is attached by default is imported where it is used, so that `import ignite_train` stays quick."""
+    program = "import sys, ignite_train; sys.exit(any(name.startswith('ignite_train.handlers') for name in sys.modules))"
+
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0
 
 
 @_each_file(HANDLERS)

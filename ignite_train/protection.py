@@ -1,0 +1,127 @@
+"""The handlers that protect a training on several ranks and are attached by default.
+
+This is the one file of the core that may import handlers, and it does so where they are used: so importing the package stays
+quick, and a training in a single process does not import them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from ignite.engine import Events
+from torch import nn
+
+from ignite_train import distributed
+from ignite_train.arguments import nearest, positive_int, shown
+from ignite_train.engine import Trainer
+from ignite_train.wrapping import own_parameters
+
+__all__ = ["Protect", "protect_ranks"]
+
+Protect = bool | Mapping[str, Mapping[str, Any] | bool]
+"""Whether several ranks are protected: all handlers, none, or for each by its name whether or with which settings."""
+
+_CHECKS = ("grad_norm_consistency", "state_consistency")
+_NAMES = ("failure_board", "hang_watch", *_CHECKS)
+_FIRST_UPDATES = 3  # of a process, whose state is compared: a mistake in the set-up shows there
+_EVERY = 1000  # the updates whose number is a multiple of this are compared after that
+_NOT_SETTINGS = {"model", "optimizer"}  # the trainer has them
+
+
+def protect_ranks(trainer: Trainer, protect: Protect, model: nn.Module) -> Trainer:
+    """Attaches the handlers that `protect` asks for; none of them in a single process.
+
+    Args:
+        trainer: the trainer; its `parts` have the model and the optimizer.
+        protect: see `create_trainer`.
+        model: the model with its wrapper. If some of its parameters are each rank's own by design, norms and states are
+            compared only if `protect` names the check.
+
+    Returns:
+        The trainer.
+
+    Raises:
+        TypeError: `protect`, or an entry of it, is neither a bool nor a mapping.
+        ValueError: there is no handler or no setting of such a name, or a handler refuses the value of a setting.
+    """
+    chosen = _chosen(protect)
+    if distributed.world_size() == 1 and not any(chosen.values()):
+        return trainer
+    own = own_parameters(model)
+    if own and distributed.world_size() > 1:
+        named = protect if isinstance(protect, Mapping) else {}
+        chosen = {name: settings for name, settings in chosen.items() if name in named or name not in _CHECKS}
+        logging.getLogger("ignite_train").info(
+            "GradNormConsistency and StateConsistency are left out unless protect names them: DistributedDataParallel ignores "
+            f"{own[0]!r} and {len(own) - 1} more parameters, which may differ between the ranks"
+        )
+    handlers = [_make(trainer, name, settings) for name, settings in chosen.items()]
+    for handler, where in handlers if distributed.world_size() > 1 else ():
+        handler.attach(trainer, *where)
+        trainer.defaults.append(handler)
+    return trainer
+
+
+def _chosen(protect: Any) -> dict[str, dict[str, Any]]:
+    """The settings of each handler that is asked for, by name."""
+    if isinstance(protect, bool):
+        return {name: {} for name in _NAMES} if protect else {}
+    if not isinstance(protect, Mapping):
+        raise TypeError(f"protect must be a bool or a mapping of settings by the name of the handler, got {shown(protect)}")
+    for name, settings in protect.items():
+        if name not in _NAMES:
+            raise ValueError(f"protect must have keys among {', '.join(_NAMES)}, got {name!r}{nearest(name, _NAMES)}")
+        if not isinstance(settings, (bool, Mapping)):
+            raise TypeError(f"protect[{name!r}] must be a bool or a mapping of settings, got {shown(settings)}")
+    asked = {name: settings for name in _NAMES if (settings := protect.get(name, True)) is not False}
+    return {name: dict(settings) if isinstance(settings, Mapping) else {} for name, settings in asked.items()}
+
+
+def _make(trainer: Trainer, name: str, settings: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:
+    """The handler, and what its `attach` takes after the trainer."""
+    from ignite_train.handlers import FailureBoard, GradNormConsistency, HangWatch, StateConsistency
+
+    if name != "state_consistency":
+        kinds: dict[str, Any] = {
+            "failure_board": FailureBoard,
+            "hang_watch": HangWatch,
+            "grad_norm_consistency": GradNormConsistency,
+        }
+        _check_settings(name, settings, _parameters(kinds[name]))
+        return kinds[name](**settings), ()
+    _check_settings(name, settings, ["every", *_parameters(StateConsistency)])
+    every = positive_int("protect['state_consistency']['every']", settings.pop("every", _EVERY))
+    parts: Mapping[str, Any] = trainer.parts
+    model, optimizer = parts["model"], parts["optimizer"]
+    # Without buffers, which a layer may fill from the data of its rank, and without what an optimizer may divide over the
+    # ranks: what differs there and matters moves the parameters apart, and by default there must be no false alarm.
+    usual: dict[str, Any] = {"own_buffers": [buffer for buffer, _ in model.named_buffers()], "optimizer_state": False}
+    handler = StateConsistency(model, optimizer, **(usual | settings))
+    return handler, (Events.ITERATION_COMPLETED(event_filter=_FirstAndEvery(_FIRST_UPDATES, every)),)
+
+
+def _parameters(kind: type) -> list[str]:
+    return [name for name in inspect.signature(kind).parameters if name not in _NOT_SETTINGS]
+
+
+def _check_settings(name: str, settings: Mapping[str, Any], allowed: Collection[str]) -> None:
+    for setting in settings:
+        if setting not in allowed:
+            among = f"have keys among {', '.join(allowed)}" if allowed else "be True or False, because it has no settings"
+            raise ValueError(f"protect[{name!r}] must {among}, got {setting!r}{nearest(setting, allowed)}")
+
+
+class _FirstAndEvery:
+    """A filter of events: the first few updates of this process, and those whose number is a multiple of `every`."""
+
+    def __init__(self, first: int, every: int) -> None:
+        self._first, self._every = first, every
+        self._begin: int | None = None
+
+    def __call__(self, engine: Any, event: int) -> bool:  # noqa: ARG002  # Ignite calls it with both
+        if self._begin is None:
+            self._begin = event
+        return self._begin <= event < self._begin + self._first or event % self._every == 0

@@ -1,0 +1,46 @@
+"""Finding out, without a collective, whether all ranks have come to the same point."""
+
+from __future__ import annotations
+
+import time
+
+from ignite_train import distributed
+
+__all__ = ["RankVote"]
+
+_PATIENCE_SECONDS = 10.0  # between the first rank and the last: they were in the same reduction just before
+_POLL_SECONDS = 0.02
+
+
+class RankVote:
+    """Lets a rank ask whether all others stand where it stands, before it enters a collective that they might not join.
+
+    A rank that enters a collective alone would meet the next collective of the others there, which is another one. So the
+    ranks write to the store at which they met instead. Making one is collective; voting is not, and a training in which no
+    vote is taken pays nothing for it. All votes of one object are taken by all ranks in the same order.
+    """
+
+    def __init__(self) -> None:
+        self._store = distributed.own_store()
+        self._rank, self._world_size = distributed.rank(), distributed.world_size()
+        self._number = 0
+
+    def cast(self) -> None:
+        """Says that this rank stands here. `absent` is called after it, and what takes long is done in between."""
+        self._number += 1
+        if self._store is not None:
+            self._store.set(f"{self._number}/{self._rank}", "here")
+
+    def absent(self) -> tuple[int, ...]:
+        """The ranks that have not said so within ten seconds; empty on every rank, or on none."""
+        store, number = self._store, self._number
+        if store is None:
+            return ()
+        ranks, deadline = range(self._world_size), time.monotonic() + _PATIENCE_SECONDS
+        while missing := tuple(rank for rank in ranks if not store.check([f"{number}/{rank}"])):
+            if time.monotonic() > deadline:
+                break
+            time.sleep(_POLL_SECONDS)
+        # A rank may vote at the moment at which another loses patience. The first that writes here decides for all of them.
+        outcome = store.compare_set(f"{number}/outcome", "", ",".join(map(str, missing)) or "none").decode()
+        return () if outcome == "none" else tuple(map(int, outcome.split(",")))
