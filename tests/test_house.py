@@ -27,6 +27,7 @@ ORDER = (
     "arguments",
     "counting",
     "distributed",
+    "messages",
     "events",
     "forward_output",
     "state",
