@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 import time
 
 from ignite.engine import Events
-from torch.distributed.distributed_c10d import Store
 
 from ignite_train import distributed
 from ignite_train.engine import Trainer
 from ignite_train.errors import TrainingError
 from ignite_train.events import TrainEvents
 from ignite_train.handler import Handler
+from ignite_train.messages import Messages
 
 __all__ = ["FailureBoard", "PeerFailureError"]
 
 _logger = logging.getLogger(__name__)
 _POLL_SECONDS = 0.25  # between two looks at the board
-_PATIENCE_SECONDS = 1.0  # for the main thread to come out by itself, and for the others to read
+_PATIENCE_SECONDS = 1.0  # for the main thread to come out by itself
+_ROLL_CALL_SECONDS = 2.0  # for the other ranks to answer
 _LONGEST_MESSAGE = 2000  # characters of an exception's message
 _SAFE_POINTS = (
     Events.EPOCH_STARTED
@@ -57,9 +57,10 @@ class FailureBoard(Handler):
     gone and a connection breaks. All ranks attach it alike: STARTED is collective. In a single process it does nothing.
 
     The rank that raises, wherever in the run that is, first writes its rank, update and exception to the store at which the
-    ranks met; then its exception goes on unchanged, at most a second later. Only the first failure of a run is kept: what
-    breaks because of it is no news. On every rank a thread looks at the store four times a second, through a connection of its
-    own. When it finds the failure of another rank it logs `rank 1 failed at update 5: RuntimeError: ...` as an error, and then
+    ranks met; then its exception goes on unchanged, as soon as all others have read that, at most two seconds later. Only the
+    first failure of a run is kept: what breaks because of it is no news. On every rank a thread looks at the store four times a
+    second, through a connection of its own. When it finds the failure of another rank it logs
+    `rank 1 failed at update 5: RuntimeError: ...` as an error, and then
 
     - a main thread that is still running raises `PeerFailureError` at the next event of the trainer. The handler for that is
       attached only now: an update costs nothing before. (An exception thrown into the main thread from outside would reach
@@ -69,9 +70,18 @@ class FailureBoard(Handler):
     - a main thread that does neither for a second waits in a collective, or is busy elsewhere. Nothing wakes gloo from
       there, so the process ends with status 1: logs are flushed, but no `finally` and no `atexit` runs.
 
-    A rank whose run has ended is left alone. A process that is killed writes nothing: the connection, the launcher and
-    `HangWatch` notice that. An error raised before STARTED, such as a wrong argument on one rank alone, is not seen. Tried
-    with gloo over a file, over TCP and under torchrun; not with NCCL.
+    A process that is killed writes nothing. Its connections break, so that another rank fails, and each rank that fails or
+    hears of it waits for the answers of the others. A rank that does not answer is named, in the log and in a note on the
+    exception: `rank 1 is gone: no longer running` at once where its process can be looked up, that is on the same machine,
+    otherwise `rank 1 is gone or standing still: no answer came within 2 s`. If the process that holds the store was killed,
+    which is rank 0's unless the ranks met in a file or torchrun started them, there is no answer at all: `rank 0, which hosts
+    the store, is gone`. A rank whose run has ended in good order is left alone and is not named. A launcher that sends SIGTERM
+    to the others at once, as `idist.Parallel` and torchrun do, leaves no time for that and names the rank itself; with
+    `StopOnSignal` attached both happens.
+
+    What the ranks write carries a code that only they can make, see `ignite_train.messages`. An error raised before STARTED,
+    such as a wrong argument on one rank alone, is not seen. Tried with gloo over a file, over TCP and under torchrun; not with
+    NCCL.
 
     Example:
         >>> from ignite_train.handlers import FailureBoard
@@ -99,9 +109,9 @@ class FailureBoard(Handler):
         trainer.remove_event_handler(self._start, Events.STARTED)
 
     def _start(self, trainer: Trainer) -> None:
-        store = distributed.own_store()
-        if store is not None:
-            self._watch = _Watch(trainer, store)
+        messages = Messages.start()
+        if messages is not None:
+            self._watch = _Watch(trainer, messages)
             self._watch.start()
 
     def _finish(self) -> None:
@@ -113,30 +123,43 @@ class FailureBoard(Handler):
         watch, self._watch = self._watch, None
         if watch is None:
             return
-        if isinstance(error, PeerFailureError):
-            watch.end()
-            return
         text = f"{type(error).__name__}: {error}"[:_LONGEST_MESSAGE]
-        cause = watch.end(text)
-        if cause is not None and cause.error != text:
+        from_peer = isinstance(error, PeerFailureError)
+        cause = watch.end(None if from_peer else text)
+        if watch.gone:
+            error.add_note(f"{watch.gone}. If a connection broke, that is most likely why.")
+        elif cause is not None and not from_peer and cause.error != text:
             error.add_note(f"{cause}. That came first and is most likely the cause.")
 
 
 class _Watch(threading.Thread):
     """Looks at the board as long as one run lasts. Only this thread uses the store, so that the main thread cannot get stuck.
 
+    On the board lie
+
+    - `process of <rank>`: what tells on the same machine whether the process lives;
+    - `first`: the first failure;
+    - `ended by <rank>`: the run of this rank has ended in good order;
+    - `<subject> heard by <rank>`: the answer of a rank; the subject is `first`, or the end of the rank that hosts the store;
+    - `news`: there is something to read. Only this is asked for again and again.
+
     Args:
         trainer: whose run it is.
-        store: for this thread and this run.
+        messages: for this thread and this run.
+
+    Attributes:
+        gone: which ranks are gone, as a sentence without its full stop; empty if all are there.
     """
 
-    def __init__(self, trainer: Trainer, store: Store) -> None:
+    def __init__(self, trainer: Trainer, messages: Messages) -> None:
         super().__init__(name="FailureBoard", daemon=True)
-        self._trainer, self._store = trainer, store
+        self._trainer, self._messages = trainer, messages
         self._rank, self._world_size = distributed.rank(), distributed.world_size()
         self._over = threading.Event()
         self._error: str | None = None  # of this rank
         self._cause: PeerFailureError | None = None
+        self._host_ended = False
+        self.gone = ""
 
     def end(self, error: str | None = None) -> PeerFailureError | None:
         """Called by the main thread when the run is over. Waits for the thread, but not for a store that does not answer.
@@ -149,7 +172,7 @@ class _Watch(threading.Thread):
         """
         self._error = error
         self._over.set()
-        self.join(2 * _PATIENCE_SECONDS)
+        self.join(_ROLL_CALL_SECONDS + _PATIENCE_SECONDS)
         for event in _SAFE_POINTS:
             if self._trainer.has_event_handler(self._raise, event):
                 self._trainer.remove_event_handler(self._raise, event)
@@ -158,41 +181,115 @@ class _Watch(threading.Thread):
     def run(self) -> None:
         """Watches, and writes this rank's own failure."""
         try:
+            self._messages.write(f"process of {self._rank}", distributed.own_process())
             while not self._over.wait(_POLL_SECONDS):
-                if self._store.check(["first"]):
-                    self._learn(self._store.get("first"))
+                if self._messages.has("first" if self._host_ended else "news") and self._read():
                     self._insist()
                     return
             if self._error is None:
-                self._store.add("informed", 1)
+                self._write_end()
             else:
-                self._write(self._error)
+                self._write_failure(self._error)
         except RuntimeError as error:  # the store is gone, and with it most likely the process that held it
-            _logger.warning(f"rank {self._rank} looks for failures of other ranks no longer: {error}")
+            self._lose_store(error)
 
-    def _write(self, error: str) -> None:
-        record = json.dumps([self._rank, self._trainer.state.iteration, error])
-        first = self._store.compare_set("first", "", record)
-        if first != record.encode():
+    def _write_end(self) -> None:
+        """Says that the run of this rank has ended in good order. The host of the store waits until the others know it."""
+        self._messages.write(f"ended by {self._rank}", value=True)
+        if self._rank == self._messages.host_rank:
+            self._messages.write("news", value=True)
+            self._missing(self._end_of(self._rank))
+
+    def _write_failure(self, error: str) -> None:
+        own = [self._rank, self._trainer.state.iteration, error]
+        first = self._messages.write_once("first", own)
+        self._messages.write("news", value=True)
+        if first == own:
+            self._answer("first")
+        else:
             self._learn(first)
-            return
-        self._store.add("informed", 1)
-        deadline = time.monotonic() + _PATIENCE_SECONDS  # the store may be in this process, and end with it
-        while int(self._store.get("informed")) < self._world_size and time.monotonic() < deadline:
-            time.sleep(_POLL_SECONDS / 10)
+        self._call_roll()  # waits for the others, also because the store may be in this process and end with it
 
-    def _learn(self, first: bytes) -> None:
-        self._cause = PeerFailureError(*json.loads(first))
+    def _read(self) -> bool:
+        """Whether another rank has failed."""
+        host = self._messages.host_rank
+        if host is not None and not self._host_ended and self._messages.read(f"ended by {host}"):
+            self._host_ended = True
+            self._answer(self._end_of(host))
+        first = self._messages.read("first")
+        if first is not None:
+            self._learn(first)
+        return first is not None
+
+    def _learn(self, first: tuple[int, int, str]) -> None:
+        self._cause = PeerFailureError(*first)
         _logger.error(f"{self._cause} (rank {self._rank} was at update {self._trainer.state.iteration})")
-        self._store.add("informed", 1)
+        self._answer("first")
 
     def _insist(self) -> None:
         """Gives the main thread a moment to come out, and ends the process if it does not."""
+        deadline = time.monotonic() + _PATIENCE_SECONDS
         self._trainer.add_event_handler(_SAFE_POINTS, self._raise)
-        if not self._over.wait(_PATIENCE_SECONDS):
+        self._call_roll()
+        if not self._over.wait(deadline - time.monotonic()):
             _logger.error(f"rank {self._rank} ends here: it would wait for ever for the rank that failed")
             distributed.end_process(1)
+
+    # --- which ranks are there ---
+
+    def _answer(self, subject: str) -> None:
+        self._messages.write(f"{subject} heard by {self._rank}", value=True)
+
+    def _end_of(self, rank: int) -> str:
+        return f"end of {rank}"
+
+    def _missing(self, subject: str) -> list[int]:
+        """Waits until every other rank has answered, has ended in good order or is dead; returns those that did not answer."""
+        missing = [rank for rank in range(self._world_size) if rank != self._rank]
+        patience = _ROLL_CALL_SECONDS + 2 * _POLL_SECONDS * (self._rank == self._messages.host_rank)
+        deadline = time.monotonic() + patience  # the host stays a little longer, so that no other rank is cut off
+        while True:
+            dead = self._dead(missing)  # before the answers are read: what a rank wrote before it died counts
+            answers = {rank: [f"{subject} heard by {rank}", f"ended by {rank}"] for rank in missing}
+            found = self._messages.read_all(name for names in answers.values() for name in names)
+            missing = [rank for rank, names in answers.items() if not found.keys() & {*names}]
+            if {*missing} <= dead or time.monotonic() > deadline:
+                return missing
+            time.sleep(_POLL_SECONDS / 10)
+
+    def _dead(self, ranks: list[int]) -> set[int]:
+        """Those of these ranks whose processes are known to have ended."""
+        processes = self._messages.read_all(f"process of {rank}" for rank in ranks)
+        return {rank for rank in ranks if distributed.has_ended(processes.get(f"process of {rank}", []))}
+
+    def _call_roll(self) -> None:
+        """Waits for the answers of all ranks to the first failure, and says which are gone."""
+        try:
+            missing = self._missing("first")
+            dead = self._dead(missing)
+        except RuntimeError:  # the store has ended: it is not known which ranks would have answered
+            return
+        silent = [rank for rank in missing if rank not in dead]
+        findings = [
+            *([f"{_ranks(sorted(dead))} gone: no longer running"] if dead else []),
+            *([f"{_ranks(silent)} gone or standing still: no answer came within {_ROLL_CALL_SECONDS:g} s"] if silent else []),
+        ]
+        self.gone = "; ".join(findings)
+        if self.gone:
+            _logger.error(self.gone)
+
+    def _lose_store(self, error: RuntimeError) -> None:
+        consequence = f"rank {self._rank} looks for failures of other ranks no longer: {error}"
+        if self._host_ended or self._rank == self._messages.host_rank:
+            _logger.warning(f"the store at which the ranks met has ended; {consequence}")
+        else:
+            self.gone = f"{self._messages.host}, which hosts the store, is gone"
+            _logger.error(f"{self.gone}; {consequence}")
 
     def _raise(self) -> None:
         if self._cause is not None:
             raise self._cause
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank {ranks[0]} is" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} are"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import json
 import logging
 import math
 import sys
@@ -20,6 +19,7 @@ from ignite_train.arguments import real_number
 from ignite_train.engine import Trainer
 from ignite_train.evaluator import Evaluator
 from ignite_train.handler import Handler
+from ignite_train.messages import Messages
 
 __all__ = ["HangWatch"]
 
@@ -178,7 +178,7 @@ class _Watch:
         self._arrived = [0.0] * world_size  # where each rank stands
         self._reports: list[_Report | None] = [None] * world_size
         self._verdict = ""
-        self._store = distributed.own_store()
+        self._messages = Messages.start()
         self._threads = [threading.Thread(target=work, name="HangWatch", daemon=True) for work in (self._talk, self._judge)]
         for thread in self._threads:
             thread.start()
@@ -199,8 +199,9 @@ class _Watch:
             try:
                 self._exchange()
             except RuntimeError as error:  # the store is gone, and with it most likely the process that held it
-                _logger.warning(f"rank {self._rank} watches only itself from here on: {error}")
-                self._store = None
+                host = "" if self._messages is None else f"{self._messages.host}, which hosts the store, has ended; "
+                _logger.warning(f"{host}rank {self._rank} watches only itself from here on: {error}")
+                self._messages = None
             if over:
                 return
             self._over.wait(self._interval)
@@ -217,22 +218,16 @@ class _Watch:
         return _Report(beat, state.iteration, state.micro_batch, evaluated, begun, waits, where, over)
 
     def _exchange(self) -> None:
-        store = self._store
-        if store is None:
+        messages = self._messages
+        if messages is None:
             return
-        store.set(str(self._rank), json.dumps(self._reports[self._rank]))
-        begun = [
-            rank
-            for rank, report in enumerate(self._reports)
-            if rank != self._rank and (report is not None or store.check([str(rank)]))
-        ]
-        shown = store.multi_get([str(rank) for rank in begun]) if begun else []
-        for rank, text in zip(begun, shown, strict=True):
-            self._hear(rank, _Report(*json.loads(text)))
+        messages.write(str(self._rank), self._reports[self._rank])
+        for rank, report in messages.read_all(str(rank) for rank in range(len(self._reports)) if rank != self._rank).items():
+            self._hear(int(rank), _Report(*report))
         if self._verdict:
-            store.compare_set("verdict", "", self._verdict)
-        elif store.check(["verdict"]):
-            self._verdict = store.get("verdict").decode()
+            messages.write_once("verdict", self._verdict)
+        elif messages.has("verdict"):
+            self._verdict = messages.read("verdict") or ""
         self._answered = self._clock
 
     def _hear(self, rank: int, report: _Report) -> None:
@@ -261,12 +256,13 @@ class _Watch:
     def _find_hang(self) -> str:
         own = self._reports[self._rank]
         limit = self._first_timeout if own is None or own.update <= self._first_update else self._timeout
-        if self._store is None:
+        messages = self._messages
+        if messages is None:
             known = [self._rank]
         elif self._clock - self._answered > limit:
             return (
-                f"the store at which the ranks met has not answered for {self._clock - self._answered:.1f} s: the process that "
-                "holds it is stopped, which is rank 0 unless torchrun started the ranks"
+                f"the store at which the ranks met has not answered for {self._clock - self._answered:.1f} s: its host, "
+                f"{messages.host}, is stopped or cannot be reached"
             )
         else:
             known = [rank for rank, report in enumerate(self._reports) if report is None or not report.over]

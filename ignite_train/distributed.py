@@ -8,26 +8,28 @@ import sys
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, NoReturn
 
 import ignite.distributed as idist
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.distributed_c10d import PrefixStore, Store
 
 __all__ = [
     "any_rank",
     "broadcast",
     "broadcast_buffers",
+    "broadcast_bytes",
     "collectives_begun",
     "end_process",
     "everyones",
     "gather_objects",
+    "has_ended",
     "is_main_rank",
     "largest",
     "own_group",
-    "own_store",
+    "own_process",
     "rank",
     "start_sum",
     "total",
@@ -127,18 +129,43 @@ def collectives_begun() -> int:
         return 0
 
 
-def own_store() -> Store | None:
-    """A fresh corner of the store at which the ranks met, by a connection of its own; None in a single process. Collective.
+def broadcast_bytes(content: bytes) -> bytes:
+    """The `content` of rank 0, on all ranks; it is equally long on each. Blocking; nothing in a single process."""
+    if world_size() == 1:
+        return content
+    shared = torch.tensor(list(content), dtype=torch.uint8, device=_device())
+    dist.broadcast(shared, src=0)
+    return bytes(shared.tolist())  # sync
 
-    For a thread that must not wait for what others ask the store. What an earlier attempt of the job left there is not seen:
-    torchrun gives restarted ranks the store of those that failed.
+
+def own_process() -> list[str]:
+    """What tells this process from every other, for `has_ended` on another rank; empty where Linux's `/proc` is missing.
+
+    It is made of the machine since it was booted, the namespace of the process, its number and when it began.
     """
-    if world_size() == 1 or not dist.is_initialized():
-        return None
-    number = torch.tensor(int.from_bytes(os.urandom(7), "big"), device=_device())
-    dist.broadcast(number, src=0)
-    store: Store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
-    return PrefixStore(f"ignite_train/{number.item()}", store)
+    try:
+        machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return [machine, str(Path("/proc/self/ns/pid").readlink()), str(os.getpid()), _look_up(os.getpid())[1]]
+    except OSError:
+        return []
+
+
+def has_ended(process: Sequence[str]) -> bool:
+    """Whether that process of `own_process` is known to have ended: it is seen only from the same machine and namespace."""
+    here = own_process()
+    if not process or not here or process[:2] != here[:2]:
+        return False
+    try:
+        status, began = _look_up(int(process[2]))
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    return status in "ZX" or began != process[3]  # Z and X: dead, and not yet waited for
+
+
+def _look_up(number: int) -> tuple[str, str]:
+    """The status and the beginning of a process."""
+    fields = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
+    return fields[0], fields[19]
 
 
 def end_process(status: int) -> NoReturn:

@@ -29,6 +29,7 @@ ORDER = (
     "arguments",
     "counting",
     "distributed",
+    "messages",
     "events",
     "forward_output",
     "state",
