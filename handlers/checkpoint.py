@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,7 +26,7 @@ from ignite_train.resumption import (
     versions,
 )
 from ignite_train.retention import Retention
-from ignite_train.run_state import RunState, capture, checked_objects
+from ignite_train.run_state import RunState, StateRules, capture, checked_objects, refuse_odd_optimizers
 from ignite_train.saving import Saver
 from ignite_train.signals import Passenger
 
@@ -70,6 +70,11 @@ class Checkpoint(Passenger):
         config: plain values; on resuming, what has changed is listed in the log.
         asynchronous: False saves before the run goes on.
         on_error: what happens when a save fails: `"raise"`, or `"warn"` and go on training. The old ones stay either way.
+        leave_out: names of attached handlers whose state is neither saved nor read, such as `("LambdaStateScheduler",)`. A
+            handler whose state cannot be stored is left out anyway, with a warning.
+        script_wins: options of the optimizer, such as `("lr", "weight_decay")`, that keep the script's value on resuming. All
+            others are those of the checkpoint, and the log lists what the script sets in another way. With `"lr"`, a schedule
+            that goes on keeps its place and its shape over the script's rate.
 
     Attributes:
         held_seconds: how long the latest save held the run.
@@ -100,6 +105,8 @@ class Checkpoint(Passenger):
         config: Mapping[str, Any] | None = None,
         asynchronous: bool = True,
         on_error: Literal["raise", "warn"] = "raise",
+        leave_out: Iterable[str] = (),
+        script_wins: Iterable[str] = (),
     ) -> None:
         self.directory = Path(directory).absolute()
         if self.directory.exists() and not self.directory.is_dir():
@@ -112,6 +119,7 @@ class Checkpoint(Passenger):
         self.best = best
         self.to_save = checked_objects(to_save or {})
         self.config = dict(config or {})
+        self._rules = StateRules(leave_out, script_wins)
         retention = Retention(
             last=positive_int("keep", keep),
             best=positive_int("keep_best", keep_best),
@@ -146,6 +154,7 @@ class Checkpoint(Passenger):
             raise ValueError("a trainer must have one Checkpoint at most, got a second; give the first more cadences")
         if self.best is not None and evaluator is None:
             raise ValueError(f"best={self.best!r} needs an evaluator; pass attach(trainer, evaluator=...)")
+        refuse_odd_optimizers(trainer, self.to_save)
         trainer.restorer, self._trainer, self._evaluator = self, trainer, evaluator
         if self.every_seconds is not None:
             trainer.passengers.append(self)
@@ -172,6 +181,7 @@ class Checkpoint(Passenger):
         """
         trainer = self._attached()
         self.saver.wait()
+        self._rules.begin(trainer, self.to_save, self._evaluator_handlers())
         if resume in ("auto", "never") and (trainer.state.iteration or trainer.state.epoch):
             return
         root, names = checkpoint_to_resume(self.directory, resume)
@@ -179,14 +189,15 @@ class Checkpoint(Passenger):
             return
         disk = self.saver.disk if root == self.directory else None
         state, manifest, path = read_agreed(
-            root, names, disk, lambda stored: RunState(stored, trainer, self.to_save, self._evaluator_handlers())
+            root, names, disk, lambda stored: RunState(stored, trainer, self.to_save, self._evaluator_handlers(), self._rules)
         )
+        changed = state.changed
         together(distributed.gather_objects, f"going on from {path}", state.restore)
         self._pending, self._score = state, None if manifest.score is None else (manifest.update, manifest.score)
         self.saver.go_on_from(path)
         if distributed.is_main_rank():
             config = plain_config(self.config, trainer.settings)
-            log_resumption(path, manifest, config, fresh=state.fresh, unused=state.unused)
+            log_resumption(path, manifest, config, changed=changed, fresh=state.fresh, unused=state.unused)
 
     def _start(self, trainer: Trainer) -> None:
         """Before all other handlers of STARTED: what needs all ranks, what is known of the scores, what will not be exact."""
@@ -270,7 +281,7 @@ class Checkpoint(Passenger):
         started, trainer = time.monotonic(), self._attached()
         state = trainer.state
         score = None if self._score is None or self._score[0] != state.iteration else self._score[1]
-        contents = capture(trainer, self.to_save, self._evaluator_handlers())
+        contents = capture(trainer, self.to_save, self._evaluator_handlers(), self._rules)
         self.saver.save(
             contents,
             Manifest(

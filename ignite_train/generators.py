@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["generator_states", "restore_generators", "seed_generators"]
+__all__ = ["check_generators", "generator_states", "restore_generators", "seed_generators"]
 
 
 def generator_states(*, accelerators: bool = True) -> dict[str, Any]:
@@ -23,15 +23,32 @@ def generator_states(*, accelerators: bool = True) -> dict[str, Any]:
     return states
 
 
+def check_generators(states: Mapping[str, Any]) -> None:
+    """Tries `states` on generators that are thrown away, so that those in use change only if all of them can be restored.
+
+    Raises:
+        ValueError: one is none.
+    """
+    try:
+        _check_numpy(states["numpy"])
+        version, internal, gauss = states["python"]
+        random.Random().setstate((version, tuple(internal), gauss))  # noqa: S311
+        np.random.RandomState().set_state(states["numpy"])
+        torch.Generator().set_state(states["torch"])
+        if "accelerators" in states and torch.accelerator.is_available():
+            for state in states["accelerators"][: torch.accelerator.device_count()]:
+                torch.Generator(torch.accelerator.current_accelerator()).set_state(state)
+    except (KeyError, TypeError, RuntimeError, AttributeError) as error:
+        raise ValueError(f"the states of the random generators cannot be restored: {error}") from error
+
+
 def restore_generators(states: Mapping[str, Any]) -> None:
     """Goes back to `states`; accelerators of which nothing is in it are left alone.
 
     Raises:
-        ValueError: NumPy's is none. NumPy would take it, and read beyond its table at the next draw.
+        ValueError: NumPy's is none.
     """
-    position = states["numpy"]["state"].get("pos", 0)
-    if type(position) is not int or not 0 <= position <= len(states["numpy"]["state"].get("key", ())):
-        raise ValueError(f"the state of NumPy's generator has the position {position!r:.40}, which cannot be")
+    _check_numpy(states["numpy"])
     version, internal, gauss = states["python"]
     random.setstate((version, tuple(internal), gauss))
     np.random.set_state(states["numpy"])
@@ -40,6 +57,13 @@ def restore_generators(states: Mapping[str, Any]) -> None:
         module = torch.get_device_module(torch.accelerator.current_accelerator())
         for index, state in enumerate(states["accelerators"][: torch.accelerator.device_count()]):
             module.set_rng_state(state, index)
+
+
+def _check_numpy(state: Any) -> None:
+    """NumPy would take any position, and read beyond its table at the next draw."""
+    position = state["state"].get("pos", 0)
+    if type(position) is not int or not 0 <= position <= len(state["state"].get("key", ())):
+        raise ValueError(f"the state of NumPy's generator has the position {position!r:.40}, which cannot be")
 
 
 def seed_generators(*key: int) -> None:

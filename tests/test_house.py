@@ -70,6 +70,8 @@ ORDER = (
     "commit",
     "saving",
     "stored",
+    "optimizer_state",
+    "schedule_state",
     "run_state",
     "resumption",
     "checkpoint",
