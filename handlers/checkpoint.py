@@ -9,13 +9,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ignite.engine import Events
+from torch import nn
 
 from ignite_train import distributed
 from ignite_train.arguments import nearest, one_of, positive_int, real_number
-from ignite_train.commit import CheckpointDirectory, together
-from ignite_train.dispatch import Stateful
+from ignite_train.commit import CheckpointDirectory, Contents, together
+from ignite_train.dispatch import Dispatcher, Stateful
 from ignite_train.engine import Trainer
 from ignite_train.evaluator import Evaluator
+from ignite_train.held_state import HeldState
 from ignite_train.manifest import Manifest
 from ignite_train.resumption import (
     checkpoint_to_resume,
@@ -119,7 +121,7 @@ class Checkpoint(Passenger):
         self.best = best
         self.to_save = checked_objects(to_save or {})
         self.config = dict(config or {})
-        self._rules = StateRules(leave_out, script_wins)
+        self._rules, self._held = StateRules(leave_out, script_wins), HeldState()
         retention = Retention(
             last=positive_int("keep", keep),
             best=positive_int("keep_best", keep_best),
@@ -181,7 +183,7 @@ class Checkpoint(Passenger):
         """
         trainer = self._attached()
         self.saver.wait()
-        self._rules.begin(trainer, self.to_save, self._evaluator_handlers())
+        self._rules.begin(trainer, self.to_save, self._evaluator_handlers(), self._held.names(self._engines()))
         if resume in ("auto", "never") and (trainer.state.iteration or trainer.state.epoch):
             return
         root, names = checkpoint_to_resume(self.directory, resume)
@@ -215,6 +217,7 @@ class Checkpoint(Passenger):
 
     def _put_back(self, trainer: Trainer) -> None:
         """After all other handlers of STARTED; if an epoch goes on, after those of its EPOCH_STARTED, where metrics reset."""
+        self._held.note(self._engines())
         if self._pending is not None and trainer.state_dict()["epoch_iteration"] == 0:
             self._put_back_in_epoch()
 
@@ -281,7 +284,7 @@ class Checkpoint(Passenger):
         started, trainer = time.monotonic(), self._attached()
         state = trainer.state
         score = None if self._score is None or self._score[0] != state.iteration else self._score[1]
-        contents = capture(trainer, self.to_save, self._evaluator_handlers(), self._rules)
+        contents = self._capture()
         self.saver.save(
             contents,
             Manifest(
@@ -297,6 +300,19 @@ class Checkpoint(Passenger):
         )
         self._saved, self._due, self._clock = self._moment(), False, started
         self.held_seconds = time.monotonic() - started
+
+    def _capture(self) -> Contents:
+        """What this rank writes; warns of what no checkpoint will hold."""
+        trainer = self._attached()
+        contents = capture(trainer, self.to_save, self._evaluator_handlers(), self._rules)
+        if distributed.is_main_rank() and contents.failure is None:
+            modules = [entry for entry in (*trainer.parts.values(), *self.to_save.values()) if isinstance(entry, nn.Module)]
+            saved = [piece.data for piece in contents.pieces.values()]
+            self._held.warn(self._engines(), saved, modules, self._rules.leave_out)
+        return contents
+
+    def _engines(self) -> list[Dispatcher]:
+        return [engine for engine in (self._attached(), self._evaluator) if engine is not None]
 
     def _moment(self) -> tuple[Any, ...]:
         state = self._attached().state_dict()

@@ -167,15 +167,27 @@ class StateRules:
         self._in_effect: dict[str, list[dict[str, Any]]] = {}  # the same, but for what an older checkpoint decided
         self._warned: set[str] = set()
 
-    def begin(self, trainer: Trainer, to_save: Mapping[str, Stateful], evaluator: Mapping[str, Stateful]) -> None:
+    def begin(
+        self,
+        trainer: Trainer,
+        to_save: Mapping[str, Stateful],
+        evaluator: Mapping[str, Stateful],
+        holders: Iterable[str] = (),
+    ) -> None:
         """Notes what the script has set, once, and refuses names that nothing has. Before anything is read or trained.
+
+        Args:
+            trainer: of the run.
+            to_save: the user's objects.
+            evaluator: handlers of the evaluator.
+            holders: names of handlers without a `state_dict` that a warning may name.
 
         Raises:
             ValueError: `leave_out` or `script_wins` name what is not there.
         """
         objects = _Objects.of(trainer, to_save, evaluator)
         self._note(objects)
-        handlers = sorted({name.partition("/")[2] for name in objects.own})
+        handlers = sorted({name.partition("/")[2] for name in objects.own} | {*holders})
         options = sorted({key for groups in self._script.values() for group in groups for key in group})
         for argument, given, known, what in (
             ("leave_out", self.leave_out, handlers, "attached handlers that have a state"),

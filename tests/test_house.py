@@ -70,6 +70,7 @@ ORDER = (
     "commit",
     "saving",
     "stored",
+    "held_state",
     "optimizer_state",
     "schedule_state",
     "run_state",
