@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from ignite.engine import Events
+from torch import nn
 
 from ignite_train import distributed
 from ignite_train.arguments import nearest, one_of, positive_int, real_number
-from ignite_train.commit import CheckpointDirectory, together
-from ignite_train.dispatch import Stateful
+from ignite_train.commit import CheckpointDirectory, Contents, together
+from ignite_train.dispatch import Dispatcher, Stateful
 from ignite_train.engine import Trainer
 from ignite_train.evaluator import Evaluator
 from ignite_train.handler import Handler
+from ignite_train.held_state import HeldState
 from ignite_train.manifest import Manifest
 from ignite_train.resumption import (
     checkpoint_to_resume,
@@ -27,7 +29,7 @@ from ignite_train.resumption import (
     versions,
 )
 from ignite_train.retention import Retention
-from ignite_train.run_state import RunState, capture, checked_objects
+from ignite_train.run_state import RunState, StateRules, capture, checked_objects, refuse_odd_optimizers
 from ignite_train.saving import Saver
 from ignite_train.signals import Passenger
 
@@ -71,6 +73,11 @@ class Checkpoint(Handler, Passenger):
         config: plain values; on resuming, what has changed is listed in the log.
         asynchronous: False saves before the run goes on.
         on_error: what happens when a save fails: `"raise"`, or `"warn"` and go on training. The old ones stay either way.
+        leave_out: names of attached handlers whose state is neither saved nor read, such as `("LambdaStateScheduler",)`. A
+            handler whose state cannot be stored is left out anyway, with a warning.
+        script_wins: options of the optimizer, such as `("lr", "weight_decay")`, that keep the script's value on resuming. All
+            others are those of the checkpoint, and the log lists what the script sets in another way. With `"lr"`, a schedule
+            that goes on keeps its place and its shape over the script's rate.
 
     Attributes:
         held_seconds: how long the latest save held the run.
@@ -101,6 +108,8 @@ class Checkpoint(Handler, Passenger):
         config: Mapping[str, Any] | None = None,
         asynchronous: bool = True,
         on_error: Literal["raise", "warn"] = "raise",
+        leave_out: Iterable[str] = (),
+        script_wins: Iterable[str] = (),
     ) -> None:
         self.directory = Path(directory).absolute()
         if self.directory.exists() and not self.directory.is_dir():
@@ -113,6 +122,7 @@ class Checkpoint(Handler, Passenger):
         self.best = best
         self.to_save = checked_objects(to_save or {})
         self.config = dict(config or {})
+        self._rules, self._held = StateRules(leave_out, script_wins), HeldState()
         retention = Retention(
             last=positive_int("keep", keep),
             best=positive_int("keep_best", keep_best),
@@ -147,6 +157,7 @@ class Checkpoint(Handler, Passenger):
             raise ValueError("a trainer must have one Checkpoint at most, got a second; give the first more cadences")
         if self.best is not None and evaluator is None:
             raise ValueError(f"best={self.best!r} needs an evaluator; pass attach(trainer, evaluator=...)")
+        refuse_odd_optimizers(trainer, self.to_save)
         trainer.restorer, self._trainer, self._evaluator = self, trainer, evaluator
         if self.every_seconds is not None:
             trainer.passengers.append(self)
@@ -173,6 +184,7 @@ class Checkpoint(Handler, Passenger):
         """
         trainer = self._attached()
         self.saver.wait()
+        self._rules.begin(trainer, self.to_save, self._evaluator_handlers(), self._held.names(self._engines()))
         if resume in ("auto", "never") and (trainer.state.iteration or trainer.state.epoch):
             return
         root, names = checkpoint_to_resume(self.directory, resume)
@@ -180,14 +192,15 @@ class Checkpoint(Handler, Passenger):
             return
         disk = self.saver.disk if root == self.directory else None
         state, manifest, path = read_agreed(
-            root, names, disk, lambda stored: RunState(stored, trainer, self.to_save, self._evaluator_handlers())
+            root, names, disk, lambda stored: RunState(stored, trainer, self.to_save, self._evaluator_handlers(), self._rules)
         )
+        changed = state.changed
         together(distributed.gather_objects, f"going on from {path}", state.restore)
         self._pending, self._score = state, None if manifest.score is None else (manifest.update, manifest.score)
         self.saver.go_on_from(path)
         if distributed.is_main_rank():
             config = plain_config(self.config, trainer.settings)
-            log_resumption(path, manifest, config, fresh=state.fresh, unused=state.unused)
+            log_resumption(path, manifest, config, changed=changed, fresh=state.fresh, unused=state.unused)
 
     def _start(self, trainer: Trainer) -> None:
         """Before all other handlers of STARTED: what needs all ranks, what is known of the scores, what will not be exact."""
@@ -205,6 +218,7 @@ class Checkpoint(Handler, Passenger):
 
     def _put_back(self, trainer: Trainer) -> None:
         """After all other handlers of STARTED; if an epoch goes on, after those of its EPOCH_STARTED, where metrics reset."""
+        self._held.note(self._engines())
         if self._pending is not None and trainer.state_dict()["epoch_iteration"] == 0:
             self._put_back_in_epoch()
 
@@ -272,7 +286,7 @@ class Checkpoint(Handler, Passenger):
         trainer.verify_ranks()  # what the ranks do not agree on must not be saved
         state = trainer.state
         score = None if self._score is None or self._score[0] != state.iteration else self._score[1]
-        contents = capture(trainer, self.to_save, self._evaluator_handlers())
+        contents = self._capture()
         self.saver.save(
             contents,
             Manifest(
@@ -288,6 +302,19 @@ class Checkpoint(Handler, Passenger):
         )
         self._saved, self._due, self._clock = self._moment(), False, started
         self.held_seconds = time.monotonic() - started
+
+    def _capture(self) -> Contents:
+        """What this rank writes; warns of what no checkpoint will hold."""
+        trainer = self._attached()
+        contents = capture(trainer, self.to_save, self._evaluator_handlers(), self._rules)
+        if distributed.is_main_rank() and contents.failure is None:
+            modules = [entry for entry in (*trainer.parts.values(), *self.to_save.values()) if isinstance(entry, nn.Module)]
+            saved = [piece.data for piece in contents.pieces.values()]
+            self._held.warn(self._engines(), saved, modules, self._rules.leave_out)
+        return contents
+
+    def _engines(self) -> list[Dispatcher]:
+        return [engine for engine in (self._attached(), self._evaluator) if engine is not None]
 
     def _moment(self) -> tuple[Any, ...]:
         state = self._attached().state_dict()

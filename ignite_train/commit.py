@@ -22,10 +22,12 @@ from ignite_train.errors import CheckpointError, DamagedCheckpointError
 from ignite_train.manifest import (
     MANIFEST,
     MAX_INDEX_BYTES,
+    MAX_MARKS,
     FileRecord,
     Manifest,
     checkpoint_name,
     compact_json,
+    count_marks,
     is_checkpoint_name,
     parse_manifest,
     read_manifest,
@@ -209,6 +211,8 @@ def _write(directory: CheckpointDirectory, unfinished: str, contents: Contents) 
     index = compact_json({"objects": contents.trees, "tensors": {key: entry.as_json() for key, entry in entries.items()}})
     if len(index) > MAX_INDEX_BYTES:
         raise CheckpointError(f"the state has {len(index)} bytes beside its tensors, {MAX_INDEX_BYTES} at most; use tensors")
+    if count_marks(index) > MAX_MARKS:  # or else the reader would refuse it
+        raise CheckpointError(f"the state has more than {MAX_MARKS} values beside the numbers in its tensors; use tensors")
     disk.write_file(path / f"{stem}.json", iter([memoryview(index)]))
     return {
         f"{stem}.bin": FileRecord(sum(entry.num_bytes for entry in entries.values()), None),

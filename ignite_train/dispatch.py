@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol, runtime_checkable
 
 from ignite.engine import Engine, EventEnum, EventsList, RemovableEventHandle
@@ -99,6 +100,13 @@ class Dispatcher(Engine):
             added = max(index for index, entry in enumerate(handlers) if entry[0] not in self._last)
             handlers.insert(0, handlers.pop(added))
         return handle
+
+    def attached(self) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+        """The attached handlers, without their filters, and what each is called with besides the engine."""
+        for entries in self._event_handlers.values():
+            for handler, args, kwargs in entries:
+                given = (*args, *kwargs.values())
+                yield inspect.unwrap(handler), tuple(value for value in given if not isinstance(value, weakref.ref))
 
     def has_handlers(self, event: Any) -> bool:
         """Whether anybody listens to `event`, with whatever filter."""

@@ -76,6 +76,19 @@ class Encoder:
             return self._encode_tensor(value, path)
         return self._encode_container(value, path)
 
+    def encode_whole(self, value: Any, path: Path) -> Any:
+        """The tree of `value`, as `encode` gives it; if that fails, nothing of it is kept.
+
+        Raises:
+            CheckpointError: see `encode`.
+        """
+        before = dict(self.tensors), dict(self._met), self._nodes
+        try:
+            return self.encode(value, path)
+        except CheckpointError:
+            self.tensors, self._met, self._nodes = before
+            raise
+
     def _encode_container(self, value: Any, path: Path) -> Any:
         if isinstance(value, Mapping):
             return {"dict": [[self._encode_key(key, path), self.encode(entry, (*path, key))] for key, entry in value.items()]}
@@ -130,13 +143,13 @@ def _no_tensor(name: str, path: Path) -> Tensor:
     raise ValueError(f"{path_name(path)} must hold no tensor, and has {name}")
 
 
-def decode(tree: Any, path: Path, tensor: Callable[[str, Path], Tensor] = _no_tensor) -> Any:
+def decode(tree: Any, path: Path, tensor: Callable[[str, Path], Any] = _no_tensor) -> Any:
     """The value that `tree` was made of.
 
     Args:
         tree: from `Encoder.encode`, or from a file that nobody vouches for.
         path: where it is.
-        tensor: gives the tensor of a name that stands at a path; without it there must be none.
+        tensor: gives the tensor of a name that stands at a path, or what is to stand for it; without it there must be none.
 
     Raises:
         ValueError: it is no such tree, or it is too large or too deep.
@@ -146,7 +159,7 @@ def decode(tree: Any, path: Path, tensor: Callable[[str, Path], Tensor] = _no_te
 
 
 class _Decoder:
-    def __init__(self, tensor: Callable[[str, Path], Tensor]) -> None:
+    def __init__(self, tensor: Callable[[str, Path], Any]) -> None:
         self._tensor = tensor
         self._nodes = 0
 
@@ -169,7 +182,7 @@ class _Decoder:
             raise ValueError(f"{path_name(path)} is no value")
         if kind in ("tensor", "array"):
             found = self._tensor(content, path)
-            return found.numpy() if kind == "array" else found
+            return found.numpy() if kind == "array" and isinstance(found, Tensor) else found
         if kind == "float" and content in ("inf", "-inf", "nan"):
             return float(content)
         if kind == "bytes":

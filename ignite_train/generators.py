@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 __all__ = [
+    "check_generators",
     "generator_states",
     "generators_within",
     "get_generator_state",
@@ -52,11 +53,30 @@ def generator_states(*, accelerators: bool = True) -> dict[str, Any]:
     return states
 
 
+def check_generators(states: Mapping[str, Any]) -> None:
+    """Tries `states` on generators that are thrown away, so that those in use change only if all of them can be restored.
+
+    Raises:
+        ValueError: one is none.
+    """
+    try:
+        _check_numpy_state(states["numpy"])
+        version, internal, gauss = states["python"]
+        random.Random().setstate((version, tuple(internal), gauss))  # noqa: S311
+        np.random.RandomState().set_state(states["numpy"])
+        torch.Generator().set_state(states["torch"])
+        if "accelerators" in states and torch.accelerator.is_available():
+            for state in states["accelerators"][: torch.accelerator.device_count()]:
+                torch.Generator(torch.accelerator.current_accelerator()).set_state(state)
+    except (KeyError, TypeError, RuntimeError, AttributeError) as error:
+        raise ValueError(f"the states of the random generators cannot be restored: {error}") from error
+
+
 def restore_generators(states: Mapping[str, Any]) -> None:
     """Goes back to `states`; accelerators of which nothing is in it are left alone.
 
     Raises:
-        ValueError: NumPy's is none. NumPy would take it, and read beyond its table at the next draw.
+        ValueError: NumPy's is none.
     """
     _check_numpy_state(states["numpy"])
     version, internal, gauss = states["python"]

@@ -11,19 +11,21 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ignite_train.encoding import decode
-from ignite_train.errors import DamagedCheckpointError
+from ignite_train.encoding import MAX_NODES, decode
+from ignite_train.errors import CheckpointError, DamagedCheckpointError
 from ignite_train.tensor_files import open_regular
 
 __all__ = [
     "FORMAT",
     "MANIFEST",
     "MAX_INDEX_BYTES",
+    "MAX_MARKS",
     "FileRecord",
     "Manifest",
     "checked_json",
     "checkpoint_name",
     "compact_json",
+    "count_marks",
     "is_checkpoint_name",
     "one_line",
     "parse_manifest",
@@ -35,7 +37,10 @@ __all__ = [
 FORMAT = 1
 MANIFEST = "manifest.json"
 MAX_INDEX_BYTES = 256 * 2**20
+MAX_MARKS = 16 * MAX_NODES
+"""See `count_marks`. A state of `MAX_NODES` values has less, with the entries of as many tensors as fit into it."""
 _MAX_MANIFEST_BYTES = 16 * 2**20
+_MAX_MANIFEST_MARKS = MAX_MARKS // 4
 _MAX_REASON_LENGTH = 500
 _HEAD = re.compile(rb'\{"crc32":"([0-9a-f]{8})","manifest":')
 _CHECKPOINT = re.compile(r"update-\d{8,12}(\.\d{1,6})?")
@@ -96,9 +101,19 @@ def compact_json(value: Any) -> bytes:
 
 
 def seal(manifest: Manifest) -> bytes:
-    """The manifest as a file: JSON, with a checksum of itself in front."""
+    """The manifest as a file: JSON, with a checksum of itself in front.
+
+    Raises:
+        CheckpointError: it is larger than the reader takes.
+    """
     body = compact_json({"format": FORMAT, **asdict(manifest)})
-    return b'{"crc32":"%08x","manifest":%b}\n' % (zlib.crc32(body), body)
+    data = b'{"crc32":"%08x","manifest":%b}\n' % (zlib.crc32(body), body)
+    if len(data) > _MAX_MANIFEST_BYTES or count_marks(body) > _MAX_MANIFEST_MARKS:
+        raise CheckpointError(
+            f"config must be small, got a manifest of {len(data)} bytes with {count_marks(body)} values; at most "
+            f"{_MAX_MANIFEST_BYTES} bytes and {_MAX_MANIFEST_MARKS} values are read; pass less in config"
+        )
+    return data
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
@@ -129,7 +144,7 @@ def parse_manifest(data: bytes) -> Manifest:
     body = data[head.end() : -2]
     if int(head[1], 16) != zlib.crc32(body):
         raise ValueError("its manifest is not the one that was written: the checksum differs")
-    return _checked(checked_json(body))
+    return _checked(checked_json(body, max_marks=_MAX_MANIFEST_MARKS))
 
 
 def read_file(path: Path, record: FileRecord | None) -> bytes:
@@ -144,18 +159,25 @@ def read_file(path: Path, record: FileRecord | None) -> bytes:
         raise ValueError(f"its manifest has {size} bytes, more than any should")
     descriptor = open_regular(path, size)
     try:
-        data = bytearray()
-        while len(data) < size and (part := os.read(descriptor, size - len(data))):
-            data += part
+        parts, left = [], size
+        while left and (part := os.read(descriptor, left)):
+            parts.append(part)
+            left -= len(part)
     finally:
         os.close(descriptor)
+    data = b"".join(parts)  # one part is not copied
     if record is not None and zlib.crc32(data) != record.crc32:
         raise ValueError(f"{path.name} is not the file that was written: the checksum differs")
-    return bytes(data)
+    return data
 
 
-def checked_json(data: bytes) -> Any:
-    """Parses JSON; no key twice, no NaN, no depth that would exhaust the stack.
+def count_marks(data: bytes) -> int:
+    """The brackets, braces and commas in JSON: each value that it makes takes one, and tens of bytes of memory."""
+    return sum(data.count(mark) for mark in (b"[", b"{", b","))
+
+
+def checked_json(data: bytes, *, max_marks: int = MAX_MARKS) -> Any:
+    """Parses JSON; no key twice, no NaN, no depth that would exhaust the stack, no more values than any state has.
 
     Raises:
         ValueError: it is none.
@@ -169,6 +191,8 @@ def checked_json(data: bytes) -> Any:
     def refuse(constant: str) -> Any:
         raise ValueError(f"its JSON holds {constant}")
 
+    if count_marks(data) > max_marks:
+        raise ValueError(f"its JSON has more than {max_marks} values, more than any should")
     try:
         return json.loads(data, object_pairs_hook=unique, parse_constant=refuse)
     except RecursionError:

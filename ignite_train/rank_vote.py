@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 from ignite_train import distributed
+from ignite_train.messages import Messages
 
 __all__ = ["RankVote"]
 
@@ -21,26 +22,26 @@ class RankVote:
     """
 
     def __init__(self) -> None:
-        self._store = distributed.own_store()
+        self._messages = Messages.start()
         self._rank, self._world_size = distributed.rank(), distributed.world_size()
         self._number = 0
 
     def cast(self) -> None:
         """Says that this rank stands here. `absent` is called after it, and what takes long is done in between."""
         self._number += 1
-        if self._store is not None:
-            self._store.set(f"{self._number}/{self._rank}", "here")
+        if self._messages is not None:
+            self._messages.write(f"{self._number}/{self._rank}", "here")
 
     def absent(self) -> tuple[int, ...]:
         """The ranks that have not said so within ten seconds; empty on every rank, or on none."""
-        store, number = self._store, self._number
-        if store is None:
+        messages, number = self._messages, self._number
+        if messages is None:
             return ()
         ranks, deadline = range(self._world_size), time.monotonic() + _PATIENCE_SECONDS
-        while missing := tuple(rank for rank in ranks if not store.check([f"{number}/{rank}"])):
+        while missing := [rank for rank in ranks if messages.read(f"{number}/{rank}") is None]:
             if time.monotonic() > deadline:
                 break
             time.sleep(_POLL_SECONDS)
         # A rank may vote at the moment at which another loses patience. The first that writes here decides for all of them.
-        outcome = store.compare_set(f"{number}/outcome", "", ",".join(map(str, missing)) or "none").decode()
-        return () if outcome == "none" else tuple(map(int, outcome.split(",")))
+        outcome: list[int] = messages.write_once(f"{number}/outcome", missing)
+        return tuple(outcome)

@@ -112,7 +112,15 @@ def log_how_exact(loader: Any) -> None:
         _logger.info(note)
 
 
-def log_resumption(path: Path, manifest: Manifest, config: Any, *, fresh: Sequence[str], unused: Sequence[str]) -> None:
+def log_resumption(
+    path: Path,
+    manifest: Manifest,
+    config: Any,
+    *,
+    fresh: Sequence[str],
+    unused: Sequence[str],
+    changed: Sequence[str] = (),
+) -> None:
     """Says where a run goes on, and what is not as it was.
 
     Args:
@@ -121,8 +129,9 @@ def log_resumption(path: Path, manifest: Manifest, config: Any, *, fresh: Sequen
         config: what `plain_config` gives for this run.
         fresh: what the checkpoint has no state for.
         unused: what it has a state of, and the run has not.
+        changed: what the script sets in another way than the one that wrote the checkpoint, a line each.
     """
-    changed = differences(manifest.config, config)
+    changed = [*changed, *differences(manifest.config, config)]
     before, now = manifest.versions, versions()
     changed += [f"{name}: {before.get(name)} -> {now[name]}" for name in now if before.get(name) != now[name]]
     if manifest.world_size != distributed.world_size():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -19,10 +20,30 @@ from ignite_train.manifest import MAX_INDEX_BYTES, checked_json, one_line, read_
 from ignite_train.shards import Box, assemble, check_cover, local_box
 from ignite_train.tensor_files import Entry, TensorFile
 
-__all__ = ["Like", "StoredCheckpoint"]
+__all__ = ["Like", "StoredCheckpoint", "TensorClaim"]
 
 Like = Callable[[StatePath, tuple[int, ...]], DTensor | None]
 """Gives the sharded tensor that the one stored at a path, with a shape, is read for; None: the whole tensor is wanted."""
+
+
+@dataclass(slots=True)
+class TensorClaim:
+    """What an index says of a tensor that was not read yet. It is no key of a dict, as a tensor is none.
+
+    Attributes:
+        key: its name in the index.
+        shape: of the whole tensor.
+        dtype: of its numbers.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """What it would take of memory."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,15 +109,27 @@ class StoredCheckpoint:
         except (ValueError, TypeError, OSError, KeyError) as error:
             raise self._damaged(error) from error
 
+    def outline(self, name: str, *, rank: int = 0) -> Any:
+        """An object's state with a `TensorClaim` in the place of each tensor: nothing is allocated for what a file claims."""
+        try:
+            return decode(self._part(rank).trees[name], (name,), partial(self._claim, rank))
+        except (ValueError, TypeError, OSError, KeyError) as error:
+            raise self._damaged(error) from error
+
+    @property
+    def bytes_on_disk(self) -> int:
+        """What the files that were opened take there. A file with holes takes less than its size."""
+        return sum(part.tensors.bytes_on_disk for part in self._parts.values())
+
     def verify(self) -> None:
-        """Reads every byte of it, and everything that was stored. Keeps one tensor in memory at a time."""
+        """Reads every byte of it, and everything that was stored. Keeps no tensor in memory."""
         for rank in range(self.manifest.world_size):
             part = self._part(rank)
             try:
                 for key in part.tensors.entries:
-                    part.tensors.read(key)
+                    part.tensors.check(key)
                 for name, tree in part.trees.items():
-                    decode(tree, (name,), partial(self._placeholder, rank))
+                    decode(tree, (name,), partial(self._claim, rank))
             except (ValueError, TypeError, OSError, KeyError) as error:
                 raise self._damaged(error) from error
 
@@ -150,14 +183,14 @@ class StoredCheckpoint:
             raise ValueError(f"{key} is missing, or of several kinds")
         return holders[0].entries[key], holders
 
-    def _placeholder(self, rank: int, key: str, _path: StatePath) -> Tensor:
-        """Stands for a tensor that was checked already: only its parts are looked for, and whether they are all there."""
+    def _claim(self, rank: int, key: str, _path: StatePath) -> TensorClaim:
+        """Looks only for the parts of a tensor, and whether they are all there."""
         entry, holders = self._find(key, rank)
         try:
             check_cover(Box((0,) * len(entry.whole), entry.whole), [file.entries[key].box for file in holders])
         except ValueError as error:
             raise ValueError(f"{key}: {error}") from error
-        return torch.empty(0)
+        return TensorClaim(key, entry.whole, DTYPES[entry.dtype])
 
     def _damaged(self, error: Exception) -> DamagedCheckpointError:
         if isinstance(error, DamagedCheckpointError):

@@ -193,6 +193,11 @@ class TensorFile:
         """Closes the file."""
         os.close(self._file)
 
+    @property
+    def bytes_on_disk(self) -> int:
+        """What the file takes there."""
+        return os.fstat(self._file).st_blocks * 512
+
     def read(self, name: str) -> Tensor:
         """The tensor of this name, on the CPU.
 
@@ -203,14 +208,35 @@ class TensorFile:
         tensor = torch.empty([entry.shape[dimension] for dimension in entry.order], dtype=DTYPES[entry.dtype])
         view, crc, position = _bytes(tensor), 0, entry.offset
         while len(view):
-            part = view[: os.preadv(self._file, [view[:_CHUNK_BYTES]], position)]
-            if not len(part):
-                raise ValueError(f"{name} is cut short")
+            part = self._next(name, view[:_CHUNK_BYTES], position)
             crc, position, view = zlib.crc32(part, crc), position + len(part), view[len(part) :]
-        if crc != entry.crc32:
-            raise ValueError(f"{name} has the checksum {crc:08x}, it was written with {entry.crc32:08x}")
+        self._compare(name, crc)
         inverse = sorted(range(len(entry.order)), key=entry.order.__getitem__)
         return tensor.permute(inverse)
+
+    def check(self, name: str) -> None:
+        """Reads the bytes of this name with one small buffer, whatever their number.
+
+        Raises:
+            ValueError: they are not those that were written.
+        """
+        entry, crc, done = self.entries[name], 0, 0
+        buffer = memoryview(bytearray(min(_CHUNK_BYTES, entry.num_bytes)))
+        while done < entry.num_bytes:
+            part = self._next(name, buffer[: entry.num_bytes - done], entry.offset + done)
+            crc, done = zlib.crc32(part, crc), done + len(part)
+        self._compare(name, crc)
+
+    def _next(self, name: str, buffer: memoryview, position: int) -> memoryview:
+        part = buffer[: os.preadv(self._file, [buffer], position)]
+        if not len(part):
+            raise ValueError(f"{name} is cut short")
+        return part
+
+    def _compare(self, name: str, crc: int) -> None:
+        written = self.entries[name].crc32
+        if crc != written:
+            raise ValueError(f"{name} has the checksum {crc:08x}, it was written with {written:08x}")
 
 
 def open_regular(path: Path, size: int) -> int:
