@@ -141,7 +141,7 @@ class Trainer(Loop):
                 f"max_epochs={state.max_epochs}, max_iters={state.max_iters}; raise it to go on"
             )
             return state
-        self.signals = Signals()
+        self.signals = Signals(stop_epoch=self._epoch_open and self.signals.stop_epoch)
         self._run(loader)
         return state
 
@@ -236,6 +236,7 @@ class Trainer(Loop):
         saved["epoch_iteration"] = self._groups_done() if self._epoch_open else 0
         saved["epoch_length"], saved["max_epochs"], saved["max_iters"] = state.epoch_length, state.max_epochs, state.max_iters
         saved["ended"], saved["update"] = self._ended, self._update.state_dict()
+        saved["end_of_epoch"] = [self.should_terminate_single_epoch, self.signals.stop_epoch] if self._epoch_open else []
         clash = next((key for key in self.state_dict_user_keys if key in saved), None)
         if clash is not None:
             raise ValueError(f"state_dict_user_keys must not have names of the trainer's own, got {clash!r}")
@@ -258,6 +259,8 @@ class Trainer(Loop):
             setattr(self.state, key, state_dict[key])
         self._epoch_iteration, self._ended = state_dict["epoch_iteration"], bool(state_dict["ended"])
         self._epoch_open = self._epoch_iteration > 0
+        asked = state_dict.get("end_of_epoch") or (False, False)  # those of earlier versions have none
+        self.should_terminate_single_epoch, self.signals = asked[0], Signals(stop_epoch=bool(asked[1]))
         self.state.epoch = state_dict["epochs_completed"] + self._epoch_open
 
     def register_events(self, *event_names: Any, event_to_attr: Mapping[Any, str] | None = None) -> None:

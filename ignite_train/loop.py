@@ -69,7 +69,8 @@ class Loop(Dispatcher):
         """Runs epochs until the limits of the state are reached or somebody stops the run."""
         self._refuse_nested_run()
         state, started = self.state, time.perf_counter()
-        self.should_terminate = self.should_terminate_single_epoch = self.should_interrupt = False
+        self.should_terminate = self.should_interrupt = False
+        self.should_terminate_single_epoch = self._epoch_open and self.should_terminate_single_epoch  # not done yet
         state.dataloader = data
         self._running, self._ended = True, False
         try:
@@ -202,3 +203,4 @@ class Loop(Dispatcher):
             self._epoch_iteration += 1
         elif self._iterating:
             self.state.iteration -= 1
+            self.should_terminate_single_epoch = False  # what the iteration asked for, it will ask for again

@@ -275,7 +275,7 @@ WAYS: dict[str, Way] = {
         {"every": 1, "every_epochs": 1},
         always=lambda trainer: trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), trainer.terminate_epoch),
     ),
-    "max_iters": Way(RARELY, limits={"max_iters": 6}),
+    "max_iters": Way(RARELY, limits={"max_iters": 2}),
     "fewer epochs": Way(RARELY, limits={"max_epochs": 1}),
     "SIGTERM": Way(RARELY, _send),
 }
