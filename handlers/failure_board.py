@@ -57,9 +57,9 @@ class FailureBoard(Handler):
     gone and a connection breaks. All ranks attach it alike: STARTED is collective. In a single process it does nothing.
 
     The rank that raises, wherever in the run that is, first writes its rank, update and exception to the store at which the
-    ranks met; then its exception goes on unchanged, as soon as all others have read that, at most two seconds later. Only the
-    first failure of a run is kept: what breaks because of it is no news. On every rank a thread looks at the store four times a
-    second, through a connection of its own. When it finds the failure of another rank it logs
+    ranks met; then its exception is raised unchanged, as soon as all others have read that, at most two seconds later. Only
+    the first failure of a run is kept: errors that follow from it are not written. On every rank a thread looks at the store
+    four times a second, through a connection of its own. When it finds the failure of another rank it logs
     `rank 1 failed at update 5: RuntimeError: ...` as an error, and then
 
     - a main thread that is still running raises `PeerFailureError` at the next event of the trainer. The handler for that is
@@ -74,10 +74,10 @@ class FailureBoard(Handler):
     hears of it waits for the answers of the others. A rank that does not answer is named, in the log and in a note on the
     exception: `rank 1 is gone: no longer running` at once where its process can be looked up, that is on the same machine,
     otherwise `rank 1 is gone or standing still: no answer came within 2 s`. If the process that holds the store was killed,
-    which is rank 0's unless the ranks met in a file or torchrun started them, there is no answer at all: `rank 0, which hosts
-    the store, is gone`. A rank whose run has ended in good order is left alone and is not named. A launcher that sends SIGTERM
-    to the others at once, as `idist.Parallel` and torchrun do, leaves no time for that and names the rank itself; with
-    `StopOnSignal` attached both happens.
+    which is rank 0's unless the ranks met in a file or torchrun started them, no rank can answer, and the line is
+    `rank 0, which hosts the store, is gone`. A rank whose run has ended in good order is left alone and is not named. A
+    launcher that sends SIGTERM to the others at once, as `idist.Parallel` and torchrun do, leaves no time for that and names
+    the rank itself; with `StopOnSignal` attached both happens.
 
     What the ranks write carries a code that only they can make, see `ignite_train.messages`. An error raised before STARTED,
     such as a wrong argument on one rank alone, is not seen. Tried with gloo over a file, over TCP and under torchrun; not with
@@ -137,7 +137,7 @@ class _Watch(threading.Thread):
 
     On the board lie
 
-    - `process of <rank>`: what tells on the same machine whether the process lives;
+    - `process of <rank>`: by which ranks on the same machine see whether the process lives;
     - `first`: the first failure;
     - `ended by <rank>`: the run of this rank has ended in good order;
     - `<subject> heard by <rank>`: the answer of a rank; the subject is `first`, or the end of the rank that hosts the store;

@@ -24,7 +24,7 @@ _TRIES = 3  # to take a place that a stranger has written to
 class Messages:
     """Named records of the ranks of one run, in a fresh corner of the store, by a connection of its own.
 
-    torch's store asks nobody for a password: a process that reaches its port can read and write all of it. So each record
+    torch's store has no password: a process that reaches its port can read and write all of it. So each record
     carries a code that is made of its name, its content and a secret (HMAC-SHA256). Rank 0 draws the secret and the others
     get it through a collective; it never lies in the store. A record with a wrong code counts as absent, and so does one that
     cannot be read at all, one that was copied to another name, and an older one that was written back. Deleting
@@ -84,7 +84,7 @@ class Messages:
         return value
 
     def read(self, name: str) -> Any:
-        """The latest value that a rank has left there; None if there is none. Does not wait for one."""
+        """The latest value that a rank has left there; None if no rank has. Does not wait for one."""
         return self._unseal(name, self._store.compare_set(name, _ABSENT, _ABSENT))  # the one read of a store that never waits
 
     def read_all(self, names: Iterable[str]) -> dict[str, Any]:

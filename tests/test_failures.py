@@ -37,7 +37,7 @@ from ignite_train import ForwardOutput, NonFiniteError, Trainer, TrainEvents, Tr
 from ignite_train.handlers import FailureBoard, HangWatch, PeerFailureError, Validation
 from processes import Processes
 
-DEADLINE = 30.0  # seconds. The promise is two; what is tested is that nobody waits for ever, on a busy machine too
+DEADLINE = 30.0  # seconds. The promise is two; what is tested is that no rank waits for ever, on a busy machine too
 
 _context = multiprocessing.get_context("forkserver")  # the one of ranks.py; what a first step imports takes half a second
 _context.set_forkserver_preload(["ignite.distributed", "ignite_train.handlers", "pytest", "torch._dynamo"])
