@@ -12,6 +12,7 @@ from ignite_train.errors import (
     NoGradientError,
     NonFiniteError,
     TrainingError,
+    UnreadableCheckpointError,
 )
 from ignite_train.evaluator import Evaluator, create_evaluator
 from ignite_train.events import TrainEvents
@@ -59,6 +60,7 @@ __all__ = [
     "TrainState",
     "Trainer",
     "TrainingError",
+    "UnreadableCheckpointError",
     "UpdateOutput",
     "count_traffic",
     "create_evaluator",

@@ -14,8 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from ignite_train.encoding import DTYPES, MAX_NODES, decode
 from ignite_train.encoding import Path as StatePath
-from ignite_train.errors import DamagedCheckpointError
-from ignite_train.manifest import MAX_INDEX_BYTES, checked_json, one_line, read_file, read_manifest
+from ignite_train.manifest import MAX_INDEX_BYTES, checked_json, read_file, read_manifest, reading_error
 from ignite_train.shards import Box, assemble, check_cover, local_box
 from ignite_train.tensor_files import Entry, TensorFile
 
@@ -40,7 +39,8 @@ def _whole(_path: StatePath, _shape: tuple[int, ...]) -> None:
 class StoredCheckpoint:
     """Reads a checkpoint. Close it, or use it in a `with`.
 
-    Whatever is wrong with it is a `DamagedCheckpointError`. What is asked for is read and checked; `verify` reads it all.
+    Whatever is wrong with it is a `DamagedCheckpointError`, an error of the disk an `UnreadableCheckpointError`. What is asked
+    for is read and checked; `verify` reads it all.
 
     Args:
         path: the checkpoint's directory.
@@ -86,7 +86,7 @@ class StoredCheckpoint:
         try:
             return decode(self._part(rank).trees[name], (name,), tensor)
         except (ValueError, TypeError, OSError, KeyError) as error:
-            raise self._damaged(error) from error
+            raise reading_error(self.path, error) from error
 
     def verify(self) -> None:
         """Reads every byte of it, and everything that was stored. Keeps one tensor in memory at a time."""
@@ -98,14 +98,14 @@ class StoredCheckpoint:
                 for name, tree in part.trees.items():
                     decode(tree, (name,), partial(self._placeholder, rank))
             except (ValueError, TypeError, OSError, KeyError) as error:
-                raise self._damaged(error) from error
+                raise reading_error(self.path, error) from error
 
     def _part(self, rank: int) -> _Part:
         if rank not in self._parts:
             try:
                 self._parts[rank] = self._open(rank)
             except (ValueError, TypeError, OSError) as error:
-                raise self._damaged(error) from error
+                raise reading_error(self.path, error) from error
         return self._parts[rank]
 
     def _open(self, rank: int) -> _Part:
@@ -158,8 +158,3 @@ class StoredCheckpoint:
         except ValueError as error:
             raise ValueError(f"{key}: {error}") from error
         return torch.empty(0)
-
-    def _damaged(self, error: Exception) -> DamagedCheckpointError:
-        if isinstance(error, DamagedCheckpointError):
-            return error
-        return DamagedCheckpointError(str(self.path), one_line(error))

@@ -7,6 +7,7 @@ import os
 import stat
 import zlib
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from ignite_train.disk import Disk
 from ignite_train.encoding import DTYPES, dtype_name
 from ignite_train.shards import Box, Piece
 
-__all__ = ["Entry", "Snapshot", "TensorFile", "check_entries", "open_regular", "write_tensors"]
+__all__ = ["Entry", "Snapshot", "TensorFile", "check_entries", "naming", "open_regular", "write_tensors"]
 
 _CHUNK_BYTES = 16 * 2**20
 
@@ -187,7 +188,7 @@ class TensorFile:
     def __init__(self, path: Path, size: int, entries: Mapping[str, Entry]) -> None:
         self.entries = entries
         check_entries(entries, size)
-        self._file = open_regular(path, size)
+        self._path, self._file = path, open_regular(path, size)
 
     def close(self) -> None:
         """Closes the file."""
@@ -198,12 +199,14 @@ class TensorFile:
 
         Raises:
             ValueError: its bytes are not those that were written.
+            OSError: they cannot be read.
         """
         entry = self.entries[name]
         tensor = torch.empty([entry.shape[dimension] for dimension in entry.order], dtype=DTYPES[entry.dtype])
         view, crc, position = _bytes(tensor), 0, entry.offset
         while len(view):
-            part = view[: os.preadv(self._file, [view[:_CHUNK_BYTES]], position)]
+            with naming(self._path):
+                part = view[: os.preadv(self._file, [view[:_CHUNK_BYTES]], position)]
             if not len(part):
                 raise ValueError(f"{name} is cut short")
             crc, position, view = zlib.crc32(part, crc), position + len(part), view[len(part) :]
@@ -211,6 +214,15 @@ class TensorFile:
             raise ValueError(f"{name} has the checksum {crc:08x}, it was written with {entry.crc32:08x}")
         inverse = sorted(range(len(entry.order)), key=entry.order.__getitem__)
         return tensor.permute(inverse)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """An error of the system says which file it is about, also where only the descriptor was known to the system."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def open_regular(path: Path, size: int) -> int:

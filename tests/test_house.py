@@ -62,6 +62,7 @@ ORDER = (
     "evaluator",
     "trainer",
     "disk",
+    "lock",
     "encoding",
     "shards",
     "tensor_files",
