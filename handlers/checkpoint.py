@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,7 +14,7 @@ from torch import nn
 
 from ignite_train import distributed
 from ignite_train.arguments import nearest, one_of, positive_int, real_number
-from ignite_train.commit import CheckpointDirectory, Contents, together
+from ignite_train.commit import Contents, together
 from ignite_train.dispatch import Dispatcher, Stateful
 from ignite_train.engine import Trainer
 from ignite_train.evaluator import Evaluator
@@ -30,7 +31,7 @@ from ignite_train.resumption import (
 )
 from ignite_train.retention import Retention
 from ignite_train.run_state import RunState, StateRules, capture, checked_objects, refuse_odd_optimizers
-from ignite_train.saving import Saver
+from ignite_train.saving import GIVE_UP_AFTER, Saver
 from ignite_train.signals import Passenger
 
 __all__ = ["Checkpoint"]
@@ -72,7 +73,9 @@ class Checkpoint(Handler, Passenger):
         to_save: more objects with `state_dict` and `load_state_dict`, by name; the same on all ranks, so rank 0 writes them.
         config: plain values; on resuming, what has changed is listed in the log.
         asynchronous: False saves before the run goes on.
-        on_error: what happens when a save fails: `"raise"`, or `"warn"` and go on training. The old ones stay either way.
+        on_error: what happens when a save fails: `"raise"`, or `"warn"` and train on. The old ones stay either way. A failure at
+            the end of the run, whose last state then is not on the disk, is always raised.
+        give_up_after: with `on_error="warn"`, that many failures in a row are raised all the same.
         leave_out: names of attached handlers whose state is neither saved nor read, such as `("LambdaStateScheduler",)`. A
             handler whose state cannot be stored is left out anyway, with a warning.
         script_wins: options of the optimizer, such as `("lr", "weight_decay")`, that keep the script's value on resuming. All
@@ -110,10 +113,10 @@ class Checkpoint(Handler, Passenger):
         on_error: Literal["raise", "warn"] = "raise",
         leave_out: Iterable[str] = (),
         script_wins: Iterable[str] = (),
+        give_up_after: int = GIVE_UP_AFTER,
     ) -> None:
         self.directory = Path(directory).absolute()
-        if self.directory.exists() and not self.directory.is_dir():
-            raise ValueError(f"directory must be a directory, or not be there yet, got the file {str(directory)!r}")
+        _check_directory(self.directory)
         self.every = None if every is None else positive_int("every", every)
         self.every_seconds = None if every_seconds is None else real_number("every_seconds", every_seconds, above=0)
         self.every_epochs = None if every_epochs is None else positive_int("every_epochs", every_epochs)
@@ -130,7 +133,8 @@ class Checkpoint(Handler, Passenger):
             every=None if keep_every is None else positive_int("keep_every", keep_every),
         )
         warns = one_of("on_error", on_error, ("raise", "warn")) == "warn"
-        self.saver = Saver(self.directory, retention, asynchronous=asynchronous, warns=warns)
+        patience = positive_int("give_up_after", give_up_after)
+        self.saver = Saver(self.directory, retention, asynchronous=asynchronous, warns=warns, give_up_after=patience)
         self.held_seconds = 0.0
         self._trainer: Trainer | None = None
         self._evaluator: Evaluator | None = None
@@ -165,6 +169,7 @@ class Checkpoint(Handler, Passenger):
             evaluator.append_event_handler(Events.COMPLETED, self._note_score)
         trainer.prepend_event_handler(Events.STARTED, self._start)
         trainer.append_event_handler(Events.STARTED, self._put_back)
+        trainer.append_event_handler(Events.STARTED, self._try_out)
         trainer.append_event_handler(Events.EPOCH_STARTED, self._put_back_in_epoch)
         trainer.append_event_handler(Events.ITERATION_COMPLETED, self._after_update)
         trainer.append_event_handler(Events.EPOCH_COMPLETED, self._after_epoch)
@@ -172,6 +177,10 @@ class Checkpoint(Handler, Passenger):
             trainer.append_event_handler(event, self._at_end)
         trainer.add_event_handler(Events.EXCEPTION_RAISED, self._abandon)
         trainer.when_over.append(self._stop)
+
+    def holding(self) -> AbstractContextManager[None]:
+        """See `Restorer`: during a run no other one may write to the directory. Collective."""
+        return self.saver.holding()
 
     # --- resuming ---------------------------------------------------------------------------------------------------------
 
@@ -187,7 +196,7 @@ class Checkpoint(Handler, Passenger):
         self._rules.begin(trainer, self.to_save, self._evaluator_handlers(), self._held.names(self._engines()))
         if resume in ("auto", "never") and (trainer.state.iteration or trainer.state.epoch):
             return
-        root, names = checkpoint_to_resume(self.directory, resume)
+        root, names = checkpoint_to_resume(self.saver.directory, resume)
         if not names:
             return
         disk = self.saver.disk if root == self.directory else None
@@ -211,16 +220,21 @@ class Checkpoint(Handler, Passenger):
         self._has_warned = True
         self._clock, self._due = time.monotonic(), False
         if self.best is not None:
-            scan = CheckpointDirectory(self.directory, self.saver.disk).scan
-            found = scan()[0] if distributed.is_main_rank() else []
-            best = self.saver.retention.best_of([manifest for _, manifest in found])
-            self._best = distributed.gather_objects(best)[0]
+            self._best = together(distributed.gather_objects, "looking for the best checkpoint", self._best_on_disk)[0]
+
+    def _best_on_disk(self) -> float | None:
+        found = self.saver.directory.scan()[0] if distributed.is_main_rank() else []
+        return self.saver.retention.best_of([manifest for _, manifest in found])
 
     def _put_back(self, trainer: Trainer) -> None:
         """After all other handlers of STARTED; if an epoch goes on, after those of its EPOCH_STARTED, where metrics reset."""
         self._held.note(self._engines())
         if self._pending is not None and trainer.state_dict()["epoch_iteration"] == 0:
             self._put_back_in_epoch()
+
+    def _try_out(self) -> None:
+        """After all other handlers of STARTED: what would make each save fail is found before the first batch."""
+        self.saver.try_out(self._capture())
 
     def _put_back_in_epoch(self) -> None:
         if self._pending is not None:
@@ -249,6 +263,8 @@ class Checkpoint(Handler, Passenger):
             self._best, self._due = score, True
 
     def _after_update(self, trainer: Trainer) -> None:
+        if trainer.should_terminate:  # the next handlers are those of the end, which save
+            return
         if self._due or (self.every is not None and trainer.state.iteration % self.every == 0):
             self._save()
 
@@ -259,8 +275,8 @@ class Checkpoint(Handler, Passenger):
     def _at_end(self) -> None:
         """Saves what was not saved yet, and waits until it is on the disk."""
         if self._due or self._saved != self._moment():
-            self._save()
-        self.saver.wait()
+            self._save(is_last=True)
+        self.saver.wait(is_last=True)
 
     def _stop(self) -> None:
         self._running = False
@@ -281,7 +297,7 @@ class Checkpoint(Handler, Passenger):
         else:
             self._save()
 
-    def _save(self) -> None:
+    def _save(self, *, is_last: bool = False) -> None:
         started, trainer = time.monotonic(), self._attached()
         trainer.verify_ranks()  # what the ranks do not agree on must not be saved
         state = trainer.state
@@ -299,6 +315,7 @@ class Checkpoint(Handler, Passenger):
                 versions=versions(),
                 files={},
             ),
+            is_last=is_last,
         )
         self._saved, self._due, self._clock = self._moment(), False, started
         self.held_seconds = time.monotonic() - started
@@ -327,3 +344,17 @@ class Checkpoint(Handler, Passenger):
 
     def _evaluator_handlers(self) -> Mapping[str, Stateful]:
         return {} if self._evaluator is None else self._evaluator.stateful
+
+
+def _check_directory(directory: Path) -> None:
+    """Raises ValueError if checkpoints can never be written there."""
+    if directory.exists():
+        if not directory.is_dir():
+            raise ValueError(f"directory must be a directory, or not be there yet, got the file {str(directory)!r}")
+        return
+    for path in (directory, *directory.parents):
+        if path.is_symlink() and not path.exists():
+            raise ValueError(
+                f"directory must be a directory, or not be there yet, got {str(directory)!r}, where {str(path)!r} is a link to "
+                "what is not there; make its target, or remove the link"
+            )

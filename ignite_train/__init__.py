@@ -14,6 +14,7 @@ from ignite_train.errors import (
     NonFiniteError,
     SparseGradientError,
     TrainingError,
+    UnreadableCheckpointError,
 )
 from ignite_train.evaluator import Evaluator, create_evaluator
 from ignite_train.events import TrainEvents
@@ -65,6 +66,7 @@ __all__ = [
     "TrainState",
     "Trainer",
     "TrainingError",
+    "UnreadableCheckpointError",
     "UpdateOutput",
     "count_traffic",
     "create_evaluator",

@@ -57,8 +57,8 @@ def find(directory: str | Path) -> list[Found]:
             return [Found(root, read_manifest(root))]
         except DamagedCheckpointError as error:
             return [Found(root, None, error.reason)]
-    found, damaged = CheckpointDirectory(root, Disk()).scan()
-    bad = [Found(Path(error.path), None, error.reason) for error in damaged]
+    found, failed = CheckpointDirectory(root, Disk()).scan()
+    bad = [Found(Path(error.path), None, error.reason) for error in failed]
     return bad + [Found(root / name, manifest) for name, manifest in found]
 
 

@@ -3,12 +3,15 @@
 All ranks write their files into a new directory and fsync them. Once each has said so, rank 0 writes the manifest, fsyncs it
 and the directory, renames the directory to its final name (the commit) and fsyncs the parent. Only when all ranks know of
 that does rank 0 remove older checkpoints, each by a rename first.
+
+Rank 0 of a run holds the lock of the directory, and looks before it commits or removes anything whether it still does.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import stat
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,7 +21,8 @@ from typing import Any, TypeVar
 
 from ignite_train import distributed
 from ignite_train.disk import Disk
-from ignite_train.errors import CheckpointError, DamagedCheckpointError
+from ignite_train.errors import CheckpointError, DamagedCheckpointError, UnreadableCheckpointError
+from ignite_train.lock import DirectoryLock, writer_of
 from ignite_train.manifest import (
     MANIFEST,
     MAX_INDEX_BYTES,
@@ -37,10 +41,11 @@ from ignite_train.retention import Retention
 from ignite_train.shards import Piece
 from ignite_train.tensor_files import write_tensors
 
-__all__ = ["CheckpointDirectory", "Contents", "Exchange", "commit", "together"]
+__all__ = ["CheckpointDirectory", "Contents", "Exchange", "commit", "together", "try_out"]
 
 _logger = logging.getLogger(__name__)
 _UNFINISHED, _REMOVED, _DAMAGED = ".unfinished-", ".removed-", "damaged-"
+_TRIAL_BYTES = 4096  # so that a full disk refuses them
 T = TypeVar("T")
 Exchange = Callable[[Any], list[Any]]
 """Gives every rank what each of them passed, in rank order; see `distributed.gather_objects`."""
@@ -81,49 +86,101 @@ def together(exchange: Exchange, what: str, work: Callable[[], T]) -> list[T]:
 class CheckpointDirectory:
     """A directory of checkpoints, as rank 0 keeps it.
 
+    A manifest is read once: a directory of ten thousand checkpoints is not read again at each save.
+
     Args:
         path: the directory.
         disk: what it is on.
+        lock: held while something is written; None for one process that is known to be alone.
     """
 
-    def __init__(self, path: Path, disk: Disk) -> None:
-        self.path, self.disk = path, disk
+    def __init__(self, path: Path, disk: Disk, lock: DirectoryLock | None = None) -> None:
+        self.path, self.disk, self.lock = path, disk, lock
+        self._manifests: dict[str, Manifest] = {}
+        self._warned_about: set[str] = set()
 
-    def scan(self) -> tuple[list[tuple[str, Manifest]], list[DamagedCheckpointError]]:
-        """The checkpoints by name, oldest first, and those without a whole manifest. Other files are not read."""
-        found: list[tuple[str, Manifest]] = []
-        damaged: list[DamagedCheckpointError] = []
-        for name in self.disk.names(self.path) if self.path.is_dir() else []:
+    def exists(self) -> bool:
+        """Whether the directory is there.
+
+        Raises:
+            OSError: that cannot be known.
+        """
+        try:
+            return stat.S_ISDIR(self.path.stat().st_mode)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+
+    def scan(
+        self, *, afresh: bool = False
+    ) -> tuple[list[tuple[str, Manifest]], list[DamagedCheckpointError | UnreadableCheckpointError]]:
+        """The checkpoints by name, oldest first, and the errors of those whose manifest is not whole. Other files are not read.
+
+        Args:
+            afresh: read again what was read before.
+
+        Raises:
+            OSError: the directory cannot be read.
+        """
+        known, self._manifests = {} if afresh else self._manifests, {}
+        failed: list[DamagedCheckpointError | UnreadableCheckpointError] = []
+        for name in self.disk.names(self.path) if self.exists() else []:
             if is_checkpoint_name(name):
                 try:
-                    found.append((name, read_manifest(self.path / name)))
-                except DamagedCheckpointError as error:
-                    damaged.append(error)
-        return sorted(found, key=lambda entry: entry[1].serial), damaged
+                    self._manifests[name] = known[name] if name in known else read_manifest(self.path / name)
+                except (DamagedCheckpointError, UnreadableCheckpointError) as error:
+                    failed.append(error)
+        return sorted(self._manifests.items(), key=lambda entry: entry[1].serial), failed
+
+    def set_aside_before(self) -> list[str]:
+        """The damaged checkpoints that were renamed by an earlier start."""
+        names = self.disk.names(self.path) if self.exists() else []
+        return [name for name in names if name.startswith(f"{_DAMAGED}update-")]
 
     def tidy(self) -> None:
-        """Removes what a save that was cut short, or a removal, has left; what cannot be removed is in nobody's way."""
+        """Removes what a save that was cut short, or a removal, has left; what another run writes at the moment stays.
+
+        What cannot be removed does no harm; it is logged once.
+        """
+        writer, own = writer_of(self.path), "" if self.lock is None else self.lock.token
+        foreign = f"{_UNFINISHED}{writer}-" if writer and writer != own else None
         for name in self.disk.names(self.path):
-            if name.startswith((_UNFINISHED, _REMOVED)):
+            if name.startswith((_UNFINISHED, _REMOVED)) and not (foreign is not None and name.startswith(foreign)):
                 try:
-                    self.disk.remove_tree(self.path / name)
-                except OSError as error:
-                    _logger.warning(f"what an earlier save left could not be removed: {error}")
+                    self._remove(name)
+                except (OSError, RecursionError) as error:
+                    self._warn_once(name, f"what an earlier save left could not be removed: {error}")
 
     def begin(self) -> str:
-        """Makes a directory for the files of a new checkpoint, and gives its name."""
+        """Makes a directory for the files of a new checkpoint, and gives its name.
+
+        Raises:
+            CheckpointError: another run writes here.
+        """
         for path in reversed([path for path in (self.path, *self.path.parents) if not path.exists()]):
             self.disk.make_directory(path)
             self.disk.sync_directory(path.parent)  # a checkpoint is as durable as the way to it
+        if self.lock is not None:
+            self.lock.hold()
         self.tidy()
-        name = f"{_UNFINISHED}{os.urandom(6).hex()}"
+        token = "" if self.lock is None else f"{self.lock.token}-"
+        name = f"{_UNFINISHED}{token}{os.urandom(6).hex()}"
         self.disk.make_directory(self.path / name)
         return name
 
     def abandon(self, name: str) -> None:
         """Removes the files of a checkpoint that came to nothing, as far as that is possible."""
         with suppress(OSError):
-            self.disk.remove_tree(self.path / name)
+            self._remove(name)
+
+    def discard(self, name: str) -> None:
+        """Does with a directory that was only a trial what a commit and a removal would do.
+
+        Raises:
+            OSError: one of them would fail.
+        """
+        self.disk.sync_directory(self.path / name)
+        self._remove(name)
+        self.disk.sync_directory(self.path)
 
     def publish(self, unfinished: str, manifest: Manifest) -> str:
         """Commits: the directory `unfinished`, with the files of all ranks in it, becomes a checkpoint. Gives its name."""
@@ -142,8 +199,10 @@ class CheckpointDirectory:
         copy, taken = 0, set(self.disk.names(self.path))
         while (name := checkpoint_name(manifest.update, copy)) in taken:
             copy += 1
+        self._check_lock()
         self.disk.rename(directory, self.path / name)
         self.disk.sync_directory(self.path)
+        self._manifests[name] = manifest
         return name
 
     def prune(self, retention: Retention, *, newest: Path | None = None) -> None:
@@ -153,23 +212,51 @@ class CheckpointDirectory:
             retention: which of them stay.
             newest: nothing is removed unless this is the newest one, for one that is not may be surplus itself.
         """
+        if self.lock is not None and not self.lock.token:
+            return
         try:
+            self._check_lock()
             found, _ = self.scan()
-            if newest is not None and (not found or self.path / found[-1][0] != newest):
-                return
-            for index in retention.surplus([manifest for _, manifest in found]):
-                name = found[index][0]
-                removed = self.path / f"{_REMOVED}{name}-{os.urandom(4).hex()}"
-                self.disk.rename(self.path / name, removed)
+        except (OSError, CheckpointError) as error:
+            _logger.warning(f"old checkpoints could not be removed: {error}")
+            return
+        if newest is not None and (not found or self.path / found[-1][0] != newest):
+            return
+        for index in retention.surplus([manifest for _, manifest in found]):
+            name = found[index][0]
+            removed = f"{_REMOVED}{name}-{os.urandom(4).hex()}"
+            try:
+                self.disk.rename(self.path / name, self.path / removed)
                 self.disk.sync_directory(self.path)
-                self.disk.remove_tree(removed)
-        except OSError as error:
-            _logger.warning(f"an old checkpoint could not be removed: {error}")
+                self.disk.remove_tree(self.path / removed)
+            except OSError as error:
+                self._warned_about.add(removed)
+                self._warn_once(name, f"an old checkpoint could not be removed: {error}")
 
-    def set_aside(self, name: str) -> None:
-        """Renames a damaged checkpoint, so that nobody stumbles over it again, if that is possible."""
-        with suppress(OSError):
+    def set_aside(self, name: str) -> bool:
+        """Renames a damaged checkpoint, so that no later start tries it again. Whether that was possible."""
+        try:
             self.disk.rename(self.path / name, self.path / f"{_DAMAGED}{name}-{os.urandom(2).hex()}")
+        except OSError:
+            return False
+        return True
+
+    def _remove(self, name: str) -> None:
+        """Takes the name away first: a suspended process that wakes up can no longer commit what is half removed."""
+        if name.startswith(_UNFINISHED):
+            removed = f"{_REMOVED}{name.lstrip('.')}-{os.urandom(4).hex()}"
+            self.disk.rename(self.path / name, self.path / removed)
+            name = removed
+        self.disk.remove_tree(self.path / name)
+
+    def _check_lock(self) -> None:
+        if self.lock is not None:
+            self.lock.check()
+
+    def _warn_once(self, name: str, text: str) -> None:
+        if name not in self._warned_about:
+            self._warned_about.add(name)
+            _logger.warning(text)
 
 
 def commit(
@@ -201,6 +288,37 @@ def commit(
     if main:
         directory.prune(retention)
     return directory.path / name
+
+
+def try_out(directory: CheckpointDirectory, contents: Contents, exchange: Exchange) -> None:
+    """Does all that a save does but for the tensors, and leaves nothing: what would make each save fail shows at once.
+
+    Collective over the ranks of `exchange`.
+
+    Raises:
+        CheckpointError: it failed, on all ranks alike.
+    """
+    main = distributed.is_main_rank()
+    unfinished = together(exchange, "making a directory for a checkpoint", lambda: directory.begin() if main else "")[0]
+    try:
+        together(exchange, "trying to write a checkpoint", lambda: _write_page(directory, unfinished, contents))
+        together(exchange, "trying to commit a checkpoint", lambda: directory.discard(unfinished) if main else None)
+    except BaseException:
+        if main:
+            directory.abandon(unfinished)
+        raise
+
+
+def _write_page(directory: CheckpointDirectory, unfinished: str, contents: Contents) -> None:
+    if contents.failure is not None:
+        raise contents.failure
+    disk = directory.disk
+    descriptor = disk.create(directory.path / unfinished / f"rank-{distributed.rank():05d}.json")
+    try:
+        disk.write(descriptor, memoryview(bytes(_TRIAL_BYTES)))
+        disk.sync(descriptor)
+    finally:
+        disk.close(descriptor)
 
 
 def _write(directory: CheckpointDirectory, unfinished: str, contents: Contents) -> dict[str, FileRecord]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,26 +46,44 @@ class Disk:
         finally:
             os.close(descriptor)
 
-    def remove_file(self, path: Path) -> None:
-        """Removes a file or a link."""
-        path.unlink()
+    def remove_file(self, path: Path, parent: int) -> None:
+        """Removes a file or a link from the directory that has the descriptor `parent`; `path` ends with its name."""
+        os.unlink(path.name, dir_fd=parent)
 
-    def remove_directory(self, path: Path) -> None:
-        """Removes an empty directory."""
-        path.rmdir()
+    def remove_directory(self, path: Path, parent: int) -> None:
+        """Removes an empty directory, in the same way."""
+        os.rmdir(path.name, dir_fd=parent)
 
-    def names(self, path: Path) -> list[str]:
-        """What is in a directory, sorted."""
+    def names(self, path: Path | int) -> list[str]:
+        """What is in a directory, sorted; an open one can be named by its descriptor."""
         return sorted(os.listdir(path))  # noqa: PTH208
 
     def remove_tree(self, path: Path) -> None:
-        """Removes whatever has this name, a directory with all that is in it; a link goes, what it points to stays."""
-        if path.is_symlink() or not path.is_dir():
-            self.remove_file(path)
+        """Removes whatever has this name, a directory with all that is in it; a link goes, what it points to stays.
+
+        A directory is opened without following a link, and what is in it is named by its descriptor from then on. So somebody
+        who puts a link in its place meanwhile cannot lead the removal elsewhere.
+        """
+        parent = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            self._remove(path, parent)
+        finally:
+            os.close(parent)
+
+    def _remove(self, path: Path, parent: int) -> None:
+        try:
+            descriptor = os.open(path.name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)
+        except OSError as error:
+            if error.errno not in (errno.ENOTDIR, errno.ELOOP):
+                raise
+            self.remove_file(path, parent)
             return
-        for name in self.names(path):
-            self.remove_tree(path / name)
-        self.remove_directory(path)
+        try:
+            for name in self.names(descriptor):
+                self._remove(path / name, descriptor)
+        finally:
+            os.close(descriptor)
+        self.remove_directory(path, parent)
 
     def write_file(self, path: Path, parts: Iterator[memoryview]) -> None:
         """Writes a new file, to the disk."""

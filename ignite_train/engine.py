@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import MethodType
 from typing import Any, Protocol
@@ -48,6 +49,9 @@ class Restorer(Protocol):
 
     def restore(self, resume: str | Path) -> None:
         """Does what `resume` says; see `Trainer.run`. Collective."""
+
+    def holding(self) -> AbstractContextManager[None]:
+        """Entered before `restore`, left when the run is over, however it ended. Collective."""
 
 
 class DefaultHandler(Protocol):
@@ -116,8 +120,9 @@ class Trainer(Loop):
             max_iters: updates, in all. Either this or `max_epochs`.
             epoch_length: not supported: an epoch is one pass over the data.
             resume: with a `Checkpoint` attached, what a trainer that has not trained yet does first: `"auto"` goes back to the
-                newest whole checkpoint, if there is any; `"must"` insists on one; `"never"` insists on an empty directory; a
-                path names one checkpoint, or another directory of them.
+                newest whole checkpoint, and begins anew only where there has never been one; `"must"` insists on one;
+                `"never"` begins anew, and insists on a directory without checkpoints; a path names one checkpoint, or another
+                directory of them.
 
         Returns:
             The state.
@@ -131,18 +136,19 @@ class Trainer(Loop):
         refuse_epoch_length(epoch_length)
         self._refuse_nested_run()
         loader, state = self._as_loader(data), self.state
-        self._resume(resume)
-        limits = checked_limits(state, max_epochs, max_iters)
-        refuse_used_iterator(loader, limits[0], half_read=self._epoch_open and loader is state.dataloader)
-        state.max_epochs, state.max_iters = limits
-        if self._is_done(state) and self._ended:
-            self.logger.warning(
-                f"nothing to do: epoch {state.epoch} and update {state.iteration} are done and the limit is "
-                f"max_epochs={state.max_epochs}, max_iters={state.max_iters}; raise it to go on"
-            )
-            return state
-        self.signals = Signals(stop_epoch=self._epoch_open and self.signals.stop_epoch)
-        self._run(loader)
+        with nullcontext() if self.restorer is None else self.restorer.holding():
+            self._resume(resume)
+            limits = checked_limits(state, max_epochs, max_iters)
+            refuse_used_iterator(loader, limits[0], half_read=self._epoch_open and loader is state.dataloader)
+            state.max_epochs, state.max_iters = limits
+            if self._is_done(state) and self._ended:
+                self.logger.warning(
+                    f"nothing to do: epoch {state.epoch} and update {state.iteration} are done and the limit is "
+                    f"max_epochs={state.max_epochs}, max_iters={state.max_iters}; raise it to go on"
+                )
+                return state
+            self.signals = Signals(stop_epoch=self._epoch_open and self.signals.stop_epoch)
+            self._run(loader)
         return state
 
     def _resume(self, resume: str | Path) -> None:

@@ -9,7 +9,8 @@ A caller's mistake that is known before the first batch is a plain `ValueError` 
     ├── LearningRateError      (ValueError)          a learning rate is NaN or infinite
     ├── GradientAccessError    (RuntimeError)        gradients were asked for outside of GRADIENTS_READY
     ├── CheckpointError        (RuntimeError)        a checkpoint could not be written, found or read
-    │   └── DamagedCheckpointError                   what is on disk is not what was written
+    │   ├── DamagedCheckpointError                   what is on disk is not what was written
+    │   └── UnreadableCheckpointError                the disk gave an error while a checkpoint was read
     ├── NonFiniteError         (FloatingPointError)  the reduced gradient norm or loss is inf or NaN
     ├── GaveUpError            (RuntimeError)        too many updates in a row were skipped or ran out of memory
     └── LossScaleFloorError    (FloatingPointError)  the loss scale cannot be lowered any further
@@ -29,6 +30,7 @@ __all__ = [
     "NonFiniteError",
     "SparseGradientError",
     "TrainingError",
+    "UnreadableCheckpointError",
 ]
 
 
@@ -101,6 +103,22 @@ class DamagedCheckpointError(CheckpointError):
         super().__init__(f"checkpoint {path} is damaged: {reason}")
 
     def __reduce__(self) -> tuple[type[DamagedCheckpointError], tuple[str, str]]:
+        return type(self), (self.path, self.reason)
+
+
+class UnreadableCheckpointError(CheckpointError):
+    """The disk gave an error while a checkpoint was read, which says nothing about the checkpoint: it stays as it is.
+
+    Attributes:
+        path: of the checkpoint, or of the directory of checkpoints.
+        reason: the error, with the file.
+    """
+
+    def __init__(self, path: str, reason: str) -> None:
+        self.path, self.reason = path, reason
+        super().__init__(f"{path} cannot be read: {reason}; nothing was renamed: start again when the disk is readable")
+
+    def __reduce__(self) -> tuple[type[UnreadableCheckpointError], tuple[str, str]]:
         return type(self), (self.path, self.reason)
 
 

@@ -131,7 +131,7 @@ def set_generator_state(generator: Generator, state: Any) -> None:
     Raises:
         ValueError: it is the state of another kind of generator, or none that NumPy can be given.
     """
-    kind = (
+    kind: Any = (
         Tensor if isinstance(generator, torch.Generator) else (tuple, list) if isinstance(generator, random.Random) else Mapping
     )
     if not isinstance(state, kind):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
+import stat
 import sys
 import zlib
 from dataclasses import asdict, dataclass
@@ -12,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from ignite_train.encoding import MAX_NODES, decode
-from ignite_train.errors import CheckpointError, DamagedCheckpointError
-from ignite_train.tensor_files import open_regular
+from ignite_train.errors import CheckpointError, DamagedCheckpointError, UnreadableCheckpointError
+from ignite_train.tensor_files import naming, open_regular
 
 __all__ = [
     "FORMAT",
@@ -31,6 +33,7 @@ __all__ = [
     "parse_manifest",
     "read_file",
     "read_manifest",
+    "reading_error",
     "seal",
 ]
 
@@ -42,6 +45,7 @@ MAX_MARKS = 16 * MAX_NODES
 _MAX_MANIFEST_BYTES = 16 * 2**20
 _MAX_MANIFEST_MARKS = MAX_MARKS // 4
 _MAX_REASON_LENGTH = 500
+_NOT_AS_WRITTEN = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO}
 _HEAD = re.compile(rb'\{"crc32":"([0-9a-f]{8})","manifest":')
 _CHECKPOINT = re.compile(r"update-\d{8,12}(\.\d{1,6})?")
 _FILE = re.compile(r"rank-\d{5}\.(json|bin)")
@@ -121,13 +125,27 @@ def read_manifest(checkpoint: Path) -> Manifest:
 
     Raises:
         DamagedCheckpointError: there is none, or it is not what was written, or of another format.
+        UnreadableCheckpointError: the disk gave an error.
     """
     try:
-        if checkpoint.is_symlink():
+        if stat.S_ISLNK(checkpoint.lstat().st_mode):
             raise ValueError("it is a link; name what it points to")
         return parse_manifest(read_file(checkpoint / MANIFEST, None))
     except (ValueError, TypeError, OSError) as error:
-        raise DamagedCheckpointError(str(checkpoint), one_line(error)) from error
+        raise reading_error(checkpoint, error) from error
+
+
+def reading_error(checkpoint: Path, error: Exception) -> DamagedCheckpointError | UnreadableCheckpointError:
+    """What an error while reading a checkpoint means: that it is not what was written, or that the disk failed.
+
+    Of the system's errors only these speak of the checkpoint itself: something is not there, or is not of the kind that was
+    written. Any other one (no permission, an error of the device, a stale handle) may have passed by the next attempt.
+    """
+    if isinstance(error, (DamagedCheckpointError, UnreadableCheckpointError)):
+        return error
+    if isinstance(error, OSError) and error.errno not in _NOT_AS_WRITTEN:
+        return UnreadableCheckpointError(str(checkpoint), one_line(error))
+    return DamagedCheckpointError(str(checkpoint), one_line(error))
 
 
 def parse_manifest(data: bytes) -> Manifest:
@@ -160,9 +178,10 @@ def read_file(path: Path, record: FileRecord | None) -> bytes:
     descriptor = open_regular(path, size)
     try:
         parts, left = [], size
-        while left and (part := os.read(descriptor, left)):
-            parts.append(part)
-            left -= len(part)
+        with naming(path):
+            while left and (part := os.read(descriptor, left)):
+                parts.append(part)
+                left -= len(part)
     finally:
         os.close(descriptor)
     data = b"".join(parts)  # one part is not copied

@@ -6,6 +6,8 @@ import logging
 import platform
 import stat
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,7 +21,7 @@ from ignite_train.commit import CheckpointDirectory, together
 from ignite_train.data_position import how_exact
 from ignite_train.disk import Disk
 from ignite_train.encoding import Encoder, decode
-from ignite_train.errors import CheckpointError, DamagedCheckpointError
+from ignite_train.errors import CheckpointError, DamagedCheckpointError, UnreadableCheckpointError
 from ignite_train.manifest import MANIFEST, Manifest, one_line
 from ignite_train.stored import StoredCheckpoint
 
@@ -38,34 +40,64 @@ _WORDS = ("auto", "must", "never")
 T = TypeVar("T")
 
 
-def checkpoint_to_resume(directory: Path, resume: str | Path) -> tuple[Path, list[str]]:
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What rank 0 sees in a directory.
+
+    Attributes:
+        root: where the checkpoints are.
+        names: of the checkpoints, the newest first.
+        set_aside: of those that an earlier start found damaged and renamed.
+    """
+
+    root: Path
+    names: list[str]
+    set_aside: list[str]
+
+
+def checkpoint_to_resume(own: CheckpointDirectory, resume: str | Path) -> tuple[Path, list[str]]:
     """Looks for what `resume` asks for, on rank 0, and tidies the run's own directory. Collective.
+
+    Args:
+        own: the directory of the run.
+        resume: see `Trainer.run`.
 
     Returns:
         The directory to look into, and the names of the checkpoints in it, the newest first; none if the run is to begin anew.
 
     Raises:
         ValueError: `resume` is no word and no directory that exists; or it is `"never"`, and there are checkpoints.
-        CheckpointError: none is there, and it must.
+        CheckpointError: none is there, and it must; or all that were there are damaged; or the directory cannot be read.
     """
-    if isinstance(resume, str) and resume in _WORDS:
-        root = directory
-        if _main():
-            _tidy(root)
-    else:
-        root = Path(resume).resolve()
-        if not distributed.any_rank(root.is_dir()):
+    directory = own
+    if not (isinstance(resume, str) and resume in _WORDS):
+        directory = CheckpointDirectory(Path(resume).resolve(), own.disk)
+        if not any(together(distributed.gather_objects, "looking for checkpoints", partial(_is_there, directory))):
             hint = nearest(resume, _WORDS)
             raise ValueError(f"resume must be 'auto', 'must', 'never' or a directory that exists, got {str(resume)!r}{hint}")
-    names = together(distributed.gather_objects, "looking for checkpoints", lambda: _names(root) if _main() else [])[0]
-    if resume == "never" and names:
+    look: Callable[[], _Found | None] = lambda: _look(directory, tidies=directory is own) if _main() else None  # noqa: E731
+    found = together(distributed.gather_objects, "looking for checkpoints", look)[0]
+    assert found is not None  # noqa: S101  # rank 0 has looked
+    if resume == "never" and found.names:
         raise ValueError(
-            f"resume must not be 'never' where checkpoints are, got {len(names)} in {root}; go on with resume='auto', or "
-            "choose another directory"
+            f"resume must not be 'never' where checkpoints are, got {len(found.names)} in {found.root}; go on with "
+            "resume='auto', or choose another directory"
         )
-    if not names and resume != "auto" and resume != "never":
-        raise CheckpointError(f"there is no checkpoint in {root}, and resume={str(resume)!r} needs one")
-    return root if not (root / MANIFEST).exists() else root.parent, names
+    if not found.names and resume != "never":
+        _refuse_to_begin_anew(found, resume)
+    return found.root, found.names
+
+
+def _refuse_to_begin_anew(found: _Found, resume: str | Path) -> None:
+    """Raises CheckpointError if a start without a checkpoint would hide that there were some, or must not be."""
+    if found.set_aside:
+        raise CheckpointError(
+            f"{found.root} has no whole checkpoint and {len(found.set_aside)} that an earlier start found damaged, such as "
+            f"{found.set_aside[-1]}: training is not begun anew without being told to; repair or replace them, or pass "
+            "resume='never' once, or move them to another directory"
+        )
+    if resume != "auto":
+        raise CheckpointError(f"there is no checkpoint in {found.root}, and resume={str(resume)!r} needs one")
 
 
 def read_agreed(
@@ -73,7 +105,8 @@ def read_agreed(
 ) -> tuple[T, Manifest, Path]:
     """Reads the first of `names` that is whole for every rank. Collective.
 
-    If one is damaged, a warning says what is wrong with it, and the next older one is tried.
+    If one is damaged, a warning says what is wrong with it, and the next older one is tried. An error of the disk is no damage:
+    it is raised, and nothing is renamed.
 
     Args:
         root: where they are.
@@ -82,25 +115,44 @@ def read_agreed(
         read: what each rank does with one; it changes nothing yet.
 
     Raises:
-        CheckpointError: none is whole, or what is whole does not fit the run.
+        CheckpointError: none is whole, or what is whole does not fit the run, or one cannot be read at the moment.
     """
     reasons = []
     for name in names:
         value, refused, damaged = _attempt(root / name, read)
         outcomes = distributed.gather_objects((refused, damaged))
-        worst = next((outcome for outcome in outcomes if outcome != ("", "")), None)
-        if worst is None:
+        refusal = next((refused for refused, _ in outcomes if refused), "")
+        if refusal:
+            raise CheckpointError(refusal)
+        number, reason = next(((rank, damaged) for rank, (_, damaged) in enumerate(outcomes) if damaged), (0, ""))
+        if not reason:
             assert value is not None  # noqa: S101  # it was read
             return *value, root / name
-        if worst[0]:
-            raise CheckpointError(worst[0])
-        reasons.append(worst[1])
+        if number > 0:
+            _refuse_if_whole(root / name, number, reason)
+        reasons.append(reason)
         if _main():
-            renamed = "" if disk is None else "it is renamed, and "
-            _logger.warning(f"{worst[1]}; {renamed}an older one is tried")
-            if disk is not None:
-                CheckpointDirectory(root, disk).set_aside(name)
+            is_renamed = disk is not None and CheckpointDirectory(root, disk).set_aside(name)
+            _logger.warning(f"{reason}; {'it is renamed, and ' if is_renamed else ''}an older one is tried")
     raise CheckpointError(f"no checkpoint in {root} is whole: {'; '.join(reasons)}")
+
+
+def _refuse_if_whole(path: Path, rank: int, reason: str) -> None:
+    """What another rank has found damaged, and rank 0 finds whole, is no damage of the checkpoint. Collective."""
+
+    def verify() -> bool:
+        try:
+            with StoredCheckpoint(path) as stored:
+                stored.verify()
+        except DamagedCheckpointError:
+            return False
+        return True
+
+    if together(distributed.gather_objects, "reading a checkpoint again", lambda: _main() and verify())[0]:
+        raise CheckpointError(
+            f"{reason}; that is what rank {rank} reads, and rank 0 finds it whole, so nothing was renamed: look at the disk of "
+            f"rank {rank}, and start again"
+        )
 
 
 def log_how_exact(loader: Any) -> None:
@@ -199,32 +251,55 @@ def _main() -> bool:
     return distributed.is_main_rank()
 
 
-def _names(root: Path) -> list[str]:
+def _is_there(directory: CheckpointDirectory) -> bool:
+    try:
+        return directory.exists()
+    except OSError as error:
+        raise UnreadableCheckpointError(str(directory.path), one_line(error)) from error
+
+
+def _look(directory: CheckpointDirectory, *, tidies: bool) -> _Found:
     """Rank 0: newest first, damaged ones (which are not known to be old) before the others."""
-    if root.is_dir() and root.stat().st_mode & stat.S_IWOTH:
-        _logger.warning(f"every user of this machine can write to {root}, and so replace what is loaded; chmod o-w it")
-    if (root / MANIFEST).exists():
-        return [root.name]
-    found, damaged = CheckpointDirectory(root, Disk()).scan()
-    return [Path(error.path).name for error in reversed(damaged)] + [name for name, _ in reversed(found)]
+    root = directory.path
+    if not _is_there(directory):
+        return _Found(root, [], [])
+    try:
+        if root.stat().st_mode & stat.S_IWOTH:
+            _logger.warning(f"every user of this machine can write to {root}, and so replace what is loaded; chmod o-w it")
+        if tidies:
+            _tidy(directory)
+        if MANIFEST in directory.disk.names(root):
+            return _Found(root.parent, [root.name], [])
+        found, failed = directory.scan(afresh=True)
+        set_aside = directory.set_aside_before()
+    except OSError as error:
+        raise UnreadableCheckpointError(str(root), one_line(error)) from error
+    unreadable = [failure for failure in failed if isinstance(failure, UnreadableCheckpointError)]
+    if unreadable:
+        raise unreadable[0]
+    names = [Path(failure.path).name for failure in reversed(failed)] + [name for name, _ in reversed(found)]
+    return _Found(root, names, set_aside)
 
 
-def _tidy(root: Path) -> None:
+def _tidy(directory: CheckpointDirectory) -> None:
     """Removes what an earlier process was killed at. Saving does that too, but a run that is finished saves no more."""
     try:
-        if root.is_dir():
-            CheckpointDirectory(root, Disk()).tidy()
+        directory.tidy()
     except OSError as error:
-        _logger.warning(f"what an earlier process has left in {root} could not be removed: {error}")
+        _logger.warning(f"what an earlier process has left in {directory.path} could not be removed: {error}")
 
 
 def _attempt(path: Path, read: Callable[[StoredCheckpoint], T]) -> tuple[tuple[T, Manifest] | None, str, str]:
     try:
+        if not path.exists():
+            raise CheckpointError(f"{path} is not there on rank {distributed.rank()}: all ranks must see the same files")
         with StoredCheckpoint(path) as stored:
             return (read(stored), stored.manifest), "", ""
     except DamagedCheckpointError as error:
         return None, "", str(error)
     except CheckpointError as error:
         return None, str(error), ""
+    except OSError as error:
+        return None, str(UnreadableCheckpointError(str(path), one_line(error))), ""
     except Exception as error:  # whole, but of another kind; the other ranks wait for this one's answer
         return None, f"{path} does not fit this run: {type(error).__name__}: {one_line(error)}", ""

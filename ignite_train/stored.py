@@ -15,8 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from ignite_train.encoding import DTYPES, MAX_NODES, decode
 from ignite_train.encoding import Path as StatePath
-from ignite_train.errors import DamagedCheckpointError
-from ignite_train.manifest import MAX_INDEX_BYTES, checked_json, one_line, read_file, read_manifest
+from ignite_train.manifest import MAX_INDEX_BYTES, checked_json, read_file, read_manifest, reading_error
 from ignite_train.shards import Box, assemble, check_cover, local_box
 from ignite_train.tensor_files import Entry, TensorFile
 
@@ -61,7 +60,8 @@ def _whole(_path: StatePath, _shape: tuple[int, ...]) -> None:
 class StoredCheckpoint:
     """Reads a checkpoint. Close it, or use it in a `with`.
 
-    Whatever is wrong with it is a `DamagedCheckpointError`. What is asked for is read and checked; `verify` reads it all.
+    Whatever is wrong with it is a `DamagedCheckpointError`, an error of the disk an `UnreadableCheckpointError`. What is asked
+    for is read and checked; `verify` reads it all.
 
     Args:
         path: the checkpoint's directory.
@@ -107,14 +107,14 @@ class StoredCheckpoint:
         try:
             return decode(self._part(rank).trees[name], (name,), tensor)
         except (ValueError, TypeError, OSError, KeyError) as error:
-            raise self._damaged(error) from error
+            raise reading_error(self.path, error) from error
 
     def outline(self, name: str, *, rank: int = 0) -> Any:
         """An object's state with a `TensorClaim` in the place of each tensor: nothing is allocated for what a file claims."""
         try:
             return decode(self._part(rank).trees[name], (name,), partial(self._claim, rank))
         except (ValueError, TypeError, OSError, KeyError) as error:
-            raise self._damaged(error) from error
+            raise reading_error(self.path, error) from error
 
     @property
     def bytes_on_disk(self) -> int:
@@ -131,14 +131,14 @@ class StoredCheckpoint:
                 for name, tree in part.trees.items():
                     decode(tree, (name,), partial(self._claim, rank))
             except (ValueError, TypeError, OSError, KeyError) as error:
-                raise self._damaged(error) from error
+                raise reading_error(self.path, error) from error
 
     def _part(self, rank: int) -> _Part:
         if rank not in self._parts:
             try:
                 self._parts[rank] = self._open(rank)
             except (ValueError, TypeError, OSError) as error:
-                raise self._damaged(error) from error
+                raise reading_error(self.path, error) from error
         return self._parts[rank]
 
     def _open(self, rank: int) -> _Part:
@@ -191,8 +191,3 @@ class StoredCheckpoint:
         except ValueError as error:
             raise ValueError(f"{key}: {error}") from error
         return TensorClaim(key, entry.whole, DTYPES[entry.dtype])
-
-    def _damaged(self, error: Exception) -> DamagedCheckpointError:
-        if isinstance(error, DamagedCheckpointError):
-            return error
-        return DamagedCheckpointError(str(self.path), one_line(error))

@@ -7,6 +7,7 @@ import os
 import stat
 import zlib
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from ignite_train.disk import Disk
 from ignite_train.encoding import DTYPES, dtype_name
 from ignite_train.shards import Box, Piece
 
-__all__ = ["Entry", "Snapshot", "TensorFile", "check_entries", "open_regular", "write_tensors"]
+__all__ = ["Entry", "Snapshot", "TensorFile", "check_entries", "naming", "open_regular", "write_tensors"]
 
 _CHUNK_BYTES = 16 * 2**20
 
@@ -187,7 +188,7 @@ class TensorFile:
     def __init__(self, path: Path, size: int, entries: Mapping[str, Entry]) -> None:
         self.entries = entries
         check_entries(entries, size)
-        self._file = open_regular(path, size)
+        self._path, self._file = path, open_regular(path, size)
 
     def close(self) -> None:
         """Closes the file."""
@@ -203,6 +204,7 @@ class TensorFile:
 
         Raises:
             ValueError: its bytes are not those that were written.
+            OSError: they cannot be read.
         """
         entry = self.entries[name]
         tensor = torch.empty([entry.shape[dimension] for dimension in entry.order], dtype=DTYPES[entry.dtype])
@@ -228,7 +230,8 @@ class TensorFile:
         self._compare(name, crc)
 
     def _next(self, name: str, buffer: memoryview, position: int) -> memoryview:
-        part = buffer[: os.preadv(self._file, [buffer], position)]
+        with naming(self._path):
+            part = buffer[: os.preadv(self._file, [buffer], position)]
         if not len(part):
             raise ValueError(f"{name} is cut short")
         return part
@@ -237,6 +240,15 @@ class TensorFile:
         written = self.entries[name].crc32
         if crc != written:
             raise ValueError(f"{name} has the checksum {crc:08x}, it was written with {written:08x}")
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """An error of the system says which file it is about, also where only the descriptor was known to the system."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def open_regular(path: Path, size: int) -> int:

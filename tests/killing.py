@@ -31,6 +31,7 @@ import ignite_train.distributed
 from ignite_train import Evaluator, ForwardOutput, ResumableLoader, Trainer, create_evaluator, create_trainer
 from ignite_train.disk import Disk
 from ignite_train.handlers import Checkpoint, LearningRateSchedule, StopOnSignal, TensorBoard, TrainingMetrics, Validation
+from ignite_train.lock import LOCK
 from ignite_train.manifest import is_checkpoint_name, read_manifest
 from ignite_train.retention import Retention
 from ignite_train.stored import StoredCheckpoint
@@ -201,13 +202,13 @@ class HaltingDisk(Disk):
         self._halt.before(self._phase)
         super().sync_directory(path)
 
-    def remove_file(self, path: Path) -> None:
+    def remove_file(self, path: Path, parent: int) -> None:
         self._halt.before("prune")
-        super().remove_file(path)
+        super().remove_file(path, parent)
 
-    def remove_directory(self, path: Path) -> None:
+    def remove_directory(self, path: Path, parent: int) -> None:
         self._halt.before("prune")
-        super().remove_directory(path)
+        super().remove_directory(path, parent)
 
 
 def _live(job: Job, rank: int, life: int, stop: Stop | None) -> None:
@@ -241,7 +242,8 @@ def _train(job: Job, rank: int, life: int, halt: Halt) -> None:
 
     ignite_train.distributed.gather_objects = halting_gather
     trainer, evaluator, checkpoint, loader, model, optimizer = build(job, rank)
-    checkpoint.saver.disk = HaltingDisk(halt)
+    # from the first update on: the trial at the start of a run is no save
+    trainer.append_event_handler(Events.STARTED, lambda: setattr(checkpoint.saver, "disk", HaltingDisk(halt)))
     trainer.add_event_handler(Events.ITERATION_STARTED, halt.before, "training")
     evaluator.add_event_handler(Events.ITERATION_STARTED, halt.before, "validation")
     history = os.open(job.directory / f"history.{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -346,13 +348,18 @@ class Reference:
         ranks = range(job.world_size)
         updates = [{line["update"]: done(line) for line in history(job, rank)} for rank in ranks]
         assert all([line["update"] for line in history(job, rank)] == [*updates[rank]] for rank in ranks)
-        names = sorted(path for path in job.checkpoints.iterdir())
+        names = committed(job)
         return cls(updates, finals(job), points(job), dict(stored(path) for path in names), best(job))
+
+
+def committed(job: Job) -> list[Path]:
+    """The checkpoints that are there. A process that was killed leaves its lock beside them."""
+    return sorted(path for path in job.checkpoints.iterdir() if is_checkpoint_name(path.name))
 
 
 def best(job: Job) -> float:
     """The best score of the checkpoints that are there."""
-    manifests = [read_manifest(path) for path in job.checkpoints.iterdir()]
+    manifests = [read_manifest(path) for path in committed(job)]
     return min(manifest.score for manifest in manifests if manifest.score is not None)
 
 
@@ -559,7 +566,8 @@ def inspect(job: Job, expected: Reference, life: int, newest_before: int, toll: 
     whole = [name for name in names if is_checkpoint_name(name)]
     unfinished = [name for name in names if name.startswith(".unfinished-")]
     removed = [name for name in names if name.startswith(".removed-")]
-    assert sorted(whole + unfinished + removed) == names
+    lock = [name for name in names if name == LOCK]  # of a process that was killed
+    assert sorted(whole + unfinished + removed + lock) == names
     assert len(whole) <= 3  # the newest, the best, and one that was to be removed
     assert len(unfinished) <= 1
     assert len(removed) <= 1

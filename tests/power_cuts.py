@@ -66,12 +66,12 @@ class Recorder(Disk):
     def sync_directory(self, path: Path) -> None:
         self.note("sync_directory", path)
 
-    def remove_file(self, path: Path) -> None:
-        super().remove_file(path)
+    def remove_file(self, path: Path, parent: int) -> None:
+        super().remove_file(path, parent)
         self.note("remove", path)
 
-    def remove_directory(self, path: Path) -> None:
-        super().remove_directory(path)
+    def remove_directory(self, path: Path, parent: int) -> None:
+        super().remove_directory(path, parent)
         self.note("remove", path)
 
 

@@ -150,7 +150,7 @@ def test_a_handler_attached_later_still_runs_before_it(tmp_path: Path) -> None:
     checkpoint.attach(trainer)
     order: list[str] = []
     commit = checkpoint.saver.save
-    checkpoint.saver.save = lambda *arguments: (order.append("save"), commit(*arguments))[1]  # type: ignore[method-assign]
+    checkpoint.saver.save = lambda *parts, **is_last: (order.append("save"), commit(*parts, **is_last))[1]  # type: ignore[method-assign]
     trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: order.append("later"))
     trainer.prepend_event_handler(Events.ITERATION_COMPLETED, lambda: order.append("first"))
     metrics = TrainingMetrics()
@@ -379,11 +379,12 @@ def test_a_directory_that_all_can_write_to(tmp_path: Path, caplog: Any) -> None:
 
 
 def test_what_cannot_be_stored_names_its_place(tmp_path: Path) -> None:
-    """Found at the first save, with the path that leads to it; no half checkpoint is left."""
+    """Found before the first update, with the path that leads to it; no half checkpoint is left."""
     trainer, _ = make()
     Checkpoint(tmp_path, to_save={"own": Remembers({"a": [1, {"lock": threading.Lock()}]})}).attach(trainer)
     with pytest.raises(CheckpointError, match=r"to_save/own\['a'\]\[1\]\['lock'\] cannot be stored: .*lock"):
         trainer.run(LOADER, max_epochs=1)
+    assert trainer.state.iteration == 0
     assert [*tmp_path.iterdir()] == []
 
 
@@ -781,7 +782,7 @@ def test_metrics_of_other_ranks_begin_anew(before: int, after: int, tmp_path: Pa
 
 
 def locked(directory: str) -> tuple[str, int]:
-    """The error of a run in which only rank 1 has something that cannot be stored."""
+    """The error of a run in which only rank 1 has something that cannot be stored, and the updates that it did."""
     trainer, _ = make(reduction="explicit")
     own = Remembers({"lock": threading.Lock() if idist.get_rank() else None})
     Checkpoint(directory, every=2, to_save={"own": own}).attach(trainer)
@@ -791,10 +792,11 @@ def locked(directory: str) -> tuple[str, int]:
 
 
 def test_what_one_rank_cannot_store_fails_on_all(tmp_path: Path) -> None:
-    """With the same message, and no rank is left waiting for it."""
+    """With the same message, before the first update, and no rank is left waiting for it."""
     first, second = run_ranks(locked, str(tmp_path))
     assert first == second
-    assert "writing a checkpoint failed: rank 1, CheckpointError: to_save/own['lock'] cannot be stored" in first[0]
+    assert "trying to write a checkpoint failed: rank 1, CheckpointError: to_save/own['lock'] cannot be stored" in first[0]
+    assert first[1] == 0
 
 
 # --- the command ---

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ignite.engine import Events
 
 import ignite_train
 from ignite_train import CheckpointError, checkpoint, distributed
@@ -444,7 +445,7 @@ def test_leftovers_that_cannot_be_removed_are_in_nobodys_way(tmp_path, caplog):
     save(tmp_path, 1)
     (tmp_path / ".unfinished-abc").mkdir()
     disk = Faulty(None, ignore)
-    disk.remove_directory = fault(errno.EACCES)  # type: ignore[assignment, method-assign]
+    disk.remove_directory = lambda *_: fault(errno.EACCES)("")  # type: ignore[method-assign]
     save(tmp_path, 2, disk=disk)
 
     assert newest(tmp_path) == 2
@@ -538,7 +539,7 @@ def test_a_run_that_warns_trains_on_and_saves_again(tmp_path, build, micro_batch
     numbers = count()
 
     def second_save_fails(name: str) -> None:
-        if name == "create" and next(numbers) == 3:  # three files each
+        if name == "create" and next(numbers) == 4:  # one for the trial at the start, and three files each
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     saver.saver.disk = Faulty(0, second_save_fails, lasting=True)
@@ -563,7 +564,7 @@ def test_a_run_that_raises_ends_at_the_next_save_or_at_the_end(tmp_path, build, 
     files = count()
 
     def full(name: str) -> None:
-        if name == "create" and next(files) >= {2: 0, 5: 6}[failing]:  # three files each
+        if name == "create" and next(files) >= {2: 1, 5: 7}[failing]:  # one for the trial at the start, and three files each
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     saver.saver.disk = Faulty(0, full, lasting=True)
@@ -649,9 +650,11 @@ def test_what_a_trainer_saves_is_one_checkpoint_of_this_protocol(tmp_path, build
     setup = build()
     saver = Checkpoint(tmp_path / "run", every_epochs=1)
     saver.attach(setup.trainer)
-    saver.saver.disk = disk = Faulty(None, ignore)
+    disk = Faulty(None, ignore)
+    setup.trainer.append_event_handler(Events.STARTED, lambda: setattr(saver.saver, "disk", disk))  # after the trial
     setup.trainer.run(micro_batches, max_epochs=1)
     reference = Faulty(None, ignore)
+    (tmp_path / "other").mkdir()
     for _ in range(2):  # the end of the epoch, and that of the run
         save(tmp_path / "other", 5, disk=reference)
 

@@ -71,6 +71,7 @@ ORDER = (
     "protection",
     "trainer",
     "disk",
+    "lock",
     "encoding",
     "shards",
     "tensor_files",

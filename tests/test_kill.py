@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from ignite_train.manifest import is_checkpoint_name, read_manifest
-from killing import Job, Life, Reference, Stop, Toll, endure, kills, stored, until
+from killing import Job, Life, Reference, Stop, Toll, committed, endure, kills, stored, until
 
 pytestmark = pytest.mark.timeout(500)
 
@@ -133,7 +133,7 @@ def test_no_more_stay_than_were_asked_for(tmp_path: Path) -> None:
         assert [stored(path)[0][0] for path in job.checkpoints.iterdir() if is_checkpoint_name(path.name)] == [3]
         life.release()
         assert life.wait() == [0], life.stderr()
-    assert [stored(path)[0] for path in job.checkpoints.iterdir()] == [(7, 1, True)]
+    assert [stored(path)[0] for path in committed(job)] == [(7, 1, True)]
 
 
 def test_kills_before_the_removal_do_not_add_up(tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_kills_before_the_removal_do_not_add_up(tmp_path: Path) -> None:
             until(life.halted, "a checkpoint is committed")
             life.kill([0])
             life.wait()
-        left.append(sorted(stored(path)[0][0] for path in job.checkpoints.iterdir()))
+        left.append(sorted(stored(path)[0][0] for path in committed(job)))
     assert left == [[1], [1, 2], [2, 3], [3, 4]]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 
 from ignite_train.manifest import is_checkpoint_name
-from killing import DEADLINE, Job, Life, Reference, Stop, compare_ends, done, history, stored, until
+from killing import DEADLINE, Job, Life, Reference, Stop, committed, compare_ends, done, history, stored, until
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -98,7 +97,7 @@ def test_a_rank_that_is_stuck_leaves_the_checkpoint_as_it_was(
     expected = reference(job)
     with Life(job, 0, Stop(1, "training", 6)) as life:
         until(lambda: life.halted() and life.trail(0).count("training") == 6, "rank 0 waits for rank 1")
-        until(lambda: os.listdir(job.checkpoints) == ["update-00000004.1"], "the save after the epoch is done")  # noqa: PTH208
+        until(lambda: [path.name for path in committed(job)] == ["update-00000004.1"], "the save after the epoch is done")
         before = newest(job)
         for rank in to:
             life.send(SIGTERM, rank)
