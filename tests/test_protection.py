@@ -173,13 +173,16 @@ def test_a_handler_of_ones_own_replaces_the_default(when: str) -> None:
         assert during == ["FailureBoard", "HangWatch", "HangWatch"]
 
 
-class Ignoring(nn.Linear):
+class Ignoring(nn.Module):
     """A linear model whose bias each rank keeps to itself."""
 
     def __init__(self) -> None:
-        super().__init__(cuts.FEATURES, 1, dtype=torch.float64)
-        nn.init.constant_(self.weight, 0.1)
-        self._ddp_params_and_buffers_to_ignore = ["bias"]
+        super().__init__()
+        self.inner = cuts.linear()
+        self._ddp_params_and_buffers_to_ignore = ["inner.bias"]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
 
 
 def train_with_own_parameters(protect: Any) -> tuple[list[str], str]:
