@@ -63,7 +63,7 @@ class Job:
         wrapped = DistributedDataParallel(self.model) if way == "ddp" else self.model
         self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=0.01)
         self.scaling = TorchLossScaling(8.0, growth_interval=50)
-        options = {"reduction": way, "loss_scaling": self.scaling, **options}
+        options = {"reduction": way, "loss_scaling": self.scaling, "protect": False, **options}  # each check is tried alone
         self.trainer = create_trainer(wrapped, self.optimizer, forward or weighted, **options)
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, T_max=5000)
         LearningRateSchedule(self.scheduler).attach(self.trainer)

@@ -144,6 +144,7 @@ def make(reduction: str, forward: Callable[..., Any] = cuts.forward, **options: 
         for module in (*model, model):
             fully_shard(module, mesh=init_device_mesh("cpu", (idist.get_world_size(),)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    options = {"protect": False, **options}  # each handler is tried alone
     return create_trainer(model, optimizer, forward, reduction=reduction, **options)  # type: ignore[arg-type]
 
 
