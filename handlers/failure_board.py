@@ -57,7 +57,7 @@ class FailureBoard(Handler):
     gone and a connection breaks. All ranks attach it alike: STARTED is collective. In a single process it does nothing.
 
     The rank that raises, wherever in the run that is, first writes its rank, update and exception to the store at which the
-    ranks met; then its exception is raised unchanged, as soon as all others have read that, at most two seconds later. Only
+    ranks met; then its exception is raised unchanged, as soon as all others have read that, at most four seconds later. Only
     the first failure of a run is kept: errors that follow from it are not written. On every rank a thread looks at the store
     four times a second, through a connection of its own. When it finds the failure of another rank it logs
     `rank 1 failed at update 5: RuntimeError: ...` as an error, and then
@@ -140,7 +140,8 @@ class _Watch(threading.Thread):
     - `process of <rank>`: by which ranks on the same machine see whether the process lives;
     - `first`: the first failure;
     - `ended by <rank>`: the run of this rank has ended in good order;
-    - `<subject> heard by <rank>`: the answer of a rank; the subject is `first`, or the end of the rank that hosts the store;
+    - `first heard by <rank>`, `end heard by <rank>`: this rank knows of the first failure, or that the host of the store ends;
+    - `roll called by <rank>`: this rank knows which ranks have heard of the first failure;
     - `news`: there is something to read. Only this is asked for again and again.
 
     Args:
@@ -154,7 +155,8 @@ class _Watch(threading.Thread):
     def __init__(self, trainer: Trainer, messages: Messages) -> None:
         super().__init__(name="FailureBoard", daemon=True)
         self._trainer, self._messages = trainer, messages
-        self._rank, self._world_size = distributed.rank(), distributed.world_size()
+        self._rank = distributed.rank()
+        self._others = [rank for rank in range(distributed.world_size()) if rank != self._rank]
         self._over = threading.Event()
         self._error: str | None = None  # of this rank
         self._cause: PeerFailureError | None = None
@@ -172,7 +174,7 @@ class _Watch(threading.Thread):
         """
         self._error = error
         self._over.set()
-        self.join(_ROLL_CALL_SECONDS + _PATIENCE_SECONDS)
+        self.join(2 * _ROLL_CALL_SECONDS)
         for event in _SAFE_POINTS:
             if self._trainer.has_event_handler(self._raise, event):
                 self._trainer.remove_event_handler(self._raise, event)
@@ -198,24 +200,24 @@ class _Watch(threading.Thread):
         self._messages.write(f"ended by {self._rank}", value=True)
         if self._rank == self._messages.host_rank:
             self._messages.write("news", value=True)
-            self._missing(self._end_of(self._rank))
+            self._missing("end heard", self._others)
 
     def _write_failure(self, error: str) -> None:
         own = [self._rank, self._trainer.state.iteration, error]
         first = self._messages.write_once("first", own)
         self._messages.write("news", value=True)
         if first == own:
-            self._answer("first")
+            self._answer("first heard")
         else:
             self._learn(first)
-        self._call_roll()  # waits for the others, also because the store may be in this process and end with it
+        self._call_roll()
 
     def _read(self) -> bool:
         """Whether another rank has failed."""
         host = self._messages.host_rank
         if host is not None and not self._host_ended and self._messages.read(f"ended by {host}"):
             self._host_ended = True
-            self._answer(self._end_of(host))
+            self._answer("end heard")
         first = self._messages.read("first")
         if first is not None:
             self._learn(first)
@@ -224,7 +226,7 @@ class _Watch(threading.Thread):
     def _learn(self, first: tuple[int, int, str]) -> None:
         self._cause = PeerFailureError(*first)
         _logger.error(f"{self._cause} (rank {self._rank} was at update {self._trainer.state.iteration})")
-        self._answer("first")
+        self._answer("first heard")
 
     def _insist(self) -> None:
         """Gives the main thread a moment to come out, and ends the process if it does not."""
@@ -238,19 +240,14 @@ class _Watch(threading.Thread):
     # --- which ranks are there ---
 
     def _answer(self, subject: str) -> None:
-        self._messages.write(f"{subject} heard by {self._rank}", value=True)
+        self._messages.write(f"{subject} by {self._rank}", value=True)
 
-    def _end_of(self, rank: int) -> str:
-        return f"end of {rank}"
-
-    def _missing(self, subject: str) -> list[int]:
-        """Waits until every other rank has answered, has ended in good order or is dead; returns those that did not answer."""
-        missing = [rank for rank in range(self._world_size) if rank != self._rank]
-        patience = _ROLL_CALL_SECONDS + 2 * _POLL_SECONDS * (self._rank == self._messages.host_rank)
-        deadline = time.monotonic() + patience  # the host stays a little longer, so that no other rank is cut off
+    def _missing(self, subject: str, ranks: list[int]) -> list[int]:
+        """Waits until each of these has answered, has ended in good order or is dead; returns those that did not answer."""
+        missing, deadline = ranks, time.monotonic() + _ROLL_CALL_SECONDS
         while True:
             dead = self._dead(missing)  # before the answers are read: what a rank wrote before it died counts
-            answers = {rank: [f"{subject} heard by {rank}", f"ended by {rank}"] for rank in missing}
+            answers = {rank: [f"{subject} by {rank}", f"ended by {rank}"] for rank in missing}
             found = self._messages.read_all(name for names in answers.values() for name in names)
             missing = [rank for rank, names in answers.items() if not found.keys() & {*names}]
             if {*missing} <= dead or time.monotonic() > deadline:
@@ -265,8 +262,9 @@ class _Watch(threading.Thread):
     def _call_roll(self) -> None:
         """Waits for the answers of all ranks to the first failure, and says which are gone."""
         try:
-            missing = self._missing("first")
+            missing = self._missing("first heard", self._others)
             dead = self._dead(missing)
+            self._answer("roll called")
         except RuntimeError:  # the store has ended: it is not known which ranks would have answered
             return
         silent = [rank for rank in missing if rank not in dead]
@@ -277,6 +275,8 @@ class _Watch(threading.Thread):
         self.gone = "; ".join(findings)
         if self.gone:
             _logger.error(self.gone)
+        if self._rank == self._messages.host_rank:  # the store may end with this process: the others are to be done with it
+            self._missing("roll called", [rank for rank in self._others if rank not in missing])
 
     def _lose_store(self, error: RuntimeError) -> None:
         consequence = f"rank {self._rank} looks for failures of other ranks no longer: {error}"

@@ -26,7 +26,7 @@ class RanksFailedError(AssertionError):
     """Some rank raised, died or did not end in time; the message says what happened on each."""
 
 
-def run_ranks(function: Callable[..., Any], *args: Any, world_size: int = 2, timeout_seconds: float = 30.0) -> list[Any]:
+def run_ranks(function: Callable[..., Any], *args: Any, world_size: int = 2, timeout_seconds: float = 100.0) -> list[Any]:
     """Calls `function(*args)` on each rank of a fresh gloo group and returns the results in rank order.
 
     Raises:

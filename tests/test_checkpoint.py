@@ -863,7 +863,7 @@ def test_the_run_does_not_wait_for_the_disk(tmp_path: Path) -> None:
     write, gate, at_save = checkpoint.saver.disk.write_file, threading.Event(), []
 
     def slow(path: Path, parts: Iterator[memoryview]) -> None:
-        assert gate.wait(30)
+        assert gate.wait(100)
         write(path, parts)
 
     checkpoint.saver.disk.write_file = slow  # type: ignore[method-assign]

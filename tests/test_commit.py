@@ -221,7 +221,7 @@ class Turns:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(20)
+            thread.join(100)
         self._values.clear()
         if failures:
             raise failures[0]
@@ -233,7 +233,7 @@ class Turns:
 
     def _await_turn(self) -> None:
         with self._changed:
-            assert self._changed.wait_for(lambda: self._turn == self._local.rank, timeout=20)
+            assert self._changed.wait_for(lambda: self._turn == self._local.rank, timeout=100)
 
 
 def record(root: Path, monkeypatch: pytest.MonkeyPatch, *, world_size: int = 1, last: int = 1, saves: int = 4) -> Recorder:

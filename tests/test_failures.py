@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import ignite.distributed as idist
@@ -34,7 +35,8 @@ from torch.nn.parallel import DistributedDataParallel
 import cuts
 import ignite_train
 from ignite_train import ForwardOutput, NonFiniteError, Trainer, TrainEvents, TrainingError, create_evaluator, create_trainer
-from ignite_train.handlers import FailureBoard, HangWatch, PeerFailureError, Validation
+from ignite_train.handlers import FailureBoard, HangWatch, PeerFailureError, Validation, failure_board, hang_watch
+from ignite_train.messages import Messages
 from processes import Processes
 
 DEADLINE = 30.0  # seconds. The promise is two; what is tested is that no rank waits for ever, on a busy machine too
@@ -43,7 +45,7 @@ _context = multiprocessing.get_context("forkserver")  # the one of ranks.py; wha
 _context.set_forkserver_preload(["ignite.distributed", "ignite_train.handlers", "pytest", "torch._dynamo"])
 
 
-def until(condition: Callable[[], Any], what: str, seconds: float = 20.0) -> Any:
+def until(condition: Callable[[], Any], what: str, seconds: float = 60.0) -> Any:
     """Waits for `condition` and returns what it is; an error at the deadline."""
     deadline = time.monotonic() + seconds
     while not (value := condition()):
@@ -69,7 +71,7 @@ class Board:
     def has(self, name: str) -> bool:
         return (self.directory / name).exists()
 
-    def wait_for(self, name: str, seconds: float = 20.0) -> Any:
+    def wait_for(self, name: str, seconds: float = 60.0) -> Any:
         until(lambda: self.has(name), f"a note {name!r}", seconds)
         return self.read(name)
 
@@ -102,7 +104,7 @@ class Group(Processes):
             [directory / f"stderr.{rank}" for rank in range(world_size)],
         )
 
-    def status(self, rank: int, seconds: float = 20.0) -> int:
+    def status(self, rank: int, seconds: float = 60.0) -> int:
         """Waits for the end of a process and returns its exit status."""
         process = self.processes[rank]
         process.join(seconds)
@@ -132,6 +134,25 @@ def _child(directory: Path, job: bytes, rank: int, world_size: int, place: dict[
     else:
         idist.initialize("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=world_size)
     function(Board(directory), *args)
+
+
+def be_patient() -> None:
+    """In this process a main thread that is to come out by itself may take its time: nothing else ends it."""
+    failure_board._PATIENCE_SECONDS = failure_board._ROLL_CALL_SECONDS = 60.0
+
+
+def count_looks() -> Callable[[], int]:
+    """Returns how often the threads of this process have asked, from here on, whether something lies in the store."""
+    looks: list[str] = []
+    has = Messages.has
+
+    def counted(self: Messages, name: str) -> bool:
+        found = has(self, name)
+        looks.append(name)
+        return found
+
+    Messages.has = counted  # type: ignore[method-assign]
+    return lambda: len(looks)
 
 
 def make(reduction: str, forward: Callable[..., Any] = cuts.forward, **options: Any) -> Trainer:
@@ -206,7 +227,7 @@ def fail_on_one_rank(board: Board, site: str, failing: int, reduction: str, prot
         notes = getattr(error, "__notes__", [])
         board.write(f"raised.{idist.get_rank()}", [type(error).__name__, str(error), notes, time.monotonic()])
         if mine:
-            board.wait_for("release", 60)
+            board.wait_for("release", 100)
         raise
 
 
@@ -260,6 +281,7 @@ def test_without_the_board_the_other_hangs_and_blames_the_connection(tmp_path: P
 
 def fail_beside_a_busy_rank(board: Board) -> None:
     """Rank 1 fails while rank 0 is in forward, again and again; no collective is near."""
+    be_patient()
     rank, seen, forwards = idist.get_rank(), [], count(1)
 
     def forward(model: nn.Module, micro_batch: Any) -> ForwardOutput:
@@ -268,17 +290,17 @@ def fail_beside_a_busy_rank(board: Board) -> None:
         time.sleep(0.01 * (1 - rank))
         return cuts.forward(model, micro_batch)
 
-    trainer = make("explicit", forward, accumulation_steps=1_000)
+    trainer = make("explicit", forward, accumulation_steps=100_000)
     FailureBoard().attach(trainer)
     trainer.add_event_handler(Events.EXCEPTION_RAISED, lambda error: seen.append(type(error)))
     with pytest.raises(RuntimeError) as caught:
-        trainer.run(cuts.cut(cuts.samples(), [1]) * 1_000, max_epochs=1)
+        trainer.run(cuts.cut(cuts.samples(), [1]) * 10_000, max_epochs=1)
     assert seen == [caught.type]
     if rank == 0:
         assert isinstance(caught.value, PeerFailureError)
         assert (caught.value.rank, caught.value.update, caught.value.error) == (1, 1, "RuntimeError: boom")
     assert not any(trainer._event_handlers[event] for event in (TrainEvents.MICRO_BATCH_STARTED, Events.ITERATION_COMPLETED))
-    assert threads() == []
+    until(lambda: threads() == [], "no thread is left")
     board.write(f"done.{rank}", next(forwards))
 
 
@@ -286,12 +308,13 @@ def test_a_rank_that_is_not_blocked_raises_where_it_can_be_caught(tmp_path: Path
     """It gets a `PeerFailureError` at its next event, handlers of EXCEPTION_RAISED run, and nothing is left behind."""
     with Group(tmp_path, fail_beside_a_busy_rank) as group:
         assert [group.status(rank) for rank in (0, 1)] == [0, 0]
-        assert 0 < group.board.read("done.0") < 500
+        assert 0 < group.board.read("done.0") < 10_000
         assert "rank 1 failed at update 1: RuntimeError: boom" in group.stderr(0)
 
 
 def fail_and_die(board: Board, failing: int) -> None:
     """The process of the rank that fails is gone as soon as `run` has raised."""
+    be_patient()
     rank = idist.get_rank()
     trainer = make("ddp")
     FailureBoard().attach(trainer)
@@ -415,6 +438,7 @@ def test_a_launcher_that_ends_the_others_leaves_time_to_name_the_rank(tmp_path: 
 
 def hear_late(board: Board, how: str) -> None:
     """Rank 0 is done, and its process is gone or stays, when rank 1 fails on its own account in a handler of COMPLETED."""
+    be_patient()
     rank, failures = idist.get_rank(), FailureBoard()
     trainer = make("ddp")
     failures.attach(trainer)
@@ -473,6 +497,7 @@ def test_a_rank_that_does_not_answer_is_not_said_to_be_dead(tmp_path: Path) -> N
 
 
 def fail_on_both(board: Board) -> None:
+    be_patient()
     rank, trainer = idist.get_rank(), make("ddp")
     FailureBoard().attach(trainer)
 
@@ -499,17 +524,18 @@ def test_of_two_failures_one_is_the_first(tmp_path: Path) -> None:
 
 def end_at_different_times(board: Board) -> None:
     """Rank 0 is done, and then fails on its own account, while rank 1 still sits in a handler of COMPLETED."""
-    trainer = make("ddp")
+    looks, trainer = count_looks(), make("ddp")
     FailureBoard().attach(trainer)
     if idist.get_rank() == 1:
 
         @trainer.on(Events.COMPLETED)
         def save() -> None:
             board.wait_for("rank 0 has failed")
-            time.sleep(0.7)  # a few looks at the board
+            seen = looks()
+            until(lambda: looks() >= seen + 3, "a few looks at the board")
 
     trainer.run(cuts.cut(cuts.samples(), [8] * 3), max_epochs=1)
-    assert threads() == []
+    until(lambda: threads() == [], "no thread is left")
     if idist.get_rank() == 0:
         board.write("rank 0 has failed")
         board.wait_for("rank 1 is done")
@@ -533,25 +559,26 @@ def run_three_times(board: Board) -> None:
         output = cuts.forward(model, micro_batch)
         return output._replace(loss=output.loss * float("nan")) if trainer.state.epoch == 2 else output
 
-    trainer = make("ddp", forward)
-    FailureBoard().attach(trainer)
+    be_patient()
+    trainer, failures = make("ddp", forward), FailureBoard()
+    failures.attach(trainer)
     trainer.run(loader, max_epochs=1)
-    assert threads() == []
+    until(lambda: threads() == [], "no thread is left")
 
-    @trainer.on(TrainEvents.GRADIENTS_READY)
-    def dawdle() -> None:
+    def dawdle(_error: BaseException) -> None:
         if rank == 1 and trainer.state.epoch == 2:
-            time.sleep(0.6)  # so that the thread has heard of rank 0 before this rank raises itself
+            until(lambda: failures._watch and failures._watch._cause, "the thread has heard of rank 0 before this rank tells")
 
+    trainer.prepend_event_handler(Events.EXCEPTION_RAISED, dawdle)
     with pytest.raises(NonFiniteError) as caught:
         trainer.run(loader, max_epochs=2)
     assert not hasattr(caught.value, "__notes__")
-    assert threads() == []
+    until(lambda: threads() == [], "no thread is left")
 
     state = trainer.state_dict() | {"epochs_completed": 2, "epoch_iteration": 0}
     trainer.load_state_dict(state)
     assert trainer.run(loader, max_epochs=3).epoch == 3
-    assert threads() == []
+    until(lambda: threads() == [], "no thread is left")
     board.write(f"three.{rank}")
     if rank == 1:
         trainer.add_event_handler(Events.EPOCH_STARTED, lambda: 1 / 0)
@@ -568,11 +595,15 @@ def test_a_board_serves_one_run_after_another(tmp_path: Path) -> None:
 
 
 def fail_in_the_first_attempt(board: Board, attempt: int) -> None:
-    trainer = make("ddp")
+    looks, trainer = count_looks(), make("ddp")
     FailureBoard().attach(trainer)
+
+    def look(index: int) -> None:
+        until(lambda: attempt == 1 or looks() > index, "a look at the board")
+
     if attempt == 1 and idist.get_rank() == 1:
         trainer.add_event_handler(Events.ITERATION_STARTED(once=2), lambda: 1 / 0)
-    trainer.run(Loader(cuts.cut(cuts.samples(), [8] * 3), lambda _: time.sleep(0.3)), max_epochs=1)
+    trainer.run(Loader(cuts.cut(cuts.samples(), [8] * 3), look), max_epochs=1)
 
 
 def test_what_a_failed_attempt_left_in_the_store_is_nothing_to_the_next(tmp_path: Path) -> None:
@@ -581,7 +612,7 @@ def test_what_a_failed_attempt_left_in_the_store_is_nothing_to_the_next(tmp_path
     for attempt, status in [(1, 1), (2, 0)]:
         with Group(tmp_path / str(attempt), fail_in_the_first_attempt, attempt, agent=store) as group:
             assert [group.status(rank) for rank in (0, 1)] == [status, status]
-        ours = [key for key in store.list_keys() if "/first" in key or "/informed" in key]
+        ours = [key for key in store.list_keys() if "ignite_train/" in key]
         assert len(ours) >= attempt
         for key in {*store.list_keys()} - {*ours}:
             store.delete_key(key)  # gloo does not cope with what its own last attempt left
@@ -627,7 +658,7 @@ def test_the_watches_cost_an_update_nothing() -> None:
     once = {*Events} - {event for event in Events if "ITERATION" in event.name or "BATCH" in event.name}
     assert {event for event, handlers in trainer._event_handlers.items() if handlers} <= once
     assert during == ["HangWatch"] * 2
-    assert threads() == []
+    until(lambda: threads() == [], "no thread is left")
 
 
 def test_a_peer_failure_can_be_caught_and_sent() -> None:
@@ -640,23 +671,70 @@ def test_a_peer_failure_can_be_caught_and_sent() -> None:
 
 # --- HangWatch ---
 
+TIMEOUT = 0.4  # by a clock that stands still until a test sets it forward
+STEP = TIMEOUT / 8  # what a watch takes for time that has passed, between two of its looks
+
+
+class Clock:
+    """The time of the watches of all ranks. It passes only when a test says so, and never faster than they look at it.
+
+    So a busy machine is no hang. After each step it is waited for until the watch of each rank has seen the new time, and has
+    heard since of all `ranks`.
+
+    Args:
+        board: what the ranks share.
+        ranks: those that live.
+        watch: in the process of a rank, the handler whose clock it is.
+    """
+
+    def __init__(self, board: Board, ranks: list[int], watch: HangWatch | None = None) -> None:
+        self.board, self.ranks, self.watch = board, ranks, watch
+        self._latest = -1.0
+        if watch is not None:
+            hang_watch.time = SimpleNamespace(monotonic=self._look, sleep=time.sleep)  # type: ignore[attr-defined]
+
+    def _now(self) -> float:
+        return self.board.read("time") if self.board.has("time") else 0.0
+
+    def _look(self) -> float:
+        now, running = self._now(), self.watch and self.watch._watch
+        if running and (report := running._reports[running._rank]) is not None:
+            self.board.write(f"place.{running._rank}", report.where)
+        if running and now == self._latest and all(running._heard[rank] == running._clock for rank in self.ranks):
+            self.board.write(f"seen.{idist.get_rank()}", now)
+        self._latest = now
+        return now
+
+    def set_forward(self, seconds: float, over: Callable[[], bool] = lambda: False) -> None:
+        """Lets so much time pass, or until `over`, in steps that the watches believe."""
+        watching = self.ranks or [1 - int(self.board.read("hangs"))]
+        for _ in range(round(seconds / STEP)):
+            self.board.write("time", self._now() + STEP)
+            until(lambda: over() or self._seen_by(watching), "a look at the time")
+
+    def _seen_by(self, ranks: list[int]) -> bool:
+        notes = [f"seen.{rank}" for rank in ranks]
+        return all(self.board.has(note) and self.board.read(note) == self._now() for note in notes)
+
 
 def hang_on_one_rank(
-    board: Board, hanging: int, how: str, update: int, first_timeouts: tuple[float, float], reduction: str = "ddp"
+    board: Board, hanging: int, how: str, update: int, first_timeouts: tuple[float, float], ranks: list[int], reduction: str
 ) -> None:
     """In this update the rank stops or loops for ever, in forward."""
     rank = idist.get_rank()
 
     def forward(model: nn.Module, micro_batch: Any) -> ForwardOutput:
         if rank == hanging and trainer.state.iteration == update:
-            board.write("hangs", time.monotonic())
+            board.write("hangs", rank)
             if how == "stopped":
                 os.kill(os.getpid(), signal.SIGSTOP)
             loop_for_ever()
         return cuts.forward(model, micro_batch)
 
     trainer = make(reduction, forward)
-    HangWatch(timeout_seconds=1.5, first_timeout_seconds=first_timeouts[rank]).attach(trainer)
+    watch = HangWatch(timeout_seconds=TIMEOUT, first_timeout_seconds=first_timeouts[rank])
+    Clock(board, ranks, watch)
+    watch.attach(trainer)
     trainer.run(cuts.cut(cuts.samples(), [8] * 5), max_epochs=1)
 
 
@@ -665,20 +743,30 @@ def loop_for_ever() -> None:
         time.sleep(0.01)
 
 
+def see_a_hang(group: Group, ranks: list[int], watching: list[int]) -> None:
+    """Asserts that nothing is said before the timeout, and lets it pass."""
+    clock = Clock(group.board, ranks)
+    clock.set_forward(TIMEOUT - STEP)
+    assert "training hangs" not in group.stderr()
+    clock.set_forward(20 * TIMEOUT, over=lambda: any(not group.lives(rank) for rank in watching))
+
+
 @pytest.mark.parametrize(
     ("hanging", "tcp", "way", "verdict"),
     [
-        *((1, False, way, "rank 1 is silent for more than 1.5 s; rank 0 at update 3 in ") for way in WAYS),
+        *((1, False, way, "rank 1 is silent for more than 0.4 s; rank 0 at update 3 in ") for way in WAYS),
         (0, True, "ddp", "the store at which the ranks met has not answered for "),
     ],
     ids=[*(f"rank 1, {way}" for way in WAYS), "rank 0, which holds the store"],
 )
 def test_a_stopped_rank_is_noticed_by_the_other(tmp_path: Path, hanging: int, tcp: bool, way: str, verdict: str) -> None:
-    """SIGSTOP: the other names it, shows where itself is, and ends, in each way of crossing ranks."""
-    with Group(tmp_path, hang_on_one_rank, hanging, "stopped", 3, (20.0, 20.0), way, tcp=tcp) as group:
-        hangs = group.board.wait_for("hangs")
-        assert group.status(1 - hanging, 1.5 + DEADLINE) == 1
-        assert time.monotonic() - hangs > 1.5
+    """SIGSTOP: the other names it, shows where itself is, and ends, in each way of crossing ranks; not before the timeout."""
+    living = [] if tcp else [1 - hanging]  # a rank that waits for the store does not hear of itself
+    with Group(tmp_path, hang_on_one_rank, hanging, "stopped", 3, (20.0, 20.0), living, way, tcp=tcp) as group:
+        group.board.wait_for("hangs")
+        until(lambda: _state_of(group.processes[hanging].pid) == "T", "the rank is stopped")
+        see_a_hang(group, living, [1 - hanging])
+        assert group.status(1 - hanging, DEADLINE) == 1
         assert group.lives(hanging)
         stderr = group.stderr(1 - hanging)
         assert f"training hangs: {verdict}" in stderr
@@ -691,14 +779,15 @@ def test_a_rank_that_never_comes_back_is_noticed_by_both(tmp_path: Path) -> None
 
     Here in the first update, and with more patience on rank 1, so that it has it from rank 0.
     """
-    with Group(tmp_path, hang_on_one_rank, 1, "looping", 1, (1.5, 60.0)) as group:
-        hangs = group.board.wait_for("hangs")
-        assert [group.status(rank, 1.5 + DEADLINE) for rank in (0, 1)] == [1, 1]
-        assert time.monotonic() - hangs > 1.5
+    with Group(tmp_path, hang_on_one_rank, 1, "looping", 1, (TIMEOUT, 60.0), [0, 1], "ddp") as group:
+        group.board.wait_for("hangs")
+        until(lambda: group.board.wait_for("place.0").startswith("_engine_run_backward"), "rank 0 waits for the other")
+        see_a_hang(group, [0, 1], [0, 1])
+        assert [group.status(rank, DEADLINE) for rank in (0, 1)] == [1, 1]
         for rank in (0, 1):
             stderr = group.stderr(rank)
             assert (
-                "no rank has moved for more than 1.5 s; rank 1 is behind; rank 0 at update 1 in _engine_run_backward" in stderr
+                "no rank has moved for more than 0.4 s; rank 1 is behind; rank 0 at update 1 in _engine_run_backward" in stderr
             )
             assert "; rank 1 at update 1 in loop_for_ever (test_failures.py:" in stderr
             assert ("in loop_for_ever" in stderr.partition("stacks of rank")[2]) == (rank == 1)
@@ -706,56 +795,72 @@ def test_a_rank_that_never_comes_back_is_noticed_by_both(tmp_path: Path) -> None
 
 def dawdle_on_rank_one(board: Board) -> None:
     """Each micro-batch takes its time on rank 1, the first one longer than what is allowed later."""
+    trainer, watch = make("ddp"), HangWatch(timeout_seconds=TIMEOUT, first_timeout_seconds=20.0)
+    clock = Clock(board, [0, 1], watch)
 
     def dawdle(_index: int) -> None:
         if idist.get_rank() == 1:
-            time.sleep(1.6 if trainer.state.iteration == 0 else 0.5)
+            clock.set_forward(4 * TIMEOUT if trainer.state.iteration == 0 else TIMEOUT / 2)
 
-    trainer = make("ddp")
-    HangWatch(timeout_seconds=1.2, first_timeout_seconds=20.0).attach(trainer)
+    watch.attach(trainer)
     for epoch in (1, 2):  # two runs
         trainer.run(Loader(cuts.cut(cuts.samples(), [8] * 3), dawdle), max_epochs=epoch)
-        assert threads() == []
+        until(lambda: threads() == [], "no thread is left")
     board.write(f"updates.{idist.get_rank()}", trainer.state.iteration)
 
 
 def test_a_slow_rank_does_not_hang(tmp_path: Path) -> None:
-    """A loader that sleeps, less than the timeout at a time, or longer before the first update, is no hang; in two runs."""
+    """A loader that takes less than the timeout at a time, or more before the first update, is no hang; in two runs."""
     with Group(tmp_path, dawdle_on_rank_one) as group:
         assert [group.status(rank) for rank in (0, 1)] == [0, 0]
         assert group.board.read("updates.0") == 6
+        assert group.board.read("time") > 6 * TIMEOUT
 
 
-def train_slowly(board: Board) -> None:
-    trainer = make("ddp")
-    HangWatch(timeout_seconds=0.8).attach(trainer)
-    trainer.add_event_handler(
-        Events.ITERATION_COMPLETED, lambda: board.write(f"at.{idist.get_rank()}", trainer.state.iteration)
-    )
-    trainer.run(Loader(cuts.cut(cuts.samples(), [1] * 30), lambda _: time.sleep(0.05)), max_epochs=1)
+def train_and_wait(board: Board) -> None:
+    trainer, watch = make("ddp"), HangWatch(timeout_seconds=TIMEOUT)
+    Clock(board, [0, 1], watch)
+    watch.attach(trainer)
+
+    @trainer.on(Events.ITERATION_STARTED(once=3))
+    def wait() -> None:
+        board.write(f"waits.{idist.get_rank()}")
+        board.wait_for("awake")
+
+    trainer.run(cuts.cut(cuts.samples(), [8] * 5), max_epochs=1)
+    board.write(f"updates.{idist.get_rank()}", trainer.state.iteration)
 
 
 def test_ranks_that_are_suspended_together_wake_up_and_go_on(tmp_path: Path) -> None:
     """A scheduler that takes the machine away for longer than the timeout is no hang."""
-    with Group(tmp_path, train_slowly) as group:
-        until(lambda: group.board.wait_for("at.0") >= 3, "update 3")
+    with Group(tmp_path, train_and_wait) as group:
+        for rank in (0, 1):
+            group.board.wait_for(f"waits.{rank}")
+        clock = Clock(group.board, [0, 1])
+        clock.set_forward(STEP)
         group.send(signal.SIGSTOP, 0, 1)
-        time.sleep(1.6)  # twice the timeout
+        until(lambda: [_state_of(process.pid) for process in group.processes] == ["T", "T"], "both are stopped")
+        group.board.write("time", 1000 * TIMEOUT)
         group.send(signal.SIGCONT, 0, 1)
+        clock.set_forward(2 * STEP)
+        group.board.write("awake")
         assert [group.status(rank) for rank in (0, 1)] == [0, 0]
-        assert group.board.read("at.0") == 30
+        assert [group.board.read(f"updates.{rank}") for rank in (0, 1)] == [5, 5]
 
 
 def validate_slowly(board: Board, attached: bool) -> None:
     def forward(model: nn.Module, micro_batch: Any) -> ForwardOutput:
-        time.sleep(0.0 if model.training else 0.3)
+        if not model.training:
+            clock.set_forward(TIMEOUT / 2)
         return cuts.forward(model, micro_batch)
 
     trainer = make("auto", forward)
     evaluator = create_evaluator(trainer._update.model, forward)  # type: ignore[attr-defined]
     validation = Validation(evaluator, cuts.cut(cuts.samples(), [1] * 6))
     validation.attach(trainer, Events.ITERATION_COMPLETED(once=2))
-    HangWatch(0.9, first_timeout_seconds=0.9).attach(trainer, evaluator=evaluator if attached else None)
+    watch = HangWatch(TIMEOUT, first_timeout_seconds=TIMEOUT)
+    clock = Clock(board, [0], watch)
+    watch.attach(trainer, evaluator=evaluator if attached else None)
     trainer.run(cuts.cut(cuts.samples(), [8] * 3), max_epochs=1)
 
 
@@ -764,6 +869,7 @@ def test_validation_counts_as_life_if_its_evaluator_is_attached(tmp_path: Path, 
     """In a single process, which watches itself, and with a validation longer than the timeout."""
     with Group(tmp_path, validate_slowly, attached, world_size=1) as group:
         assert group.status(0) == status
+        assert group.board.read("time") > TIMEOUT
         assert ("training hangs: no rank has moved" in group.stderr(0)) == bool(status)
 
 

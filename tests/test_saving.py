@@ -76,7 +76,7 @@ class Gate(QuickDisk):
         super().make_directory(path)
 
     def create(self, path: Path) -> int:
-        assert self.moved.wait(20)
+        assert self.moved.wait(100)
         return super().create(path)
 
 
@@ -144,7 +144,7 @@ def test_a_save_waits_for_the_one_before(tmp_path):
     assert gate.begun <= 1
     assert names(tmp_path) == [name for name in names(tmp_path) if name.startswith(".")]
     gate.moved.set()
-    save_second.join(20)
+    save_second.join(100)
     writer.wait()
 
     assert gate.begun == 2

@@ -30,7 +30,7 @@ ROOT = Path(__file__).parent.parent
 DOCUMENT = ROOT / "docs" / "distributed.md"
 TORCHRUN, SBATCH = ROOT / "examples" / "torchrun.sh", ROOT / "examples" / "slurm.sbatch"
 DEADLINE = 60.0  # for a job of a few seconds, on a machine that is busy
-PATIENCE = 10.0  # for a launcher to end what it has started
+PATIENCE = 60.0  # for a launcher to end what it has started
 HANDLERS = ("FailureBoard", "GradNormConsistency", "HangWatch", "StateConsistency", "StopOnSignal")
 
 pytestmark = pytest.mark.skipif(not DOCUMENT.is_file(), reason="looks at a checkout, and this is none")
