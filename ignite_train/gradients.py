@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ignite_train.errors import GradientAccessError, NoGradientError, SparseGradientError
+from ignite_train.errors import GradientAccessError, NoGradientError
 from ignite_train.memory_layout import is_dense
 from ignite_train.reading import is_on_host
 
@@ -90,19 +90,11 @@ class Gradients:
                 parameter.grad = parameter.grad.detach()
 
     def norm(self) -> float | Tensor:
-        """L2 norm over all of them as they are, accumulated in float32 or wider; on an accelerator a 0-d tensor, not read.
-
-        Raises:
-            SparseGradientError: one of them is sparse.
-        """
+        """L2 norm over all of them as they are, accumulated in float32 or wider; on an accelerator a 0-d tensor, not read."""
         gradients = self._existing()
         kinds = _by_kind(gradients)
         self.kinds, self.count = {*kinds}, len(gradients)
-        try:
-            return _length(kinds)
-        except NotImplementedError:
-            self.check_dense()
-            raise
+        return _length(kinds)
 
     def scaled_norm(self) -> float:
         """The same norm for gradients whose squares float32 cannot hold. Takes more time, and waits for the device.
@@ -142,15 +134,10 @@ class Gradients:
             shares.setdefault(replicas, []).append(gradient.to_local())
         return shares
 
-    def check_dense(self) -> None:
-        """Sees to it that no gradient is sparse.
-
-        Raises:
-            SparseGradientError: one is; with the name of its parameter.
-        """
-        for name, parameter in self._model.named_parameters():
-            if parameter.grad is not None and parameter.grad.layout is not torch.strided:
-                raise SparseGradientError(name)
+    def first_sparse(self) -> str | None:
+        """The name of the first parameter whose gradient is sparse."""
+        named = self._model.named_parameters()
+        return next((name for name, p in named if p.grad is not None and p.grad.layout is not torch.strided), None)
 
     def check(self) -> None:
         """Sees to it that the norm was one of any gradient at all.

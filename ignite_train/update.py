@@ -15,7 +15,7 @@ from ignite_train import distributed
 from ignite_train.arguments import shown
 from ignite_train.compilation import Backward
 from ignite_train.engine import Trainer
-from ignite_train.errors import ForwardContractError, GaveUpError, NonFiniteError
+from ignite_train.errors import ForwardContractError, GaveUpError, NonFiniteError, SparseGradientError, TrainingError
 from ignite_train.events import TrainEvents
 from ignite_train.forward_output import Forward, ForwardOutput, as_forward_output
 from ignite_train.gradients import SMALLEST_NORM, Gradients, clip_coefficient
@@ -104,9 +104,9 @@ class Update:
             if (rates := self.learning_rates()) != decided.learning_rates:  # a handler has set them
                 state.output = decided = replace(decided, learning_rates=rates)
             self._step(state.iteration, decided, group, stepped=stepped)
-        except BaseException:
-            self._forget()
+        except BaseException as error:
             state.micro_batch, state.forward_output = before, None
+            self._forget(error)
             raise
         trainer.heed(totals.signals)
         trainer.settle(applied=decided.applied)
@@ -256,8 +256,16 @@ class Update:
             if self.give_up_after is not None and self._in_a_row[what] >= self.give_up_after:
                 raise GaveUpError(update, self._in_a_row[what], what)
 
-    def _forget(self) -> None:
-        """Leaves nothing of a broken-off update behind."""
+    def _forget(self, error: BaseException) -> None:
+        """Leaves nothing of an update behind that `error` has broken off.
+
+        Raises:
+            SparseGradientError: there is a sparse gradient, over which torch has failed somewhere in backward or after it.
+        """
+        is_torchs = isinstance(error, RuntimeError) and not isinstance(error, TrainingError)
+        sparse = self.gradients.first_sparse() if is_torchs else None
         self.gradients.clear()
         self.statistics.reset()
         self.transfer.forget()
+        if sparse is not None:
+            raise SparseGradientError(sparse) from None

@@ -19,7 +19,9 @@ from torch.optim import SGD, Adagrad, Adam, AdamW
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ignite_train import ForwardOutput, StaticLossScaling, Trainer, create_trainer
+from ignite_train.fused_kernels import is_kernel_right
 from ranks import run_ranks
+from textbook import Textbook
 
 LR = 0.01
 FUSED: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -66,9 +68,13 @@ def samples(*sizes: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def by_hand(
-    model: nn.Module, optimizer: torch.optim.Optimizer, groups: list[list[Any]], max_grad_norm: float | None, scale: float = 1.0
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Textbook,
+    groups: list[list[Any]],
+    max_grad_norm: float | None,
+    scale: float = 1.0,
 ) -> list[float]:
-    """The textbook: gradients summed, the mean and the clipping multiplied in, then the step. Returns the norms."""
+    """Gradients summed, the mean and the clipping multiplied in, then the step of `optimizer`. Returns the norms."""
     norms = []
     for group in groups:
         for batch in group:
@@ -103,9 +109,10 @@ def watch(trainer: Trainer, optimizer: torch.optim.Optimizer) -> list[float | No
 @pytest.mark.parametrize("accumulation_steps", [1, 3])
 @pytest.mark.parametrize("name", FUSED)
 def test_a_folded_step_is_the_textbook_step(name, accumulation_steps, max_grad_norm):
-    """With several groups, mixed dtypes and a parameter without gradient: the same parameters and moments, to rounding."""
-    (model, reference), batches = (Mixed(), Mixed()), samples(3, 1, 4, 2, 3, 5)
-    optimizer, theirs = FUSED[name](model.groups()), FUSED[name](reference.groups())
+    """With several groups, mixed dtypes and a parameter without gradient: the parameters of float64 arithmetic, to rounding."""
+    (model, reference, start), batches = (Mixed(), Mixed(), Mixed()), samples(3, 1, 4, 2, 3, 5)
+    optimizer = FUSED[name](model.groups())
+    theirs = Textbook(optimizer, [parameter for group in reference.groups() for parameter in group["params"]])
     trainer = create_trainer(
         model,
         optimizer,
@@ -120,15 +127,15 @@ def test_a_folded_step_is_the_textbook_step(name, accumulation_steps, max_grad_n
     groups = [batches[start : start + accumulation_steps] for start in range(0, 6, accumulation_steps)]
     expected = by_hand(reference, theirs, groups, max_grad_norm, scale=3.0)
 
-    assert len(divisors) == 6 // accumulation_steps
-    assert None not in divisors
+    folds = is_kernel_right(SGD, frozenset(), torch.bfloat16, torch.device("cpu")) or name not in ("sgd", "nesterov")
+    assert [divisor is not None for divisor in divisors] == [folds] * (6 // accumulation_steps)
     assert norms[0] == pytest.approx(expected[0], rel=1e-6)
-    assert norms == pytest.approx(expected, rel=2**-8)
-    for (key, ours), right in zip(model.named_parameters(), reference.parameters(), strict=True):
-        # The textbook rounds the mean gradient of the bfloat16 weight to 8 bits and the kernel does not; a weight's last place
-        # may go either way for it, and all gradients after it follow.
-        rounding = {"rtol": 2**-7, "atol": 0.0} if key == "narrow" else {"rtol": 0.0, "atol": 0.05 * LR}
-        torch.testing.assert_close(ours, right, **rounding)
+    assert norms == pytest.approx(expected, rel=2**-8)  # the bfloat16 weight is rounded otherwise, and all gradients follow
+    for (key, ours), right, before in zip(model.named_parameters(), reference.parameters(), start.parameters(), strict=True):
+        if key == "unused":
+            continue
+        moved, off = (right - before).detach().double().norm(), (ours - right).detach().double().norm()
+        assert off <= (0.25 if key == "narrow" else 0.01) * moved
     assert model.unused.tolist() == [1.0, 1.0, 1.0]
 
 
@@ -138,7 +145,8 @@ def test_a_folded_step_is_the_textbook_step(name, accumulation_steps, max_grad_n
 def test_folding_is_good_to_rounding(build, micro_batches, name, accumulation_steps, max_grad_norm):
     """In float32 parameters and moments are those of the textbook but for the gradient's rounding."""
     model, optimizer, trainer = build(accumulation_steps=accumulation_steps, max_grad_norm=max_grad_norm, optimizer=FUSED[name])
-    reference, theirs, _ = build(optimizer=FUSED[name])
+    reference, _, _ = build(optimizer=FUSED[name])
+    theirs = Textbook(optimizer, list(reference.parameters()))
     divisors = watch(trainer, optimizer)
     trainer.run(micro_batches)
     groups = [micro_batches[start : start + accumulation_steps] for start in range(0, 5, accumulation_steps)]
@@ -146,15 +154,16 @@ def test_folding_is_good_to_rounding(build, micro_batches, name, accumulation_st
 
     assert None not in [divisor for divisor, group in zip(divisors, groups, strict=True) if max_grad_norm or len(group) > 1]
     for ours, right in zip(model.parameters(), reference.parameters(), strict=True):
-        # one unit in the last place of a weight, and of the steps' sum: a gradient differs by 2^-23 of it
-        torch.testing.assert_close(ours, right, rtol=1.2e-7, atol=2e-6 * LR)
-        for key, moment in theirs.state[right].items():
-            torch.testing.assert_close(optimizer.state[ours][key], moment, rtol=2e-6, atol=1e-9)
+        # the kernel rounds to float32 in each of up to five steps, and the gradient differs by 2^-23 of it besides
+        torch.testing.assert_close(ours, right, rtol=5 * 1.2e-7, atol=2e-6 * LR)
+        for key, moment in theirs.moments[id(right)].items():
+            expected = torch.as_tensor(moment, dtype=torch.float32)
+            torch.testing.assert_close(optimizer.state[ours][key], expected, rtol=1e-5, atol=5e-8)
 
 
 @pytest.mark.parametrize("name", FUSED)
 def test_folding_a_power_of_two_is_bitwise(build, bits, name):
-    """Where the factor is a power of two no bit differs: parameters, moments, numbers of steps."""
+    """Where the factor is a power of two no bit differs from the same kernel's step along gradients multiplied beforehand."""
     batches = samples(3, 5, 1, 7)
     model, optimizer, trainer = build(accumulation_steps=2, optimizer=FUSED[name], loss_scaling=StaticLossScaling(2.0**10))
     reference, theirs, _ = build(optimizer=FUSED[name])
@@ -171,7 +180,7 @@ def test_a_mean_without_clipping_is_rounded_once(build, bits):
     """The divisor is the number of samples itself, not a rounded reciprocal: each gradient is the nearest to the true mean."""
     batches = samples(3, 2, 8)
     model, _, trainer = build(accumulation_steps=3, optimizer=FUSED["sgd"])
-    reference, theirs, _ = build(optimizer=FUSED["sgd"])
+    reference, theirs, _ = build(optimizer=lambda p: SGD(p, lr=LR, maximize=True, foreach=False))
     trainer.run(batches)
     for batch in batches:
         forward(reference, batch).loss.backward()
@@ -193,7 +202,8 @@ def test_float64_gradients_are_not_folded(build, micro_batches):
     """The kernel holds the factor in float32, so float64 gradients are multiplied beforehand and stay exact to 1e-14."""
     batches = [(x.double(), y.double()) for x, y in micro_batches]
     model, optimizer, trainer = build(accumulation_steps=5, max_grad_norm=0.1, dtype=torch.float64, optimizer=FUSED["adamw"])
-    reference, theirs, _ = build(dtype=torch.float64, optimizer=FUSED["adamw"])
+    reference, _, _ = build(dtype=torch.float64, optimizer=FUSED["adamw"])
+    theirs = Textbook(optimizer, list(reference.parameters()))
     divisors = watch(trainer, optimizer)
     trainer.run(batches)
     by_hand(reference, theirs, [batches], 0.1)
@@ -366,11 +376,11 @@ def fsdp_against_one_process() -> tuple[list[float], list[float], list[bool]]:
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
 
-    reference = make()
-    by_hand(reference, FUSED["adamw"](reference.parameters()), groups, 0.05, scale=2.0**7)
     model = make()
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     optimizer = FUSED["adamw"](model.parameters())
+    reference = make()
+    by_hand(reference, Textbook(optimizer, list(reference.parameters())), groups, 0.05, scale=2.0**7)
     trainer = create_trainer(
         model, optimizer, forward, accumulation_steps=2, max_grad_norm=0.05, loss_scaling=StaticLossScaling(2.0**7)
     )

@@ -1,0 +1,224 @@
+"""Fused kernels: a wrong one is found out and not used, and what one is given lies in memory as it takes it to."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adagrad, Adam, AdamW
+
+from ignite_train import TrainEvents, create_trainer, fused_kernels
+from ignite_train.fused_kernels import is_kernel_right
+from textbook import Textbook
+
+CPU = torch.device("cpu")
+OPTIONS = {
+    SGD: ("dampening", "maximize", "momentum", "nesterov", "weight_decay"),
+    Adam: ("amsgrad", "decoupled_weight_decay", "maximize", "weight_decay"),
+    Adagrad: ("lr_decay", "maximize", "weight_decay"),
+}
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda p: SGD(p, lr=0.25, momentum=0.5, weight_decay=0.1, fused=True),
+    "adamw": lambda p: AdamW(p, lr=0.25, weight_decay=0.1, fused=True),
+    "adagrad": lambda p: Adagrad(p, lr=0.25, weight_decay=0.1, fused=True),
+}
+
+
+def forward(model: nn.ParameterDict, batch: dict[str, Tensor]) -> Tensor:
+    """The sum of each parameter named in the batch, times what the batch has for it: its gradient."""
+    return torch.stack([(model[key].float() * value).sum() for key, value in batch.items()]).sum()
+
+
+def steps_by_hand(
+    model: nn.ParameterDict, optimizer: torch.optim.Optimizer, batches: list[dict[str, Tensor]]
+) -> nn.ParameterDict:
+    """A copy of the model after the textbook's steps."""
+    right = copy.deepcopy(model)
+    book = Textbook(optimizer, list(right.parameters()))
+    for batch in batches:
+        for key, value in batch.items():
+            right[key].grad = value.to(right[key].dtype)
+        book.step()
+        book.zero_grad()
+    return right
+
+
+def assert_close(model: nn.ParameterDict, right: nn.ParameterDict, before: nn.ParameterDict, within: float) -> None:
+    for key, parameter in right.items():
+        moved = (parameter.double() - before[key].double()).norm().item()
+        assert moved > 0.1
+        assert (model[key].double() - parameter.double()).norm().item() <= within * moved
+
+
+# --- a trial step ---
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_right_kernels_are_found_right(dtype):
+    """Each combination of options passes in float32 and float64, whose kernels have no known defect."""
+    wrong = []
+    for kind, names in OPTIONS.items():
+        for count, tensor_lr in itertools.product(range(len(names) + 1), (False, True)):
+            for options in map(frozenset, itertools.combinations(names, count)):
+                impossible = "nesterov" in options and ("momentum" not in options or "dampening" in options)
+                if not impossible and not (tensor_lr and kind is Adagrad):
+                    right = is_kernel_right(kind, options, dtype, CPU, tensor_lr=tensor_lr)
+                    wrong += [] if right else [(kind, options, tensor_lr)]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", [Adam, Adagrad])
+def test_narrow_kernels_are_found_right(kind, dtype):
+    """Adam's and Adagrad's pass in 16 bits too: what float16 makes of torch's default epsilon is no defect of a kernel."""
+    assert is_kernel_right(kind, frozenset({"weight_decay"}), dtype, CPU)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_trial_says_what_a_run_would_show(dtype):
+    """SGD's kernel is found right in 16 bits if and only if it moves all of a parameter, as it does not in torch 2.13."""
+    parameter = nn.Parameter(torch.ones(200, dtype=dtype))
+    parameter.grad = torch.ones_like(parameter)
+    SGD([parameter], lr=0.5, fused=True).step()
+    assert is_kernel_right(SGD, frozenset(), dtype, CPU) == bool((parameter == 0.5).all())
+
+
+@pytest.mark.parametrize("kind", OPTIONS)
+@pytest.mark.parametrize("part", [slice(0, 64), slice(64, 128), slice(130, None)], ids=["block", "next", "tail"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_kernel_that_leaves_out_a_part_is_found_out(monkeypatch, kind, part, dtype):
+    """Whichever part of a parameter it does not move."""
+    name = {SGD: "sgd", Adam: "adam", Adagrad: "adagrad"}[kind]
+    kernel = getattr(fused_kernels, name)
+
+    def broken(parameters: list[Tensor], *args: Any, **options: Any) -> None:
+        before = parameters[0][part].clone()
+        kernel(parameters, *args, **(options | {"fused": False, "foreach": False, "grad_scale": None}))
+        parameters[0][part] = before
+
+    monkeypatch.setattr(fused_kernels, name, broken)
+    assert not is_kernel_right.__wrapped__(kind, frozenset(), dtype, CPU)
+
+
+# --- a step without it ---
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_wrong_kernel_is_not_used(monkeypatch, caplog, name):
+    """The steps are the textbook's, one line says so, the groups keep what the user has set, and others keep their kernel."""
+    monkeypatch.setattr(fused_kernels, "is_kernel_right", lambda kind, options, dtype, device, **_: dtype is not torch.bfloat16)
+    model = nn.ParameterDict({"a": torch.ones(150).bfloat16(), "b": torch.ones(150)})
+    before = copy.deepcopy(model)
+    optimizer = OPTIMIZERS[name]([{"params": [model["a"]]}, {"params": [model["b"]]}])
+    used: list[Any] = []
+    optimizer.register_step_post_hook(lambda *_: used.append([group["fused"] for group in optimizer.param_groups]))
+    batches = [{"a": torch.linspace(0.5, 1.0, 150), "b": torch.linspace(0.5, 1.0, 150)}] * 3
+    right = steps_by_hand(model, optimizer, batches)
+    with caplog.at_level(logging.WARNING, logger="ignite_train"):
+        create_trainer(model, optimizer, lambda model, batch: (forward(model, batch) * 3, 3)).run(batches)
+    assert_close(model, right, before, within=0.02)
+    assert used == [[None, True]] * 3
+    assert [group["fused"] for group in optimizer.state_dict()["param_groups"]] == [True, True]
+    assert ["torch.bfloat16 on cpu wrongly" in record.message for record in caplog.records] == [True]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_bfloat16_weights_train_with_the_kernels_of_this_torch(name):
+    """Whatever they are: a weight in bfloat16 ends where the textbook says."""
+    model = nn.ParameterDict({"a": torch.ones(150).bfloat16()})
+    before, optimizer = copy.deepcopy(model), OPTIMIZERS[name](model.parameters())
+    batches = [{"a": torch.linspace(0.5, 1.0, 150)}] * 3
+    right = steps_by_hand(model, optimizer, batches)
+    create_trainer(model, optimizer, lambda model, batch: (forward(model, batch) * 3, 3)).run(batches)
+    assert_close(model, right, before, within=0.02)
+
+
+def test_a_step_that_fails_leaves_the_options_as_they_were(monkeypatch):
+    """Also while the unfused step is taken."""
+    monkeypatch.setattr(fused_kernels, "is_kernel_right", lambda *_, **__: False)
+    model = nn.ParameterDict({"a": torch.ones(3)})
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+
+    def fail(*_: Any) -> None:
+        raise InterruptedError
+
+    optimizer.register_step_post_hook(fail)
+    with pytest.raises(InterruptedError):
+        create_trainer(model, optimizer, forward).run([{"a": torch.ones(3)}])
+    assert optimizer.param_groups[0]["fused"] is True
+
+
+# --- what a kernel cannot step ---
+
+
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["host", "accelerator"])
+@pytest.mark.parametrize("dampening", [0.0, 0.5])
+def test_a_first_gradient_may_come_later(monkeypatch, dampening, elsewhere):
+    """With momentum too: the parameter begins with its own first gradient, and the kernel is back in the next update."""
+    if elsewhere:
+        monkeypatch.setattr("ignite_train.reading._HOST", "nowhere")
+    model = nn.ParameterDict({key: torch.ones(40) for key in "abc"})
+    before = copy.deepcopy(model)
+    optimizer = SGD(model.parameters(), lr=0.25, momentum=0.5, dampening=dampening, fused=True)
+    used: list[Any] = []
+    if not elsewhere:
+        optimizer.register_step_post_hook(lambda *_: used.append(optimizer.param_groups[0]["fused"]))
+    one, two = torch.linspace(0.5, 1.0, 40), torch.linspace(1.0, 0.25, 40)
+    batches = [{"a": one, "b": two}, {"a": two, "c": one}, {"a": one, "c": two}, {"b": one, "c": one}, {"a": one, "b": one}]
+    right = steps_by_hand(model, optimizer, batches)
+    create_trainer(model, optimizer, lambda model, batch: (forward(model, batch) * 3, 3)).run(batches)
+    assert_close(model, right, before, within=1e-6)
+    assert used == ([] if elsewhere else [True, None, True, True, True])
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_gaps_in_a_parameter_are_not_written_to(caplog, name):
+    """A parameter that is a part of another tensor is stepped, and the rest of that tensor is left alone."""
+    table = torch.ones(6, 8)
+    model = nn.ParameterDict({"a": nn.Parameter(table[:, :5])})
+    before, optimizer = copy.deepcopy(model), OPTIMIZERS[name](model.parameters())
+    batches = [{"a": torch.linspace(0.5, 1.0, 30).view(6, 5)}] * 3
+    right = steps_by_hand(model, optimizer, batches)
+    create_trainer(model, optimizer, forward).run(batches)
+    assert_close(model, right, before, within=1e-6)
+    assert table[:, 5:].tolist() == [[1.0] * 3] * 6
+    assert [record.message for record in caplog.records if "'a' has gaps" in record.message]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_gradient_with_other_strides_is_copied(caplog, name):
+    """A handler that puts a transposed tensor into `.grad` trains the right weights, and is told so once."""
+    model = nn.ParameterDict({"a": torch.ones(6, 5)})
+    before, optimizer = copy.deepcopy(model), OPTIMIZERS[name](model.parameters())
+    batches = [{"a": torch.linspace(0.5, 1.0, 30).view(6, 5)}] * 4
+    right = steps_by_hand(model, optimizer, batches)
+    trainer = create_trainer(model, optimizer, forward)
+
+    @trainer.on(TrainEvents.BACKWARD_COMPLETED)
+    def transpose() -> None:
+        model["a"].grad = model["a"].grad.t().contiguous().t()
+
+    trainer.run(batches)
+    assert_close(model, right, before, within=1e-6)
+    assert len([record for record in caplog.records if "the gradient of 'a' does not have the strides" in record.message]) == 1
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_moments_with_other_strides_are_laid_out_again(name):
+    """Moments from a run whose weights had another layout belong to the same indices in this one."""
+    batches = [{"a": torch.linspace(0.5, 1.0, 30).view(6, 5)}, {"a": torch.linspace(1.0, -1.0, 30).view(6, 5)}]
+    first = nn.ParameterDict({"a": torch.ones(6, 5)})
+    before, old = copy.deepcopy(first), OPTIMIZERS[name](first.parameters())
+    right = steps_by_hand(first, old, [*batches, *batches])
+    create_trainer(first, old, forward).run(batches)
+    model = nn.ParameterDict({"a": nn.Parameter(first["a"].detach().t().contiguous().t())})
+    optimizer = OPTIMIZERS[name](model.parameters())
+    optimizer.load_state_dict(old.state_dict())
+    create_trainer(model, optimizer, forward).run(batches)
+    assert_close(model, right, before, within=1e-6)

@@ -1,0 +1,211 @@
+"""The gradient norm where float32 cannot hold its squares, and what an update must not be asked to step with."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from ignite.engine import Events
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.functional import embedding
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, AdamW
+
+from ignite_train import LearningRateError, NonFiniteError, SparseGradientError, TrainEvents, create_trainer, distributed
+from ranks import run_ranks
+
+
+class Scaled(nn.Module):
+    """A weight whose gradient is what it is called with."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6, 4, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.weight * x).sum()
+
+
+def gradient(size: float, dtype: torch.dtype = torch.float32) -> Tensor:
+    return (size * torch.linspace(0.5, 1.0, 24, dtype=torch.float64).view(6, 4)).to(dtype)
+
+
+@pytest.mark.parametrize("host", ["cpu", "nowhere"])
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize(
+    ("size", "dtype"),
+    [(1e20, torch.float32), (3e36, torch.float32), (1e-30, torch.float32), (1e20, torch.bfloat16), (1e200, torch.float64)],
+    ids=str,
+)
+def test_the_norm_of_finite_gradients_is_finite(monkeypatch, size, dtype, fused, host):
+    """Whatever their size, it is that of float64 arithmetic, and the clipped step is made."""
+    monkeypatch.setattr("ignite_train.reading._HOST", host)
+    model, x = Scaled(dtype), gradient(size, dtype)
+    trainer = create_trainer(model, SGD(model.parameters(), lr=0.5, fused=fused), lambda m, x: m(x), max_grad_norm=1.0)
+    trainer.run([x])
+    peak = x.double().abs().max().item()
+    right = peak * (x.double() / peak).norm().item()
+    assert trainer.state.output.grad_norm == pytest.approx(right, rel=1e-6)
+    assert trainer.state.num_steps == 1
+    step = x.double() / peak * (0.5 * min(peak, peak / right))
+    tolerance = 2**-7 if dtype is torch.bfloat16 else 1e-6
+    torch.testing.assert_close(model.weight.double().detach(), 1.0 - step, rtol=tolerance, atol=0.0)
+
+
+@pytest.mark.parametrize("host", ["cpu", "nowhere"])
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_an_element_that_is_not_finite_is_still_found(monkeypatch, bad, host):
+    """Taking the norm again does not make a gradient finite that is not."""
+    monkeypatch.setattr("ignite_train.reading._HOST", host)
+    model, x = Scaled(), gradient(1e20)
+    model.weight.register_hook(lambda grad: torch.where(torch.arange(24).view(6, 4) == 7, bad, grad))
+    with pytest.raises(NonFiniteError):
+        create_trainer(model, SGD(model.parameters(), lr=0.5, fused=True), lambda m, x: m(x)).run([x])
+    assert model.weight.tolist() == [[1.0] * 4] * 6
+
+
+def norms_on_ranks() -> dict[str, list[Any]]:
+    """Norms and numbers of steps of three updates, in each way; the last one's gradients are infinite."""
+    seen: dict[str, list[Any]] = {}
+    for way in ("ddp", "auto", "explicit", "fsdp"):
+        model: Any = Scaled()
+        if way == "fsdp":
+            fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+        wrapped = DistributedDataParallel(model) if way in ("ddp", "auto") else model
+        optimizer = AdamW(model.parameters(), lr=0.0, fused=True)
+        trainer = create_trainer(
+            wrapped, optimizer, lambda m, x: (m(x), 1), reduction=way, on_nonfinite="skip", max_grad_norm=1.0
+        )
+        found = seen[way] = []
+        trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda t, f=found: f.append(t.state.output.grad_norm))
+        trainer.run([gradient(1e20), gradient(1e-30), gradient(math.inf)])
+        found.append(trainer.state.num_steps)
+    return seen
+
+
+def test_the_norm_is_finite_in_each_way_of_crossing_ranks():
+    """On both ranks alike."""
+    first, second = run_ranks(norms_on_ranks, timeout_seconds=60.0)
+    assert repr(first) == repr(second)
+    right = gradient(1.0).double().norm().item()
+    for large, small, infinite, num_steps in first.values():
+        assert large == pytest.approx(1e20 * right, rel=1e-6)
+        assert small == pytest.approx(1e-30 * right, rel=1e-6)
+        assert not math.isfinite(infinite)
+        assert num_steps == 2
+
+
+# --- learning rates ---
+
+
+@pytest.mark.parametrize("host", ["cpu", "nowhere"])
+@pytest.mark.parametrize("as_tensor", [False, True], ids=["number", "tensor"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_learning_rate_that_is_not_finite_is_refused(monkeypatch, bits, bad, as_tensor, host):
+    """Before the step: parameters and moments are those of the update before, on an accelerator too."""
+    monkeypatch.setattr("ignite_train.reading._HOST", host)
+    model = Scaled()
+    rate: Any = torch.tensor(0.1) if as_tensor else 0.1
+    groups = [{"params": []}, {"params": model.parameters(), "lr": rate}]
+    optimizer = SGD(groups, lr=0.1, fused=True)
+    trainer = create_trainer(model, optimizer, lambda m, x: m(x))
+    contents: list[Any] = []
+
+    def spoil() -> None:
+        contents.append(bits([model.state_dict(), list(optimizer.state.values())]))
+        if as_tensor:
+            rate.fill_(bad)
+        else:
+            optimizer.param_groups[1]["lr"] = bad
+
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), spoil)
+    with pytest.raises(LearningRateError, match=r"finite learning rates, got (nan|inf) in param_groups\[1\]"):
+        trainer.run([gradient(1.0)] * 5)
+    assert trainer.state.num_steps == 3
+    assert contents == [bits([model.state_dict(), list(optimizer.state.values())])]
+
+
+def test_a_learning_rate_that_a_handler_spoils_is_refused():
+    """Also in the last moment before the step."""
+    model = Scaled()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    trainer = create_trainer(model, optimizer, lambda m, x: m(x))
+    trainer.add_event_handler(TrainEvents.GRADIENTS_READY, lambda: optimizer.param_groups[0].update(lr=math.nan))
+    with pytest.raises(LearningRateError):
+        trainer.run([gradient(1.0)])
+    assert model.weight.tolist() == [[1.0] * 4] * 6
+
+
+def test_a_learning_rate_is_looked_at_before_the_first_batch():
+    """A NaN that is there from the beginning is an argument that is wrong."""
+    model = Scaled()
+    with pytest.raises(ValueError, match=r"optimizer must have finite learning rates, got nan in param_groups\[0\]"):
+        create_trainer(model, SGD(model.parameters(), lr=math.nan), lambda m, x: m(x))
+
+
+# --- what has no norm, or no real one ---
+
+
+class Table(nn.Module):
+    """An embedding by the functional call, which torch gives a sparse gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.ones(10, 4))
+
+    def forward(self, index: Tensor) -> Tensor:
+        return embedding(index, self.table, sparse=True).sum()
+
+
+def sparse_message(way: Any) -> str:
+    model = Table()
+    wrapped: nn.Module = DistributedDataParallel(model) if way == "ddp" else model
+    trainer = create_trainer(wrapped, SGD(model.parameters(), lr=0.1), lambda m, x: m(x), reduction=way, accumulation_steps=2)
+    with pytest.raises(SparseGradientError) as caught:
+        trainer.run([torch.tensor([1, 2])] * 2)
+    assert model.table.grad is None
+    return str(caught.value)
+
+
+def test_a_sparse_gradient_is_refused_in_one_line():
+    """Wherever torch fails over it, with the name of the parameter."""
+    right = "model must have dense gradients, got a sparse one for 'table'; call the embedding with sparse=False"
+    assert sparse_message("auto") == right
+    for way in ("ddp", "explicit"):
+        assert run_ranks(sparse_message, way) == [right] * 2
+
+
+class Complex(nn.Module):
+    """A model whose first parameter is complex."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+        self.second = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.first * x).abs().square().sum() + (self.second * x).sum()
+
+
+def train_complex(way: Any) -> list[Any]:
+    """Two updates, for the second of which rank 1 has no data."""
+    model = Complex()
+    wrapped = model if way == "explicit" else DistributedDataParallel(model)
+    trainer = create_trainer(wrapped, SGD(model.parameters(), lr=0.1), lambda m, x: (m(x), 1), reduction=way)
+    trainer.run([torch.full((3,), 1.0 + number) for number in range(2 - distributed.rank())])
+    return [model.first.tolist(), model.second.tolist()]
+
+
+def test_a_rank_without_data_may_have_a_complex_parameter_first():
+    """The update is that of the other rank's samples, in each way of crossing ranks."""
+    # x = 1 on both ranks, then x = 2 on one: d|w|²x²/dw is 2wx² in torch's convention, and the mean of x is the other's.
+    first, second = 1.0 - 0.1 * 2.0, 1.0 - 0.1 * 1.0
+    first, second = first - 0.1 * 2.0 * first * 4.0, second - 0.1 * 2.0
+    for way in ("ddp", "auto", "explicit"):
+        for found in run_ranks(train_complex, way):
+            assert found[0] == pytest.approx([complex(first)] * 3, rel=1e-6)
+            assert found[1] == pytest.approx([second] * 3, rel=1e-6)
