@@ -180,14 +180,16 @@ class LossScaleFloorError(TrainingError, FloatingPointError):
     Attributes:
         loss_scale: the scale that overflowed.
         floor: the lowest scale allowed.
+        where: what each rank found when it ran its micro-batches again, as in `NonFiniteError`.
     """
 
-    def __init__(self, loss_scale: float, floor: float) -> None:
-        self.loss_scale, self.floor = loss_scale, floor
+    def __init__(self, loss_scale: float, floor: float, where: tuple[str, ...] = ()) -> None:
+        self.loss_scale, self.floor, self.where = loss_scale, floor, where
+        origin = f" ({'; '.join(where)})" if where else ""
         super().__init__(
-            f"gradients overflow at loss scale {loss_scale:g} and it may not go below {floor:g}: the loss has most likely "
-            "diverged; lower the learning rate, set max_grad_norm, or train with precision='bf16'"
+            f"gradients overflow at loss scale {loss_scale:g} and it may not go below {floor:g}{origin}: the loss has most "
+            "likely diverged; lower the learning rate, set max_grad_norm, or train with precision='bf16'"
         )
 
-    def __reduce__(self) -> tuple[type[LossScaleFloorError], tuple[float, float]]:
-        return type(self), (self.loss_scale, self.floor)
+    def __reduce__(self) -> tuple[type[LossScaleFloorError], tuple[float, float, tuple[str, ...]]]:
+        return type(self), (self.loss_scale, self.floor, self.where)

@@ -122,9 +122,9 @@ def _wrong_mean(terms: list[_Term], batch: int | None) -> str | None:
     if batch is None or batch < 2 or not all(_is_plain_sum(term, batch) for term in terms):
         return None
     return (
-        f"forward returned a bare loss, which is taken as a mean, but it looks like a sum over {batch} samples, so that "
-        f"the gradient would be {batch} times too large; return ForwardOutput(loss, sample_size=...), or the mean; for a step "
-        "along the sum of a micro-batch return ForwardOutput(loss, sample_size=1)"
+        f"forward returned a bare loss, which is taken as a mean, but it looks like a sum over {batch} samples, so that the "
+        f"gradient would be {batch} times too large; return ForwardOutput(loss, sample_size=...) or the mean; for a step along "
+        "the sum of a micro-batch return ForwardOutput(loss, sample_size=1)"
     )
 
 
@@ -152,7 +152,7 @@ def _is_plain_sum(term: _Term, batch: int) -> bool:
     """Whether it adds up samples, and nothing may have made a mean of it again."""
     if term.kind != "sum" or not term.sizes or term.sizes[0] < batch or term.sizes[0] % batch:
         return False
-    if any(scale.divides for scale in term.scales) or abs(_product(term)) < 0.5:
+    if any(scale.divides for scale in term.scales) or not 0.5 <= abs(_product(term)) < math.inf:
         return False
     return all(not weight.divides and _total(weight, term.sizes) >= batch / 2 for weight in term.weights)
 

@@ -15,10 +15,12 @@ from ignite_train.errors import LossScaleFloorError
 __all__ = [
     "DeepSpeedLossScaling",
     "FairseqLossScaling",
+    "HasFloor",
     "LossScaling",
     "NoLossScaling",
     "StaticLossScaling",
     "TorchLossScaling",
+    "scale_near_floor",
 ]
 
 
@@ -44,6 +46,26 @@ class LossScaling(Protocol):
         """Takes it over."""
 
 
+@runtime_checkable
+class HasFloor(Protocol):
+    """A policy whose scale has a floor, at which an overflow raises a `LossScaleFloorError`.
+
+    Near it each update remembers the random state, so that the error can say where the first value that is not finite is.
+
+    Attributes:
+        min_scale: the floor.
+        on_floor: `"raise"`, or `"hold"`, with which the scale stays where it is.
+    """
+
+    min_scale: float
+    on_floor: str
+
+
+def scale_near_floor(policy: LossScaling) -> float:
+    """The scale up to which an overflow may be one too many: no policy gets from above it below its floor by one of them."""
+    return 2.0 * policy.min_scale if isinstance(policy, HasFloor) and policy.on_floor == "raise" else 0.0
+
+
 class NoLossScaling:
     """Scale 1, for fp32 and bf16: there is nothing that a lower scale could mend, so non-finite gradients are no overflow."""
 
@@ -62,7 +84,7 @@ class NoLossScaling:
 
 
 class StaticLossScaling:
-    """A scale that never changes; an overflow skips the update.
+    """A scale that never changes; an overflow skips the update, and `give_up_after` of them in a row end the run.
 
     Args:
         scale: the scale; a power of two loses no bits.
@@ -111,7 +133,7 @@ class _DynamicLossScaling:
         self.scale = min(self.scale * factor, self.max_scale)
 
     def _back_off(self, factor: float) -> None:
-        """Lowers the scale; at the floor it stays, with an error if the policy says so."""
+        """Lowers the scale. At the floor it stays, with an error if the policy says so; else `give_up_after` ends the run."""
         if self.scale <= self.min_scale and self.on_floor == "raise":
             raise LossScaleFloorError(self.scale, self.min_scale)
         self.scale = max(self.scale * factor, self.min_scale)

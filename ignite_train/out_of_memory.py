@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from ignite_train.gradients import Gradients
 from ignite_train.side_effects import SideEffects
 from ignite_train.statistics import Statistics
+from ignite_train.transfer import moves_itself
 
 __all__ = ["OnOutOfMemory", "RaiseOutOfMemory", "RecoverFromOutOfMemory", "Recovery", "halves"]
 
@@ -97,7 +98,7 @@ class RecoverFromOutOfMemory:
         """Called for a part that did not fit, when everything is put back.
 
         Raises:
-            ValueError: a single sample does not fit.
+            ValueError: a single sample does not fit, or what does not fit cannot be halved.
         """
         self._statistics.num_out_of_memory += 1
         if torch.accelerator.is_available():
@@ -105,6 +106,12 @@ class RecoverFromOutOfMemory:
         if not self._split:
             return
         size = _batch_size(part)
+        uncut = next((leaf for leaf in _leaves(part) if moves_itself(leaf)), None)
+        if uncut is not None:
+            raise ValueError(
+                f"on_out_of_memory='split' must be able to halve a micro-batch, and one with a {type(uncut).__name__} cannot "
+                "be halved along its batch dimension; use on_out_of_memory='skip', or smaller micro-batches"
+            )
         if size is None or size < 2:
             raise ValueError(
                 "on_out_of_memory='split' must be able to halve a micro-batch, and one of a single sample, or without tensors, "
@@ -162,8 +169,15 @@ def halves(micro_batch: Any) -> list[Any]:
 
 
 def _batch_size(micro_batch: Any) -> int | None:
-    lengths = (_length(leaf) for leaf in pytree.tree_leaves(micro_batch))
-    return next((length for length in lengths if length is not None), None)
+    """The length of its first tensor; None where there is none, or something that only knows itself how it could be cut."""
+    leaves = _leaves(micro_batch)
+    if any(map(moves_itself, leaves)):
+        return None
+    return next((length for length in map(_length, leaves) if length is not None), None)
+
+
+def _leaves(micro_batch: Any) -> list[Any]:
+    return pytree.tree_leaves(micro_batch, is_leaf=moves_itself)
 
 
 def _length(leaf: Any) -> int | None:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-__all__ = ["Transfer"]
-
-
-@runtime_checkable
-class _Movable(Protocol):
-    def to(self, device: torch.device, *, non_blocking: bool) -> Any: ...
+__all__ = ["Transfer", "moves_itself"]
 
 
 class _Coming(NamedTuple):
@@ -29,8 +27,9 @@ class Transfer:
     """Moves every tensor of a micro-batch to `device`.
 
     A micro-batch is any nesting of dicts, lists, tuples, named tuples and whatever else is registered with torch's pytree;
-    leaves with a `to` method (packed sequences, graph batches) move themselves; all other leaves stay as they are. For the CPU
-    there is nothing to move and nothing is looked at.
+    what has a `to` method of its own (packed sequences, graph batches, also where they are tuples) moves itself, and is asked
+    to do so without waiting where its `to` takes `non_blocking`; all other leaves stay as they are. For the CPU there is
+    nothing to move and nothing is looked at.
 
     On CUDA tensors are copied from pinned memory on a stream of their own, so that neither the host nor the copy waits for what
     is computed; `ahead` has that happen before they are asked for. What a loader has pinned is not pinned again. Sparse and
@@ -50,7 +49,7 @@ class Transfer:
     def __call__(self, micro_batch: Any) -> Any:
         """The micro-batch on the device, for what is computed next."""
         if not self._has_streams:
-            return micro_batch if self._device.type == "cpu" else pytree.tree_map(self._move, micro_batch)
+            return micro_batch if self._device.type == "cpu" else _map(self._move, micro_batch)
         coming = self._moved_ahead(micro_batch)
         if coming is None:
             coming = self._start(micro_batch)
@@ -65,7 +64,7 @@ class Transfer:
             leaf.record_stream(stream)  # or its memory would be given to the next copy before what is computed is done with it
             return leaf
 
-        return pytree.tree_map(hand_over, coming.moved)
+        return _map(hand_over, coming.moved)
 
     def ahead(self, micro_batch: Any) -> None:
         """Starts to move the one that will be asked for next. If there is no room for it, it is moved when it is asked for."""
@@ -91,11 +90,43 @@ class Transfer:
             return _pinned(leaf).to(self._device, non_blocking=True) if _is_plain(leaf) else leaf
 
         with _on(self._stream):
-            moved = pytree.tree_map(copy, micro_batch)
+            moved = _map(copy, micro_batch)
         return _Coming(micro_batch, moved, self._stream.record_event())
 
     def _move(self, leaf: Any) -> Any:
-        return leaf.to(self._device, non_blocking=True) if isinstance(leaf, (Tensor, _Movable)) else leaf
+        if isinstance(leaf, Tensor) or _takes_non_blocking(type(leaf)):  # type: ignore[arg-type]  # a type is hashable
+            return leaf.to(self._device, non_blocking=True)
+        return leaf.to(self._device) if moves_itself(leaf) else leaf
+
+
+def moves_itself(value: Any) -> bool:
+    """Whether it is no tensor, and has a `to` method: only it knows which of its parts belong on a device."""
+    return _own_to(type(value)) is not None  # type: ignore[arg-type]  # a type is hashable
+
+
+@lru_cache(maxsize=256)
+def _own_to(kind: type) -> Callable[..., Any] | None:
+    """The method of this name; a field of a named tuple that is called so is none."""
+    if issubclass(kind, Tensor):
+        return None
+    found = next((vars(base)["to"] for base in kind.__mro__ if "to" in vars(base)), None)
+    return found if callable(found) else None
+
+
+@lru_cache(maxsize=256)
+def _takes_non_blocking(kind: type) -> bool:
+    to = _own_to(kind)
+    if to is None:
+        return False
+    try:
+        parameters = inspect.signature(to).parameters
+    except ValueError:  # some methods that are not written in Python have none
+        return True
+    return "non_blocking" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def _map(change: Callable[[Any], Any], micro_batch: Any) -> Any:
+    return pytree.tree_map(change, micro_batch, is_leaf=moves_itself)
 
 
 def _is_plain(leaf: Any) -> bool:

@@ -12,15 +12,22 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ignite_train import distributed
-from ignite_train.arguments import shown
+from ignite_train.arguments import check_state_dict, shown
 from ignite_train.compilation import Backward
 from ignite_train.engine import Trainer
-from ignite_train.errors import ForwardContractError, GaveUpError, NonFiniteError, SparseGradientError, TrainingError
+from ignite_train.errors import (
+    ForwardContractError,
+    GaveUpError,
+    LossScaleFloorError,
+    NonFiniteError,
+    SparseGradientError,
+    TrainingError,
+)
 from ignite_train.events import TrainEvents
 from ignite_train.forward_output import Forward, ForwardOutput, as_forward_output
 from ignite_train.gradients import SMALLEST_NORM, Gradients, clip_coefficient
 from ignite_train.learning_rates import LearningRates
-from ignite_train.loss_scaling import LossScaling
+from ignite_train.loss_scaling import LossScaling, scale_near_floor
 from ignite_train.nonfinite import find_nonfinite
 from ignite_train.out_of_memory import Recovery
 from ignite_train.precision import Precision
@@ -62,11 +69,16 @@ class Update:
     _in_a_row: dict[str, int] = field(default_factory=dict)
     _replay_point: ReplayPoint = field(init=False)
     _vote: RankVote = field(init=False)
+    _replay_up_to: float = field(init=False)  # the loss scale up to which an update may have to be run again
     _missing: int = 0
 
     def __post_init__(self) -> None:
         self._replay_point = ReplayPoint(next(self.model.parameters()).device)
         self._vote = RankVote()
+        if self.loss_scaling.enabled:
+            self._replay_up_to = scale_near_floor(self.loss_scaling)
+        else:
+            self._replay_up_to = math.inf if self.on_nonfinite == "raise" else 0.0
 
     def __call__(self, trainer: Trainer, group: list[Any]) -> UpdateOutput:
         """Runs the update over `group`, which may be empty where other ranks have data. Collective."""
@@ -117,8 +129,8 @@ class Update:
         return self.gradients.named()
 
     def state_dict(self) -> dict[str, Any]:
-        """What an update remembers of those before it: the loss scaling."""
-        return {"loss_scaling": self.loss_scaling.state_dict()}
+        """What an update remembers of those before it: the loss scaling, and how many in a row were no good."""
+        return {"loss_scaling": self.loss_scaling.state_dict(), "in_a_row": dict(self._in_a_row)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes it over.
@@ -128,13 +140,16 @@ class Update:
         """
         if not isinstance(state_dict, Mapping) or "loss_scaling" not in state_dict:
             raise ValueError(f"state_dict['update'] must be a mapping with the key loss_scaling, got {shown(state_dict)}")
+        in_a_row = state_dict.get("in_a_row", {})  # a checkpoint of an earlier version has none
+        check_state_dict("Trainer", in_a_row, (), in_a_row)
         self.loss_scaling.load_state_dict(state_dict["loss_scaling"])
+        self._in_a_row = dict(in_a_row)
 
     def _begin(self, trainer: Trainer, group: list[Any]) -> int:
         if not self.model.training:
             self.model.train()
         self.gradients.clear_stale()
-        if self.on_nonfinite == "raise" and not self.loss_scaling.enabled:
+        if self.loss_scaling.scale <= self._replay_up_to:
             self._replay_point.mark()
         self._missing = self.reduction.missing(group, trainer.widest_group)
         return self._missing
@@ -204,14 +219,28 @@ class Update:
         assert reason is None or not stepped  # noqa: S101  # both verdicts are of the same numbers
         if reason == "nonfinite" and self.on_nonfinite == "raise":
             raise NonFiniteError(update, output.loss, output.grad_norm, *self._locate(group, output))
-        self._count_in_a_row(update, output)
+        fell = reason == "overflow" and self._lower_scale(group, output)
+        self._count_in_a_row(update, output, fell=fell)
         if reason is None and not stepped:
             self.learning_rates.check(output.learning_rates)
             self.gradients.refuse_dropped()
             self.stepping(output.clip_coefficient)
-        if reason != "no_samples":
-            self.loss_scaling.update(overflow=reason == "overflow")
+        if reason not in ("no_samples", "overflow"):
+            self.loss_scaling.update(overflow=False)
         self.gradients.clear()
+
+    def _lower_scale(self, group: list[Any], output: UpdateOutput) -> bool:
+        """Tells the loss scaling of an overflow, and says whether the scale fell. At its floor all ranks look for the cause."""
+        before = self.loss_scaling.scale
+        try:
+            self.loss_scaling.update(overflow=True)
+        except LossScaleFloorError as error:
+            if before > self._replay_up_to:
+                raise
+            found, absent = self._locate(group, output)
+            found += tuple(f"rank {rank} saw no overflow" for rank in absent)
+            raise LossScaleFloorError(error.loss_scale, error.floor, found) from None
+        return self.loss_scaling.scale < before
 
     def _locate(self, group: list[Any], output: UpdateOutput) -> tuple[tuple[str, ...], tuple[int, ...]]:
         """Runs the micro-batches again, as they were, to find the first value that is not finite.
@@ -233,7 +262,8 @@ class Update:
 
         def loss_of(micro_batch: Any) -> Tensor:
             with self.precision.autocast():
-                return as_forward_output(self.forward(module, self.transfer(micro_batch))).loss
+                loss = as_forward_output(self.forward(module, self.transfer(micro_batch))).loss
+            return loss * self.loss_scaling.scale if self.loss_scaling.enabled else loss
 
         found = find_nonfinite(module, group, loss_of, all_of_them=not self.reduction.replayable)
         for _ in range(0 if self.reduction.replayable else self._missing):
@@ -244,17 +274,22 @@ class Update:
         reports = distributed.gather_objects(found)
         return tuple(f"rank {rank}, {report}" for rank, report in enumerate(reports) if report is not None), ()
 
-    def _count_in_a_row(self, update: int, output: UpdateOutput) -> None:
+    def _count_in_a_row(self, update: int, output: UpdateOutput, *, fell: bool) -> None:
+        """Counts what does not get better by itself; an overflow that lowered the scale is on its way there."""
         if output.applied and output.num_out_of_memory == 0:
             self._in_a_row.clear()
             return
         for what, happened in (
-            ("was skipped", output.skipped_reason == "nonfinite"),
+            ("was skipped", output.skipped_reason in ("nonfinite", "overflow") and not fell),
             ("ran out of memory", output.num_out_of_memory > 0),
         ):
-            self._in_a_row[what] = self._in_a_row.get(what, 0) + 1 if happened else 0
-            if self.give_up_after is not None and self._in_a_row[what] >= self.give_up_after:
-                raise GaveUpError(update, self._in_a_row[what], what)
+            if not happened:
+                self._in_a_row.pop(what, None)
+                continue
+            in_a_row = self._in_a_row.get(what, 0) + 1
+            if self.give_up_after is not None and in_a_row >= self.give_up_after:
+                raise GaveUpError(update, in_a_row, what)
+            self._in_a_row[what] = in_a_row
 
     def _forget(self, error: BaseException) -> None:
         """Leaves nothing of an update behind that `error` has broken off.

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 from ignite.engine import Events
+from torch.nn.functional import mse_loss
 
 from ignite_train import (
     DeepSpeedLossScaling,
     FairseqLossScaling,
+    GaveUpError,
     LossScaleFloorError,
     NoLossScaling,
     StaticLossScaling,
@@ -247,3 +249,72 @@ def test_the_floor_ends_a_run_before_anything_moved(build, micro_batches):
     assert (trainer.state.iteration, trainer.state.num_skipped) == (1, 1)
     assert after[2]["update"]["loss_scaling"]["scale"] == 4.0
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def never_finite(model: Any, batch: Any) -> Any:
+    return mse_loss(model(batch[0]), batch[1]) * math.nan
+
+
+@pytest.mark.parametrize(
+    ("policy", "last"),
+    [
+        (lambda: StaticLossScaling(8.0), 20),
+        (lambda: TorchLossScaling(8.0, min_scale=2.0, on_floor="hold"), 2 + 20),
+        (lambda: FairseqLossScaling(8.0, min_scale=2.0, on_floor="hold"), 1 + 20),
+        (lambda: FairseqLossScaling(8.0, threshold=2.0), 2 + 20),
+        (lambda: DeepSpeedLossScaling(8.0, min_scale=2.0, hysteresis=2, on_floor="hold"), 1 + 2 + 20),
+    ],
+    ids=["static", "torch", "fairseq", "fairseq-threshold", "deepspeed"],
+)
+def test_a_run_that_is_never_finite_ends(build, micro_batches, policy, last):
+    """Where the scale can fall no further, the twentieth overflow in a row ends the run, by default."""
+    model, _, trainer = build(never_finite, loss_scaling=policy())
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(GaveUpError, match="20 in a row that was skipped") as raised:
+        trainer.run(micro_batches, max_iters=2000)
+    assert raised.value.update == last
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("give_up_after", [1, 3])
+def test_a_high_first_scale_may_fall_as_often_as_it_must(build, micro_batches, give_up_after):
+    """Forty overflows in a row, each of which lowers the scale, are no reason to give up."""
+    policy = TorchLossScaling(2.0**24, min_scale=2.0**-24)
+
+    def forward(model: Any, batch: Any) -> Any:
+        return mse_loss(model(batch[0]), batch[1]) * (math.inf if policy.scale > 2.0**-16 else 1.0)
+
+    _, _, trainer = build(forward, loss_scaling=policy, give_up_after=give_up_after)
+    trainer.run(micro_batches, max_iters=45)
+    assert (trainer.state.num_skipped, trainer.state.num_steps) == (40, 5)
+
+
+def test_a_resumed_run_gives_up_at_the_same_update(build, micro_batches):
+    """How many in a row were no good is saved; a checkpoint of an earlier version has no such count, and is read."""
+
+    def run(saved: Any, updates: int) -> Any:
+        setup = build(never_finite, loss_scaling=StaticLossScaling(8.0), give_up_after=4)
+        if saved is not None:
+            setup.trainer.load_state_dict(saved)
+        setup.trainer.run(micro_batches, max_iters=updates)
+        return setup.trainer.state_dict()
+
+    saved = json.loads(json.dumps(run(None, 3)))
+    for _ in range(2):  # the state of a run that gave up counts no more than the one it came from
+        with pytest.raises(GaveUpError) as raised:
+            run(saved, 9)
+        assert (raised.value.update, raised.value.in_a_row) == (4, 4)
+    del saved["update"]["in_a_row"]
+    with pytest.raises(GaveUpError) as raised:
+        run(saved, 9)
+    assert (raised.value.update, raised.value.in_a_row) == (7, 4)
+
+
+def test_giving_up_again_counts_the_same(build, micro_batches):
+    """An update that gave up was not done: run once more it is as many in a row as before."""
+    _, _, trainer = build(never_finite, loss_scaling=StaticLossScaling(8.0), give_up_after=2)
+    for _ in range(2):
+        with pytest.raises(GaveUpError) as raised:
+            trainer.run(micro_batches, max_iters=9)
+        assert (raised.value.update, raised.value.in_a_row) == (2, 2)
+    assert trainer.state_dict()["update"]["in_a_row"]["was skipped"] == 1

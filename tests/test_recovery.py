@@ -15,7 +15,16 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import cuts
-from ignite_train import ForwardOutput, GaveUpError, NonFiniteError, TrainEvents, create_evaluator, create_trainer
+from ignite_train import (
+    ForwardOutput,
+    GaveUpError,
+    LossScaleFloorError,
+    NonFiniteError,
+    TorchLossScaling,
+    TrainEvents,
+    create_evaluator,
+    create_trainer,
+)
 from ignite_train.out_of_memory import RecoverFromOutOfMemory
 from ranks import RanksFailedError, run_ranks
 
@@ -255,7 +264,7 @@ def test_running_out_again_and_again_ends_all_ranks() -> None:
 # --- not finite ---
 
 
-def not_finite(site: str, way: str) -> tuple[str, int, int]:
+def not_finite(site: str, way: str, scaled: bool) -> tuple[str, int, int]:
     """A value that is not finite on rank 1 in the second micro-batch of update 2."""
     model = Net()
     wrapped = wrap(model, way)
@@ -295,8 +304,9 @@ def not_finite(site: str, way: str) -> tuple[str, int, int]:
         return x.shape == second.shape and torch.equal(x, torch.where(second == 77, 0.0, second))
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    trainer = create_trainer(wrapped, optimizer, forward, accumulation_steps=2, reduction=way)
-    with pytest.raises(NonFiniteError) as caught:
+    policy = TorchLossScaling(2.0, min_scale=2.0) if scaled else None
+    trainer = create_trainer(wrapped, optimizer, forward, accumulation_steps=2, reduction=way, loss_scaling=policy)
+    with pytest.raises(LossScaleFloorError if scaled else NonFiniteError) as caught:
         trainer.run(data, max_epochs=1)
     return str(caught.value), trainer.state.num_steps, int(model.norm.num_batches_tracked)
 
@@ -311,9 +321,13 @@ EXPECTED = {
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("site", EXPECTED)
-def test_a_value_that_is_not_finite_is_found(site: str, way: str) -> None:
-    """Every rank's error names the rank, the micro-batch and the first module or parameter that is not finite."""
-    first, second = run_ranks(not_finite, site, way)
+@pytest.mark.parametrize("scaled", [False, True], ids=["unscaled", "at-the-floor"])
+def test_a_value_that_is_not_finite_is_found(site: str, way: str, scaled: bool) -> None:
+    """Every rank's error names the rank, the micro-batch and the first module or parameter that is not finite.
+
+    So does that of a loss scale that is at its floor.
+    """
+    first, second = run_ranks(not_finite, site, way, scaled)
     assert first == second
     message, num_steps, num_forwards = first
     assert f"(rank 1, {EXPECTED[site]}" in message
@@ -341,6 +355,32 @@ def skip_for_ever() -> tuple[int, int, int]:
 def test_skipping_gives_up_on_all_ranks() -> None:
     """Two skips in a row are survived, the third in a row ends both ranks in the same update."""
     assert run_ranks(skip_for_ever) == [(7, 3, 2)] * 2
+
+
+@pytest.mark.parametrize("limit", [2, 3])
+def test_a_skip_and_a_want_of_memory_are_counted_apart(limit: int) -> None:
+    """Neither goes on with the count of the other; the first kind to reach the limit without a break ends the run."""
+    kinds = [*("skip", "memory") * 4, "good", *["skip"] * (limit - 1), *["memory"] * limit]
+
+    def forward(model: nn.Module, micro_batch: Any) -> ForwardOutput:
+        output, kind = cuts.forward(model, micro_batch), kinds[trainer.state.iteration - 1]
+        if kind == "memory" and trainer.state.micro_batch % 2 == 0:
+            raise torch.OutOfMemoryError("no room")
+        return output._replace(loss=output.loss * float("nan")) if kind == "skip" else output
+
+    model = cuts.linear()
+    trainer = create_trainer(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.01),
+        forward,
+        accumulation_steps=2,
+        on_nonfinite="skip",
+        on_out_of_memory="skip",
+        give_up_after=limit,
+    )
+    with pytest.raises(GaveUpError, match=f"number {limit} in a row that ran out of memory") as caught:
+        trainer.run(cuts.cut(cuts.samples(), [1] * 2 * len(kinds)), max_epochs=1)
+    assert caught.value.update == len(kinds)
 
 
 # --- uneven data ---

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections import UserDict
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from ignite_train import ForwardOutput, TrainEvents, create_trainer, transfer
 from ignite_train.transfer import Transfer
@@ -178,3 +180,141 @@ def test_on_the_cpu_nothing_is_looked_at() -> None:
     mover, batch = Transfer(CPU), object()
     mover.ahead(batch)
     assert mover(batch) is batch
+
+
+META = torch.device("meta")
+
+
+class Edges(NamedTuple):
+    """Has a field that is called as the method is."""
+
+    source: Tensor
+    to: Tensor
+
+
+class Graph:
+    """Moves itself, and knows nothing of `non_blocking`."""
+
+    def __init__(self, nodes: Tensor, where: str = "made") -> None:
+        self.nodes, self.where = nodes, where
+
+    def to(self, device: torch.device) -> Graph:
+        return Graph(self.nodes.to(device), str(device))
+
+
+class Tokens(UserDict[str, Tensor]):
+    """A mapping that moves itself, as those of tokenizers do."""
+
+    def to(self, device: torch.device, *, non_blocking: bool = False) -> Tokens:
+        assert non_blocking
+        return Tokens({name: value.to(device) for name, value in self.items()})
+
+
+class Wrapped(NamedTuple):
+    """A named tuple that moves itself: what it counts stays with the host."""
+
+    values: Tensor
+    lengths: Tensor
+
+    def to(self, *arguments: Any, **named: Any) -> Wrapped:
+        return Wrapped(self.values.to(*arguments, **named), self.lengths)
+
+
+class Method:
+    """Its `to` fails inside, by an error that must not be taken for a missing argument."""
+
+    def to(self, *_arguments: Any, **_named: Any) -> None:
+        raise TypeError("from inside")
+
+
+def packed() -> PackedSequence:
+    """Three sequences, not in the order of their lengths, so that there are indices to move."""
+    return pack_sequence([torch.ones(2, 3), torch.ones(4, 3), torch.ones(3, 3)], enforce_sorted=False)
+
+
+def test_what_moves_itself_is_not_taken_apart() -> None:
+    """Also where it is a tuple, and also below dicts, lists, tuples and named tuples; its own parts go where it sends them."""
+    batch = {
+        "packed": packed(),
+        "pair": (Edges(torch.ones(2), torch.ones(3)), [packed(), 7, "name"]),
+        "graph": Graph(torch.ones(2)),
+        "tokens": Tokens(ids=torch.ones(2)),
+        "wrapped": Wrapped(torch.ones(2), torch.ones(2)),
+        "list": [torch.ones(2), None],
+    }
+    moved = Transfer(META)(batch)
+    for sequence in (moved["packed"], moved["pair"][1][0]):
+        assert isinstance(sequence, PackedSequence)
+        assert sequence.data.device == sequence.sorted_indices.device == sequence.unsorted_indices.device == META
+        assert torch.equal(sequence.batch_sizes, packed().batch_sizes)
+    edges = moved["pair"][0]
+    assert isinstance(edges, Edges)
+    assert edges.source.device == edges.to.device == META
+    assert moved["pair"][1][1:] == [7, "name"]
+    assert (moved["graph"].where, moved["graph"].nodes.device) == ("meta", META)
+    assert isinstance(moved["tokens"], Tokens)
+    assert moved["tokens"]["ids"].device == META
+    assert (moved["wrapped"].values.device, moved["wrapped"].lengths.device) == (META, CPU)
+    assert (moved["list"][0].device, moved["list"][1]) == (META, None)
+    with pytest.raises(TypeError, match="from inside"):
+        Transfer(META)([Method()])
+
+
+def test_what_moves_itself_does_so_when_it_is_asked_for(notes: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stream for copies too: only plain tensors are pinned and copied ahead, and nothing is taken apart."""
+    moving: list[str] = []
+    monkeypatch.setattr(PackedSequence, "to", lambda self, device, non_blocking: moving.append(str(device)) or "moved")
+    batch = {"x": torch.ones(2), "packed": packed(), "graph": Graph(torch.ones(2))}
+    mover = Transfer(CPU)
+    mover.ahead(batch)
+    assert (moving, notes) == ([], ["copying copies 1", "copying records 1"])
+    moved = mover(batch)
+    assert moving == ["cpu"]
+    assert (moved["packed"], moved["graph"].where) == ("moved", "cpu")
+    assert notes[2:] == ["computing waits for 1", "computing keeps 1"]
+
+
+def test_a_pinned_packed_sequence_stays_one() -> None:
+    """A loader's `pin_memory` goes through a named tuple too; it keeps the type, which is then moved as one."""
+    rebuilt = PackedSequence(*[None if part is None else part.clone() for part in packed()])
+    assert torch.equal(Transfer(META)([rebuilt])[0].batch_sizes, packed().batch_sizes)
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["alone", "behind-a-tensor"])
+@pytest.mark.parametrize("kind", [packed, lambda: Graph(torch.ones(4, 3))], ids=["packed", "graph"])
+def test_what_moves_itself_is_not_halved(first: bool, kind: Any) -> None:
+    """Both halves would hold all of it. It is refused with what to do, and can be skipped."""
+
+    def cramped(model: nn.Module, batch: Any) -> ForwardOutput:
+        if trainer.state.iteration == 2:
+            raise torch.OutOfMemoryError("no room")
+        return ForwardOutput(model(torch.ones(4, 3)).sum(), 4)
+
+    batch = [kind()] if first else [torch.ones(4, 3), kind()]
+    trainer, _ = make(cramped, on_out_of_memory="split")
+    with pytest.raises(ValueError, match=f"a {type(batch[-1]).__name__} cannot be halved .* on_out_of_memory='skip'"):
+        trainer.run([batch] * 3, max_epochs=1)
+    assert trainer.state.num_steps == 1
+    trainer, _ = make(cramped, on_out_of_memory="skip")
+    assert trainer.run([batch] * 3, max_epochs=1).num_steps == 2
+
+
+def test_a_recurrent_network_trains_on_packed_sequences() -> None:
+    """One update is that of a loop by hand."""
+
+    def sequences(model: nn.Module, batch: PackedSequence) -> ForwardOutput:
+        return ForwardOutput(model(batch)[1].pow(2).sum(), 3)
+
+    models = []
+    for by_hand in (True, False):
+        torch.manual_seed(0)
+        model = nn.GRU(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if by_hand:
+            (model(packed())[1].pow(2).sum() / 3).backward()
+            optimizer.step()
+        else:
+            create_trainer(model, optimizer, sequences).run([packed()], max_epochs=1)
+        models.append(model)
+    for left, right in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(left, right, rtol=0, atol=1e-7)  # divided before backward, and after it

@@ -22,12 +22,14 @@ from ignite_train import (
     FairseqLossScaling,
     ForwardOutput,
     GradientAccessError,
+    LossScaleFloorError,
     NonFiniteError,
     StaticLossScaling,
     TorchLossScaling,
     TrainEvents,
     create_trainer,
 )
+from ignite_train.side_effects import ReplayPoint
 
 
 class Weights(nn.Module):
@@ -683,7 +685,17 @@ def test_non_finite_raises_by_default(build, micro_batches, flaw):
 
 @pytest.mark.parametrize("failing", [1, 2, 6])
 @pytest.mark.parametrize("uses", ["torch", "python", "both"])
-def test_a_non_finite_update_is_run_again_with_its_own_draws(build, micro_batches, uses, failing):
+@pytest.mark.parametrize(
+    ("scaling", "error"),
+    [
+        (lambda: None, NonFiniteError),
+        (lambda: TorchLossScaling(4.0, min_scale=4.0), LossScaleFloorError),
+        (lambda: FairseqLossScaling(4.0, min_scale=2.0), LossScaleFloorError),
+        (lambda: DeepSpeedLossScaling(4.0, min_scale=4.0, hysteresis=1), LossScaleFloorError),
+    ],
+    ids=["raise", "torch-floor", "fairseq-floor", "deepspeed-floor"],
+)
+def test_a_non_finite_update_is_run_again_with_its_own_draws(build, micro_batches, uses, failing, scaling, error):
     """The replay that finds the value draws the very numbers of the update, of torch's and of Python's generator."""
     draws: list[tuple[float, ...]] = []
 
@@ -694,12 +706,28 @@ def test_a_non_finite_update_is_run_again_with_its_own_draws(build, micro_batche
         loss = mse_loss(model(batch[0]), batch[1])
         return loss * (math.nan if len(draws) >= 2 * failing - 1 else 1.0)
 
-    _, _, trainer = build(forward, accumulation_steps=2)
-    with pytest.raises(NonFiniteError, match="micro-batch 1 of 2"):
+    _, _, trainer = build(forward, accumulation_steps=2, loss_scaling=scaling())
+    with pytest.raises(error, match="micro-batch 1 of 2") as raised:
         trainer.run(micro_batches[:2] * 10)
+    assert raised.value.where == ("rank 0, micro-batch 1 of 2: NaN in the loss, shape ()",)
     assert len(draws) == 2 * failing + 1
     assert draws[-1] == draws[2 * failing - 2]
     assert len(set(draws)) == 2 * failing
+
+
+def test_far_from_its_floor_a_scaled_update_remembers_nothing(build, micro_batches, monkeypatch):
+    """The random state is read in updates at the floor, and at twice the floor, and in no other."""
+    marked: list[float] = []
+    policy = TorchLossScaling(2.0**4, min_scale=1.0, growth_interval=1000)
+    _, _, trainer = build(lambda model, batch: mse_loss(model(batch[0]), batch[1]) * math.inf, loss_scaling=policy)
+    monkeypatch.setattr(ReplayPoint, "mark", lambda self: marked.append(policy.scale))
+    trainer.run(micro_batches, max_iters=4)
+    assert marked == [2.0]
+    holding = TorchLossScaling(1.0, min_scale=1.0, on_floor="hold")
+    for quiet in (holding, StaticLossScaling(1.0)):
+        _, _, trainer = build(loss_scaling=quiet)
+        trainer.run(micro_batches, max_epochs=1)
+    assert marked == [2.0]
 
 
 def test_pythons_generator_is_read_rarely(build, micro_batches, monkeypatch):
