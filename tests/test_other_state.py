@@ -606,7 +606,10 @@ def sharded_by_zero(directory: str, updates: int, seed: int) -> Any:
     if directory:
         Checkpoint(directory, every=1).attach(trainer)
     trainer.run(LOADER, max_iters=updates)
-    return bit_by_bit([*trainer.parts["model"].state_dict().values()]), bit_by_bit(optimizer.optim.state_dict())
+    moments = optimizer.optim.state_dict()["state"]
+    return bit_by_bit([*trainer.parts["model"].state_dict().values()]), bit_by_bit(
+        {key: moments[key] for key in sorted(moments)}
+    )
 
 
 def test_moments_that_are_sharded_by_zero_come_back_bitwise(tmp_path: Path) -> None:
@@ -789,7 +792,7 @@ def test_what_is_not_lost_is_not_named(tmp_path: Path, caplog: Any) -> None:
     trainer.add_event_handler(TrainEvents.STEP_COMPLETED, lambda: average.update_parameters(model))
     LearningRateSchedule(schedulers.StepLR(optimizer, 2)).attach(trainer)
     Checkpoint(tmp_path, every=1, to_save={"average": average}).attach(trainer, evaluator=evaluator)
-    trainer.run(LOADER, max_iters=4)
+    trainer.run(LOADER, max_epochs=1)
     assert logged(caplog) == []
 
 
