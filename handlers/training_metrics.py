@@ -8,6 +8,7 @@ from typing import Any
 
 from ignite.engine import Events, RemovableEventHandle
 
+from ignite_train.arguments import check_state_dict
 from ignite_train.engine import Trainer
 from ignite_train.events import Event, TrainEvents
 from ignite_train.handler import Handler
@@ -80,6 +81,8 @@ class TrainingMetrics(Handler):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Goes on adding to it."""
+        check_state_dict("TrainingMetrics", state_dict, ("sums", "logs"), ())
+        check_state_dict("TrainingMetrics", state_dict["sums"], self._sums, ())
         self._sums, self._logs = dict(state_dict["sums"]), dict(state_dict["logs"])
 
     def _clear(self) -> None:

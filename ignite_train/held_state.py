@@ -1,4 +1,4 @@
-"""Handlers that hold tensors which training changes and no checkpoint keeps, as an average of the weights that was not named."""
+"""Handlers that hold tensors which training changes and no checkpoint keeps, such as an average of the weights."""
 
 from __future__ import annotations
 

@@ -151,6 +151,10 @@ class _DynamicLossScaling:
         if set(state_dict) != set(self._saved):
             raise ValueError(f"{type(self).__name__} state must have the keys {list(self._saved)}, got {list(state_dict)}")
         real_number("scale", state_dict["scale"], above=0)
+        for name in self._saved[1:]:
+            value, least = state_dict[name], -1 if name.startswith("last_") else 0
+            if type(value) is not int or value < least:
+                raise ValueError(f"{type(self).__name__} state must have an integer from {least} as {name}, got {value!r:.60}")
         for name in self._saved:
             setattr(self, name, state_dict[name])
 

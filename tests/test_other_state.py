@@ -5,26 +5,48 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+import subprocess
+import sys
 import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import ignite.distributed as idist
 import pytest
 import torch
 from ignite.engine import Events
+from ignite.handlers import BasicTimeProfiler, EarlyStopping, EMAHandler
 from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import lr_scheduler as schedulers
+from torch.optim.swa_utils import AveragedModel
 
 from bits import bit_by_bit
 from ignite_train import (
     CheckpointError,
     ForwardOutput,
+    TorchLossScaling,
     Trainer,
+    TrainEvents,
+    commit,
+    create_evaluator,
     create_trainer,
 )
-from ignite_train.handlers import Checkpoint, LearningRateSchedule, TrainingMetrics
-from ignite_train.manifest import compact_json
+from ignite_train.encoding import MAX_NODES, Encoder
+from ignite_train.handlers import (
+    Checkpoint,
+    GradNormConsistency,
+    LearningRateSchedule,
+    StateConsistency,
+    TrainingMetrics,
+    Validation,
+)
+from ignite_train.manifest import MAX_MARKS, compact_json, count_marks
+from ignite_train.stored import StoredCheckpoint
+from ignite_train.tensor_files import Entry
+from ranks import run_ranks
 
 X = torch.linspace(-1, 1, 96).reshape(12, 8)
 LOADER = [X[i : i + 3] for i in range(0, 12, 3)]  # four micro-batches
@@ -75,12 +97,8 @@ def refusal(trainer: Trainer) -> str:
 
 
 def logged(caplog: Any, level: int = logging.WARNING) -> list[str]:
-    return [
-        record.getMessage()
-        for record in caplog.records
-        if (record.levelno >= level and record.name == "ignite_train")
-        or (record.levelno >= level and record.name.startswith("ignite_train."))
-    ]
+    records = [record for record in caplog.records if record.name.partition(".")[0] == "ignite_train"]
+    return [record.getMessage() for record in records if record.levelno >= level]
 
 
 # --- forging ---
@@ -97,13 +115,14 @@ def forge(directory: Path, change: Callable[[Any, bytearray], None]) -> Path:
     return newest
 
 
-def reseal(path: Path, index: bytes, data: bytes | bytearray | None, size: int | None = None) -> None:
-    (path / "rank-00000.json").write_bytes(index)
+def reseal(path: Path, index: bytes, data: bytes | bytearray | None, size: int | None = None, rank: int = 0) -> None:
+    stem = f"rank-{rank:05d}"
+    (path / f"{stem}.json").write_bytes(index)
     if data is not None:
-        (path / "rank-00000.bin").write_bytes(data)
+        (path / f"{stem}.bin").write_bytes(data)
     manifest = json.loads((path / "manifest.json").read_bytes())["manifest"]
-    manifest["files"]["rank-00000.json"] = {"size": len(index), "crc32": zlib.crc32(index)}
-    manifest["files"]["rank-00000.bin"]["size"] = len(data) if data is not None else size
+    manifest["files"][f"{stem}.json"] = {"size": len(index), "crc32": zlib.crc32(index)}
+    manifest["files"][f"{stem}.bin"]["size"] = len(data) if data is not None else size
     body = json.dumps(manifest).encode()
     (path / "manifest.json").write_bytes(b'{"crc32":"%08x","manifest":%b}\n' % (zlib.crc32(body), body))
 
@@ -240,7 +259,7 @@ class Factored(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": 0.01})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for parameter in group["params"]:
                 state = self.state[parameter]
@@ -281,7 +300,7 @@ def test_the_odd_one_of_an_unknown_optimizer_is_refused(tmp_path: Path) -> None:
             super().__init__(parameters, {"lr": 0.01})
 
         @torch.no_grad()
-        def step(self, closure: Any = None) -> None:
+        def step(self) -> None:  # type: ignore[override]
             for parameter in self.param_groups[0]["params"]:
                 self.state[parameter].setdefault("buffer", torch.zeros_like(parameter)).add_(parameter.grad)
                 parameter -= 0.01 * self.state[parameter]["buffer"]
@@ -376,10 +395,14 @@ def test_an_option_of_the_script_that_the_state_cannot_serve_is_refused(tmp_path
 )
 def test_names_that_nothing_has_are_refused(options: Any, error: Any, message: str, tmp_path: Path) -> None:
     """Before the first batch, with what there is and the nearest."""
-    with pytest.raises(error, match=message):
+
+    def run() -> None:
         trainer = build(tmp_path, **options)
         TrainingMetrics().attach(trainer)
         trainer.run(LOADER, max_iters=1)
+
+    with pytest.raises(error, match=message):
+        run()
     assert not tmp_path.exists() or not [*tmp_path.iterdir()]
 
 
@@ -432,3 +455,464 @@ def test_a_schedule_that_has_rates_of_its_own_is_refused(tmp_path: Path) -> None
     )
     assert "leave_out=('LearningRateSchedule',)" in message
     assert run(6, script_wins=("lr",), leave_out=("LearningRateSchedule",)).state.iteration == 6
+
+
+# --- schedules, scaling, generators and the rest ---
+
+
+def scheduled(directory: Path, make: Callable[[Any], Any]) -> Trainer:
+    model = net()
+    optimizer = adamw(model)
+    trainer = create_trainer(model, optimizer, forward)
+    LearningRateSchedule(make(optimizer)).attach(trainer)
+    Checkpoint(directory, every=1).attach(trainer)
+    return trainer
+
+
+@pytest.mark.parametrize("has_names", [True, False], ids=["described", "older"])
+def test_the_state_of_another_schedule_is_refused(has_names: bool, tmp_path: Path) -> None:
+    """Torch would set its attributes on whatever schedule it is given."""
+    scheduled(tmp_path, lambda o: schedulers.StepLR(o, 2)).run(LOADER, max_iters=2)
+    if not has_names:
+        forge(tmp_path, without_description)
+    message = refusal(scheduled(tmp_path, lambda o: schedulers.CosineAnnealingLR(o, 9)))
+    assert "is of another schedule at 'handlers/LearningRateSchedule'" in message
+    assert "leave_out=('LearningRateSchedule',)" in message
+
+
+def test_what_a_schedule_was_given_otherwise_is_listed(tmp_path: Path, caplog: Any) -> None:
+    """The checkpoint's is used, as torch has it, and the log says so."""
+    scheduled(tmp_path, lambda o: schedulers.StepLR(o, 2)).run(LOADER, max_iters=2)
+    scheduled(tmp_path, lambda o: schedulers.StepLR(o, 3)).run(LOADER, max_iters=3)
+    assert any("LearningRateSchedule.step_size: 2 -> 3 (the checkpoint's is used)" in line for line in logged(caplog))
+
+
+def _shorter_rates(index: Any, data: bytearray) -> None:
+    put(index, "handlers/LearningRateSchedule", [], "base_lrs")
+
+
+def test_rates_for_other_groups_are_refused(tmp_path: Path) -> None:
+    """A schedule with fewer rates than groups would leave the others where they are."""
+    scheduled(tmp_path, lambda o: schedulers.StepLR(o, 2)).run(LOADER, max_iters=2)
+    forge(tmp_path, _shorter_rates)
+    assert "it has [] for the 1 parameter groups" in refusal(scheduled(tmp_path, lambda o: schedulers.StepLR(o, 2)))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda i, d: replace_tensor(i, d, "generators['torch']", torch.zeros(16, dtype=torch.uint8)), "random generators"),
+        (lambda i, d: replace_tensor(i, d, "generators['torch']", torch.zeros(5056)), "random generators"),
+        (lambda i, d: put(i, "generators", [1, 2, 3], "python"), "random generators"),
+        (lambda i, d: put(i, "results", 5, "metrics"), "holds no results of an update"),
+        (lambda i, d: put(i, "results", {"dict": [["loss", 1.0]]}, "output"), "holds no results of an update"),
+        (lambda i, d: put(i, "model", {"dict": []}, "0.weight"), "'0.weight' has the shape None and not (8, 8)"),
+        (lambda i, d: put(i, "optimizer", {"dict": []}, "param_groups"), "has the keys"),
+        (lambda i, d: i["objects"].update(optimizer=5), "is of another optimizer: is 5 of type int"),
+    ],
+    ids=["short", "floats", "python", "metrics", "output", "model", "groups", "number"],
+)
+def test_what_is_no_state_is_refused_before_anything_changes(change: Any, message: str, tmp_path: Path) -> None:
+    """Generators, results, model and optimizer: nothing is loaded if one of them cannot be."""
+    saved(tmp_path)
+    forge(tmp_path, change)
+    assert message in refusal(build(tmp_path))
+
+
+@pytest.mark.parametrize(("key", "value"), [("good_updates", "7"), ("good_updates", -1), ("scale", "1")])
+def test_counters_of_the_loss_scaling_are_looked_at(key: str, value: Any) -> None:
+    """A counter that is no number would break the run at the first update that grows the scale."""
+    scaling = TorchLossScaling(8.0)
+    before = scaling.state_dict()
+    with pytest.raises((TypeError, ValueError), match=key):
+        scaling.load_state_dict({**before, key: value})
+    assert scaling.state_dict() == before
+
+
+def test_sums_of_the_metrics_are_looked_at() -> None:
+    """Sums under other names would break the run when they are published."""
+    metrics = TrainingMetrics()
+    with pytest.raises(ValueError, match=r"without .*grad_norm"):
+        metrics.load_state_dict({"sums": {"loss": 1.0}, "logs": {}})
+
+
+def _buffers(directory: str, forged: bool) -> Any:
+    torch.manual_seed(idist.get_rank())
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+    for parameter in model.parameters():
+        parameter.data.fill_(0.1)
+    trainer = create_trainer(model, adamw(model), forward, reduction="explicit")
+    Checkpoint(directory, every=1, keep=9).attach(trainer)
+    try:
+        trainer.run(LOADER, max_iters=2 + forged)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def test_buffers_of_other_ranks_are_compared(tmp_path: Path) -> None:
+    """A buffer of another shape would be spread over that of the model; all ranks refuse it alike."""
+    assert run_ranks(_buffers, str(tmp_path), False) == ["", ""]
+    newest = sorted(tmp_path.glob("update-*"))[-1]
+    for path in tmp_path.glob("update-*"):
+        if path != newest:
+            shutil.rmtree(path)
+    index = json.loads((newest / "rank-00001.json").read_bytes())
+    data = bytearray((newest / "rank-00001.bin").read_bytes())
+    replace_tensor(index, data, "buffers['1.running_mean']", torch.ones(1))
+    reseal(newest, compact_json(index), data, rank=1)
+    first, second = run_ranks(_buffers, str(tmp_path), True)
+    assert first == second
+    assert "is of another model: '1.running_mean' has the shape (1,) and not (8,)" in first
+
+
+# --- optimizers of another shape ---
+
+
+class Facade(torch.optim.Optimizer):
+    """Two optimizers as one, with a state of its own form."""
+
+    def __init__(self, *parts: torch.optim.Optimizer) -> None:
+        self.parts = parts
+        super().__init__([group for part in parts for group in part.param_groups], {})
+
+    def step(self) -> None:  # type: ignore[override]
+        for part in self.parts:
+            part.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"os": [part.state_dict() for part in self.parts]}
+
+
+def test_an_optimizer_whose_state_has_another_form_is_refused_when_it_is_attached(tmp_path: Path) -> None:
+    """Its checkpoints could be written and not be read."""
+    model = net()
+    optimizer = Facade(adamw(model[0]), torch.optim.SGD(model[1:].parameters(), lr=0.1))
+    trainer = create_trainer(model, optimizer, forward)
+    with pytest.raises(TypeError, match=r"optimizer must have a state_dict as torch's optimizers have it.*Facade has the keys"):
+        Checkpoint(tmp_path).attach(trainer)
+    with pytest.raises(TypeError, match=r"to_save/other must have a state_dict"):
+        Checkpoint(tmp_path, to_save={"other": optimizer}).attach(create_trainer(model, adamw(model), forward))
+
+
+def sharded_by_zero(directory: str, updates: int, seed: int) -> Any:
+    """Trains with each rank's part of the moments; gives the parameters, and the moments of this rank."""
+    model = net(seed)
+    if idist.get_world_size() > 1:
+        model = DistributedDataParallel(model)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.AdamW, lr=0.01)
+    trainer = create_trainer(model, optimizer, forward)
+    LearningRateSchedule(schedulers.ExponentialLR(optimizer, 0.9)).attach(trainer)
+    if directory:
+        Checkpoint(directory, every=1).attach(trainer)
+    trainer.run(LOADER, max_iters=updates)
+    moments = optimizer.optim.state_dict()["state"]
+    return bit_by_bit([*trainer.parts["model"].state_dict().values()]), bit_by_bit(
+        {key: moments[key] for key in sorted(moments)}
+    )
+
+
+def test_moments_that_are_sharded_by_zero_come_back_bitwise(tmp_path: Path) -> None:
+    """Rank 0 writes the moments of all ranks, and each takes its own."""
+    whole = run_ranks(sharded_by_zero, "", 6, 0, timeout_seconds=60)
+    run_ranks(sharded_by_zero, str(tmp_path), 3, 0, timeout_seconds=60)
+    resumed = run_ranks(sharded_by_zero, str(tmp_path), 6, 5, timeout_seconds=60)
+    assert resumed == whole
+    assert whole[0][1] != whole[1][1]
+
+
+# --- handlers ---
+
+
+def test_a_handler_that_cannot_be_stored_does_not_end_the_run(tmp_path: Path, caplog: Any) -> None:
+    """One warning says what is lost and how to be silent about it; everything else is stored and comes back."""
+
+    def run(updates: int, **options: Any) -> None:
+        model = net()
+        trainer = create_trainer(model, adamw(model), forward)
+        TrainingMetrics().attach(trainer, Events.ITERATION_COMPLETED)
+        ema = EMAHandler(model, momentum=0.5, momentum_warmup=0.1, warmup_iters=3)
+        ema.attach(trainer, warn_if_exists=False)
+        Checkpoint(tmp_path, every=1, to_save={"ema": ema.ema_model}, **options).attach(trainer)
+        trainer.run(LOADER, max_iters=updates)
+        assert trainer.state.iteration == updates
+
+    run(4)
+    (line,) = logged(caplog)
+    assert line.startswith("handlers/LambdaStateScheduler is left out of the checkpoints, so a resumed run begins it anew: ")
+    assert "handlers/LambdaStateScheduler['lambda_obj'] cannot be stored" in line
+    assert "Checkpoint(..., leave_out=('LambdaStateScheduler',)) leaves it out without this warning" in line
+    caplog.clear()
+    run(6, leave_out=("LambdaStateScheduler",))
+    assert logged(caplog) == []
+
+
+class Raises:
+    """A handler whose state cannot even be asked for."""
+
+    def state_dict(self) -> Any:
+        raise RuntimeError("no\nstate")
+
+    def load_state_dict(self, state: Any) -> None:
+        """Never called."""
+
+    def __call__(self) -> None:
+        """So that it can be a handler."""
+
+
+def test_a_handler_whose_state_raises_does_not_end_the_run(tmp_path: Path, caplog: Any) -> None:
+    """It is left out like one that cannot be stored; nothing half of it is written."""
+    trainer = build(tmp_path)
+    trainer.add_event_handler(Events.STARTED, Raises())
+    trainer.run(LOADER, max_iters=3)
+    (line,) = logged(caplog)
+    assert "handlers/Raises is left out" in line
+    assert "RuntimeError: no state" in line
+    with StoredCheckpoint(sorted(tmp_path.glob("update-*"))[-1]) as stored:
+        stored.verify()
+        assert "handlers/Raises" not in stored.names()
+
+
+class Half:
+    """A handler whose state can be stored in part: a tensor that another handler holds too, and a lock."""
+
+    def __init__(self, tensor: Tensor, rest: Any) -> None:
+        self.state = {"tensor": tensor, "rest": rest}
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+    def __call__(self) -> None:
+        """So that it can be a handler."""
+
+
+def test_what_was_half_encoded_leaves_nothing_behind(tmp_path: Path) -> None:
+    """A tensor that it shares with another handler is still stored with that one."""
+    shared = torch.arange(3.0)
+    trainer = build(tmp_path)
+    first, second = Half(shared, object()), Half(shared, 1)
+    trainer.add_event_handler(Events.STARTED, first)
+    trainer.add_event_handler(Events.STARTED, second)
+    trainer.run(LOADER, max_iters=1)
+    with StoredCheckpoint(sorted(tmp_path.glob("update-*"))[-1]) as stored:
+        stored.verify()
+        assert torch.equal(stored.read("handlers/Half-2")["tensor"], shared)
+
+
+# --- handlers that hold what no checkpoint keeps ---
+
+
+def test_an_average_that_no_checkpoint_keeps_is_named(tmp_path: Path, caplog: Any) -> None:
+    """`EMAHandler` has no `state_dict`: once, with its attribute and the remedy, which silences it."""
+    for options, expected in (({}, 1), ({"leave_out": ("EMAHandler",)}, 0), ({"to_save": True}, 0)):
+        caplog.clear()
+        model = net()
+        trainer = create_trainer(model, adamw(model), forward)
+        ema = EMAHandler(model, momentum=0.5)
+        ema.attach(trainer)
+        if "to_save" in options:
+            options = {"to_save": {"ema": ema.ema_model}}
+        Checkpoint(tmp_path / str(len(options)) / str(expected) / str([*options]), every=1, **options).attach(trainer)
+        trainer.run(LOADER, max_iters=3)
+        lines = logged(caplog)
+        assert len(lines) == expected
+        assert all("the handler EMAHandler holds 6 tensors in 'ema_model' that change in training" in line for line in lines)
+        assert all("Checkpoint(..., to_save={'ema_model': ...})" in line for line in lines)
+
+
+class Own:
+    """What users write: an average by hand."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.shadow = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        self.model = model
+
+    def update(self) -> None:
+        for name, parameter in self.model.named_parameters():
+            self.shadow[name].lerp_(parameter.detach(), 0.5)
+
+
+def test_tensors_of_any_object_and_modules_of_any_function_are_seen(tmp_path: Path, caplog: Any) -> None:
+    """Bound methods, objects, closures and arguments."""
+    model = net()
+    trainer = create_trainer(model, adamw(model), forward)
+    average, critic = AveragedModel(model), nn.Linear(2, 2)
+    trainer.add_event_handler(TrainEvents.STEP_COMPLETED(every=1), Own(model).update)
+
+    def in_closure() -> None:
+        average.update_parameters(model)
+
+    def by_argument(critic: nn.Module) -> None:
+        with torch.no_grad():
+            next(critic.parameters()).mul_(0.5)
+
+    trainer.add_event_handler(TrainEvents.STEP_COMPLETED, in_closure)
+    trainer.add_event_handler(TrainEvents.STEP_COMPLETED, by_argument, critic)
+    Checkpoint(tmp_path, every=1).attach(trainer)
+    trainer.run(LOADER, max_iters=2)
+    lines = logged(caplog)
+    for part in ("Own holds 6 tensors in 'shadow'", "in_closure holds 7 tensors in 'average'", "by_argument holds 1 tensors"):
+        assert sum(part in line for line in lines) == 1, part
+    assert len(lines) == 3
+
+
+class Innocent:
+    """Holds what is not lost: the model, a frozen teacher, the latest batch, a loss without weights."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.teacher, self.latest, self.loss = model, net(1), None, nn.MSELoss()
+
+    def __call__(self, trainer: Trainer) -> None:
+        self.latest = trainer.state.batch[0]
+
+
+def test_what_is_not_lost_is_not_named(tmp_path: Path, caplog: Any) -> None:
+    """No false alarm for plain functions, frozen modules, caches, Ignite's handlers and our own."""
+    model = net()
+    optimizer = adamw(model)
+    trainer, evaluator = create_trainer(model, optimizer, forward), create_evaluator(model, forward)
+    seen: list[float] = []
+
+    def note() -> None:
+        seen.append(float(next(model.parameters()).sum()))
+
+    profiler = BasicTimeProfiler()
+    profiler.attach(trainer)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, note)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, Innocent(model))
+    stopper = EarlyStopping(5, lambda engine: -engine.state.metrics["loss"], trainer)
+    evaluator.add_event_handler(Events.COMPLETED, stopper)
+    Validation(evaluator, LOADER).attach(trainer, Events.ITERATION_COMPLETED)
+    for handler in (TrainingMetrics(), StateConsistency(model, optimizer), GradNormConsistency()):
+        handler.attach(trainer)
+    average = AveragedModel(model)
+    trainer.add_event_handler(TrainEvents.STEP_COMPLETED, lambda: average.update_parameters(model))
+    LearningRateSchedule(schedulers.StepLR(optimizer, 2)).attach(trainer)
+    Checkpoint(tmp_path, every=1, to_save={"average": average}).attach(trainer, evaluator=evaluator)
+    trainer.run(LOADER, max_epochs=1)
+    assert logged(caplog) == []
+
+
+# --- what a file claims ---
+
+_MEMORY = """
+import json, resource, sys
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+import torch
+from test_other_state import LOADER, adamw, build, net
+from ignite_train import CheckpointError, checkpoint
+trainer = build(Path({directory!r}))
+trainer.parts["optimizer"].zero_grad()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+try:
+    {action}
+    message = "nothing was refused"
+except CheckpointError as error:
+    message = str(error)
+print(json.dumps([message, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024]))
+"""
+_RESUME = "trainer.run(LOADER, max_iters=9)"
+
+
+def peak(directory: Path, action: str = _RESUME) -> tuple[str, int]:
+    """The error of an action in a new process, and by how many MiB it grew."""
+    script = _MEMORY.format(tests=str(Path(__file__).parent), directory=str(directory), action=action)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=True)
+    message, megabytes = json.loads(done.stdout.splitlines()[-1])
+    return message, megabytes
+
+
+def claim(directory: Path, name: str, numbers: int) -> Path:
+    """A checkpoint that claims a vector of so many zeros, which are a hole in its file."""
+    path = forge(directory, lambda index, data: None)
+    index = json.loads((path / "rank-00000.json").read_bytes())
+    data = bytearray((path / "rank-00000.bin").read_bytes())
+    replace_tensor(index, data, name, torch.zeros(0))
+    crc, block = 0, bytes(2**20)
+    for _ in range(numbers // 2**18):
+        crc = zlib.crc32(block, crc)
+    size = len(data) + 4 * numbers
+    entry = index["tensors"][name]
+    entry |= {"shape": [numbers], "whole": [numbers], "num_bytes": 4 * numbers, "offset": len(data), "crc32": crc}
+    (path / "rank-00000.bin").write_bytes(data)
+    with (path / "rank-00000.bin").open("r+b") as file:
+        file.truncate(size)
+    reseal(path, compact_json(index), None, size)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("model['0.weight']", "'0.weight' has the shape (536870912,) and not (8, 8)"),
+        ("optimizer['state'][0]['exp_avg']", "exp_avg of 0.weight has shape (536870912,) and not (8, 8)"),
+        ("optimizer['state'][0]['step']", "step of 0.weight has shape (536870912,)"),
+        ("handlers/Half['tensor']", "bytes of tensors that the model does not need, most of them for 'handlers/Half'"),
+        ("to_save/own['tensor']", "bytes of tensors that the model does not need, most of them for 'to_save/own'"),
+        ("generators['torch']", "bytes of tensors that the model does not need, most of them for 'generators'"),
+    ],
+)
+def test_a_claim_of_two_gigabytes_takes_no_memory(name: str, message: str, tmp_path: Path) -> None:
+    """28 kB on the disk with right checksums: refused by its shape before memory is asked for."""
+    saved_with_half(tmp_path)
+    claim(tmp_path, name, 2**29)
+    setup = "from test_other_state import saved_with_half; saved_with_half(Path({directory!r}), 9)"
+    found, megabytes = peak(tmp_path, setup.format(directory=str(tmp_path)))
+    assert message in found
+    assert megabytes < 300
+
+
+def saved_with_half(directory: Path, updates: int = 2) -> None:
+    """A run with a handler and an object of the user that hold tensors."""
+    trainer = build(directory, to_save={"own": Half(torch.ones(3), 1)})
+    trainer.add_event_handler(Events.STARTED, Half(torch.zeros(3), 1))
+    trainer.run(LOADER, max_iters=updates)
+
+
+def test_verifying_takes_the_memory_of_a_buffer(tmp_path: Path) -> None:
+    """Whatever a file claims, its bytes are checked a few at a time."""
+    saved(tmp_path)
+    path = claim(tmp_path, "model['0.weight']", 2**28)
+    found, megabytes = peak(tmp_path, f"checkpoint.verify({str(path)!r})")
+    assert found == "nothing was refused"
+    assert megabytes < 200
+
+
+def test_an_index_of_endless_lists_is_not_parsed(tmp_path: Path) -> None:
+    """Sixty megabytes of `[]` would be lists of more than a gigabyte."""
+    saved(tmp_path)
+    path = forge(tmp_path, lambda index, data: None)
+    index = (path / "rank-00000.json").read_bytes()
+    lists = b"[" + b"[]," * (20 * 2**20) + b"[]]"
+    forged = index.replace(b'{"objects":{', b'{"objects":{"more":' + lists + b",", 1)
+    assert forged != index
+    reseal(path, forged, (path / "rank-00000.bin").read_bytes())
+    found, megabytes = peak(tmp_path)
+    assert f"its JSON has more than {MAX_MARKS} values" in found
+    assert megabytes < 300
+
+
+def test_what_the_reader_would_refuse_is_not_written(tmp_path: Path, monkeypatch: Any) -> None:
+    """A state of more values, or a configuration that is too large for a manifest, fails when it is saved."""
+    trainer = build(tmp_path, config={"text": "x" * 2**25})
+    with pytest.raises(CheckpointError, match="config must be small, got a manifest of"):
+        trainer.run(LOADER, max_iters=2)
+    monkeypatch.setattr(commit, "MAX_MARKS", 100)
+    with pytest.raises(CheckpointError, match="the state has more than 100 values"):
+        build(tmp_path).run(LOADER, max_iters=2)
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_the_limits_let_through_what_can_be_written() -> None:
+    """The largest state that the encoder takes has fewer marks than the reader allows."""
+    for value in ([()] * 1000, {(index,): () for index in range(400)}, [{}] * 1000, [torch.ones(1, 1, 1, 1)] * 1000):
+        encoder = Encoder()
+        tree = encoder.encode(value, ("x",))
+        nodes, entry = encoder._nodes, Entry("float32", (1,) * 4, (0,) * 4, (1,) * 4, (0, 1, 2, 3), 0, 4, 0)
+        entries = {key: entry.as_json() for key in encoder.tensors}
+        per_node = count_marks(compact_json({"objects": {"x": tree}, "tensors": entries})) / nodes
+        assert 2 * per_node * MAX_NODES <= MAX_MARKS
