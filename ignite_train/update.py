@@ -94,9 +94,11 @@ class Update:
 
             norm = self.reduction.end(trainer, self.statistics, self.gradients)
             totals, stepped = self.verdict(trainer, norm, self.loss_scaling.scale)
-            state.output = decided = self._decide(totals)
+            mean = self._mean(totals)
+            state.output = decided = self._decide(totals, mean)
             if totals.num_out_of_memory:
                 fire(TrainEvents.OUT_OF_MEMORY)
+            self.gradients.ready(mean)  # only now, for handlers of GRADIENTS_READY alone may read them
             fire(TrainEvents.GRADIENTS_READY)
             if (rates := self.learning_rates()) != decided.learning_rates:  # a handler has set them
                 state.output = decided = replace(decided, learning_rates=rates)
@@ -154,15 +156,17 @@ class Update:
         scaled = loss if self.loss_scaling.scale == 1.0 else loss * self.loss_scaling.scale
         self.backward(scaled, retain_graph=self.retain_graph or self.create_graph, create_graph=self.create_graph)
 
-    def _decide(self, totals: Totals) -> UpdateOutput:
+    def _mean(self, totals: Totals) -> float:
+        """The factor that makes the reduced gradients those of the mean loss; NaN if there was no sample."""
+        if totals.sample_size == 0:
+            return math.nan
+        self.gradients.check()
+        return self.reduction.divisor / (self.loss_scaling.scale * totals.sample_size)
+
+    def _decide(self, totals: Totals, mean: float) -> UpdateOutput:
         """Judges the update by reduced numbers only, so that every rank comes to the same verdict."""
         scale, size = self.loss_scaling.scale, totals.sample_size
-        mean, loss, norm = math.nan, math.nan, math.nan
-        if size > 0:
-            self.gradients.check()
-            mean = self.reduction.divisor / (scale * size)
-            loss, norm = totals.loss / size, totals.norm * mean
-        self.gradients.ready(mean)
+        loss, norm = (totals.loss / size, totals.norm * mean) if size > 0 else (math.nan, math.nan)
         reason = self._reason_to_skip(size, loss, norm)
         return UpdateOutput(
             loss=loss,
