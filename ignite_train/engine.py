@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ignite_train import distributed
 from ignite_train.arguments import check_state_dict, positive_int, shown
+from ignite_train.carried import Carried
 from ignite_train.dispatch import Stateful
 from ignite_train.events import EVENT_COUNTERS, TrainEvents
 from ignite_train.groups import Groups, OpenGroups
@@ -69,9 +70,10 @@ class Trainer(Loop):
         open_groups: OpenGroups,
         parts: Mapping[str, Any] | None = None,
         settings: Mapping[str, Any] | None = None,
+        carried: Carried | None = None,
     ) -> None:
         super().__init__(update)
-        self.state = TrainState()
+        self.state = TrainState(carried)
         self.signals = Signals()
         self.passengers: list[Passenger] = []
         self.parts: dict[str, Stateful] = dict(parts or {})
@@ -201,7 +203,7 @@ class Trainer(Loop):
         raise NotImplementedError("set_data is not supported: pass the loader to run(loader, ...)")
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]  # Ignite returns an OrderedDict
-        """Counters, limits, position in the epoch, user keys and the loss scaling, in plain types."""
+        """Counters, limits, position in the epoch, user keys, the loss scaling and what forward carries, in plain types."""
         state = self.state
         saved: dict[str, Any] = {name: getattr(state, name) for name in _COUNTERS}
         if self._iterating and not self.settled:  # an update that has not had its effect is not done
@@ -210,6 +212,7 @@ class Trainer(Loop):
         saved["epoch_iteration"] = self._groups_done() if self._epoch_open else 0
         saved["epoch_length"], saved["max_epochs"], saved["max_iters"] = state.epoch_length, state.max_epochs, state.max_iters
         saved["ended"], saved["update"] = self._ended, self._update.state_dict()
+        saved["carried"] = state.carried.saved()
         clash = next((key for key in self.state_dict_user_keys if key in saved), None)
         if clash is not None:
             raise ValueError(f"state_dict_user_keys must not have names of the trainer's own, got {clash!r}")
@@ -224,12 +227,16 @@ class Trainer(Loop):
         """
         counters = (*_COUNTERS, "epochs_completed", "epoch_iteration")
         check_state_dict("Trainer", state_dict, [*counters, *_LIMITS, "ended", "update", *self.state_dict_user_keys], counters)
+        carried = state_dict.get("carried", {})  # a state of an earlier version has none
+        if not isinstance(carried, Mapping):
+            raise ValueError(f"state_dict['carried'] must be a mapping, got {shown(carried)}")
         for key in (key for key in ("max_epochs", "max_iters") if state_dict[key] is not None):
             positive_int(f"state_dict[{key!r}]", state_dict[key])
         self._update.load_state_dict(state_dict["update"])
         self._groups, self._position = None, {}
         for key in (*_COUNTERS, *_LIMITS, *self.state_dict_user_keys):
             setattr(self.state, key, state_dict[key])
+        self.state.carried = carried
         self._epoch_iteration, self._ended = state_dict["epoch_iteration"], bool(state_dict["ended"])
         self._epoch_open = self._epoch_iteration > 0
         self.state.epoch = state_dict["epochs_completed"] + self._epoch_open

@@ -61,6 +61,9 @@ class Reduction(Protocol):
             The gradients' norm, as `Gradients.norm` gives it; None if the statistics carry each rank's share of it.
         """
 
+    def finish(self, *, applied: bool) -> None:
+        """After the update: whether it was applied, which is the same on all ranks."""
+
 
 class PlainReduction:
     """What the ways share in which forward and backward are all of one rank: nothing crosses before the last backward is done.
@@ -90,6 +93,9 @@ class PlainReduction:
 
     def begin(self, trainer: Trainer, statistics: Statistics) -> None:
         """Nothing may start before the last backward."""
+
+    def finish(self, *, applied: bool) -> None:
+        """Nothing is remembered."""
 
 
 class NoReduction(PlainReduction):
@@ -148,6 +154,9 @@ class HookedReduction:
     def end(self, trainer: Trainer, statistics: Statistics, gradients: Gradients) -> float | Tensor:  # noqa: ARG002
         """The norm: the gradients are the same on all ranks by now."""
         return gradients.norm()
+
+    def finish(self, *, applied: bool) -> None:
+        """Nothing is remembered."""
 
 
 class _NoData(nn.Module):

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from ignite_train import distributed
 from ignite_train.arguments import shown
+from ignite_train.carried import Carried
 from ignite_train.compilation import Backward
 from ignite_train.engine import Trainer
 from ignite_train.errors import ForwardContractError, GaveUpError, NonFiniteError
@@ -58,6 +59,7 @@ class Update:
     create_graph: bool
     recovery: Recovery
     give_up_after: int | None
+    carried: Carried
     _in_a_row: dict[str, int] = field(default_factory=dict)
     _replay_point: ReplayPoint = field(init=False)
     _missing: int = 0
@@ -103,6 +105,7 @@ class Update:
             if (rates := self.learning_rates()) != decided.learning_rates:  # a handler has set them
                 state.output = decided = replace(decided, learning_rates=rates)
             self._step(state.iteration, decided, group, stepped=stepped)
+            self._finish(decided)
         except BaseException:
             self._forget()
             state.micro_batch, state.forward_output = before, None
@@ -135,6 +138,7 @@ class Update:
         self.gradients.clear_stale()
         if self.on_nonfinite == "raise" and not self.loss_scaling.enabled:
             self._replay_point.mark()
+        self.carried.begin_update()
         self._missing = self.reduction.missing(group, trainer.widest_group)
         return self._missing
 
@@ -204,15 +208,17 @@ class Update:
     def _locate(self, group: list[Any]) -> tuple[str, ...]:
         """Runs the micro-batches again, as they were, to find the first value that is not finite. Collective."""
         module = self.reduction.module
-        side_effects = SideEffects(module)
+        side_effects = SideEffects(module, self.carried)
         self._replay_point.restore()
+        self.carried.rewind()
         self.gradients.clear()
 
         def loss_of(micro_batch: Any) -> Tensor:
             with self.precision.autocast():
                 return as_forward_output(self.forward(module, self.transfer(micro_batch))).loss
 
-        found = find_nonfinite(module, group, loss_of, all_of_them=not self.reduction.replayable)
+        # On several ranks each goes through its whole group: forward may have collectives that this library cannot see.
+        found = find_nonfinite(module, group, loss_of, all_of_them=distributed.world_size() > 1)
         for _ in range(0 if self.reduction.replayable else self._missing):
             torch.autograd.backward(self.reduction.forward_without_data(loss_of))
         side_effects.undo()
@@ -231,8 +237,17 @@ class Update:
             if self.give_up_after is not None and self._in_a_row[what] >= self.give_up_after:
                 raise GaveUpError(update, self._in_a_row[what], what)
 
+    def _finish(self, output: UpdateOutput) -> None:
+        """Keeps what forward has carried on, unless the update was not finite, and tells how the update ended."""
+        if output.applied or output.skipped_reason == "no_samples":
+            self.carried.end_update()
+        else:
+            self.carried.roll_back()
+        self.reduction.finish(applied=output.applied)
+
     def _forget(self) -> None:
         """Leaves nothing of a broken-off update behind."""
+        self.carried.roll_back()
         self.gradients.clear()
         self.statistics.reset()
         self.transfer.forget()
