@@ -7,8 +7,11 @@ from collections import UserDict
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+
+from ignite_train.arguments import check_state_dict, shown
 
 __all__ = ["Carried"]
 
@@ -68,9 +71,31 @@ class Carried(UserDict[Any, Any]):
         self.rewind()
         self._before = None
 
-    def saved(self) -> dict[Any, Any]:
-        """The values after the latest update that is done. They are not copied."""
-        return dict(self.data if self._before is None else self._before)
+    def state_dict(self) -> dict[str, Any]:
+        """The values after the latest update that is done, not copied, and what kind of device each tensor is on."""
+        values = dict(self.data if self._before is None else self._before)
+        devices = [leaf.device.type for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
+        return {"values": values, "devices": devices}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Holds copies of the values that `state_dict` gave, and nothing else. A checkpoint gives them on the CPU.
+
+        Raises:
+            ValueError: `state_dict` did not give them.
+        """
+        check_state_dict("Carried", state_dict, ("values", "devices"), ())
+        values, devices = state_dict["values"], state_dict["devices"]
+        num_tensors = sum(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(values))
+        if not isinstance(values, dict) or not isinstance(devices, list) or len(devices) != num_tensors:
+            raise ValueError(f"state_dict must be what Carried.state_dict() gave, got {shown(state_dict)}")
+        accelerator, kinds = torch.accelerator.current_accelerator(), iter(devices)
+
+        def moved(leaf: Any) -> Any:
+            on_accelerator = isinstance(leaf, Tensor) and next(kinds) != "cpu" and accelerator is not None
+            return leaf.to(accelerator) if on_accelerator else leaf
+
+        self._before = None
+        self.replace(pytree.tree_map(moved, values))
 
 
 def _has_graph(leaf: Any) -> bool:

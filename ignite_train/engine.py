@@ -212,7 +212,7 @@ class Trainer(Loop):
         saved["epoch_iteration"] = self._groups_done() if self._epoch_open else 0
         saved["epoch_length"], saved["max_epochs"], saved["max_iters"] = state.epoch_length, state.max_epochs, state.max_iters
         saved["ended"], saved["update"] = self._ended, self._update.state_dict()
-        saved["carried"] = state.carried.saved()
+        saved["carried"] = state.carried.state_dict()
         clash = next((key for key in self.state_dict_user_keys if key in saved), None)
         if clash is not None:
             raise ValueError(f"state_dict_user_keys must not have names of the trainer's own, got {clash!r}")
@@ -227,16 +227,13 @@ class Trainer(Loop):
         """
         counters = (*_COUNTERS, "epochs_completed", "epoch_iteration")
         check_state_dict("Trainer", state_dict, [*counters, *_LIMITS, "ended", "update", *self.state_dict_user_keys], counters)
-        carried = state_dict.get("carried", {})  # a state of an earlier version has none
-        if not isinstance(carried, Mapping):
-            raise ValueError(f"state_dict['carried'] must be a mapping, got {shown(carried)}")
         for key in (key for key in ("max_epochs", "max_iters") if state_dict[key] is not None):
             positive_int(f"state_dict[{key!r}]", state_dict[key])
         self._update.load_state_dict(state_dict["update"])
+        self.state.carried.load_state_dict(state_dict.get("carried", Carried().state_dict()))  # earlier versions had none
         self._groups, self._position = None, {}
         for key in (*_COUNTERS, *_LIMITS, *self.state_dict_user_keys):
             setattr(self.state, key, state_dict[key])
-        self.state.carried = carried
         self._epoch_iteration, self._ended = state_dict["epoch_iteration"], bool(state_dict["ended"])
         self._epoch_open = self._epoch_iteration > 0
         self.state.epoch = state_dict["epochs_completed"] + self._epoch_open

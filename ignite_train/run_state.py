@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from ignite_train import distributed
 from ignite_train.arguments import shown
+from ignite_train.carried import Carried
 from ignite_train.commit import Contents
 from ignite_train.dispatch import Stateful
 from ignite_train.encoding import Encoder, Path
@@ -141,10 +142,12 @@ class RunState:
         trainer: the run it is for.
         to_save: the user's objects.
         evaluator: handlers of the evaluator.
+        drop_carried: leave out what forward carried from micro-batch to micro-batch; it is empty then.
 
     Raises:
         DamagedCheckpointError: it is not what was written.
-        CheckpointError: it is of another model, optimizer or set of objects.
+        CheckpointError: it is of another model, optimizer or set of objects; or of another number of ranks, and forward carried
+            something on one of them.
     """
 
     def __init__(
@@ -153,6 +156,8 @@ class RunState:
         trainer: Trainer,
         to_save: Mapping[str, Stateful],
         evaluator: Mapping[str, Stateful],
+        *,
+        drop_carried: bool = False,
     ) -> None:
         self._trainer = trainer
         self._objects = _Objects.of(trainer, to_save, evaluator)
@@ -175,6 +180,7 @@ class RunState:
         self.unused = [name for name in names if name.startswith(prefixes) and name not in known]
         self.fresh = [name for name in self._objects.own if name not in own]
         self._check(str(stored.path))
+        self._check_carried(stored, drop=drop_carried)
 
     def restore(self) -> None:
         """Puts everything back: counters, place in the data, and all of `restore_objects`."""
@@ -185,6 +191,7 @@ class RunState:
     def restore_objects(self) -> None:
         """Puts back what handlers of STARTED and EPOCH_STARTED may have touched. The generators come last: loading may draw."""
         state, results = self._trainer.state, self._own["results"]
+        state.carried.load_state_dict(self._own["trainer"].get("carried", Carried().state_dict()))
         for key in self._trainer.state_dict_user_keys:
             setattr(state, key, copy.deepcopy(self._own["trainer"][key]))
         state.output = results["output"] and UpdateOutput(**results["output"])
@@ -212,6 +219,31 @@ class RunState:
                 _check_model(path, name, entry.state_dict(), self._shared[name])
             elif isinstance(entry, Optimizer):
                 _check_optimizer(path, name, entry, self._shared[name])
+
+    def _check_carried(self, stored: StoredCheckpoint, *, drop: bool) -> None:
+        """What forward carried on a rank belongs to that rank's data: there is no other number of ranks to give it to."""
+
+        def carried(trainer_state: Any) -> Carried:
+            result = Carried()
+            if "carried" in trainer_state:  # earlier versions had none
+                result.load_state_dict(trainer_state["carried"])
+            return result
+
+        world_size = stored.manifest.world_size
+        if drop:
+            if carried(self._own["trainer"]):
+                self.unused.append("state.carried")
+            self._own["trainer"].pop("carried", None)
+        elif world_size != distributed.world_size():
+            keys = [key for rank in range(world_size) for key in carried(stored.read("trainer", rank=rank))]
+            if keys:
+                raise CheckpointError(
+                    f"{stored.path} holds what forward carried on each of {world_size} ranks ({keys[0]!r} in state.carried), "
+                    f"and this run has {distributed.world_size()}; use {world_size} ranks, or drop it with "
+                    'Checkpoint(..., leave_out=("carried",))'
+                )
+        else:
+            carried(self._own["trainer"])
 
     def _of_all_ranks(self) -> list[str]:
         """What only as many ranks as wrote it can read: each of Ignite's metrics holds what every rank has counted."""

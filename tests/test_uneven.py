@@ -416,24 +416,42 @@ def test_dropping_a_micro_batch_is_refused_for_ranks_in_step() -> None:
 # --- what it costs ---
 
 
-def collectives(policy: str, sized: bool) -> list[int]:
+def collectives(policy: str, sized: bool, accumulation_steps: int) -> list[int]:
     model = Tower()
-    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     trainer = create_trainer(
-        model, optimizer, lambda model, b: ForwardOutput(model(b[0]).sum(), SIZE), reduction="explicit", uneven=policy
+        model,
+        torch.optim.SGD(model.parameters(), lr=LEARNING_RATE),
+        lambda model, micro_batch: ForwardOutput(model(micro_batch[0]).sum(), SIZE),
+        reduction="explicit",
+        uneven=policy,
+        accumulation_steps=accumulation_steps,
     )
     counts: list[int] = []
     with count_traffic() as traffic:
-        trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: counts.append(traffic.num_collectives))
+        trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: counts.append(len(traffic.collectives)))
         loader = data((6, 6))[idist.get_rank()]
         trainer.run(loader if sized else cuts.Unsized(loader), max_epochs=1)
     return [after - before for before, after in pairwise(counts)]
 
 
-@pytest.mark.parametrize(("policy", "sized", "expected"), [("all", True, 1), ("replay", True, 1), ("replay", False, 2)])
-def test_ranks_in_step_cost_a_collective_only_without_lengths(policy: str, sized: bool, expected: int) -> None:
+@pytest.mark.parametrize(
+    ("policy", "sized", "accumulation_steps", "expected"),
+    [
+        ("all", True, 1, 1),
+        ("all", False, 2, 1),
+        ("replay", True, 2, 1),
+        ("replay", False, 1, 2),
+        ("shortest", True, 2, 1),
+        ("shortest", False, 1, 1),
+        ("shortest", False, 2, 2),
+    ],
+)
+def test_ranks_in_step_cost_a_collective_only_without_lengths(
+    policy: str, sized: bool, accumulation_steps: int, expected: int
+) -> None:
     """After the first applied update an update has its one collective; one more says who has how many micro-batches."""
-    assert run_ranks(collectives, policy, sized) == [[expected] * 5] * 2
+    for counts in run_ranks(collectives, policy, sized, accumulation_steps):
+        assert counts == [expected] * (6 // accumulation_steps - 1)
 
 
 # --- evaluation ---
