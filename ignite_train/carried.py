@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import UserDict
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -26,8 +26,8 @@ class Carried(UserDict[Any, Any]):
     leaves here would spoil all updates after it.) It is not emptied between epochs.
 
     A value is stored without the graphs of its tensors when it is assigned to a key, also inside lists, tuples and dicts, so
-    the memory of a micro-batch is freed with it. Whoever appends to a stored list calls `detach` on the tensor first. Read
-    values from here each time: after an update was taken back they are other objects.
+    the memory of a micro-batch is freed with it. Code that appends a tensor to a stored list must call `detach` on it first.
+    Read values from here each time: after an update was taken back they are other objects.
 
     The price is a copy of the values in each update, and nothing where the dict is empty.
     """
@@ -45,12 +45,16 @@ class Carried(UserDict[Any, Any]):
             self[key] = default
         return self[key]
 
+    def __ior__(self, other: Any) -> Self:  # type: ignore[misc]  # UserDict goes past __setitem__
+        self.update(other)
+        return self
+
     def replace(self, values: Mapping[Any, Any]) -> None:
         """Holds copies of `values`, and nothing else."""
         self.data = _copies(values)
 
     def copies(self) -> dict[Any, Any]:
-        """Copies of the values as they are, for `replace`."""
+        """Copies of the current values, for `replace`."""
         return _copies(self.data)
 
     def begin_update(self) -> None:

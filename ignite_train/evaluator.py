@@ -151,7 +151,7 @@ def _in_step(micro_batches: Iterator[Any], uneven: Uneven) -> Iterator[Any]:
                 "out the shards, or pass uneven='shortest' or uneven='replay' to create_evaluator"
             )
         spare = spare if lacks else micro_batch
-        if number == 1:
+        if number == 1 and some_lack:
             spare = borrowed_micro_batch(spare)
         yield _Borrowed(spare) if lacks else micro_batch
 

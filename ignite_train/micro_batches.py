@@ -197,7 +197,7 @@ class _Pass:
     def _leave_out(self, group: list[Any], begin: int) -> None:
         """Drops what is beyond the loader's length or, if so asked, beyond what the rank with the fewest micro-batches has.
 
-        So ranks that go on until the shortest has run out have equally many in the last group too. Without lengths, and with
+        So with `"shortest"` all ranks have equally many micro-batches in the last group too. Without lengths, and with
         several micro-batches to an update, that takes a collective.
         """
         if self.length is not None:

@@ -19,7 +19,7 @@ class Placeholders:
     """Chooses the micro-batch that a rank without data runs on, and runs it so that it leaves no trace on this rank.
 
     The gradient of its loss is zero, but zero times infinity is NaN. So the micro-batch must be one whose derivatives are
-    finite: it is the last one that this rank ran in an update that was applied. Where there is no such update yet, and after
+    finite: it is the last one that this rank ran in an update that was applied. Before the first applied update, and after
     an update that was skipped, a rank without data takes a micro-batch that another rank trains on in the same update. If
     that one is not finite, the update is skipped anyway. So a bad micro-batch spoils no other update than its own.
 
@@ -41,7 +41,7 @@ class Placeholders:
             group: this rank's micro-batches.
 
         Returns:
-            Whether there is one: the same answer on all ranks. No rank has ever had data if there is none.
+            Whether a micro-batch was found: the same answer on all ranks. False means that no rank has had data so far.
         """
         own = group[-1] if group else None
         if self._latest_was_applied:

@@ -221,7 +221,7 @@ class RunState:
                 _check_optimizer(path, name, entry, self._shared[name])
 
     def _check_carried(self, stored: StoredCheckpoint, *, drop: bool) -> None:
-        """What forward carried on a rank belongs to that rank's data: there is no other number of ranks to give it to."""
+        """What forward carried on a rank belongs to the data of that rank, so another number of ranks cannot take it over."""
 
         def carried(trainer_state: Any) -> Carried:
             result = Carried()

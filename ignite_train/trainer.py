@@ -103,13 +103,11 @@ def create_trainer(
     one_of("on_out_of_memory", on_out_of_memory, ("raise", "skip", "split"))
     if max_grad_norm is not None:
         real_number("max_grad_norm", max_grad_norm, above=0)
-    grouping = GroupedMicroBatches(accumulation_steps, uneven, synchronised_norm=_synchronised_norm(model))
-    accumulates, in_step, carried = accumulation_steps != 1, uneven == "replay", Carried()
-    way = reduction_for(model, reduction, accumulates=accumulates, in_step=in_step, carried=carried)
+    carried, device = Carried(), next(model.parameters()).device
+    way = reduction_for(model, reduction, accumulates=accumulation_steps != 1, in_step=uneven == "replay", carried=carried)
     if create_graph:
         _check_second_order(compiled=compile is not False)
     backward = compile_in_place(model, compile, backward=compiled_autograd)
-    device = next(model.parameters()).device
     gradients, statistics = Gradients(way.module, optimizer), Statistics(device)
     stepping, rates = Stepping(optimizer, gradients), LearningRates(optimizer)
     update = Update(
@@ -134,10 +132,9 @@ def create_trainer(
         give_up_after=None if give_up_after is None else positive_int("give_up_after", give_up_after),
         carried=carried,
     )
-    steps = "a function" if callable(accumulation_steps) else accumulation_steps
-    settings = {"accumulation_steps": steps, "max_grad_norm": max_grad_norm, "precision": precision, "reduction": reduction}
-    parts = {"model": way.module, "optimizer": optimizer}
-    return Trainer(update, grouping, parts, settings, carried)
+    settings = _settings(accumulation_steps, max_grad_norm, precision, reduction)
+    grouping = GroupedMicroBatches(accumulation_steps, uneven, synchronised_norm=_synchronised_norm(model))
+    return Trainer(update, grouping, {"model": way.module, "optimizer": optimizer}, settings, carried)
 
 
 def create_supervised_trainer(
@@ -226,6 +223,12 @@ def create_supervised_trainer(
     )
 
 
+def _settings(accumulation_steps: AccumulationSteps, max_grad_norm: float | None, precision: str, reduction: str) -> Any:
+    """How a trainer was made, in plain types."""
+    steps = "a function" if callable(accumulation_steps) else accumulation_steps
+    return {"accumulation_steps": steps, "max_grad_norm": max_grad_norm, "precision": precision, "reduction": reduction}
+
+
 def _recovery(
     on_out_of_memory: str, way: Reduction, gradients: Gradients, statistics: Statistics, carried: Carried
 ) -> Recovery:
@@ -246,7 +249,7 @@ def _recovery(
 
 
 def _synchronised_norm(model: nn.Module) -> str | None:
-    """The name of a SyncBatchNorm, whose forward and backward are collective; None if there is none."""
+    """The name of a SyncBatchNorm, whose forward and backward are collective; None if the model has no such module."""
     return next((name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)), None)
 
 

@@ -98,10 +98,7 @@ class Update:
             totals, stepped = self.verdict(trainer, norm, self.loss_scaling.scale)
             mean = self._mean(totals)
             state.output = decided = self._decide(totals, mean)
-            if totals.num_out_of_memory:
-                fire(TrainEvents.OUT_OF_MEMORY)
-            self.gradients.ready(mean)  # only now, for handlers of GRADIENTS_READY alone may read them
-            fire(TrainEvents.GRADIENTS_READY)
+            self._announce(trainer, decided, mean)
             if (rates := self.learning_rates()) != decided.learning_rates:  # a handler has set them
                 state.output = decided = replace(decided, learning_rates=rates)
             self._step(state.iteration, decided, group, stepped=stepped)
@@ -161,7 +158,7 @@ class Update:
         self.backward(scaled, retain_graph=self.retain_graph or self.create_graph, create_graph=self.create_graph)
 
     def _mean(self, totals: Totals) -> float:
-        """The factor that makes the reduced gradients those of the mean loss; NaN if there was no sample."""
+        """The factor that makes the reduced gradients those of the mean loss; NaN if no rank had a sample."""
         if totals.sample_size == 0:
             return math.nan
         self.gradients.check()
@@ -184,6 +181,13 @@ class Update:
             logs=totals.logs,
             skipped_reason=reason,
         )
+
+    def _announce(self, trainer: Trainer, output: UpdateOutput, mean: float) -> None:
+        """Fires what comes before the step. The gradients can be read in handlers of GRADIENTS_READY only."""
+        if output.num_out_of_memory:
+            trainer.fire_event(TrainEvents.OUT_OF_MEMORY)
+        self.gradients.ready(mean)
+        trainer.fire_event(TrainEvents.GRADIENTS_READY)
 
     def _reason_to_skip(self, size: float, loss: float, norm: float) -> SkippedReason | None:
         if size == 0:

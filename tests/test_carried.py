@@ -34,10 +34,12 @@ from ignite_train.run_state import RunState
 from ignite_train.stored import StoredCheckpoint
 from ranks import RanksFailedError, run_ranks
 
-# --- a recurrent network whose hidden state goes on from segment to segment -----------------------------------------------
+# --- a recurrent network whose hidden state is carried from segment to segment -----------------------------------------------
 
 
 class Recurrent(nn.Module):
+    """A small recurrent network and its head."""
+
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -54,7 +56,7 @@ def segments(rank: int) -> list[tuple[Tensor, Tensor]]:
     return [(torch.randn(4, 2, 3, generator=generator), torch.randn(4, 2, 1, generator=generator)) for _ in range(7)]
 
 
-def truncated_bptt(directory: Path, killed_at: int, keeps: bool = True) -> dict[str, Any]:
+def truncated_bptt(directory: Path, killed_at: int) -> dict[str, Any]:
     """Two epochs on each rank; all ranks are killed in update `killed_at`, unless that is 0."""
     rank = idist.get_rank()
     model = Recurrent()
@@ -75,7 +77,7 @@ def truncated_bptt(directory: Path, killed_at: int, keeps: bool = True) -> dict[
             os.kill(os.getpid(), signal.SIGKILL)
 
     trainer.add_event_handler(TrainEvents.BACKWARD_COMPLETED, kill)
-    trainer.add_event_handler(Events.EPOCH_STARTED, trainer.state.carried.clear)  # the sequence begins anew
+    trainer.add_event_handler(Events.EPOCH_STARTED, trainer.state.carried.clear)  # each epoch is a new sequence
     Checkpoint(directory, every=1, asynchronous=False).attach(trainer)
     trainer.run(segments(rank), max_epochs=2)
     return bit_by_bit([model.state_dict(), optimizer.state_dict(), trainer.state.carried["hidden"], trainer.state.output.loss])
@@ -118,7 +120,7 @@ def counting(directory: Path, updates: int, carries_on: int) -> Any:
     )
     Checkpoint(directory, every=1).attach(trainer)
     try:
-        trainer.run(ResumableLoader(torch.ones(16, 1), 2), max_iters=updates)
+        trainer.run(ResumableLoader(torch.ones(16, 1), 2, shuffle=False), max_iters=updates)
     except CheckpointError as error:
         return str(error)
     return trainer.state.iteration, dict(trainer.state.carried)
@@ -180,7 +182,7 @@ class Journal:
         self.calls += 1
         self.found.append((carried["queue"].tolist(), carried["hidden"][0].item(), carried["hidden"][1]["n"]))
         predicted = model(micro_batch)
-        carried["queue"][self.calls % 3] += micro_batch[0, 0].item()  # in place
+        carried["queue"][carried["hidden"][1]["n"] % 3] += micro_batch[0, 0].item()  # in place
         carried["hidden"][1]["n"] += 1  # in place, inside
         carried["hidden"] = [carried["hidden"][0] * 0.5 + predicted.mean(), carried["hidden"][1]]
         trouble = self.trouble.get(self.calls)
@@ -191,6 +193,9 @@ class Journal:
 
     def state(self) -> Any:
         return bit_by_bit(dict(self.trainer.state.carried))
+
+    def saved(self) -> Any:
+        return bit_by_bit(self.trainer.state_dict()["carried"]["values"])
 
 
 DATA = [torch.full((2, 1), float(number)) for number in range(1, 9)]
@@ -203,7 +208,6 @@ def test_an_exception_takes_back_what_its_update_carried() -> None:
     broken.trouble = {4: ValueError("boom")}
     with pytest.raises(ValueError, match="boom"):
         broken.trainer.run(DATA)
-    broken.calls = 2
     broken.trouble = {}
     broken.trainer.run(DATA)
     assert broken.state() == undisturbed.state()
@@ -216,9 +220,7 @@ def test_state_saved_within_an_update_is_that_before_it(event: TrainEvents) -> N
     journal, saved = Journal(), []
     before: list[Any] = []
     journal.trainer.add_event_handler(Events.ITERATION_STARTED, lambda: before.append(journal.state()))
-    journal.trainer.add_event_handler(
-        event, lambda: saved.append(bit_by_bit(journal.trainer.state_dict()["carried"]["values"]))
-    )
+    journal.trainer.add_event_handler(event, lambda: saved.append(journal.saved()))
     journal.trainer.run(DATA)
     assert [entry for entry in before for _ in range(len(saved) // 4)] == saved
 
@@ -228,9 +230,7 @@ def test_state_saved_after_the_step_is_that_after_it(event: Any) -> None:
     """It goes together with the counters, which count that update."""
     journal, saved, now = Journal(), [], []
     journal.trainer.add_event_handler(event, lambda: now.append(journal.state()))
-    journal.trainer.add_event_handler(
-        event, lambda: saved.append(bit_by_bit(journal.trainer.state_dict()["carried"]["values"]))
-    )
+    journal.trainer.add_event_handler(event, lambda: saved.append(journal.saved()))
     journal.trainer.run(DATA)
     assert saved == now
     assert saved[0] != saved[1]
@@ -281,7 +281,7 @@ def test_a_lack_of_memory_takes_back_what_was_carried(policy: Any) -> None:
 
 
 def test_values_are_stored_without_graphs() -> None:
-    """Also inside containers; what the user goes on computing with keeps its graph, and a stored list can be appended to."""
+    """Also inside containers; what the user still computes with keeps its graph, and a stored list can be appended to."""
     carried, leaf = Carried(), torch.ones(2, requires_grad=True)
     states = [leaf * 2, (leaf * 3, {"c": leaf * 4})]
     carried["states"], carried["plain"] = states, torch.zeros(1)
@@ -297,7 +297,7 @@ def test_values_are_stored_without_graphs() -> None:
 
 
 def test_a_mapping_may_be_assigned() -> None:
-    """The state goes on carrying, and saves what is assigned."""
+    """The state keeps its dict, and saves what is assigned."""
     journal = Journal()
     carried = journal.trainer.state.carried
     journal.trainer.state.carried = {"queue": torch.ones(3), "hidden": [torch.ones(1), {"n": 5}]}
@@ -349,7 +349,7 @@ def test_a_state_of_something_else_is_refused(wrong: Any) -> None:
     """Nothing is taken over then."""
     journal = Journal()
     before = journal.state()
-    with pytest.raises((TypeError, ValueError), match="must be what|must have the keys"):
+    with pytest.raises((TypeError, ValueError), match=r"must be what|must have the keys"):
         journal.trainer.load_state_dict({**journal.trainer.state_dict(), "carried": wrong})
     assert journal.state() == before
 

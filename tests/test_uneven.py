@@ -233,7 +233,7 @@ def first_update_without_any(way: str) -> tuple[int, int]:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_no_micro_batch_anywhere_hangs_no_rank(way: str) -> None:
-    """Where no rank has ever had a micro-batch, there is no placeholder: the updates are skipped."""
+    """Updates are skipped as long as no rank has had a micro-batch that could be a placeholder."""
     assert run_ranks(first_update_without_any, way) == [(0, 2)] * 2
 
 
