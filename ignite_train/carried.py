@@ -72,8 +72,8 @@ class Carried(UserDict[Any, Any]):
 
     def roll_back(self) -> None:
         """Goes back to the beginning of the running update, which does not count. Does nothing where none is running."""
-        self.rewind()
-        self._before = None
+        if self._before is not None:
+            self.data, self._before = self._before, None
 
     def state_dict(self) -> dict[str, Any]:
         """The values after the latest update that is done, not copied, and what kind of device each tensor is on."""
