@@ -77,7 +77,8 @@ class Checkpoint(Handler, Passenger):
             at the end of the run, whose last state then is not on the disk, is always raised.
         give_up_after: with `on_error="warn"`, that many failures in a row are raised all the same.
         leave_out: names of attached handlers whose state is neither saved nor read, such as `("LambdaStateScheduler",)`. A
-            handler whose state cannot be stored is left out anyway, with a warning.
+            handler whose state cannot be stored is left out anyway, with a warning. `"carried"` has a run begin without what
+            `state.carried` held, which another number of ranks cannot take over.
         script_wins: options of the optimizer, such as `("lr", "weight_decay")`, that keep the script's value on resuming. All
             others are those of the checkpoint, and the log lists what the script sets in another way. With `"lr"`, a schedule
             that goes on keeps its place and its shape over the script's rate.

@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ignite_train import distributed
 from ignite_train.arguments import check_state_dict, positive_int, shown
+from ignite_train.carried import Carried
 from ignite_train.dispatch import Attachable, Stateful
 from ignite_train.events import EVENT_COUNTERS, TrainEvents
 from ignite_train.groups import Groups, OpenGroups
@@ -83,9 +84,10 @@ class Trainer(Loop):
         open_groups: OpenGroups,
         parts: Mapping[str, Any] | None = None,
         settings: Mapping[str, Any] | None = None,
+        carried: Carried | None = None,
     ) -> None:
         super().__init__(update)
-        self.state = TrainState()
+        self.state = TrainState(carried)
         self.signals = Signals()
         self.passengers: list[Passenger] = []
         self.parts: dict[str, Stateful] = dict(parts or {})
@@ -233,7 +235,7 @@ class Trainer(Loop):
         raise NotImplementedError("set_data is not supported: pass the loader to run(loader, ...)")
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]  # Ignite returns an OrderedDict
-        """Counters, limits, position in the epoch, user keys and the loss scaling, in plain types."""
+        """Counters, limits, position in the epoch, user keys, the loss scaling and what forward carries, in plain types."""
         state = self.state
         saved: dict[str, Any] = {name: getattr(state, name) for name in _COUNTERS}
         if self._iterating and not self.settled:  # an update that has not had its effect is not done
@@ -243,6 +245,7 @@ class Trainer(Loop):
         saved["epoch_length"], saved["max_epochs"], saved["max_iters"] = state.epoch_length, state.max_epochs, state.max_iters
         saved["ended"], saved["update"] = self._ended, self._update.state_dict()
         saved["end_of_epoch"] = [self.should_terminate_single_epoch, self.signals.stop_epoch] if self._epoch_open else []
+        saved["carried"] = state.carried.state_dict()
         clash = next((key for key in self.state_dict_user_keys if key in saved), None)
         if clash is not None:
             raise ValueError(f"state_dict_user_keys must not have names of the trainer's own, got {clash!r}")
@@ -260,6 +263,7 @@ class Trainer(Loop):
         for key in (key for key in ("max_epochs", "max_iters") if state_dict[key] is not None):
             positive_int(f"state_dict[{key!r}]", state_dict[key])
         self._update.load_state_dict(state_dict["update"])
+        self.state.carried.load_state_dict(state_dict.get("carried", Carried().state_dict()))  # earlier versions had none
         self._groups, self._position = None, {}
         for key in (*_COUNTERS, *_LIMITS, *self.state_dict_user_keys):
             setattr(self.state, key, state_dict[key])

@@ -7,20 +7,22 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
-from ignite.engine import State
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from ignite_train import distributed
-from ignite_train.arguments import positive_int, shown
+from ignite_train.arguments import one_of, positive_int, shown
 from ignite_train.data_position import open_loader
 from ignite_train.forward_output import Forward, ForwardOutput, as_forward_output, check_forward
 from ignite_train.loop import Loop
+from ignite_train.micro_batches import POLICIES, Uneven
+from ignite_train.placeholders import borrowed_micro_batch
 from ignite_train.precision import Precision, PrecisionName
-from ignite_train.sharded_reduction import spare_micro_batch
+from ignite_train.side_effects import SideEffects
 from ignite_train.signals import Signals
+from ignite_train.state import EvaluatorState
 from ignite_train.statistics import Statistics
 from ignite_train.transfer import Transfer
 from ignite_train.wrapping import unwrap
@@ -33,18 +35,22 @@ class Evaluator(Loop):
 
     After `run`, `state.metrics` has `"loss"` = Σloss / Σsample_size and, for each log, Σlog / Σsample_size: a count of correct
     answers becomes the accuracy. All sums are over all ranks, reduced once at the end. `state.output` is the
-    `ForwardOutput` of the latest micro-batch.
+    `ForwardOutput` of the latest micro-batch. `state.carried` is for what forward carries from micro-batch to micro-batch; each
+    run begins with an empty one, and a trainer's is another.
     """
 
-    def __init__(self, model: nn.Module, forward: Forward, precision: PrecisionName) -> None:
+    state: EvaluatorState
+
+    def __init__(self, model: nn.Module, forward: Forward, precision: PrecisionName, uneven: Uneven = "all") -> None:
         super().__init__(_evaluate)
+        self.state = EvaluatorState()
         self.model = unwrap(model)
         self.forward = forward
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         self.transfer, self.precision = Transfer(device), Precision(precision, device)
         self.statistics = Statistics(device)
         self._limit: int | None = None
-        self._in_step = isinstance(model, FSDPModule)
+        self._uneven: Uneven = "replay" if uneven == "all" and isinstance(model, FSDPModule) else uneven
 
     def run(
         self,
@@ -52,7 +58,7 @@ class Evaluator(Loop):
         max_epochs: int | None = None,  # noqa: ARG002  # Ignite's signature
         max_iters: int | None = None,
         epoch_length: int | None = None,
-    ) -> State:
+    ) -> EvaluatorState:
         """Evaluates once over `data`. Collective: all ranks call it, also those without data.
 
         Args:
@@ -66,14 +72,15 @@ class Evaluator(Loop):
 
         Raises:
             TypeError: `data` cannot be iterated.
-            ValueError: its sampler repeats samples, which would count twice; or no rank has a sample.
+            ValueError: its sampler repeats samples, which would count twice; or no rank has a sample; or ranks have different
+                numbers of micro-batches, and the evaluator was made with `uneven="error"`.
         """
         self._refuse_nested_run()
         loader = self._as_loader(data)
         _refuse_padding(loader)
         name, limit = ("epoch_length", epoch_length) if max_iters is None else ("max_iters", max_iters)
         self._limit = None if limit is None else positive_int(name, limit)
-        self.state = State()
+        self.state = EvaluatorState()
         self.state.max_epochs = 1
         self._epoch_open = False
         self.statistics.reset()
@@ -89,7 +96,7 @@ class Evaluator(Loop):
 
     def _open(self, data: Iterable[Any]) -> _Whole:
         micro_batches = islice(open_loader(data), self._limit)
-        return _Whole(_in_step(micro_batches) if self._in_step else micro_batches)
+        return _Whole(micro_batches if self._uneven == "all" else _in_step(micro_batches, self._uneven))
 
     def _close_epoch(self, started: float) -> None:
         self._publish()
@@ -126,28 +133,44 @@ class _Borrowed(NamedTuple):
     micro_batch: Any
 
 
-def _in_step(micro_batches: Iterator[Any]) -> Iterator[Any]:
-    """As many on every rank as the longest has: a sharded model's forward gathers its parameters from all ranks. Collective."""
-    spare, first = None, True
+def _in_step(micro_batches: Iterator[Any], uneven: Uneven) -> Iterator[Any]:
+    """As many on every rank as on each other, because forward has collectives. Collective, once for each micro-batch.
+
+    Raises:
+        ValueError: one rank has run out and another has not, and `uneven` is `"error"`.
+    """
+    spare, number = None, 0
     while True:
-        micro_batch = next(micro_batches, None)
-        if not distributed.any_rank(micro_batch is not None):
+        micro_batch, number = next(micro_batches, None), number + 1
+        lacks = micro_batch is None
+        some_lack, some_have = (flag > 0 for flag in distributed.largest(lacks, not lacks))
+        if not some_have or (some_lack and uneven == "shortest"):
             return
-        if micro_batch is not None:
-            spare = micro_batch
-        if first:
-            spare, first = spare_micro_batch(spare), False
-        yield _Borrowed(spare) if micro_batch is None else micro_batch
+        if some_lack and uneven == "error":
+            raise ValueError(
+                f"data must be equally long on all ranks for uneven='error', got micro-batch {number} on some ranks only; even "
+                "out the shards, or pass uneven='shortest' or uneven='replay' to create_evaluator"
+            )
+        spare = spare if lacks else micro_batch
+        if number == 1 and some_lack:
+            spare = borrowed_micro_batch(spare)
+        yield _Borrowed(spare) if lacks else micro_batch
 
 
 def _evaluate(engine: Evaluator, micro_batch: Any) -> ForwardOutput | None:
-    counts = not isinstance(micro_batch, _Borrowed)
-    micro_batch = micro_batch if counts else micro_batch.micro_batch
+    if isinstance(micro_batch, _Borrowed):
+        side_effects = SideEffects(engine.model, engine.state.carried)
+        _forward(engine, micro_batch.micro_batch)
+        side_effects.undo()
+        return None
+    output = _forward(engine, micro_batch)
+    engine.statistics.add(output)
+    return output
+
+
+def _forward(engine: Evaluator, micro_batch: Any) -> ForwardOutput:
     with torch.no_grad(), engine.precision.autocast():
-        output = as_forward_output(engine.forward(engine.model, engine.transfer(micro_batch)))
-    if counts:
-        engine.statistics.add(output)
-    return output if counts else None
+        return as_forward_output(engine.forward(engine.model, engine.transfer(micro_batch)))
 
 
 def _refuse_padding(data: Iterable[Any]) -> None:
@@ -161,7 +184,9 @@ def _refuse_padding(data: Iterable[Any]) -> None:
             )
 
 
-def create_evaluator(model: nn.Module, forward: Forward, *, precision: PrecisionName = "fp32") -> Evaluator:
+def create_evaluator(
+    model: nn.Module, forward: Forward, *, precision: PrecisionName = "fp32", uneven: Uneven = "all"
+) -> Evaluator:
     """Makes an engine that evaluates `model`.
 
     The model is put into eval mode for the run and each of its modules back into the mode it had. A model wrapped in
@@ -171,6 +196,11 @@ def create_evaluator(model: nn.Module, forward: Forward, *, precision: Precision
         model: the model; it may be the one that is being trained.
         forward: as for `create_trainer`; the same function can serve both.
         precision: as for `create_trainer`.
+        uneven: what ranks with different numbers of micro-batches do. With `"all"` each evaluates what it has, without a
+            collective until the end; a `forward` with collectives of its own, other than SyncBatchNorm's, which has none in
+            eval mode, then hangs. The other values cost a small collective for each micro-batch: `"replay"` has ranks that
+            ran out run forward on a placeholder that does not count, as sharded models always do; all stop once the
+            `"shortest"` has run out, so that samples are left out; or it is an `"error"`.
 
     Returns:
         An engine whose `run(loader)` fills `state.metrics`.
@@ -178,4 +208,5 @@ def create_evaluator(model: nn.Module, forward: Forward, *, precision: Precision
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {shown(model)}")
     check_forward(forward)
-    return Evaluator(model, forward, precision)
+    one_of("uneven", uneven, POLICIES)
+    return Evaluator(model, forward, precision, uneven)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -14,14 +15,17 @@ from ignite_train.arguments import one_of, positive_int
 from ignite_train.data_position import DataPosition, length_of, open_loader
 from ignite_train.samplers import HasEpoch
 
-__all__ = ["AccumulationSteps", "GroupedMicroBatches", "Uneven"]
+__all__ = ["POLICIES", "AccumulationSteps", "GroupedMicroBatches", "Uneven"]
 
 AccumulationSteps = int | Sequence[int] | Callable[[int], int]
 """Micro-batches to an update: a number, one for each epoch (the last one repeats), or a function of the update's number."""
 
-Uneven = Literal["all", "shortest", "error"]
+Uneven = Literal["all", "shortest", "replay", "error"]
 """What ranks with different numbers of micro-batches do: `"all"` go on until every one has been used, those that ran out with
-no weight; all end the epoch once the `"shortest"` has run out; or it is an `"error"` at the start, which names each number."""
+no weight; all end the epoch once the `"shortest"` has run out; with `"replay"` all are used as with `"all"`, and those that ran
+out run forward and backward on a placeholder with no weight; or it is an `"error"` at the start, which names each number."""
+POLICIES: tuple[Uneven, ...] = ("all", "shortest", "replay", "error")
+_logger = logging.getLogger(__name__)
 
 
 class GroupedMicroBatches:
@@ -35,13 +39,17 @@ class GroupedMicroBatches:
     Args:
         accumulation_steps: see `AccumulationSteps`.
         uneven: see `Uneven`.
+        synchronised_norm: the name of a SyncBatchNorm in the model, if it has one: ranks that run it unequally often hang.
 
     Raises:
         TypeError, ValueError: `accumulation_steps` is neither of the three, or a number is below 1, or `uneven` is unknown.
     """
 
-    def __init__(self, accumulation_steps: AccumulationSteps, uneven: Uneven = "all") -> None:
-        self._steps, self._uneven = accumulation_steps, one_of("uneven", uneven, ("all", "shortest", "error"))
+    def __init__(
+        self, accumulation_steps: AccumulationSteps, uneven: Uneven = "all", *, synchronised_norm: str | None = None
+    ) -> None:
+        self._steps, self._uneven = accumulation_steps, one_of("uneven", uneven, POLICIES)
+        self._synchronised_norm = synchronised_norm if uneven == "all" else None
         if isinstance(accumulation_steps, bytes):
             positive_int("accumulation_steps", accumulation_steps)
         if isinstance(accumulation_steps, Sequence):
@@ -67,7 +75,32 @@ class GroupedMicroBatches:
             position: what `position` of the pass that did them gave; see `DataPosition`.
         """
         _set_epoch(loader, epoch - 1)
-        return _Pass(loader, lambda done: self._size(epoch, first_update + done), self._uneven, skip, position)
+        groups = _Pass(loader, lambda done: self._size(epoch, first_update + done), self._uneven, skip, position)
+        if self._synchronised_norm is not None:
+            self._check_in_step(self._synchronised_norm, groups.lengths)
+        return groups
+
+    def _check_in_step(self, name: str, lengths: list[int]) -> None:
+        """Raises, or warns once where the lengths are not known.
+
+        Raises:
+            ValueError: the ranks have different numbers of micro-batches.
+        """
+        remedy = "even out the shards, or pass uneven='shortest' or uneven='replay' to create_trainer"
+        if min(lengths) >= 0:
+            if len(set(lengths)) > 1:
+                table = ", ".join(f"rank {rank}: {length}" for rank, length in enumerate(lengths))
+                raise ValueError(
+                    f"data must be equally long on all ranks, because {name!r} in the model is a SyncBatchNorm, whose forward "
+                    f"waits for all ranks, got micro-batches on {table}; {remedy}"
+                )
+        elif len(lengths) > 1:
+            self._synchronised_norm = None
+            if distributed.is_main_rank():
+                _logger.warning(
+                    f"{name!r} in the model is a SyncBatchNorm, whose forward waits for all ranks, and the loader has no "
+                    f"length: if a rank has fewer micro-batches than others, the run hangs at the end of the epoch; {remedy}"
+                )
 
     def _size(self, epoch: int, update: int) -> int:
         if isinstance(self._steps, Sequence):
@@ -94,9 +127,10 @@ class _Pass:
         if self._place.jumps:
             self._done = skip
         self._announced = length_of(loader)
-        self._lengths = [int(length) for length in distributed.everyones(-1 if self._announced is None else self._announced)]
+        self.lengths = [int(length) for length in distributed.everyones(-1 if self._announced is None else self._announced)]
         self._against = -distributed.world_size() if uneven == "shortest" else 0
         self.length = self._agree_on_length(uneven)
+        self._used = [min(self.lengths)] * len(self.lengths) if self._against else self.lengths  # of each rank's micro-batches
         self.widest: int | None = None
         self.more = 1
         self._fills_up = distributed.world_size() > 1  # with empty groups, where other ranks have more
@@ -120,7 +154,9 @@ class _Pass:
         group = self._take()
         self._place.note(exhausted=self._exhausted)
         if self.length is not None:
-            self.widest = max(min(length, self._position) for length in self._lengths) - begin
+            self.widest = max(min(length, self._position) for length in self._used) - begin
+        if self._fills_up:
+            self._leave_out(group, begin)
         if not group and not self._fills_up:
             self._ended = True
             raise StopIteration
@@ -159,6 +195,22 @@ class _Pass:
             self._surplus = next(self._micro_batches, self) is not self
         return self._surplus
 
+    def _leave_out(self, group: list[Any], begin: int) -> None:
+        """Drops what is beyond the loader's length or, if so asked, beyond what the rank with the fewest micro-batches has.
+
+        So with `"shortest"` all ranks have equally many micro-batches in the last group too. Without lengths, and with
+        several micro-batches to an update, that takes a collective.
+        """
+        if self.length is not None:
+            used = max(0, min(self._used[distributed.rank()], self._position) - begin)
+            if len(group) > used:
+                self._surplus = True
+        elif self._against and self._position - begin > 1:
+            used = -int(distributed.largest(-len(group))[0])
+        else:
+            return
+        del group[used:]
+
     def _take(self) -> list[Any]:
         size = self._size(self._done)
         group = self._ahead + list(islice(self._micro_batches, size - len(self._ahead)))
@@ -187,15 +239,15 @@ class _Pass:
 
     def _agree_on_length(self, uneven: str) -> int | None:
         """Updates of the longest rank, or the shortest; None if any rank does not know its own."""
-        if uneven == "error" and (min(self._lengths) < 0 or len(set(self._lengths)) > 1):
-            table = ", ".join(f"rank {rank}: {'unknown' if n < 0 else n}" for rank, n in enumerate(self._lengths))
+        if uneven == "error" and (min(self.lengths) < 0 or len(set(self.lengths)) > 1):
+            table = ", ".join(f"rank {rank}: {'unknown' if n < 0 else n}" for rank, n in enumerate(self.lengths))
             raise ValueError(
                 f"data must be equally long on all ranks for uneven='error', got micro-batches on {table}; even out the shards "
                 "or pass uneven='all' or 'shortest'"
             )
-        if min(self._lengths) < 0:
+        if min(self.lengths) < 0:
             return None
-        groups, rest = self._done, min(self._lengths) if self._against else max(self._lengths)
+        groups, rest = self._done, min(self.lengths) if self._against else max(self.lengths)
         while rest > 0:
             rest -= self._size(groups)
             groups += 1

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from ignite_train.carried import Carried
 from ignite_train.gradients import Gradients
 from ignite_train.side_effects import SideEffects
 from ignite_train.statistics import Statistics
@@ -71,10 +72,20 @@ class RecoverFromOutOfMemory:
         module: whose buffers are put back.
         gradients: which are put back.
         statistics: which are put back, and told of each failure.
+        carried: what forward carries, which is put back.
     """
 
-    def __init__(self, *, split: bool, module: nn.Module, gradients: Gradients, statistics: Statistics) -> None:
+    def __init__(
+        self,
+        *,
+        split: bool,
+        module: nn.Module,
+        gradients: Gradients,
+        statistics: Statistics,
+        carried: Carried | None = None,
+    ) -> None:
         self._split, self._module = split, module
+        self._carried = Carried() if carried is None else carried
         self._gradients, self._statistics = gradients, statistics
         self._fits: int | None = None
         self._waiting: deque[Any] = deque()
@@ -121,8 +132,8 @@ class RecoverFromOutOfMemory:
         self._waiting.extendleft(reversed(halves(part)))
 
     def snapshot(self) -> tuple[Any, ...]:
-        """Gradients (set aside), statistics, buffers and random state."""
-        return self._gradients.set_aside(), self._statistics.mark(), SideEffects(self._module)
+        """Gradients (set aside), statistics, buffers, random state and what forward carries."""
+        return self._gradients.set_aside(), self._statistics.mark(), SideEffects(self._module, self._carried)
 
     def put_back(self, snapshot: tuple[Any, ...]) -> None:
         """Forgets the attempt."""

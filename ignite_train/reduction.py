@@ -64,6 +64,9 @@ class Reduction(Protocol):
     def scaled_norm(self, gradients: Gradients) -> float:
         """The norm of the reduced gradients where their squares are too large or too small for float32. May be collective."""
 
+    def finish(self, *, applied: bool) -> None:
+        """After the update: whether it was applied, which is the same on all ranks."""
+
 
 class PlainReduction:
     """What the ways share in which forward and backward are all of one rank: nothing crosses before the last backward is done.
@@ -97,6 +100,9 @@ class PlainReduction:
     def scaled_norm(self, gradients: Gradients) -> float:
         """The norm: the gradients are whole, and the same on all ranks."""
         return gradients.scaled_norm()
+
+    def finish(self, *, applied: bool) -> None:
+        """Nothing is remembered."""
 
 
 class NoReduction(PlainReduction):
@@ -159,6 +165,9 @@ class HookedReduction:
     def scaled_norm(self, gradients: Gradients) -> float:
         """The norm: the gradients are whole, and the same on all ranks."""
         return gradients.scaled_norm()
+
+    def finish(self, *, applied: bool) -> None:
+        """Nothing is remembered."""
 
 
 class _NoData(nn.Module):

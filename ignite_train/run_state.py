@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from ignite_train import distributed
 from ignite_train.arguments import nearest, shown
+from ignite_train.carried import Carried
 from ignite_train.commit import Contents
 from ignite_train.dispatch import Stateful
 from ignite_train.encoding import Encoder, Path
@@ -150,11 +151,14 @@ def refuse_odd_optimizers(trainer: Trainer, to_save: Mapping[str, Stateful]) -> 
         check_torch_shape(name, entry)
 
 
+_CARRIED = "carried"  # in `leave_out`: what forward has carried on each rank, in `state.carried`
+
+
 class StateRules:
     """What a `Checkpoint` was told about the state that it saves and reads, and what it knows of the script.
 
     Args:
-        leave_out: names of attached handlers whose state is neither saved nor read.
+        leave_out: names of attached handlers whose state is neither saved nor read. "carried" drops what forward has carried.
         script_wins: options of the optimizer that keep the script's value when a run goes on.
 
     Raises:
@@ -187,10 +191,10 @@ class StateRules:
         """
         objects = _Objects.of(trainer, to_save, evaluator)
         self._note(objects)
-        handlers = sorted({name.partition("/")[2] for name in objects.own} | {*holders})
+        handlers = sorted({name.partition("/")[2] for name in objects.own} | {*holders, _CARRIED})
         options = sorted({key for groups in self._script.values() for group in groups for key in group})
         for argument, given, known, what in (
-            ("leave_out", self.leave_out, handlers, "attached handlers that have a state"),
+            ("leave_out", self.leave_out, handlers, f"{_CARRIED!r} or attached handlers that have a state"),
             ("script_wins", self.script_wins, options, "options of the optimizer"),
         ):
             for name in given:
@@ -324,10 +328,12 @@ class RunState:
         trainer: the run it is for.
         to_save: the user's objects.
         evaluator: handlers of the evaluator.
+        drop_carried: leave out what forward carried from micro-batch to micro-batch; it is empty then.
 
     Raises:
         DamagedCheckpointError: it is not what was written.
-        CheckpointError: it is of another model, optimizer or set of objects.
+        CheckpointError: it is of another model, optimizer or set of objects; or of another number of ranks, and forward carried
+            something on one of them.
     """
 
     def __init__(
@@ -367,6 +373,7 @@ class RunState:
         known = {*everything.own, *self._objects.shared}
         self.unused = [name for name in names if name.startswith(prefixes) and name not in known]
         self.fresh = [name for name in self._objects.own if name not in own]
+        self._check_carried(stored, drop=_CARRIED in self._rules.leave_out)
 
     def restore(self) -> None:
         """Puts everything back: counters, place in the data, and all of `restore_objects`."""
@@ -377,6 +384,7 @@ class RunState:
     def restore_objects(self) -> None:
         """Puts back what handlers of STARTED and EPOCH_STARTED may have touched. The generators come last: loading may draw."""
         state, results = self._trainer.state, self._own["results"]
+        state.carried.load_state_dict(self._own["trainer"].get("carried", Carried().state_dict()))
         for key in self._trainer.state_dict_user_keys:
             setattr(state, key, copy.deepcopy(self._own["trainer"][key]))
         state.output = results["output"] and UpdateOutput(**results["output"])
@@ -481,6 +489,31 @@ class RunState:
         for name, schedule in schedules_of({**self._objects.shared, **self._objects.own}).items():
             lines += schedule_changes(name, schedule, self._described("schedules", name))
         return lines
+
+    def _check_carried(self, stored: StoredCheckpoint, *, drop: bool) -> None:
+        """What forward carried on a rank belongs to the data of that rank, so another number of ranks cannot take it over."""
+
+        def carried(trainer_state: Any) -> Carried:
+            result = Carried()
+            if "carried" in trainer_state:  # earlier versions had none
+                result.load_state_dict(trainer_state["carried"])
+            return result
+
+        world_size = stored.manifest.world_size
+        if drop:
+            if carried(self._own["trainer"]):
+                self.unused.append("state.carried")
+            self._own["trainer"].pop("carried", None)
+        elif world_size != distributed.world_size():
+            keys = [key for rank in range(world_size) for key in carried(stored.read("trainer", rank=rank))]
+            if keys:
+                raise CheckpointError(
+                    f"{stored.path} holds what forward carried on each of {world_size} ranks ({keys[0]!r} in state.carried), "
+                    f"and this run has {distributed.world_size()}; use {world_size} ranks, or drop it with "
+                    'Checkpoint(..., leave_out=("carried",))'
+                )
+        else:
+            carried(self._own["trainer"])
 
     def _of_all_ranks(self) -> list[str]:
         """What only as many ranks as wrote it can read: each of Ignite's metrics holds what every rank has counted."""

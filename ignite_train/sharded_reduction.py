@@ -7,16 +7,15 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ignite_train import distributed
 from ignite_train.engine import Trainer
 from ignite_train.gradients import Gradients
-from ignite_train.side_effects import SideEffects
+from ignite_train.placeholders import Placeholders
 from ignite_train.statistics import Statistics
 
-__all__ = ["ShardedReduction", "spare_micro_batch"]
+__all__ = ["ShardedReduction"]
 
 
 class ShardedReduction:
@@ -25,36 +24,29 @@ class ShardedReduction:
     That keeps a whole gradient in memory for the price of one reduction an update. The norm needs the shards of all ranks:
     each rank's share of it travels with the statistics, whose reduction therefore starts after the last backward.
 
-    Every forward and backward gathers parameters from all ranks, so a rank without data has to run them too. It does so on
-    the latest micro-batch it has seen, or on one that it is given by another rank before the first update, with a gradient of
-    zero, and puts random state and buffers back. (Should that micro-batch be one whose derivatives are infinite, 0 · inf makes
-    this update non-finite, and it is treated as such.)
+    Every forward and backward gathers parameters from all ranks, so a rank without data has to run them too, on a placeholder.
 
     Args:
         root: the module that `fully_shard` was applied to last.
+        placeholders: what a rank without data runs on.
     """
 
     tolerant = False
     replayable = False
 
-    def __init__(self, root: nn.Module) -> None:
+    def __init__(self, root: nn.Module, placeholders: Placeholders) -> None:
         self.module = root
         self.divisor = distributed.world_size()
         self._root: Any = root
-        self._spare: Any = None
-        self._all_have_spare = False
+        self._placeholders = placeholders
 
     def missing(self, group: list[Any], widest: int | None) -> int:
         """As many as the rank with the most micro-batches has more: all run the same number of forwards.
 
-        Collective in the first update, to give a rank without data another's micro-batch to run on; and in every update if
-        the loaders have no length.
+        Collective where the choice of placeholders is, and in every update if the loaders have no length.
         """
-        if group:
-            self._spare = group[-1]
-        if not self._all_have_spare:
-            self._spare = spare_micro_batch(self._spare)
-            self._all_have_spare = True
+        if not self._placeholders.choose(group):
+            return 0
         if widest is None:
             widest = int(distributed.largest(len(group))[0])
         return widest - len(group)
@@ -73,10 +65,7 @@ class ShardedReduction:
 
     def forward_without_data(self, loss_of: Callable[[Any], Tensor]) -> Tensor:
         """Runs the forward of a micro-batch that does not count; its backward adds zeros. Collective, as any forward."""
-        side_effects = SideEffects(self.module)
-        loss: Tensor = _WithoutGradient.apply(loss_of(self._spare))  # type: ignore[no-untyped-call]
-        side_effects.undo()
-        return loss
+        return self._placeholders.loss(loss_of)
 
     def begin(self, trainer: Trainer, statistics: Statistics) -> None:
         """Nothing: the statistics wait for the norm."""
@@ -89,20 +78,6 @@ class ShardedReduction:
         """The norm, from each rank's shards. Collective."""
         return math.sqrt(distributed.total([gradients.scaled_shard_norm_squared()])[0])
 
-
-def spare_micro_batch(mine: Any) -> Any:
-    """This rank's own micro-batch, or another's if it has none. Collective; pickled between the ranks where one lacks one."""
-    if not distributed.any_rank(mine is None):
-        return mine
-    spares = distributed.gather_objects(mine)
-    return next((spare for spare in (mine, *spares) if spare is not None), None)
-
-
-class _WithoutGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor) -> Tensor:  # noqa: ARG004
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> Tensor:  # noqa: ARG004
-        return torch.zeros_like(grad_outputs[0])
+    def finish(self, *, applied: bool) -> None:
+        """Tells the placeholders."""
+        self._placeholders.finish(applied=applied)

@@ -1,4 +1,4 @@
-"""What running a model changes besides gradients, to go back to: random state and buffers."""
+"""What running a model changes besides gradients, to go back to: random state, buffers, and what forward carries."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import types
 
 import torch
 from torch import nn
+
+from ignite_train.carried import Carried
 
 __all__ = ["RandomState", "ReplayPoint", "SideEffects"]
 
@@ -67,19 +69,22 @@ class ReplayPoint:
 
 
 class SideEffects:
-    """Remembers the random state and the buffers of a module, so that what runs it from now on can leave no trace.
+    """Remembers random state, the buffers of a module and what forward carries, so that running it can leave no trace.
 
     Args:
         module: whose buffers, and whose device.
+        carried: what forward carries.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self._random_state = RandomState(next(module.parameters()).device)
+    def __init__(self, module: nn.Module, carried: Carried) -> None:
+        self._carried, self._values = carried, carried.copies()
+        self._random_state = RandomState(next((p.device for p in module.parameters()), torch.device("cpu")))
         self._buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
 
     def undo(self) -> None:
         """Puts them back."""
         self._random_state.restore()
+        self._carried.replace(self._values)
         with torch.no_grad():
             for buffer, before in self._buffers:
                 buffer.copy_(before)

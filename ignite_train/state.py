@@ -8,10 +8,11 @@ from typing import Any, Literal
 
 from ignite.engine import CallableEventWithFilter, State
 
+from ignite_train.carried import Carried
 from ignite_train.events import EVENT_COUNTERS
 from ignite_train.forward_output import ForwardOutput
 
-__all__ = ["SkippedReason", "TrainState", "UpdateOutput"]
+__all__ = ["EvaluatorState", "SkippedReason", "TrainState", "UpdateOutput"]
 
 SkippedReason = Literal["overflow", "nonfinite", "no_samples"]
 """Why an update moved nothing: the scaled gradients overflowed, they are not finite, or no rank had a sample."""
@@ -52,7 +53,22 @@ class UpdateOutput:
         return self.skipped_reason is None
 
 
-class TrainState(State):
+class _Carrying(State):
+    """A state with what forward carries from micro-batch to micro-batch."""
+
+    _carried: Carried
+
+    @property
+    def carried(self) -> Carried:
+        """See `Carried`. Assigning a mapping puts copies of its values there."""
+        return self._carried
+
+    @carried.setter
+    def carried(self, values: Mapping[Any, Any]) -> None:
+        self._carried.replace(values)
+
+
+class TrainState(_Carrying):
     """Ignite's state, and the counters of a training run.
 
     Attributes:
@@ -66,6 +82,7 @@ class TrainState(State):
         forward_output: what `forward` returned for the running micro-batch; None outside of it.
         output: the latest `UpdateOutput`, set before GRADIENTS_READY; None before the first.
         metrics: numbers that handlers publish, by name.
+        carried: what forward carries from micro-batch to micro-batch on this rank; see `Carried`.
     """
 
     num_steps: int
@@ -75,10 +92,11 @@ class TrainState(State):
     output: UpdateOutput | None  # type: ignore[assignment]  # Ignite declares int
     batch: Any
 
-    def __init__(self) -> None:
+    def __init__(self, carried: Carried | None = None) -> None:
         # Ignite keeps one map of events to counters for the whole process, which any other engine can re-point.
         self.event_to_attr = {**EVENT_COUNTERS}
         super().__init__(num_steps=0, num_skipped=0, micro_batch=0, forward_output=None)
+        self._carried = Carried() if carried is None else carried
 
     def get_event_attrib_value(self, event_name: Any) -> int:
         """The counter that a filter on `event_name` looks at."""
@@ -88,3 +106,15 @@ class TrainState(State):
             raise RuntimeError(f"{name} has no counter: attach to it without every=, once=, before= and after=")
         value: int = getattr(self, attribute)
         return value
+
+
+class EvaluatorState(_Carrying):
+    """Ignite's state of one evaluation.
+
+    Attributes:
+        carried: what forward carries from micro-batch to micro-batch of this evaluation; a trainer's is another.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._carried = Carried()

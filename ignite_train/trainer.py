@@ -14,6 +14,7 @@ from torch.optim import LBFGS, Optimizer
 
 from ignite_train import distributed
 from ignite_train.arguments import one_of, positive_int, real_number, shown
+from ignite_train.carried import Carried
 from ignite_train.compilation import Compile, compile_in_place
 from ignite_train.engine import Trainer
 from ignite_train.events import TrainEvents
@@ -24,6 +25,7 @@ from ignite_train.loss_declaration import warn_of_misdeclared_loss
 from ignite_train.loss_scaling import LossScaling, NoLossScaling, TorchLossScaling
 from ignite_train.micro_batches import AccumulationSteps, GroupedMicroBatches, Uneven
 from ignite_train.out_of_memory import OnOutOfMemory, RaiseOutOfMemory, RecoverFromOutOfMemory, Recovery
+from ignite_train.placeholder_reduction import PlaceholderReduction
 from ignite_train.precision import Precision, PrecisionName
 from ignite_train.protection import Protect, protect_ranks
 from ignite_train.reduction import Reduction
@@ -80,7 +82,9 @@ def create_trainer(
         reduction: how gradients cross ranks: `"auto"` is what the model is wrapped for, `"explicit"` sums those of plain
             replicas after the last backward, which `"auto"` does for a very small DistributedDataParallel too.
         uneven: what ranks with different numbers of micro-batches do: `"all"` go on until each micro-batch was used, those
-            that ran out with no weight; all stop once the `"shortest"` has run out; or it is an `"error"`.
+            that ran out with no weight; all stop once the `"shortest"` has run out; or it is an `"error"`. A `forward` with
+            collectives of its own hangs with `"all"`. For it `"shortest"` is exact; `"replay"` uses each micro-batch, and has
+            ranks that ran out run forward on a placeholder without weight, which other ranks' losses see.
         on_out_of_memory: what a `torch.OutOfMemoryError` in forward or backward of one rank does: it is raised; the
             micro-batch gets weight zero (`"skip"`); or it is halved along its batch dimension and tried again (`"split"`).
             The latter two need a single process or `reduction="explicit"`.
@@ -110,11 +114,11 @@ def create_trainer(
     one_of("on_out_of_memory", on_out_of_memory, ("raise", "skip", "split"))
     if max_grad_norm is not None:
         real_number("max_grad_norm", max_grad_norm, above=0)
-    way = reduction_for(model, reduction, accumulates=accumulation_steps != 1)
+    carried, device = Carried(), next(model.parameters()).device
+    way = reduction_for(model, reduction, accumulates=accumulation_steps != 1, in_step=uneven == "replay", carried=carried)
     if create_graph:
         _check_second_order(compiled=compile is not False)
     backward = compile_in_place(model, compile, backward=compiled_autograd)
-    device = next(model.parameters()).device
     gradients, statistics = Gradients(way.module, optimizer), Statistics(device)
     stepping, rates = Stepping(optimizer, gradients), LearningRates(optimizer)
     update = Update(
@@ -135,13 +139,13 @@ def create_trainer(
         on_nonfinite=on_nonfinite,
         retain_graph=retain_graph,
         create_graph=create_graph,
-        recovery=_recovery(on_out_of_memory, way, gradients, statistics),
+        recovery=_recovery(on_out_of_memory, way, gradients, statistics, carried),
         give_up_after=None if give_up_after is None else positive_int("give_up_after", give_up_after),
+        carried=carried,
     )
-    steps = "a function" if callable(accumulation_steps) else accumulation_steps
-    settings = {"accumulation_steps": steps, "max_grad_norm": max_grad_norm, "precision": precision, "reduction": reduction}
-    parts = {"model": way.module, "optimizer": optimizer}
-    trainer = Trainer(update, GroupedMicroBatches(accumulation_steps, uneven), parts, settings)
+    settings = _settings(accumulation_steps, max_grad_norm, precision, reduction)
+    grouping = GroupedMicroBatches(accumulation_steps, uneven, synchronised_norm=_synchronised_norm(model))
+    trainer = Trainer(update, grouping, {"model": way.module, "optimizer": optimizer}, settings, carried)
     return protect_ranks(warn_of_misdeclared_loss(trainer), protect, model)
 
 
@@ -256,16 +260,34 @@ def _refuse_other_than_pairs(trainer: Trainer) -> Trainer:
     return trainer
 
 
-def _recovery(on_out_of_memory: str, way: Reduction, gradients: Gradients, statistics: Statistics) -> Recovery:
+def _settings(accumulation_steps: AccumulationSteps, max_grad_norm: float | None, precision: str, reduction: str) -> Any:
+    """How a trainer was made, in plain types."""
+    steps = "a function" if callable(accumulation_steps) else accumulation_steps
+    return {"accumulation_steps": steps, "max_grad_norm": max_grad_norm, "precision": precision, "reduction": reduction}
+
+
+def _recovery(
+    on_out_of_memory: str, way: Reduction, gradients: Gradients, statistics: Statistics, carried: Carried
+) -> Recovery:
     if on_out_of_memory == "raise":
         return RaiseOutOfMemory()
+    if isinstance(way, PlaceholderReduction):
+        raise ValueError(
+            f"on_out_of_memory must be 'raise' with uneven='replay', got {on_out_of_memory!r}: a rank that drops or splits a "
+            "micro-batch no longer runs forward as often as the others, which wait for it in theirs"
+        )
     if not way.tolerant:
         raise ValueError(
             f"on_out_of_memory must be 'raise' in DistributedDataParallel and fully_shard, got {on_out_of_memory!r}: "
             "a rank that leaves its backward leaves the others waiting in theirs; pass a plain model and reduction='explicit'"
         )
     split = on_out_of_memory == "split"
-    return RecoverFromOutOfMemory(split=split, module=way.module, gradients=gradients, statistics=statistics)
+    return RecoverFromOutOfMemory(split=split, module=way.module, gradients=gradients, statistics=statistics, carried=carried)
+
+
+def _synchronised_norm(model: nn.Module) -> str | None:
+    """The name of a SyncBatchNorm, whose forward and backward are collective; None if the model has no such module."""
+    return next((name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)), None)
 
 
 def _default_scaling(precision: PrecisionName) -> LossScaling:

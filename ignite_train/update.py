@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from ignite_train import distributed
 from ignite_train.arguments import check_state_dict, shown
+from ignite_train.carried import Carried
 from ignite_train.compilation import Backward
 from ignite_train.engine import Trainer
 from ignite_train.errors import (
@@ -66,6 +67,7 @@ class Update:
     create_graph: bool
     recovery: Recovery
     give_up_after: int | None
+    carried: Carried
     _in_a_row: dict[str, int] = field(default_factory=dict)
     _replay_point: ReplayPoint = field(init=False)
     _vote: RankVote = field(init=False)
@@ -109,13 +111,13 @@ class Update:
 
             norm = self.reduction.end(trainer, self.statistics, self.gradients)
             totals, stepped = self._totals(trainer, norm)
-            state.output = decided = self._decide(totals)
-            if totals.num_out_of_memory:
-                fire(TrainEvents.OUT_OF_MEMORY)
-            fire(TrainEvents.GRADIENTS_READY)
+            mean = self._mean(totals)
+            state.output = decided = self._decide(totals, mean)
+            self._announce(trainer, decided, mean)
             if (rates := self.learning_rates()) != decided.learning_rates:  # a handler has set them
                 state.output = decided = replace(decided, learning_rates=rates)
             self._step(state.iteration, decided, group, stepped=stepped)
+            self._finish(decided)
         except BaseException as error:
             state.micro_batch, state.forward_output = before, None
             self._forget(error)
@@ -151,6 +153,7 @@ class Update:
         self.gradients.clear_stale()
         if self.loss_scaling.scale <= self._replay_up_to:
             self._replay_point.mark()
+        self.carried.begin_update()
         self._missing = self.reduction.missing(group, trainer.widest_group)
         return self._missing
 
@@ -183,15 +186,17 @@ class Update:
             totals = totals._replace(norm=self.reduction.scaled_norm(self.gradients))
         return totals, stepped
 
-    def _decide(self, totals: Totals) -> UpdateOutput:
+    def _mean(self, totals: Totals) -> float:
+        """The factor that makes the reduced gradients those of the mean loss; NaN if no rank had a sample."""
+        if totals.sample_size == 0:
+            return math.nan
+        self.gradients.check()
+        return self.reduction.divisor / (self.loss_scaling.scale * totals.sample_size)
+
+    def _decide(self, totals: Totals, mean: float) -> UpdateOutput:
         """Judges the update by reduced numbers only, so that every rank comes to the same verdict."""
         scale, size = self.loss_scaling.scale, totals.sample_size
-        mean, loss, norm = math.nan, math.nan, math.nan
-        if size > 0:
-            self.gradients.check()
-            mean = self.reduction.divisor / (scale * size)
-            loss, norm = totals.loss / size, totals.norm * mean
-        self.gradients.ready(mean)
+        loss, norm = (totals.loss / size, totals.norm * mean) if size > 0 else (math.nan, math.nan)
         reason = self._reason_to_skip(size, loss, norm)
         return UpdateOutput(
             loss=loss,
@@ -205,6 +210,13 @@ class Update:
             logs=totals.logs,
             skipped_reason=reason,
         )
+
+    def _announce(self, trainer: Trainer, output: UpdateOutput, mean: float) -> None:
+        """Fires what comes before the step. The gradients can be read in handlers of GRADIENTS_READY only."""
+        if output.num_out_of_memory:
+            trainer.fire_event(TrainEvents.OUT_OF_MEMORY)
+        self.gradients.ready(mean)
+        trainer.fire_event(TrainEvents.GRADIENTS_READY)
 
     def _reason_to_skip(self, size: float, loss: float, norm: float) -> SkippedReason | None:
         if size == 0:
@@ -256,8 +268,9 @@ class Update:
         votes = self.reduction.replayable and math.isfinite(output.loss)
         if votes:
             self._vote.cast()
-        side_effects = SideEffects(module)
+        side_effects = SideEffects(module, self.carried)
         self._replay_point.restore()
+        self.carried.rewind()
         self.gradients.clear()
 
         def loss_of(micro_batch: Any) -> Tensor:
@@ -265,7 +278,8 @@ class Update:
                 loss = as_forward_output(self.forward(module, self.transfer(micro_batch))).loss
             return loss * self.loss_scaling.scale if self.loss_scaling.enabled else loss
 
-        found = find_nonfinite(module, group, loss_of, all_of_them=not self.reduction.replayable)
+        # On several ranks each goes through its whole group: forward may have collectives that this library cannot see.
+        found = find_nonfinite(module, group, loss_of, all_of_them=distributed.world_size() > 1)
         for _ in range(0 if self.reduction.replayable else self._missing):
             torch.autograd.backward(self.reduction.forward_without_data(loss_of))
         side_effects.undo()
@@ -291,12 +305,21 @@ class Update:
                 raise GaveUpError(update, in_a_row, what)
             self._in_a_row[what] = in_a_row
 
+    def _finish(self, output: UpdateOutput) -> None:
+        """Keeps what forward has carried on, unless the update was not finite, and tells how the update ended."""
+        if output.applied or output.skipped_reason == "no_samples":
+            self.carried.end_update()
+        else:
+            self.carried.roll_back()
+        self.reduction.finish(applied=output.applied)
+
     def _forget(self, error: BaseException) -> None:
         """Leaves nothing of an update behind that `error` has broken off.
 
         Raises:
             SparseGradientError: there is a sparse gradient, over which torch has failed somewhere in backward or after it.
         """
+        self.carried.roll_back()
         is_torchs = isinstance(error, RuntimeError) and not isinstance(error, TrainingError)
         sparse = self.gradients.first_sparse() if is_torchs else None
         self.gradients.clear()

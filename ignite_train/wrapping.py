@@ -11,7 +11,10 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ignite_train import distributed
 from ignite_train.arguments import one_of
+from ignite_train.carried import Carried
 from ignite_train.explicit_reduction import ExplicitReduction, SmallReplicas
+from ignite_train.placeholder_reduction import PlaceholderReduction
+from ignite_train.placeholders import Placeholders
 from ignite_train.reduction import HookedReduction, NoReduction, Reduction
 from ignite_train.sharded_reduction import ShardedReduction
 
@@ -20,13 +23,22 @@ __all__ = ["ReductionName", "own_parameters", "reduction_for", "unwrap"]
 ReductionName = Literal["auto", "ddp", "explicit", "fsdp"]
 
 
-def reduction_for(model: nn.Module, name: ReductionName = "auto", *, accumulates: bool = True) -> Reduction:
+def reduction_for(
+    model: nn.Module,
+    name: ReductionName = "auto",
+    *,
+    accumulates: bool = True,
+    in_step: bool = False,
+    carried: Carried | None = None,
+) -> Reduction:
     """Chooses how the gradients of `model` cross ranks. Collective.
 
     Args:
         model: a plain module, one in DistributedDataParallel, or one that `fully_shard` was applied to.
         name: `"auto"` is what the model is wrapped for; the others insist on one way.
         accumulates: whether an update may have several micro-batches.
+        in_step: whether all ranks are to run forward equally often, those with less data on placeholders.
+        carried: what forward carries from micro-batch to micro-batch.
 
     Raises:
         TypeError: the model is wrapped in a way that cannot be right.
@@ -34,10 +46,18 @@ def reduction_for(model: nn.Module, name: ReductionName = "auto", *, accumulates
             way in which the model is wrapped.
     """
     one_of("reduction", name, ("auto", "ddp", "explicit", "fsdp"))
+    carried = Carried() if carried is None else carried
     if isinstance(model, DataParallel):
         raise TypeError("model must not be a DataParallel, whose replicas are threads; run one process for each device instead")
     if any(isinstance(module, FSDPModule) for module in model.modules()):
-        return _sharded(model, name)
+        return _sharded(model, name, carried)
+    reduction = _replicated(model, name, accumulates=accumulates)
+    if not in_step or distributed.world_size() == 1:
+        return reduction
+    return PlaceholderReduction(reduction, Placeholders(reduction.module, carried))
+
+
+def _replicated(model: nn.Module, name: ReductionName, *, accumulates: bool) -> Reduction:
     if name == "fsdp":
         raise ValueError("model must be sharded for reduction='fsdp'; apply torch.distributed.fsdp.fully_shard to it")
     ddp = _find_ddp(model)
@@ -84,7 +104,7 @@ def own_parameters(model: nn.Module) -> list[str]:
     return [name for name, p in named if name in ddp.parameters_to_ignore and id(p) not in delayed]
 
 
-def _sharded(model: nn.Module, name: ReductionName) -> ShardedReduction:
+def _sharded(model: nn.Module, name: ReductionName, carried: Carried) -> ShardedReduction:
     if name not in ("auto", "fsdp"):
         raise ValueError(f"reduction must be 'auto' or 'fsdp' for a model that fully_shard was applied to, got {name!r}")
     whole = [key for key, p in model.named_parameters() if p.requires_grad and not isinstance(p, DTensor)]
@@ -93,7 +113,7 @@ def _sharded(model: nn.Module, name: ReductionName) -> ShardedReduction:
             f"model must have fully_shard applied to the root module, last, got one where {(whole or ['the root'])[0]!r} is "
             "not sharded; its gradient would not cross the ranks"
         )
-    return ShardedReduction(model)
+    return ShardedReduction(model, Placeholders(model, carried))
 
 
 def _hooked(model: nn.Module, ddp: DistributedDataParallel, name: ReductionName) -> Reduction:

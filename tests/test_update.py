@@ -542,7 +542,10 @@ def test_gradients_are_readable_where_they_are_whole(build, micro_batches):
     "event",
     [
         Events.STARTED,
+        Events.EPOCH_STARTED,
+        Events.GET_BATCH_COMPLETED,
         Events.ITERATION_STARTED,
+        TrainEvents.OUT_OF_MEMORY,
         TrainEvents.MICRO_BATCH_STARTED,
         TrainEvents.FORWARD_COMPLETED,
         TrainEvents.BACKWARD_COMPLETED,
@@ -556,10 +559,17 @@ def test_gradients_are_readable_where_they_are_whole(build, micro_batches):
 def test_gradients_are_readable_nowhere_else(event):
     """Outside of GRADIENTS_READY `gradients()` raises an error that names the event to use."""
     model = Weights(0.0)
-    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=1.0), quarter, on_nonfinite="skip")
+
+    def forward(model: nn.Module, micro_batch: float) -> Any:
+        if micro_batch == 2.0:
+            raise torch.OutOfMemoryError("no room")
+        return quarter(model, micro_batch)
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    trainer = create_trainer(model, optimizer, forward, accumulation_steps=2, on_nonfinite="skip", on_out_of_memory="skip")
     trainer.add_event_handler(event, lambda: trainer.gradients())
     with pytest.raises(GradientAccessError, match="GRADIENTS_READY"):
-        trainer.run([math.inf, 1.0])
+        trainer.run([math.inf, 1.0, 2.0, 1.0])
     with pytest.raises(GradientAccessError, match="GRADIENTS_READY"):
         trainer.gradients()
 

@@ -1,0 +1,497 @@
+"""Ranks with different numbers of micro-batches, where forward has collectives of its own or runs on placeholders."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import ignite.distributed as idist
+import pytest
+import torch
+import torch.distributed as dist
+from ignite.engine import Events
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import cuts
+from ignite_train import ForwardOutput, NonFiniteError, count_traffic, create_evaluator, create_trainer
+from ranks import run_ranks
+
+SIZE = 4  # samples of a micro-batch: all_gather wants the same everywhere
+LEARNING_RATE = 0.05
+WAYS = ["ddp", "explicit"]
+LOADERS = pytest.mark.parametrize("sized", [True, False], ids=["sized", "unsized"])
+
+
+class Gather(torch.autograd.Function):
+    """Features of all ranks, as CLIP takes them: its backward is a collective too."""
+
+    @staticmethod
+    def forward(ctx: Any, features: Tensor) -> Tensor:
+        ctx.size = len(features)
+        parts = [torch.empty_like(features) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, features.contiguous())
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        whole = gradients[0].clone()
+        dist.all_reduce(whole)
+        return whole[dist.get_rank() * ctx.size :][: ctx.size]
+
+
+class Tower(nn.Module):
+    """Features of samples. What the module is called on is known, so that a buffer shows every forward."""
+
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.hidden = nn.Linear(cuts.FEATURES, 3).double()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return torch.tanh(self.hidden(x))
+
+
+def contrast(features: Tensor, everyones: Tensor, y: Tensor) -> Tensor:
+    """A sum over the samples, each compared with those of all ranks."""
+    return (torch.logsumexp(features @ everyones.T, dim=1) - y * features.sum(dim=1)).sum()
+
+
+def clip(model: nn.Module, micro_batch: cuts.Sample) -> ForwardOutput:
+    x, y, _ = micro_batch
+    features = model(x)
+    return ForwardOutput(contrast(features, Gather.apply(features), y), len(x), {"samples": len(x)})
+
+
+def wrap(model: nn.Module, way: str) -> Any:
+    if way == "ddp":
+        return DistributedDataParallel(model)
+    return model if way == "explicit" else fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+
+
+def numbers(model: nn.Module) -> list[float]:
+    """All parameters, end to end."""
+    tensors = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
+    return torch.cat([tensor.detach().flatten() for tensor in tensors]).tolist()
+
+
+def data(counts: Sequence[int]) -> list[list[cuts.Sample]]:
+    """As many micro-batches for each rank."""
+    starts = [SIZE * sum(counts[:rank]) for rank in range(len(counts))]
+    return [cuts.cut(cuts.samples(), [SIZE] * count, start) for count, start in zip(counts, starts, strict=True)]
+
+
+Round = list[tuple[cuts.Sample, bool]]
+"""What each rank runs at once, and whether it counts."""
+
+
+def by_hand(updates: list[list[Round]]) -> dict[str, Any]:
+    """One process, in which forward sees the micro-batches of both ranks: the gradient of the mean of the losses that count."""
+    model = Tower()
+    losses = []
+    for rounds in updates:
+        total, count = torch.zeros((), dtype=torch.float64), 0
+        for entries in rounds:
+            features = [model(micro_batch[0]) for micro_batch, _ in entries]
+            for mine, (micro_batch, counts) in zip(features, entries, strict=True):
+                if counts:
+                    total, count = total + contrast(mine, torch.cat(features), micro_batch[1]), count + len(mine)
+        gradients = torch.autograd.grad(total / count, tuple(model.parameters()))
+        losses.append(float(total.detach()) / count)
+        with torch.no_grad():
+            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                parameter -= LEARNING_RATE * gradient
+    return {"parameters": numbers(model), "losses": losses}
+
+
+def train(counts: Sequence[int], way: str, sized: bool, **arguments: Any) -> dict[str, Any]:
+    """Two epochs, or as many as asked for, and all that a placeholder must leave alone."""
+    model, loader = Tower(), data(counts)[idist.get_rank()]
+    reduction = "ddp" if way == "ddp" else "auto" if way == "fsdp" else way
+
+    def forward(model: nn.Module, micro_batch: cuts.Sample) -> ForwardOutput:
+        draws.append(float(torch.rand(())))
+        trainer.state.carried["forwards"] = trainer.state.carried.get("forwards", 0) + 1
+        return clip(model, micro_batch)
+
+    draws: list[float] = []
+    wrapped = wrap(model, way)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=LEARNING_RATE)
+    trainer = create_trainer(wrapped, optimizer, forward, reduction=reduction, **arguments)
+    outputs: list[Any] = []
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: outputs.append(trainer.state.output))
+    torch.manual_seed(1)
+    trainer.run(loader if sized else cuts.Unsized(loader), max_epochs=1)
+    return {
+        "parameters": numbers(model),
+        "losses": [output.loss for output in outputs],
+        "samples": [(output.sample_size, output.logs["samples"], output.num_micro_batches) for output in outputs],
+        "forwards": len(draws),
+        "calls": int(model.calls),
+        "carried": trainer.state.carried["forwards"],
+        "next draw": float(torch.rand(())),
+    }
+
+
+def pairs(left: list[cuts.Sample], right: list[cuts.Sample]) -> list[Round]:
+    return [[(a, True), (b, True)] for a, b in zip(left, right, strict=False)]
+
+
+def draw_after(forwards: int) -> float:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        return float(torch.rand(forwards + 1)[-1])
+
+
+@LOADERS
+@pytest.mark.parametrize("way", [*WAYS, "fsdp"])
+@pytest.mark.parametrize("accumulation_steps", [1, 2, 3])
+def test_a_placeholder_keeps_ranks_in_step(accumulation_steps: int, way: str, sized: bool) -> None:
+    """3 and 2 micro-batches: the update is the gradient of the losses that count, which have seen a placeholder, by hand.
+
+    The placeholder is the rank's latest micro-batch. It leaves random state, buffers, sums and carried values alone.
+    """
+    results = run_ranks(train_in_step, accumulation_steps, way, sized, timeout_seconds=40)
+    zero, one = data((3, 2))
+    rounds = [*pairs(zero, one), [(zero[2], True), (one[1], False)]]
+    updates = [rounds[start : start + accumulation_steps] for start in range(0, 3, accumulation_steps)]
+    expected = by_hand(updates)
+    sizes = [sum(counts for entries in rounds for _, counts in entries) for rounds in updates]
+    for rank, result in enumerate(results):
+        assert result["parameters"] == pytest.approx(expected["parameters"], rel=1e-12, abs=1e-14)
+        assert result["losses"] == pytest.approx(expected["losses"], rel=1e-13)
+        assert result["samples"] == [(SIZE * number, SIZE * number, number) for number in sizes]
+        assert result["forwards"] == 3
+        assert (result["calls"], result["carried"]) == (3 - rank, 3 - rank)
+        assert result["next draw"] == draw_after(3 - rank)
+
+
+def train_in_step(accumulation_steps: int, way: str, sized: bool) -> dict[str, Any]:
+    return train((3, 2), way, sized, accumulation_steps=accumulation_steps, uneven="replay")
+
+
+@LOADERS
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("counts", "accumulation_steps"), [((3, 2), 1), ((4, 3), 2), ((2, 5), 3)])
+def test_the_shortest_is_exact(counts: tuple[int, int], accumulation_steps: int, way: str, sized: bool) -> None:
+    """Both ranks run forward as often as the shorter one can, also in the last group: the sum over those, by hand."""
+    results = run_ranks(train_shortest, counts, accumulation_steps, way, sized, timeout_seconds=40)
+    rounds = pairs(*data(counts))
+    updates = [rounds[start : start + accumulation_steps] for start in range(0, len(rounds), accumulation_steps)]
+    expected = by_hand(updates)
+    for result in results:
+        assert result["parameters"] == pytest.approx(expected["parameters"], rel=1e-12, abs=1e-14)
+        assert result["losses"] == pytest.approx(expected["losses"], rel=1e-13)
+        assert result["forwards"] == min(counts)
+
+
+def train_shortest(counts: tuple[int, int], accumulation_steps: int, way: str, sized: bool) -> dict[str, Any]:
+    return train(counts, way, sized, accumulation_steps=accumulation_steps, uneven="shortest")
+
+
+def nothing_anywhere(way: str, sized: bool) -> tuple[int, int]:
+    class Lying(list[Any]):
+        def __len__(self) -> int:
+            return 2
+
+    model = Tower()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    trainer = create_trainer(wrap(model, way), optimizer, clip, reduction=way, uneven="replay")
+    loader = Lying(data((1, 0))[idist.get_rank()])
+    with pytest.warns(UserWarning, match=r"len\(\) 2"):
+        trainer.run(loader, max_epochs=2)
+    return trainer.state.num_steps, trainer.state.num_skipped
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_loaders_that_give_less_than_they_said_stay_in_step(way: str) -> None:
+    """One micro-batch on one rank where each had announced two: the others run on it, and an update without any is skipped."""
+    assert run_ranks(nothing_anywhere, way, True) == [(2, 2)] * 2
+
+
+def first_update_without_any(way: str) -> tuple[int, int]:
+    class Lying(list[Any]):
+        def __len__(self) -> int:
+            return 2
+
+    model = Tower()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    trainer = create_trainer(wrap(model, way), optimizer, clip, reduction=way, uneven="replay")
+    with pytest.warns(UserWarning, match=r"len\(\) 2"):
+        trainer.run(Lying(), max_epochs=1)
+    return trainer.state.num_steps, trainer.state.num_skipped
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_no_micro_batch_anywhere_hangs_no_rank(way: str) -> None:
+    """Updates are skipped as long as no rank has had a micro-batch that could be a placeholder."""
+    assert run_ranks(first_update_without_any, way) == [(0, 2)] * 2
+
+
+# --- a bad micro-batch as a placeholder ---
+
+
+def one_bad(way: str, counts: tuple[int, int], bad: tuple[int, int], scaled: bool) -> dict[str, Any]:
+    """Micro-batch `bad` (of a rank, a number) is NaN; forward has no collective, so all ways can be compared."""
+    from ignite_train import TorchLossScaling
+
+    loader = data(counts)[idist.get_rank()]
+    if idist.get_rank() == bad[0]:
+        loader[bad[1]][0][1, 2] = float("nan")
+    replays = way.endswith("-replay")
+    name = way.removesuffix("-replay")
+    model = wrap(Tower(), name)
+    trainer = create_trainer(
+        model,
+        torch.optim.SGD(model.parameters(), lr=LEARNING_RATE),
+        lambda model, micro_batch: ForwardOutput(model(micro_batch[0]).square().sum(), SIZE),
+        reduction=name,
+        uneven="replay" if replays else "all",
+        on_nonfinite="skip",
+        loss_scaling=TorchLossScaling(init_scale=2.0**10) if scaled else None,
+    )
+    trainer.run(loader, max_epochs=1)
+    return {"steps": trainer.state.num_steps, "skips": trainer.state.num_skipped, "parameters": numbers(model)}
+
+
+@pytest.mark.parametrize("scaled", [False, True], ids=["unscaled", "scaled"])
+@pytest.mark.parametrize("way", ["ddp", "explicit", "ddp-replay", "explicit-replay", "fsdp"])
+@pytest.mark.parametrize(
+    ("counts", "bad"),
+    [((12, 3), (1, 2)), ((12, 1), (1, 0)), ((12, 0), (0, 0)), ((12, 2), (0, 5)), ((12, 2), (0, 2))],
+    ids=["its last", "its only one", "borrowed", "while on a placeholder", "first on a placeholder"],
+)
+def test_a_bad_micro_batch_costs_its_own_update(counts: tuple[int, int], bad: tuple[int, int], way: str, scaled: bool) -> None:
+    """Of 12 updates 11 step and 1 is skipped, however the ranks cross and whichever micro-batch holds a NaN."""
+    first, second = run_ranks(one_bad, way, counts, bad, scaled)
+    expected = one_bad_by_hand(counts, bad)
+    assert (first["steps"], first["skips"]) == (second["steps"], second["skips"]) == (11, 1)
+    assert first["parameters"] == second["parameters"] == pytest.approx(expected, rel=1e-12, abs=1e-14)
+
+
+def one_bad_by_hand(counts: tuple[int, int], bad: tuple[int, int]) -> list[float]:
+    model, both = Tower(), data(counts)
+    for number in range(max(counts)):
+        group = [loader[number] for loader in both if number < len(loader)]
+        if number == bad[1]:
+            continue
+        loss = torch.stack([model(x).square().sum() for x, _, _ in group]).sum() / (SIZE * len(group))
+        gradients = torch.autograd.grad(loss, tuple(model.parameters()))
+        with torch.no_grad():
+            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                parameter -= LEARNING_RATE * gradient
+    return numbers(model)
+
+
+def found_in_step(way: str, policy: str) -> tuple[str, list[int]]:
+    model, forwards = Tower(), [0]
+    counts = (5, 3) if policy == "replay" else (4, 4)
+    loader = data(counts)[idist.get_rank()]
+    if idist.get_rank() == 0:
+        loader[2][1][0] = float("inf")  # a target: features stay finite, and so do the other rank's losses
+
+    def forward(model: nn.Module, micro_batch: cuts.Sample) -> ForwardOutput:
+        forwards[0] += 1
+        return clip(model, micro_batch)
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    trainer = create_trainer(
+        wrap(model, way), optimizer, forward, reduction=way, uneven=policy, accumulation_steps=len(data((4, 4))[0])
+    )
+    with pytest.raises(NonFiniteError) as caught:
+        trainer.run(loader, max_epochs=1)
+    return str(caught.value), [forwards[0], int(model.calls)]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("policy", ["replay", "shortest"])
+def test_a_value_that_is_not_finite_is_found_in_step(policy: str, way: str) -> None:
+    """The search runs forward equally often on all ranks, so its collectives meet; it ends with the same error on each."""
+    first, second = run_ranks(found_in_step, way, policy, timeout_seconds=20)
+    assert first[0] == second[0]
+    assert "(rank 0, micro-batch 3 of 4: inf in the micro-batch itself" in first[0]
+    assert first[1][0] == second[1][0] == 8
+
+
+# --- what is refused ---
+
+
+class OnHost(nn.SyncBatchNorm):
+    """Torch's own takes no tensors of the CPU."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+def synchronised(policy: str, counts: tuple[int, int], sized: bool) -> Any:
+    lines: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ignite_train").addHandler(handler)
+    model = nn.Sequential(OnHost(cuts.FEATURES), nn.Linear(cuts.FEATURES, 1)).double()
+    fetched: list[int] = []
+
+    def micro_batches() -> Any:
+        for micro_batch in data(counts)[idist.get_rank()]:
+            fetched.append(1)
+            yield micro_batch
+
+    class Sized(cuts.Unsized):
+        def __init__(self) -> None:
+            super().__init__([])
+
+        def __iter__(self) -> Any:
+            return micro_batches()
+
+        def __len__(self) -> int:
+            return counts[idist.get_rank()]
+
+    class Stream(cuts.Unsized):
+        def __iter__(self) -> Any:
+            return micro_batches()
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = create_trainer(model, optimizer, cuts.forward, reduction="explicit", uneven=policy)
+    try:
+        trainer.run(Sized() if sized else Stream([]), max_epochs=2)
+    except ValueError as error:
+        return str(error), len(fetched)
+    return trainer.state.num_steps, lines
+
+
+def test_synchronised_norms_with_unequal_lengths_are_refused() -> None:
+    """Before the first batch, in one line that names both numbers and what to do."""
+    first, second = run_ranks(synchronised, "all", (3, 2), True)
+    assert first == second
+    message, fetched = first
+    assert fetched == 0
+    assert "rank 0: 3, rank 1: 2" in message
+    assert "SyncBatchNorm" in message
+    assert "uneven='replay'" in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(("policy", "steps"), [("replay", 6), ("shortest", 4)])
+def test_synchronised_norms_with_a_policy_are_taken(policy: str, steps: int) -> None:
+    """Ranks that stay in step are refused nothing."""
+    assert [result[0] for result in run_ranks(synchronised, policy, (3, 2), True)] == [steps] * 2
+
+
+def test_synchronised_norms_with_equal_lengths_are_taken() -> None:
+    """By default, too."""
+    assert [result[0] for result in run_ranks(synchronised, "all", (3, 3), True)] == [6] * 2
+
+
+def test_synchronised_norms_without_lengths_are_warned_about() -> None:
+    """Once in a run, on rank 0."""
+    first, second = run_ranks(synchronised, "all", (3, 3), False)
+    assert first[0] == second[0] == 6
+    assert second[1] == []
+    assert len([line for line in first[1] if "SyncBatchNorm" in line and "uneven='replay'" in line]) == 1
+
+
+def refused_with_recovery() -> str:
+    model = Tower()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="on_out_of_memory must be 'raise' with uneven='replay'") as caught:
+        create_trainer(model, optimizer, clip, reduction="explicit", uneven="replay", on_out_of_memory="skip")
+    return str(caught.value)
+
+
+def test_dropping_a_micro_batch_is_refused_for_ranks_in_step() -> None:
+    """A rank that drops one is a forward behind the others."""
+    for message in run_ranks(refused_with_recovery):
+        assert "\n" not in message
+
+
+# --- what it costs ---
+
+
+def collectives(policy: str, sized: bool, accumulation_steps: int) -> list[int]:
+    model = Tower()
+    trainer = create_trainer(
+        model,
+        torch.optim.SGD(model.parameters(), lr=LEARNING_RATE),
+        lambda model, micro_batch: ForwardOutput(model(micro_batch[0]).sum(), SIZE),
+        reduction="explicit",
+        uneven=policy,
+        accumulation_steps=accumulation_steps,
+    )
+    counts: list[int] = []
+    with count_traffic() as traffic:
+        trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: counts.append(len(traffic.collectives)))
+        loader = data((6, 6))[idist.get_rank()]
+        trainer.run(loader if sized else cuts.Unsized(loader), max_epochs=1)
+    return [after - before for before, after in pairwise(counts)]
+
+
+@pytest.mark.parametrize(
+    ("policy", "sized", "accumulation_steps", "expected"),
+    [
+        ("all", True, 1, 1),
+        ("all", False, 2, 1),
+        ("replay", True, 2, 1),
+        ("replay", False, 1, 2),
+        ("shortest", True, 2, 1),
+        ("shortest", False, 1, 1),
+        ("shortest", False, 2, 2),
+    ],
+)
+def test_ranks_in_step_cost_a_collective_only_without_lengths(
+    policy: str, sized: bool, accumulation_steps: int, expected: int
+) -> None:
+    """After the first applied update an update has its one collective; one more says who has how many micro-batches."""
+    for counts in run_ranks(collectives, policy, sized, accumulation_steps):
+        assert counts == [expected] * (6 // accumulation_steps - 1)
+
+
+# --- evaluation ---
+
+
+def evaluate(policy: str, way: str) -> Any:
+    model = Tower()
+    loader = data((3, 2))[idist.get_rank()]
+
+    def forward(model: nn.Module, micro_batch: cuts.Sample) -> ForwardOutput:
+        torch.rand(())
+        evaluator.state.carried["forwards"] = evaluator.state.carried.get("forwards", 0) + 1
+        return clip(model, micro_batch)
+
+    evaluator = create_evaluator(wrap(model, way), forward, uneven=policy)
+    torch.manual_seed(1)
+    try:
+        metrics = dict(evaluator.run(loader).metrics)
+    except ValueError as error:
+        return str(error)
+    return metrics, evaluator.state.carried["forwards"], float(torch.rand(())), int(model.calls)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("policy", ["replay", "shortest"])
+def test_evaluation_in_step(policy: str, way: str) -> None:
+    """3 and 2 micro-batches whose forward gathers features: what counts is summed, and a placeholder leaves no trace."""
+    zero, one = data((3, 2))
+    rounds = [*pairs(zero, one), *([[(zero[2], True), (one[1], False)]] if policy == "replay" else [])]
+    expected = by_hand([rounds])["losses"][0]
+    for rank, (metrics, carried, draw, calls) in enumerate(run_ranks(evaluate, policy, way)):
+        own = 2 if policy == "shortest" else 3 - rank
+        assert metrics["loss"] == pytest.approx(expected, rel=1e-13)
+        assert metrics["samples"] == 1.0
+        assert (carried, calls, draw) == (own, own, draw_after(own))
+
+
+def test_evaluation_of_unequal_shards_can_be_an_error() -> None:
+    """On all ranks, instead of a hang."""
+    first, second = run_ranks(evaluate, "error", "explicit")
+    assert first == second
+    assert "uneven='error', got micro-batch 3 on some ranks only" in first
+    assert "\n" not in first
