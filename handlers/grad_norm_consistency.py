@@ -33,7 +33,7 @@ class GradNormMismatchError(TrainingError, RuntimeError):
         update: number of the update (`state.iteration`) whose norms differ.
         norms: its gradient norm on each rank.
         parameters: those whose gradients differ in the update in which this was raised, in the order of the model; empty if
-            they agree there, if there is no such update, or if the norm is finite on some ranks only.
+            they agree there, if no update came after it, or if the norm is finite on some ranks only.
         all_differ: whether no parameter has the same gradient on all ranks.
     """
 
@@ -42,7 +42,7 @@ class GradNormMismatchError(TrainingError, RuntimeError):
         table = "\n".join(f"  rank {rank}: {norm:.9g}" for rank, norm in enumerate(norms))
         super().__init__(
             f"update {update}: the gradient norm differs between the ranks:\n{table}\n{self._finding()}; "
-            f"{self._likely_cause()}, and go on from a checkpoint before update {update}: the parameters of the ranks may "
+            f"{self._likely_cause()}, and resume from a checkpoint before update {update}: the parameters of the ranks may "
             "differ since"
         )
 
@@ -119,7 +119,7 @@ class GradNormConsistency(Handler, Passenger):
         """Compares no norm of later updates. All ranks call it alike."""
         self._handle.remove()
         if self in trainer.passengers:
-            # The list that a running update has sent its words from stays as it is.
+            # A new list: an update that is under way still needs the one from which it has sent the words.
             trainer.passengers = [passenger for passenger in trainer.passengers if passenger is not self]
             trainer.remove_event_handler(self.settle, Events.COMPLETED)
 
@@ -201,7 +201,7 @@ def _norm(gradient: Tensor) -> float:
 
 
 def _outliers(norms: Sequence[float]) -> list[int]:
-    """The ranks whose norm is not that of more than half of all ranks; none where there is no such majority."""
+    """The ranks whose norm is not that of more than half of all ranks; an empty list without a majority."""
     middle = statistics.median(norms)
     agreeing = [rank for rank, norm in enumerate(norms) if math.isclose(norm, middle, rel_tol=1e-6)]
     return [rank for rank in range(len(norms)) if rank not in agreeing] if 2 * len(agreeing) > len(norms) else []

@@ -59,7 +59,7 @@ class StateMismatchError(TrainingError, RuntimeError):
         question = "does forward call the model it is given as its argument? If it does, " if most_parameters_differ else ""
         super().__init__(
             f"update {update}: the ranks differ in {', '.join(names[:_NAMED])}{more}{own}; {who}; {question}look for what one "
-            "rank alone does to its state, and go on from a checkpoint not younger than the last check that passed"
+            "rank alone does to its state, and resume from a checkpoint not younger than the last check that passed"
         )
 
     def __reduce__(self) -> Any:
@@ -159,7 +159,7 @@ class StateConsistency(Handler, Passenger):
         """Takes no digest of later updates. All ranks call it alike."""
         self._handle.remove()
         if self in trainer.passengers:
-            # The list that a running update has sent its words from stays as it is.
+            # A new list: an update that is under way still needs the one from which it has sent the words.
             trainer.passengers = [passenger for passenger in trainer.passengers if passenger is not self]
             trainer.remove_event_handler(self.settle, Events.COMPLETED)
 

@@ -125,7 +125,7 @@ class UnreadableCheckpointError(CheckpointError):
 class NonFiniteError(TrainingError, FloatingPointError):
     """The gradient norm or the loss of an update, reduced over all ranks, is inf or NaN.
 
-    It is raised on every rank, before the optimizer step: parameters, moments and schedules are as they were. Only where a
+    It is raised on every rank, before the optimizer step: parameters, moments and schedules have not changed. Only where a
     replica's gradients were spoiled after the reduction it is raised on that rank alone; `disagreeing` then has the others.
 
     Attributes:
@@ -148,7 +148,7 @@ class NonFiniteError(TrainingError, FloatingPointError):
             if not disagreeing
             else f"update {update}: gradient norm {grad_norm:g}, loss {loss:g}: not finite on this rank, but {others} did not "
             f"judge so and most likely made the step{origin}; look for a handler, a hook or a device that changes gradients "
-            f"after they were reduced, and go on from a checkpoint before update {update}"
+            f"after they were reduced, and resume from a checkpoint before update {update}"
         )
 
     def __reduce__(self) -> tuple[type[NonFiniteError], tuple[int, float, float, tuple[str, ...], tuple[int, ...]]]:

@@ -45,7 +45,7 @@ def protect_ranks(trainer: Trainer, protect: Protect, model: nn.Module) -> Train
 
     Raises:
         TypeError: `protect`, or an entry of it, is neither a bool nor a mapping.
-        ValueError: there is no handler or no setting of such a name, or a handler refuses the value of a setting.
+        ValueError: a name is not one of a handler or of a setting, or a handler refuses the value of a setting.
     """
     chosen = _chosen(protect)
     if distributed.world_size() == 1 and not any(chosen.values()):

@@ -255,7 +255,7 @@ class Update:
         return self.loss_scaling.scale < before
 
     def _locate(self, group: list[Any], output: UpdateOutput) -> tuple[tuple[str, ...], tuple[int, ...]]:
-        """Runs the micro-batches again, as they were, to find the first value that is not finite.
+        """Runs the micro-batches again, from the state before the update, to find the first value that is not finite.
 
         The loss is reduced, and so is the norm of a sharded model: then all ranks search. Replicas take the norm of their own
         copy of the gradients, and if a copy was spoiled after the reduction its rank is alone here. So the ranks vote, and

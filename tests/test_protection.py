@@ -566,7 +566,7 @@ def gather_for_long(board: Board) -> None:
 
 
 def test_collectives_are_progress(tmp_path: Path) -> None:
-    """A long validation with collectives in it is no hang, though one rank is seen waiting at one place all the time."""
+    """A long validation with collectives in it is not taken for a hang, though one rank is seen waiting all the time."""
     with Group(tmp_path, gather_for_long) as group:
         assert [group.status(rank) for rank in (0, 1)] == [0, 0]
         assert "training hangs" not in group.stderr()
