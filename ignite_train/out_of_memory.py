@@ -180,7 +180,7 @@ def halves(micro_batch: Any) -> list[Any]:
 
 
 def _batch_size(micro_batch: Any) -> int | None:
-    """The length of its first tensor; None where there is none, or something that only knows itself how it could be cut."""
+    """The length of its first tensor; None without a tensor, and with a part that moves itself, which cannot be cut."""
     leaves = _leaves(micro_batch)
     if any(map(moves_itself, leaves)):
         return None

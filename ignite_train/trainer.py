@@ -91,7 +91,7 @@ def create_trainer(
         give_up_after: this many updates in a row that are skipped because they are not finite, or that run out of memory, end
             the run with a `GaveUpError` on all ranks; None never gives up. An overflow counts only if it left the loss scale
             where it was, as with `StaticLossScaling` and with `on_floor="hold"` at the floor: a high first scale may fall as
-            often as it must. The count is saved, so that it goes on in a run that is resumed.
+            often as it must. A resumed run continues the count.
         compile: compile the model in place: True, or a mapping of `torch.compile`'s options. Not with `create_graph`.
         compiled_autograd: trace and compile backward too, with the options of `compile`. Not in DistributedDataParallel.
         protect: with several ranks, whether `FailureBoard`, `HangWatch`, `GradNormConsistency` (in each update) and

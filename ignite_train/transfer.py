@@ -28,7 +28,7 @@ class Transfer:
 
     A micro-batch is any nesting of dicts, lists, tuples, named tuples and whatever else is registered with torch's pytree;
     what has a `to` method of its own (packed sequences, graph batches, also where they are tuples) moves itself, and is asked
-    to do so without waiting where its `to` takes `non_blocking`; all other leaves stay as they are. For the CPU there is
+    to do so without waiting where its `to` takes `non_blocking`; all other leaves are left alone. For the CPU there is
     nothing to move and nothing is looked at.
 
     On CUDA tensors are copied from pinned memory on a stream of their own, so that neither the host nor the copy waits for what
@@ -100,13 +100,13 @@ class Transfer:
 
 
 def moves_itself(value: Any) -> bool:
-    """Whether it is no tensor, and has a `to` method: only it knows which of its parts belong on a device."""
+    """Whether a value that is not a tensor has a `to` method: only it knows which of its parts belong on a device."""
     return _own_to(type(value)) is not None  # type: ignore[arg-type]  # a type is hashable
 
 
 @lru_cache(maxsize=256)
 def _own_to(kind: type) -> Callable[..., Any] | None:
-    """The method of this name; a field of a named tuple that is called so is none."""
+    """Its `to` method. A named tuple with a field of that name does not have one."""
     if issubclass(kind, Tensor):
         return None
     found = next((vars(base)["to"] for base in kind.__mro__ if "to" in vars(base)), None)

@@ -131,7 +131,7 @@ class Update:
         return self.gradients.named()
 
     def state_dict(self) -> dict[str, Any]:
-        """What an update remembers of those before it: the loss scaling, and how many in a row were no good."""
+        """What an update remembers of those before it: the loss scaling, and how many in a row failed."""
         return {"loss_scaling": self.loss_scaling.state_dict(), "in_a_row": dict(self._in_a_row)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -582,7 +582,7 @@ def test_a_schedule_is_of_the_optimizer_that_steps(build):
     ids=["mapping", "triple", "single"],
 )
 def test_a_supervised_trainer_says_what_it_takes(batch, says):
-    """What is no pair is refused before forward, each time, unless a prepare_batch makes one of it."""
+    """A micro-batch that is not a pair is refused before forward, each time, unless a prepare_batch makes one of it."""
     model = linear()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     trainer = create_supervised_trainer(model, optimizer, nn.MSELoss())

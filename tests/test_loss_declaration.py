@@ -249,7 +249,7 @@ def test_a_micro_batch_of_one_sample_is_right_either_way(loss: Any) -> None:
 
 @pytest.mark.parametrize("shape", [(10,), (3, 5, 5)], ids=["features", "image"])
 def test_a_sample_without_a_batch_dimension_is_right(shape: tuple[int, ...]) -> None:
-    """The length of its first dimension is no number of samples."""
+    """The length of its first dimension does not count samples."""
     model = nn.Linear(shape[-1], shape[-1])
     trainer = create_trainer(
         model,

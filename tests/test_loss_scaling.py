@@ -278,7 +278,7 @@ def test_a_run_that_is_never_finite_ends(build, micro_batches, policy, last):
 
 @pytest.mark.parametrize("give_up_after", [1, 3])
 def test_a_high_first_scale_may_fall_as_often_as_it_must(build, micro_batches, give_up_after):
-    """Forty overflows in a row, each of which lowers the scale, are no reason to give up."""
+    """Forty overflows in a row, each of which lowers the scale, do not end a run."""
     policy = TorchLossScaling(2.0**24, min_scale=2.0**-24)
 
     def forward(model: Any, batch: Any) -> Any:
@@ -290,7 +290,7 @@ def test_a_high_first_scale_may_fall_as_often_as_it_must(build, micro_batches, g
 
 
 def test_a_resumed_run_gives_up_at_the_same_update(build, micro_batches):
-    """How many in a row were no good is saved; a checkpoint of an earlier version has no such count, and is read."""
+    """The number of failures in a row is saved; a checkpoint of an earlier version does not have it, and is read."""
 
     def run(saved: Any, updates: int) -> Any:
         setup = build(never_finite, loss_scaling=StaticLossScaling(8.0), give_up_after=4)

@@ -359,7 +359,7 @@ def test_skipping_gives_up_on_all_ranks() -> None:
 
 @pytest.mark.parametrize("limit", [2, 3])
 def test_a_skip_and_a_want_of_memory_are_counted_apart(limit: int) -> None:
-    """Neither goes on with the count of the other; the first kind to reach the limit without a break ends the run."""
+    """Neither continues the count of the other; the first kind to reach the limit without a break ends the run."""
     kinds = [*("skip", "memory") * 4, "good", *["skip"] * (limit - 1), *["memory"] * limit]
 
     def forward(model: nn.Module, micro_batch: Any) -> ForwardOutput:
