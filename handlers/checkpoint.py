@@ -70,8 +70,8 @@ class Checkpoint(Passenger):
         to_save: more objects with `state_dict` and `load_state_dict`, by name; the same on all ranks, so rank 0 writes them.
         config: plain values; on resuming, what has changed is listed in the log.
         asynchronous: False saves before the run goes on.
-        on_error: what happens when a save fails: `"raise"`, or `"warn"` and train on. The old ones stay either way. A failure at
-            the end of the run, whose last state then is not on the disk, is always raised.
+        on_error: what happens when a save fails: `"raise"`, or `"warn"` and train on. The old ones stay either way. A failure
+            at the end of the run, whose last state then is not on the disk, is always raised.
         give_up_after: with `on_error="warn"`, that many failures in a row are raised all the same.
 
     Attributes:

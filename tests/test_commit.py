@@ -31,7 +31,7 @@ from ranks import run_ranks
 from small_checkpoints import QuickDisk, keep, names, newest, read, save
 
 OPERATIONS = (
-    *("make_directory", "create", "write", "sync", "close", "rename", "sync_directory"),
+    *("make_directory", "create", "write", "sync", "close", "link", "rename", "sync_directory"),
     *("remove_file", "remove_directory", "names"),
 )
 
@@ -655,8 +655,9 @@ def test_what_a_trainer_saves_is_one_checkpoint_of_this_protocol(tmp_path, build
     setup.trainer.run(micro_batches, max_epochs=1)
     reference = Faulty(None, ignore)
     (tmp_path / "other").mkdir()
+    place = CheckpointDirectory(tmp_path / "other", reference)
     for _ in range(2):  # the end of the epoch, and that of the run
-        save(tmp_path / "other", 5, disk=reference)
+        save(tmp_path / "other", 5, place=place)
 
     assert [name for name in disk.done if name != "write"] == [name for name in reference.done if name != "write"]
     assert names(tmp_path / "run") == names(tmp_path / "other") == ["update-00000005.1"]
