@@ -57,8 +57,11 @@ class Checkpoint(Handler, Passenger):
     all the same. What a loader may not give again as it was is logged when the run starts. Models sharded by `fully_shard`
     are written in shards and come back with any sharding, or none.
 
-    Nothing in a checkpoint is run when it is read: numbers, strings and tensors, no pickle. Do not share a directory between
-    runs, nor between machines that do not see the same files in it.
+    Nothing in a checkpoint is run when it is read: numbers, strings and tensors, no pickle. A run holds its directory: another
+    one there is refused while the first is alive. All machines of a run must see the same files in it.
+
+    When a run starts, everything that a save does is tried but for the tensors, so that a state that cannot be stored, or a
+    directory that cannot be written to, is found before the first batch.
 
     Args:
         directory: of the checkpoints of this run.

@@ -73,8 +73,16 @@ def verify(path: str | Path) -> None:
 
 
 def latest(directory: str | Path) -> Path | None:
-    """The newest checkpoint in `directory` that is whole, every byte of it checked; None if there is none."""
-    for found in reversed(find(directory)):
+    """The newest checkpoint in `directory` that is whole, every byte of it checked; None if there is none.
+
+    Raises:
+        UnreadableCheckpointError: the disk gave an error, so that it cannot be known.
+    """
+    entries = find(directory)
+    for found in entries:
+        if found.manifest is None:
+            _damage(found)  # raises if the manifest could not be read
+    for found in reversed(entries):
         if not _damage(found):
             return found.path
     return None

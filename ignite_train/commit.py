@@ -39,9 +39,9 @@ from ignite_train.manifest import (
 )
 from ignite_train.retention import Retention
 from ignite_train.shards import Piece
-from ignite_train.tensor_files import write_tensors
+from ignite_train.tensor_files import Entry, holds, write_tensors
 
-__all__ = ["CheckpointDirectory", "Contents", "Exchange", "commit", "together", "try_out"]
+__all__ = ["CheckpointDirectory", "Contents", "Exchange", "Written", "commit", "together", "try_out"]
 
 _logger = logging.getLogger(__name__)
 _UNFINISHED, _REMOVED, _DAMAGED = ".unfinished-", ".removed-", "damaged-"
@@ -83,6 +83,21 @@ def together(exchange: Exchange, what: str, work: Callable[[], T]) -> list[T]:
     return [value for _, value in outcomes]
 
 
+@dataclass(frozen=True, slots=True)
+class Written:
+    """The tensors of one rank in a checkpoint that is committed.
+
+    Attributes:
+        update: of the checkpoint.
+        path: the file.
+        entries: what is where in it.
+    """
+
+    update: int
+    path: Path
+    entries: dict[str, Entry]
+
+
 class CheckpointDirectory:
     """A directory of checkpoints, as rank 0 keeps it.
 
@@ -92,10 +107,14 @@ class CheckpointDirectory:
         path: the directory.
         disk: what it is on.
         lock: held while something is written; None for one process that is known to be alone.
+
+    Attributes:
+        written: what this rank has written to the checkpoint that was committed last.
     """
 
     def __init__(self, path: Path, disk: Disk, lock: DirectoryLock | None = None) -> None:
         self.path, self.disk, self.lock = path, disk, lock
+        self.written: Written | None = None
         self._manifests: dict[str, Manifest] = {}
         self._warned_about: set[str] = set()
 
@@ -277,7 +296,9 @@ def commit(
     main = distributed.is_main_rank()
     unfinished = together(exchange, "making a directory for a checkpoint", lambda: directory.begin() if main else "")[0]
     try:
-        written = together(exchange, "writing a checkpoint", lambda: _write(directory, unfinished, contents))
+        entries: dict[str, Entry] = {}
+        write: Callable[[], dict[str, FileRecord]] = lambda: _write(directory, unfinished, contents, manifest.update, entries)  # noqa: E731
+        written = together(exchange, "writing a checkpoint", write)
         whole = replace(manifest, files={name: record for files in written for name, record in files.items()})
         publish: Callable[[], str] = lambda: directory.publish(unfinished, whole) if main else ""  # noqa: E731
         name = together(exchange, "committing a checkpoint", publish)[0]
@@ -285,6 +306,7 @@ def commit(
         if main:
             directory.abandon(unfinished)
         raise
+    directory.written = Written(manifest.update, directory.path / name / f"{_stem()}.bin", entries)
     if main:
         directory.prune(retention)
     return directory.path / name
@@ -309,11 +331,27 @@ def try_out(directory: CheckpointDirectory, contents: Contents, exchange: Exchan
         raise
 
 
+def _link(directory: CheckpointDirectory, path: Path, contents: Contents, update: int) -> dict[str, Entry] | None:
+    """Gives the tensors of the checkpoint before a second name, if it is of the same update and they are the same.
+
+    So the last state of a run, which is saved at the end of an epoch and again when the run has ended, is written once. None
+    if that cannot be.
+    """
+    before = directory.written
+    if before is None or before.update != update or not holds(before.path, before.entries, contents.pieces):
+        return None
+    try:
+        directory.disk.link(before.path, path)
+    except OSError:  # not every file system has links; writing the file again tells what else is wrong
+        return None
+    return before.entries
+
+
 def _write_page(directory: CheckpointDirectory, unfinished: str, contents: Contents) -> None:
     if contents.failure is not None:
         raise contents.failure
     disk = directory.disk
-    descriptor = disk.create(directory.path / unfinished / f"rank-{distributed.rank():05d}.json")
+    descriptor = disk.create(directory.path / unfinished / f"{_stem()}.json")
     try:
         disk.write(descriptor, memoryview(bytes(_TRIAL_BYTES)))
         disk.sync(descriptor)
@@ -321,11 +359,19 @@ def _write_page(directory: CheckpointDirectory, unfinished: str, contents: Conte
         disk.close(descriptor)
 
 
-def _write(directory: CheckpointDirectory, unfinished: str, contents: Contents) -> dict[str, FileRecord]:
+def _stem() -> str:
+    return f"rank-{distributed.rank():05d}"
+
+
+def _write(
+    directory: CheckpointDirectory, unfinished: str, contents: Contents, update: int, entries: dict[str, Entry]
+) -> dict[str, FileRecord]:
+    """Writes this rank's files, and notes in `entries` what is where in that of the tensors."""
     if contents.failure is not None:
         raise contents.failure
-    stem, disk, path = f"rank-{distributed.rank():05d}", directory.disk, directory.path / unfinished
-    entries = write_tensors(disk, path / f"{stem}.bin", contents.pieces)
+    stem, disk, path = _stem(), directory.disk, directory.path / unfinished
+    linked = _link(directory, path / f"{stem}.bin", contents, update)
+    entries |= write_tensors(disk, path / f"{stem}.bin", contents.pieces) if linked is None else linked
     index = compact_json({"objects": contents.trees, "tensors": {key: entry.as_json() for key, entry in entries.items()}})
     if len(index) > MAX_INDEX_BYTES:
         raise CheckpointError(f"the state has {len(index)} bytes beside its tensors, {MAX_INDEX_BYTES} at most; use tensors")

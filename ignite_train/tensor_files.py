@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,7 +20,7 @@ from ignite_train.disk import Disk
 from ignite_train.encoding import DTYPES, dtype_name
 from ignite_train.shards import Box, Piece
 
-__all__ = ["Entry", "Snapshot", "TensorFile", "check_entries", "naming", "open_regular", "write_tensors"]
+__all__ = ["Entry", "Snapshot", "TensorFile", "check_entries", "holds", "naming", "open_regular", "write_tensors"]
 
 _CHUNK_BYTES = 16 * 2**20
 
@@ -152,6 +153,26 @@ def _parts(pieces: Mapping[str, Piece], entries: dict[str, Entry]) -> Iterator[m
         offset += len(view)
 
 
+def holds(path: Path, entries: Mapping[str, Entry], pieces: Mapping[str, Piece]) -> bool:
+    """Whether a file that was written with `entries` is what `write_tensors` would write now, byte for byte.
+
+    The smallest tensors, such as those of the random generators, are compared first: they change soonest.
+    """
+    if list(entries) != list(pieces):
+        return False
+    try:
+        file = TensorFile(path, sum(entry.num_bytes for entry in entries.values()), entries)
+    except (OSError, ValueError):
+        return False
+    try:
+        by_size = sorted(pieces, key=lambda name: entries[name].num_bytes)
+        return all(file.is_same(name, pieces[name]) for name in by_size)
+    except OSError:
+        return False
+    finally:
+        file.close()
+
+
 def _bytes(tensor: Tensor) -> memoryview:
     """The memory of a contiguous tensor."""
     if tensor.numel() == 0:  # is contiguous with whatever strides, and torch views none of these as bytes
@@ -240,6 +261,25 @@ class TensorFile:
         written = self.entries[name].crc32
         if crc != written:
             raise ValueError(f"{name} has the checksum {crc:08x}, it was written with {written:08x}")
+
+    def is_same(self, name: str, piece: Piece) -> bool:
+        """Whether the numbers of `piece` are stored under this name, bit for bit and in the same order.
+
+        Raises:
+            OSError: the file cannot be read.
+        """
+        entry = self.entries[name]
+        data, order = _dense(piece.data)
+        found = (dtype_name(data.dtype), tuple(piece.data.shape), piece.box.start, tuple(piece.whole), order)
+        if found != (entry.dtype, entry.shape, entry.start, entry.whole, entry.order):
+            return False
+        view, buffer = _bytes(data), bytearray(min(_CHUNK_BYTES, entry.num_bytes))
+        for begin in range(0, len(view), _CHUNK_BYTES):
+            part = view[begin : begin + _CHUNK_BYTES]
+            stored = memoryview(buffer)[: len(part)]
+            if os.preadv(self._file, [stored], entry.offset + begin) != len(part) or not np.array_equal(stored, part):
+                return False
+        return True
 
 
 @contextmanager

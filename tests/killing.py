@@ -28,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
 import ignite_train.distributed
+import ignite_train.lock
 from ignite_train import Evaluator, ForwardOutput, ResumableLoader, Trainer, create_evaluator, create_trainer
 from ignite_train.disk import Disk
 from ignite_train.handlers import Checkpoint, LearningRateSchedule, StopOnSignal, TensorBoard, TrainingMetrics, Validation
@@ -71,6 +72,7 @@ class Job:
         asynchronous: whether a thread writes them.
         keeps_all: no checkpoint is ever removed.
         grace_seconds: of a StopOnSignal; None: there is none.
+        stale_seconds: when the lock of a run that stands still is taken over; None: when a user's would be.
     """
 
     directory: Path
@@ -81,6 +83,7 @@ class Job:
     asynchronous: bool = True
     keeps_all: bool = False
     grace_seconds: float | None = None
+    stale_seconds: float | None = None
 
     @property
     def checkpoints(self) -> Path:
@@ -193,6 +196,10 @@ class HaltingDisk(Disk):
         self._halt.before("save")
         super().close(descriptor)
 
+    def link(self, source: Path, target: Path) -> None:
+        self._halt.before("save")
+        super().link(source, target)
+
     def rename(self, source: Path, target: Path) -> None:
         self._phase = "rename" if is_checkpoint_name(target.name) else "prune"
         self._halt.before(self._phase)
@@ -234,6 +241,8 @@ def _train(job: Job, rank: int, life: int, halt: Halt) -> None:
     if job.world_size > 1:
         idist.initialize("gloo", init_method=f"file://{job.directory}/store.{life}", rank=rank, world_size=job.world_size)
     gather = ignite_train.distributed.gather_objects
+    if job.stale_seconds is not None:
+        ignite_train.lock.STALE_SECONDS, ignite_train.lock.HEARTBEAT_SECONDS = job.stale_seconds, job.stale_seconds / 10
 
     def halting_gather(value: Any, group: Any = None) -> list[Any]:
         if group is not None:

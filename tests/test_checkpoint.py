@@ -375,6 +375,28 @@ def test_a_directory_that_all_can_write_to(tmp_path: Path, caplog: Any) -> None:
     )
 
 
+def test_a_directory_that_all_can_write_to_is_warned_about_before_anything_is_removed(tmp_path: Path, caplog: Any) -> None:
+    """What is removed there may have been put there by a stranger."""
+    directory = tmp_path / "open"
+    saves(directory, epochs=1)
+    (directory / ".unfinished-left").mkdir()
+    directory.chmod(0o777)
+    warned: list[bool] = []
+    trainer, _ = make()
+    checkpoint = Checkpoint(directory)
+    checkpoint.attach(trainer)
+    remove = checkpoint.saver.disk.remove_tree
+
+    def noted(path: Path) -> None:
+        warned.append("chmod o-w" in caplog.text)
+        remove(path)
+
+    checkpoint.saver.disk.remove_tree = noted  # type: ignore[method-assign]
+    trainer.run(LOADER, max_epochs=2)
+    assert warned
+    assert all(warned)
+
+
 # --- what is in it ---
 
 
@@ -576,6 +598,16 @@ def test_a_file_is_no_directory(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="directory must be a directory, or not be there yet, got the file"):
         Checkpoint(tmp_path / "file")
+
+
+def test_a_link_to_nothing_is_no_directory(tmp_path: Path) -> None:
+    """Nor is a directory below one. Said when the handler is made, with the link."""
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    for directory in (tmp_path / "link", tmp_path / "link/deep/run"):
+        with pytest.raises(ValueError, match=r"directory must be .*link' is a link to what is not there; make its target, or"):
+            Checkpoint(directory)
+    (tmp_path / "gone").mkdir()
+    Checkpoint(tmp_path / "link")
 
 
 # --- what will not be exact ---

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from ignite.engine import Events
 
 import ignite_train
@@ -26,12 +27,13 @@ from ignite_train.disk import Disk
 from ignite_train.encoding import Encoder
 from ignite_train.errors import DamagedCheckpointError
 from ignite_train.handlers import Checkpoint
+from ignite_train.stored import StoredCheckpoint
 from power_cuts import Operation, Recorder, disk_states, lay_out
 from ranks import run_ranks
 from small_checkpoints import QuickDisk, keep, names, newest, read, save
 
 OPERATIONS = (
-    *("make_directory", "create", "write", "sync", "close", "rename", "sync_directory"),
+    *("make_directory", "create", "write", "sync", "close", "link", "rename", "sync_directory"),
     *("remove_file", "remove_directory", "names"),
 )
 
@@ -481,6 +483,52 @@ def test_a_link_in_place_of_a_leftover_is_not_followed(tmp_path):
     assert (tmp_path / "precious/file").read_text() == "mine"
 
 
+@pytest.mark.parametrize("swapped", ["top", "inner"])
+def test_a_link_that_is_put_in_place_during_the_removal_is_not_followed(tmp_path, swapped):
+    """At each call to the system in turn a stranger swaps the directory that is being removed for a link: nothing else goes."""
+    for moment in count():
+        root = tmp_path / str(moment)
+        (root / "precious").mkdir(parents=True)
+        (root / "precious/file").write_text("mine")
+        (root / "run/.unfinished-x/inner").mkdir(parents=True)
+        for name in ("inner/file", "file"):
+            (root / "run/.unfinished-x" / name).write_text("")
+        with pytest.MonkeyPatch.context() as patch:
+            calls = swap_at(patch, moment, root, swapped)
+            CheckpointDirectory(root / "run", Disk()).tidy()
+            patch.undo()
+        assert (root / "precious/file").read_text() == "mine", f"call {moment}"
+        if next(calls) <= moment:
+            break
+        CheckpointDirectory(root / "run", Disk()).tidy()
+        assert [name for name in names(root / "run") if name.startswith(".")] == []
+
+    assert moment >= 10
+
+
+def swap_at(patch: pytest.MonkeyPatch, moment: int, root: Path, swapped: str) -> Iterator[int]:
+    """Before the call of this number, what is being removed moves away, and a link to something precious has its name."""
+    calls, rename, symlink = count(), os.rename, os.symlink
+
+    def watch(name: str) -> None:
+        real = getattr(os, name)
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            if next(calls) == moment:
+                (top,) = (path for path in os.scandir(root / "run") if path.name.startswith("."))
+                target = top.path if swapped == "top" else f"{top.path}/inner"
+                if os.path.isdir(target):  # noqa: PTH112
+                    rename(target, root / "aside")
+                    symlink(root / "precious", target)
+            return real(*arguments, **options)
+
+        patch.setattr(os, name, call)
+
+    for name in ("open", "listdir", "unlink", "rmdir", "stat", "lstat"):
+        watch(name)
+    return calls
+
+
 def test_what_nobody_could_read_is_not_committed(tmp_path, monkeypatch):
     """A manifest or an index that the reader would refuse is refused when it is written: the older ones stay."""
     save(tmp_path, 1)
@@ -575,6 +623,275 @@ def test_a_run_that_raises_ends_at_the_next_save_or_at_the_end(tmp_path, build, 
     assert [entry.manifest.update for entry in checkpoint.find(tmp_path) if entry.manifest] == {2: [], 5: [2, 4]}[failing]
 
 
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_run_whose_saves_all_fail_ends(tmp_path, build, micro_batches, caplog, asynchronous):
+    """`on_error="warn"` is for failures that pass: that many in a row are raised; one that works starts the count anew."""
+    setup = build()
+    saver = Checkpoint(tmp_path, every=1, on_error="warn", give_up_after=3, asynchronous=asynchronous)
+    saver.attach(setup.trainer)
+    works = iter([True, False, False, True, False, False, False])
+
+    def decide() -> None:
+        saver.saver.disk = QuickDisk() if next(works) else Faulty(0, fault(errno.ENOSPC), lasting=True)
+
+    setup.trainer.append_event_handler(Events.ITERATION_STARTED, decide)
+    with pytest.raises(
+        CheckpointError, match=r"No space left on device; that is failure 3 in a row, and give_up_after=3: make"
+    ):
+        setup.trainer.run(micro_batches, max_epochs=2)
+
+    assert setup.trainer.state.iteration == 7 + asynchronous  # a failure behind the run shows at the next save
+    assert caplog.text.count("training goes on") == 4
+
+
+def test_a_run_whose_last_state_is_not_on_the_disk_fails(tmp_path, build, micro_batches):
+    """Also with `on_error="warn"`: nothing comes after it that could make up for it."""
+    setup = build()
+    saver = Checkpoint(tmp_path, every=2, on_error="warn")
+    saver.attach(setup.trainer)
+    full = Faulty(0, fault(errno.ENOSPC), lasting=True)
+    setup.trainer.add_event_handler(Events.ITERATION_COMPLETED(once=5), lambda: setattr(saver.saver, "disk", full))
+    with pytest.raises(CheckpointError, match="the run is over, and its last state is not on the disk"):
+        setup.trainer.run(micro_batches, max_epochs=1)
+
+    assert newest_update(tmp_path) == 4
+
+
+def newest_update(directory: Path) -> int | None:
+    """The update of the checkpoint that a run would go on from."""
+    path = checkpoint.latest(directory)
+    return None if path is None else int(path.name.removeprefix("update-").partition(".")[0])
+
+
+def test_what_cannot_be_removed_is_warned_about_once(tmp_path, build, micro_batches, caplog):
+    """Old checkpoints of another user, or what an earlier save left: one line each in a run, and all others are removed."""
+    for number in (1, 2):
+        save(tmp_path, number, serial=number, last=9)
+    (tmp_path / ".removed-update-00000000-1234/theirs").mkdir(parents=True)
+    disk = QuickDisk()
+    rename, remove = disk.rename, disk.remove_directory
+
+    def renames_own(source: Path, target: Path) -> None:
+        if source.name == "update-00000001":
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), str(source))
+        rename(source, target)
+
+    def removes_own(path: Path, parent: int) -> None:
+        if path.name == "theirs":
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), str(path))
+        remove(path, parent)
+
+    disk.rename, disk.remove_directory = renames_own, removes_own  # type: ignore[method-assign]
+    setup = build()
+    saver = Checkpoint(tmp_path / "mine", every=1, keep=1)
+    saver.attach(setup.trainer)
+    for name in names(tmp_path):
+        if name != "mine":
+            (tmp_path / "mine").mkdir(exist_ok=True)
+            (tmp_path / name).rename(tmp_path / "mine" / name)
+    saver.saver.disk = disk
+    saver.restore = lambda resume: None  # type: ignore[method-assign]
+    setup.trainer.run(micro_batches, max_epochs=1)
+
+    assert names(tmp_path / "mine") == [".removed-update-00000000-1234", "update-00000001", "update-00000005.1"]
+    assert caplog.text.count("could not be removed") == 2
+
+
+def test_a_manifest_is_read_once(tmp_path, build, micro_batches, monkeypatch):
+    """In a directory of many checkpoints a save reads none of those that it has read before."""
+    for number in range(1, 31):
+        save(tmp_path, number, last=99)
+    seen: list[str] = []
+    read_manifest = ignite_train.commit.read_manifest
+    monkeypatch.setattr(ignite_train.commit, "read_manifest", lambda path: (seen.append(path.name), read_manifest(path))[1])
+    setup = build()
+    saver = Checkpoint(tmp_path, every=1, keep=99)
+    saver.attach(setup.trainer)
+    saver.restore = lambda resume: None  # type: ignore[method-assign]
+    setup.trainer.run(micro_batches, max_epochs=1)
+
+    assert sorted(seen) == [f"update-{number:08d}" for number in range(1, 31)]
+    assert newest_update(tmp_path) == 5
+
+
+# --- before the first batch ---
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("operation", ["make_directory", "create", "write", "sync", "sync_directory", "rename", "remove_file"])
+def test_a_directory_that_no_save_could_write_to_is_found_before_the_first_update(
+    tmp_path, build, micro_batches, operation, asynchronous
+):
+    """However rarely is saved, and whatever it is that cannot be done there."""
+    setup = build()
+    saver = Checkpoint(tmp_path / "new/run", every=1000, asynchronous=asynchronous)
+    saver.attach(setup.trainer)
+    setattr(saver.saver.disk, operation, lambda *_: fault(errno.EROFS)(""))
+    before = setup.contents()
+    with pytest.raises(CheckpointError, match=r"rank 0, OSError: \[Errno 30\] Read-only file system"):
+        setup.trainer.run(micro_batches, max_epochs=1)
+
+    assert setup.trainer.state.iteration == 0
+    assert setup.contents()[:2] == before[:2]
+
+
+def test_a_run_that_warns_says_before_the_first_update_what_cannot_be_written(tmp_path, build, micro_batches, caplog):
+    """With `on_error="warn"` it is the first warning; the directory may be writable at the next save."""
+    setup = build()
+    saver = Checkpoint(tmp_path, every=1000, on_error="warn")
+    saver.attach(setup.trainer)
+    saver.saver.disk = Faulty(0, fault(errno.EROFS), lasting=True)
+    seen: list[str] = []
+    setup.trainer.add_event_handler(
+        Events.ITERATION_STARTED(once=1), lambda: (seen.append(caplog.text), setattr(saver.saver, "disk", QuickDisk()))
+    )
+    setup.trainer.run(micro_batches, max_epochs=1)
+
+    assert "Read-only file system; training goes on" in seen[0]
+    assert newest_update(tmp_path) == 5
+
+
+def test_a_trial_that_is_cut_short_leaves_nothing_that_stays(tmp_path, build, micro_batches):
+    """A crash before each operation of it in turn: the next run removes what is left, and nothing is taken for a checkpoint."""
+
+    def run(directory: Path, disk: Disk) -> None:
+        setup = build()
+        saver = Checkpoint(directory)
+        saver.attach(setup.trainer)
+        saver.saver.disk = disk
+        setup.trainer.add_event_handler(Events.EPOCH_STARTED, lambda: crash(""))
+        setup.trainer.run(micro_batches, max_epochs=1)
+
+    done: list[str] = []
+    for at in count():
+        disk = Faulty(at, crash, lasting=True)
+        with pytest.raises(Crash):
+            run(tmp_path / str(at), disk)
+        assert not (tmp_path / str(at)).exists() or newest(tmp_path / str(at)) is None
+        with pytest.raises(Crash):
+            run(tmp_path / str(at), QuickDisk())
+        assert not (tmp_path / str(at)).exists() or names(tmp_path / str(at)) == []
+        done = disk.done
+        if len(done) <= at:
+            break
+
+    assert len(done) >= 12
+
+
+# --- the last state ---
+
+
+class Counting(QuickDisk):
+    """Notes which files are written and which get a second name."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+
+    def create(self, path: Path) -> int:
+        self.log.append(f"write {path.name}")
+        return super().create(path)
+
+    def link(self, source: Path, target: Path) -> None:
+        self.log.append(f"link {target.name}")
+        super().link(source, target)
+
+    def tensors(self) -> list[str]:
+        """What happened to the files of tensors."""
+        return [entry for entry in self.log if entry.endswith(".bin")]
+
+
+def _ends(build: Any, directory: Path, micro_batches: Any, *, at_end: Any = None, disk: Any = None, **options: Any) -> Any:
+    setup = build()
+    saver = Checkpoint(directory, **options)
+    saver.attach(setup.trainer)
+    saver.saver.disk = disk = disk or Counting()
+    if at_end is not None:
+        setup.trainer.add_event_handler(Events.COMPLETED, at_end, setup)
+    return setup, saver, disk
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("options", [{}, {"every": 5}, {"every": 5, "every_epochs": 1}], ids=str)
+def test_the_last_state_is_written_once(tmp_path, build, micro_batches, options, asynchronous):
+    """Saved at the end of the epoch and again at that of the run: the tensors get a second name, and it resumes as ended."""
+    setup, _, disk = _ends(build, tmp_path, micro_batches, asynchronous=asynchronous, **options)
+    setup.trainer.run(micro_batches, max_epochs=1)
+    saves = 3 if len(options) == 2 else 2
+
+    assert disk.tensors() == ["write rank-00000.bin", *["link rank-00000.bin"] * (saves - 1)]
+    assert names(tmp_path) == [f"update-00000005.{saves - 1}"]
+    checkpoint.verify(tmp_path / f"update-00000005.{saves - 1}")
+    expected = setup.contents()
+    setup, _, disk = _ends(build, tmp_path, micro_batches)
+    setup.trainer.run(micro_batches, max_epochs=1)
+    assert setup.contents() == expected
+    assert disk.log == []  # nothing to do
+
+
+def test_a_last_state_that_is_another_is_written(tmp_path, build, micro_batches):
+    """A handler of the end of the run may change anything, one bit of one weight as well: that is what is saved."""
+
+    def negates(setup: Any) -> None:
+        with torch.no_grad():
+            setup.model[2].bias.copy_(-setup.model[2].bias)
+
+    def zeroes(setup: Any) -> None:
+        with torch.no_grad():
+            setup.model[2].bias.zero_()
+
+    def negative_zero(setup: Any) -> None:
+        with torch.no_grad():
+            setup.model[2].bias.copy_(-setup.model[2].bias * 0)
+
+    for number, change in enumerate((negates, zeroes, negative_zero, lambda setup: torch.rand(1))):
+        directory = tmp_path / str(number)
+        setup, _, disk = _ends(build, directory, micro_batches, at_end=change)
+        setup.trainer.run(micro_batches, max_epochs=1)
+        assert disk.tensors() == ["write rank-00000.bin"] * 2
+        state = torch.get_rng_state()
+        with StoredCheckpoint(directory / "update-00000005.1") as stored:
+            stored.verify()
+            saved = stored.read("model")["2.bias"]
+            assert torch.equal(stored.read("generators")["torch"], state)
+        assert torch.equal(saved.view(torch.int32), setup.model[2].bias.detach().view(torch.int32))
+
+
+def test_without_links_the_last_state_is_written_again(tmp_path, build, micro_batches):
+    """Some file systems have none."""
+    disk = Counting()
+    disk.link = lambda *_: fault(errno.EPERM)("")  # type: ignore[method-assign]
+    setup, _, _ = _ends(build, tmp_path, micro_batches, disk=disk)
+    setup.trainer.run(micro_batches, max_epochs=1)
+
+    assert disk.tensors() == ["write rank-00000.bin"] * 2
+    checkpoint.verify(tmp_path / "update-00000005.1")
+
+
+def test_a_run_that_is_told_to_stop_writes_its_state_once(tmp_path, build, micro_batches):
+    """As SIGTERM does: the save that is due in that update is the one of the end."""
+    setup, _, disk = _ends(build, tmp_path, micro_batches, every=1, keep=9)
+    setup.trainer.add_event_handler(Events.ITERATION_STARTED(once=3), lambda engine: engine.terminate())
+    setup.trainer.run(micro_batches, max_epochs=1)
+
+    assert disk.tensors() == ["write rank-00000.bin"] * 3
+    assert names(tmp_path) == ["update-00000001", "update-00000002", "update-00000003"]
+
+
+def test_a_power_cut_while_a_file_gets_a_second_name_loses_nothing(tmp_path, monkeypatch):
+    """The same update twice: in every state of the disk it is found, and whole."""
+    root, scratch = tmp_path / "root", tmp_path / "scratch"
+    root.mkdir()
+    scratch.mkdir()
+    disk, here = Recorder(root), root / "runs/here"
+    place = CheckpointDirectory(here, disk)
+    for _ in range(3):
+        save(here, 1, place=place, last=1)
+        disk.note("returned", 1)
+
+    assert [operation[0] for operation in disk.log].count("link") == 2
+    assert {*violations(disk.log, scratch)} == {"ok"}
+
+
 # --- two ranks ---
 
 
@@ -655,8 +972,9 @@ def test_what_a_trainer_saves_is_one_checkpoint_of_this_protocol(tmp_path, build
     setup.trainer.run(micro_batches, max_epochs=1)
     reference = Faulty(None, ignore)
     (tmp_path / "other").mkdir()
+    place = CheckpointDirectory(tmp_path / "other", reference)
     for _ in range(2):  # the end of the epoch, and that of the run
-        save(tmp_path / "other", 5, disk=reference)
+        save(tmp_path / "other", 5, place=place)
 
     assert [name for name in disk.done if name != "write"] == [name for name in reference.done if name != "write"]
     assert names(tmp_path / "run") == names(tmp_path / "other") == ["update-00000005.1"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import random
@@ -18,7 +19,7 @@ from torch import nn
 
 import ignite_train
 from ignite_train import CheckpointError, ForwardOutput, Trainer, checkpoint, create_trainer, distributed
-from ignite_train.errors import DamagedCheckpointError
+from ignite_train.errors import DamagedCheckpointError, UnreadableCheckpointError
 from ignite_train.handlers import Checkpoint
 from ranks import run_ranks
 from small_checkpoints import names
@@ -271,6 +272,104 @@ def test_if_none_is_whole_nothing_begins_from_scratch(whole, tmp_path):
     assert all(name.startswith("damaged-") for name in names(directory))
 
 
+# --- errors of the disk are no damage ---
+
+CODES = (errno.EACCES, errno.EIO, errno.ESTALE, errno.EMFILE)
+
+
+def failing(patch: pytest.MonkeyPatch, call: str, part: str, code: int) -> None:
+    """From now on a call to the system fails for every file that has `part` in its path."""
+    real = getattr(os, call)
+
+    def fails(target: Any, *arguments: Any, **options: Any) -> Any:
+        path = str(Path(f"/proc/self/fd/{target}").readlink()) if isinstance(target, int) else os.fspath(target)
+        if part in path:
+            raise OSError(code, os.strerror(code), None if isinstance(target, int) else path)
+        return real(target, *arguments, **options)
+
+    patch.setattr(os, call, fails)
+
+
+@pytest.mark.parametrize("code", CODES, ids=errno.errorcode.get)
+@pytest.mark.parametrize(
+    ("call", "part"),
+    [
+        *(("open", f"{NEW}/{name}") for name in FILES),
+        ("open", f"{OLD}/manifest.json"),
+        ("preadv", f"{NEW}/rank-00000.bin"),
+        ("read", f"{NEW}/rank-00000.json"),
+        ("read", f"{NEW}/manifest.json"),
+        ("listdir", "copy"),
+    ],
+)
+def test_an_error_of_the_disk_renames_nothing(whole, tmp_path, call, part, code):
+    """The start fails with one line that names file and error; when the disk is readable again, the same command goes on."""
+    directory = tmp_path / "copy"
+    shutil.copytree(whole[0], directory)
+    run = start(directory)
+    before = run.digest()
+    with pytest.MonkeyPatch.context() as patch:
+        failing(patch, call, part, code)
+        with pytest.raises(CheckpointError) as caught:
+            run.trainer.run(data(), max_iters=6)
+    message = str(caught.value)
+    assert f"[Errno {code}] {os.strerror(code)}" in message
+    assert part in message
+    assert "nothing was renamed: start again when the disk is readable" in message
+    assert "\n" not in message
+    assert names(directory) == [OLD, NEW]
+    assert run.digest() == before
+
+    run = start(directory)
+    run.checkpoint.restore("auto")
+    assert run.digest() == whole[1][NEW]
+
+
+@pytest.mark.parametrize("code", CODES, ids=errno.errorcode.get)
+def test_an_error_of_the_disk_is_not_taken_for_damage_by_the_command(whole, tmp_path, code):
+    """`verify` and `latest` say that it cannot be read, and do not answer with an older one."""
+    with pytest.MonkeyPatch.context() as patch:
+        failing(patch, "preadv", NEW, code)
+        for ask in (lambda: checkpoint.verify(whole[0] / NEW), lambda: checkpoint.latest(whole[0])):
+            with pytest.raises(UnreadableCheckpointError, match=rf"{NEW} cannot be read: \[Errno {code}\]"):
+                ask()
+    with pytest.MonkeyPatch.context() as patch:
+        failing(patch, "open", f"{NEW}/manifest.json", code)
+        with pytest.raises(UnreadableCheckpointError):
+            checkpoint.latest(whole[0])
+        assert checkpoint.main(["list", str(whole[0])]) == 1
+
+
+def test_a_directory_with_damaged_ones_only_does_not_begin_anew(whole, tmp_path):
+    """However often the command is started, it is refused with the ways out: after `resume="never"`, `auto` resumes again."""
+    directory = tmp_path / "copy"
+    shutil.copytree(whole[0], directory)
+    for name in (OLD, NEW):
+        altered(directory / name / "rank-00000.bin", flip(12345))
+    for _ in range(3):
+        with pytest.raises(CheckpointError) as caught:
+            start(directory).trainer.run(data(), max_iters=6)
+        assert "\n" not in str(caught.value)
+    assert re.search(
+        rf"copy has no whole checkpoint and 2 .* such as damaged-{NEW}-[0-9a-f]{{4}}: training is not begun anew .* repair or "
+        "replace them, or pass resume='never' once, or move them to another directory",
+        str(caught.value),
+    )
+    assert len(names(directory)) == 2
+    with pytest.raises(CheckpointError, match="has no whole checkpoint and 2"):
+        start(directory).trainer.run(data(), max_iters=6, resume="must")
+
+    start(directory).trainer.run(data(), max_iters=6, resume="never")
+    run = start(directory)
+    run.trainer.run(data(), max_iters=8)
+    assert run.trainer.state.iteration == 8
+    assert len([name for name in names(directory) if name.startswith("damaged-")]) == 2
+
+    reference = start(tmp_path / "reference")
+    reference.trainer.run(data(), max_iters=8)
+    assert run.digest() == reference.digest()
+
+
 def test_one_that_is_damaged_and_named_is_refused(whole, tmp_path):
     """`resume=path` means that one: there is no other to fall back to."""
     directory = tmp_path / "copy"
@@ -358,3 +457,65 @@ def test_damage_to_the_files_of_one_rank_is_noticed_by_all(tmp_path, damage):
     assert (found_0, found_1) == (expected_0, expected_1)
     assert path_0 == path_1 == str(tmp_path / "update-00000002.1")
     assert len([name for name in left if name.startswith("damaged-update-00000004.1")]) == 1
+
+
+def _one_rank_fails(directory: Path, call: str, part: str, rank: int) -> tuple[str, list[str]]:
+    """What the start says if one rank alone has an error of its disk."""
+    start(directory).trainer.run(data(), max_iters=2)
+    run = start(directory)
+    distributed.gather_objects(None)
+    with pytest.MonkeyPatch.context() as patch:
+        if distributed.rank() == rank:
+            failing(patch, call, part, errno.EIO)
+        with pytest.raises(CheckpointError) as caught:
+            run.trainer.run(data(), max_iters=4)
+    distributed.gather_objects(None)
+    return str(caught.value), names(directory)
+
+
+@pytest.mark.parametrize(
+    ("call", "part", "rank"),
+    [("preadv", "rank-00001.bin", 1), ("open", "manifest.json", 1), ("open", "manifest.json", 0), ("preadv", "00000.bin", 1)],
+)
+def test_an_error_of_the_disk_of_one_rank_is_raised_by_all(tmp_path, call, part, rank):
+    """Both ranks raise the same line, which names the file, and nothing is renamed."""
+    (first, left), (second, _) = run_ranks(_one_rank_fails, tmp_path, call, part, rank)
+
+    assert first == second
+    assert part in first
+    assert "[Errno 5] Input/output error" in first
+    assert "nothing was renamed" in first
+    assert left == ["update-00000002.1"]
+
+
+def _one_rank_sees_damage(directory: Path, kind: str) -> tuple[str, list[str]]:
+    """What the start says if rank 1 alone reads other bytes, or sees no files at all."""
+    start(directory).trainer.run(data(), max_iters=2)
+    run = start(directory)
+    distributed.gather_objects(None)
+    with pytest.MonkeyPatch.context() as patch:
+        if distributed.rank() == 1 and kind == "other bytes":
+            patch.setattr(ignite_train.tensor_files, "zlib", SimpleNamespace(crc32=lambda *_: 0))
+        elif distributed.rank() == 1:
+            failing(patch, "lstat" if kind == "no files" else "open", "update-0", errno.ENOENT)
+            failing(patch, "stat", "update-0", errno.ENOENT)
+        with pytest.raises(CheckpointError) as caught:
+            run.trainer.run(data(), max_iters=4)
+    distributed.gather_objects(None)
+    return str(caught.value), names(directory)
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("other bytes", "that is what rank 1 reads, and rank 0 finds it whole, so nothing was renamed"),
+        ("no files", "is not there on rank 1: all ranks must see the same files"),
+    ],
+)
+def test_what_one_rank_alone_sees_is_no_damage(tmp_path, kind, says):
+    """A mount that is not there, or a host that reads wrongly: nothing is renamed, and both ranks say which rank it is."""
+    (first, left), (second, _) = run_ranks(_one_rank_sees_damage, tmp_path, kind)
+
+    assert first == second
+    assert says in first
+    assert left == ["update-00000002.1"]

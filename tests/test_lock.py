@@ -1,0 +1,411 @@
+"""One run at a time writes to a directory of checkpoints, whatever happened to the run before, on this host or on another."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ignite_train import CheckpointError, checkpoint, lock
+from ignite_train.commit import CheckpointDirectory
+from ignite_train.handlers import Checkpoint
+from ignite_train.lock import LOCK, DirectoryLock, writer_of
+from killing import Job, Life, Stop, committed, until
+from ranks import run_ranks
+from small_checkpoints import QuickDisk, names, save
+
+
+class Clock:
+    """Stands for the clock of a start that waits: each sleep takes its time at once, and then `then` happens."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, then: Callable[[int], None] = lambda _number: None) -> None:
+        self.now, self.sleeps, self._then = 100.0, 0, then
+        monkeypatch.setattr(lock, "time", SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep))
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        self.sleeps += 1
+        self._then(self.sleeps)
+
+
+@pytest.fixture
+def taken(tmp_path: Path) -> Any:
+    """A lock on `tmp_path` that is given back at the end."""
+    made = DirectoryLock(tmp_path)
+    yield made
+    made.release()
+
+
+def leave(directory: Path, **fields: Any) -> None:
+    """Writes the lock file of somebody else: a process on another host, if nothing else is said."""
+    content = json.loads(lock._content("f" * 16, 0))
+    (directory / LOCK).write_text(json.dumps({**content, "host": "elsewhere", "pid": 123, **fields}))
+
+
+def here(pid: int) -> dict[str, Any]:
+    """What a process of this host writes."""
+    return {"host": lock._host(), "pid": pid, "born": lock._born(pid)[0]}
+
+
+@pytest.fixture
+def ended() -> int:
+    """The number of a process that is no longer there."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+# --- who may have it ---
+
+
+def test_a_lock_whose_count_stands_still_is_taken_over(tmp_path, taken, monkeypatch, caplog):
+    """After the time that is documented, and no earlier; the log names who had it."""
+    leave(tmp_path)
+    clock = Clock(monkeypatch)
+    taken.hold()
+
+    assert lock.STALE_SECONDS <= clock.now - 100 < lock.STALE_SECONDS + 1
+    assert writer_of(tmp_path) == taken.token
+    assert "pid 123 on host 'elsewhere' has shown no sign of life for 12 s: this run takes over" in caplog.text
+
+
+def test_a_lock_whose_count_advances_is_refused(tmp_path, taken, monkeypatch):
+    """As soon as it does: one line that names host and process. The lock stays."""
+    leave(tmp_path)
+    clock = Clock(monkeypatch, lambda number: leave(tmp_path, beats=1) if number == 7 else None)
+    with pytest.raises(CheckpointError) as caught:
+        taken.hold()
+
+    assert clock.sleeps == 7
+    assert str(caught.value).startswith(
+        f"pid 123 on host 'elsewhere' writes checkpoints to {tmp_path}; end that run, or choose"
+    )
+    assert "\n" not in str(caught.value)
+    assert names(tmp_path) == [LOCK]
+    assert writer_of(tmp_path) == "f" * 16
+    assert taken.token == ""
+
+
+def test_a_lock_that_is_given_back_meanwhile_is_free(tmp_path, taken, monkeypatch):
+    """A run that ends while another start waits for it."""
+    leave(tmp_path)
+    clock = Clock(monkeypatch, lambda number: (tmp_path / LOCK).unlink() if number == 3 else None)
+    taken.hold()
+
+    assert clock.sleeps == 3
+    assert writer_of(tmp_path) == taken.token
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b'{"pid": "x\\u001b[31m", "token": 7}'])
+def test_a_file_that_is_no_lock_is_taken_over(tmp_path, taken, monkeypatch, content):
+    """Its owner was killed before it had written it, or somebody else put it there."""
+    (tmp_path / LOCK).write_bytes(content)
+    Clock(monkeypatch)
+    taken.hold()
+
+    assert writer_of(tmp_path) == taken.token
+
+
+def test_a_killed_process_of_this_host_is_not_waited_for(tmp_path, taken, monkeypatch, ended, caplog):
+    """It is known to be gone."""
+    leave(tmp_path, **here(ended))
+    clock = Clock(monkeypatch)
+    taken.hold()
+
+    assert clock.sleeps == 0
+    assert f"pid {ended} on host" in caplog.text
+    assert "is no longer running: this run takes over" in caplog.text
+
+
+def test_a_killed_process_that_its_parent_has_not_noticed_is_gone(tmp_path, taken, monkeypatch):
+    """As a launcher leaves it for a moment: its number is still taken."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    leave(tmp_path, **here(process.pid))
+    clock = Clock(monkeypatch)
+    taken.hold()
+
+    assert clock.sleeps == 0
+    process.wait()
+
+
+def test_a_number_that_another_process_has_by_now_is_gone(tmp_path, taken, monkeypatch):
+    """A process is known by its number and by when it was started."""
+    leave(tmp_path, **{**here(os.getppid()), "born": "1"})
+    clock = Clock(monkeypatch)
+    taken.hold()
+
+    assert clock.sleeps == 0
+
+
+@pytest.mark.parametrize("differs", [{"host": "elsewhere"}, {"space": "another container"}], ids=str)
+def test_a_process_that_cannot_be_looked_for_is_waited_for(tmp_path, taken, monkeypatch, ended, differs):
+    """On another host, or in a container with process numbers of its own, the same number means nothing."""
+    leave(tmp_path, **{**here(ended), **differs})
+    clock = Clock(monkeypatch)
+    taken.hold()
+
+    assert clock.now - 100 >= lock.STALE_SECONDS
+
+
+def test_a_suspended_process_of_this_host_is_waited_for(tmp_path, taken, monkeypatch):
+    """It is there, and may wake up; that it does not count shows only with time."""
+    leave(tmp_path, **here(os.getppid()))
+    clock = Clock(monkeypatch)
+    taken.hold()
+
+    assert clock.now - 100 >= lock.STALE_SECONDS
+
+
+def test_two_in_one_process(tmp_path, taken, monkeypatch):
+    """The same directory twice is refused at once, two directories are not."""
+    clock = Clock(monkeypatch)
+    taken.hold()
+    with pytest.raises(
+        CheckpointError, match=r"another Checkpoint of this process is writing to .*; give each its own directory"
+    ):
+        DirectoryLock(tmp_path).hold()
+    (tmp_path / "other").mkdir()
+    other = DirectoryLock(tmp_path / "other")
+    other.hold()
+    other.release()
+
+    assert clock.sleeps == 0
+    assert names(tmp_path / "other") == []
+
+
+def test_of_two_that_take_over_at_the_same_time_one_gives_way(tmp_path, taken, monkeypatch):
+    """What stands in the file is looked at again just before it is replaced."""
+    leave(tmp_path)
+    clock = Clock(monkeypatch)
+    read = lock._read
+
+    def read_late(path: Path) -> bytes | None:
+        found = read(path)
+        if clock.now - 100 >= lock.STALE_SECONDS:
+            leave(tmp_path, token="e" * 16)
+        return found
+
+    monkeypatch.setattr(lock, "_read", read_late)
+    with pytest.raises(CheckpointError, match="another run has just taken over"):
+        taken.hold()
+
+    assert writer_of(tmp_path) == "e" * 16
+    assert names(tmp_path) == [LOCK]
+
+
+# --- while it is held ---
+
+
+def test_the_count_advances_while_the_run_lives(tmp_path, taken, monkeypatch):
+    """By a thread, in the file that others read; at the end the file is gone."""
+    monkeypatch.setattr(lock, "HEARTBEAT_SECONDS", 0.01)
+    taken.hold()
+    until(lambda: json.loads((tmp_path / LOCK).read_bytes())["beats"] >= 3, "the count advances")
+    taken.release()
+
+    assert names(tmp_path) == []
+
+
+def test_a_process_that_wakes_up_leaves_the_lock_to_the_other(tmp_path, taken):
+    """Its count does not go into the file of the run that has taken over, its commits fail, and its end leaves that file."""
+    taken.hold()
+    other = DirectoryLock(tmp_path)
+    other._take_over("a" * 16, (tmp_path / LOCK).read_bytes(), "stood still")
+    before = (tmp_path / LOCK).read_bytes()
+    taken._count(taken.token)
+    for look in (taken.check, taken.hold):
+        with pytest.raises(
+            CheckpointError, match=r"has taken over .* while this run stood still; this run must not write there"
+        ):
+            look()
+    taken.release()
+
+    assert (tmp_path / LOCK).read_bytes() == before
+    assert names(tmp_path) == [LOCK]
+
+
+def test_a_lock_file_that_somebody_removed_is_made_again(tmp_path, taken):
+    """As the directory is: a run goes on saving."""
+    taken.hold()
+    (tmp_path / LOCK).unlink()
+    taken.check()
+
+    assert writer_of(tmp_path) == taken.token
+
+
+def test_what_was_given_back_is_not_held(tmp_path, taken):
+    """A thread that still writes when the run is over commits nothing."""
+    taken.hold()
+    taken.release()
+    with pytest.raises(CheckpointError, match="this run is over and no longer writes checkpoints"):
+        taken.check()
+
+
+# --- commits ---
+
+
+class Overtaken(QuickDisk):
+    """A disk on which another run takes over when the manifest is there, and writes a checkpoint of its own."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def write_file(self, path: Path, parts: Any) -> None:
+        super().write_file(path, parts)
+        if path.name == "manifest.json":
+            leave(self._directory, token="b" * 16)
+            (self._directory / f".unfinished-{'b' * 16}-1234").mkdir()
+
+
+def test_a_run_that_was_overtaken_commits_nothing_and_removes_nothing_of_the_other(tmp_path, taken):
+    """A process that is suspended between its last write and the commit: one line, and the other run's files stay."""
+    save(tmp_path, 1)
+    place = CheckpointDirectory(tmp_path, Overtaken(tmp_path), taken)
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match=r"rank 0, CheckpointError: pid 123 on host 'elsewhere' has taken over"):
+            save(tmp_path, 2, place=place)
+
+    assert names(tmp_path) == sorted([f".unfinished-{'b' * 16}-1234", LOCK, "update-00000001"])
+
+
+def test_what_another_run_writes_is_not_tidied_away(tmp_path, taken):
+    """A start that was refused, or looks only, leaves it; what earlier processes have left is removed."""
+    leave(tmp_path, token="b" * 16)
+    mine = [f".unfinished-{'b' * 16}-1234", LOCK]
+    for name in (*mine[:1], ".unfinished-5678", f".unfinished-{'c' * 16}-1234", ".removed-update-00000001-12"):
+        (tmp_path / name).mkdir()
+    CheckpointDirectory(tmp_path, QuickDisk()).tidy()
+    assert names(tmp_path) == sorted(mine)
+
+    taken._take_over("d" * 16, (tmp_path / LOCK).read_bytes(), "stood still")
+    CheckpointDirectory(tmp_path, QuickDisk()).tidy()
+    assert names(tmp_path) == [LOCK]
+
+
+def test_the_token_is_in_the_name_of_what_is_not_finished(tmp_path, taken):
+    """So that another run knows whose it is."""
+    place = CheckpointDirectory(tmp_path, QuickDisk(), taken)
+    name = place.begin()
+
+    assert name.startswith(f".unfinished-{taken.token}-")
+
+
+# --- runs ---
+
+
+def test_a_run_holds_its_directory_and_gives_it_back_however_it_ends(tmp_path, build, micro_batches):
+    """At its end, at an error, where there is nothing to do, where it is refused; inside, the same directory is refused."""
+
+    def run(directory: Path, **options: Any) -> None:
+        setup = build()
+        Checkpoint(directory).attach(setup.trainer)
+        handler = options.pop("handler", lambda: seen.append(LOCK in names(directory)))
+        setup.trainer.add_event_handler("EPOCH_STARTED", handler)
+        setup.trainer.run(micro_batches, **{"max_epochs": 1, **options})
+
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    seen: list[bool] = []
+    run(tmp_path / "a")
+    run(tmp_path / "a")  # nothing to do
+    with pytest.raises(ValueError, match="max_epochs must not be below"):
+        run(tmp_path / "a", max_epochs=2, handler=lambda: None) or run(tmp_path / "a")
+    with pytest.raises(ValueError, match="resume must not be 'never'"):
+        run(tmp_path / "a", resume="never")
+    with pytest.raises(ZeroDivisionError):
+        run(tmp_path / "a", max_epochs=3, handler=fail)
+    with pytest.raises(CheckpointError, match="another Checkpoint of this process is writing to"):
+        run(tmp_path / "a", max_epochs=3, handler=lambda: run(tmp_path / "a", max_epochs=4))
+    run(tmp_path / "a", max_epochs=3, handler=lambda: run(tmp_path / "b"))
+
+    assert seen == [True, True]
+    assert LOCK not in names(tmp_path / "a") + names(tmp_path / "b")
+
+
+def _refused(directory: Path, advances: bool) -> str:
+    """What the start of two ranks says where another run writes."""
+    import torch
+
+    from ignite_train import create_trainer, distributed
+
+    if distributed.is_main_rank():
+        leave(directory)
+        lock.STALE_SECONDS = 0.2
+        if advances:
+            sleep = lock.time.sleep
+            lock.time = SimpleNamespace(  # type: ignore[assignment]
+                monotonic=lambda: 0.0, sleep=lambda seconds: (sleep(seconds), leave(directory, beats=1))
+            )
+    model = torch.nn.Linear(1, 1)
+    trainer = create_trainer(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), lambda model, x: model(x).sum(), reduction="explicit"
+    )
+    Checkpoint(directory).attach(trainer)
+    try:
+        trainer.run([torch.ones(1, 1)], max_epochs=1)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("advances", [True, False])
+def test_all_ranks_are_refused_alike(tmp_path, advances):
+    """Rank 0 alone looks at the lock; with the other run alive both raise the same line, without it both train."""
+    first, second = run_ranks(_refused, tmp_path, advances)
+
+    assert first == second
+    assert ("rank 0, CheckpointError: pid 123 on host 'elsewhere' writes checkpoints to" in first) == advances
+    assert names(tmp_path) == ([LOCK] if advances else ["update-00000001.1"])
+
+
+def test_a_second_start_of_a_running_job_is_refused(tmp_path: Path) -> None:
+    """Two processes: the second ends with a line that names the first, which is not disturbed."""
+    job = Job(tmp_path, world_size=1, epochs=1, every=1)
+    with Life(job, 0, Stop(0, "training", 4)) as first:
+        until(first.halted, "the first trains")
+        with Life(job, 1) as second:
+            assert second.wait() == [1]
+            assert f"pid {first.processes[0].pid} on host" in second.stderr()
+            assert "writes checkpoints to" in second.stderr()
+        first.release()
+        assert first.wait() == [0], first.stderr()
+    assert all(checkpoint.verify(path) is None for path in committed(job))
+    assert all(path in committed(job) for path in job.checkpoints.iterdir())
+
+
+@pytest.mark.parametrize("stop", [Stop(0, "training", 4), Stop(0, "save", 8), Stop(0, "rename", 5)], ids=str)
+def test_a_suspended_job_that_wakes_up_writes_nothing_more(tmp_path: Path, stop: Stop) -> None:
+    """Another start has taken over: the first ends with a line, and what the second has written is whole and the newest."""
+    job = replace(Job(tmp_path, world_size=1, epochs=2, every=1), stale_seconds=0.5)
+    with Life(job, 0, stop) as first:
+        until(first.halted, "the first is somewhere")
+        first.send(signal.SIGSTOP, 0)
+        with Life(job, 1) as second:
+            assert second.wait() == [0], second.stderr()
+            assert "has shown no sign of life" in second.stderr()
+        before = {path.name: sorted(file.read_bytes() for file in path.iterdir()) for path in committed(job)}
+        first.release()
+        first.send(signal.SIGCONT, 0)
+        assert first.wait() == [1]
+        assert "CheckpointError" in first.stderr()
+    after = {path.name: sorted(file.read_bytes() for file in path.iterdir()) for path in committed(job)}
+    assert {name: after.get(name) for name in before} == before
+    assert all(checkpoint.verify(path) is None for path in committed(job))
+    assert newest_update(job) == 14
+
+
+def newest_update(job: Job) -> int:
+    found = checkpoint.find(job.checkpoints)[-1].manifest
+    assert found is not None
+    return found.update
