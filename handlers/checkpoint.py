@@ -70,6 +70,8 @@ class Checkpoint(Passenger):
         config: plain values; on resuming, what has changed is listed in the log.
         asynchronous: False saves before the run goes on.
         on_error: what happens when a save fails: `"raise"`, or `"warn"` and go on training. The old ones stay either way.
+        on_changed_data: what happens if a run resumes in the middle of an epoch with another loader, so that samples would be
+            missed or used twice (another seed, length or batch size, say): `"raise"`, or `"warn"` and go on all the same.
 
     Attributes:
         held_seconds: how long the latest save held the run.
@@ -100,6 +102,7 @@ class Checkpoint(Passenger):
         config: Mapping[str, Any] | None = None,
         asynchronous: bool = True,
         on_error: Literal["raise", "warn"] = "raise",
+        on_changed_data: Literal["raise", "warn"] = "raise",
     ) -> None:
         self.directory = Path(directory).absolute()
         if self.directory.exists() and not self.directory.is_dir():
@@ -118,6 +121,7 @@ class Checkpoint(Passenger):
             lower_is_better=one_of("mode", mode, ("min", "max")) == "min",
             every=None if keep_every is None else positive_int("keep_every", keep_every),
         )
+        self.on_changed_data = one_of("on_changed_data", on_changed_data, ("raise", "warn"))
         warns = one_of("on_error", on_error, ("raise", "warn")) == "warn"
         self.saver = Saver(self.directory, retention, asynchronous=asynchronous, warns=warns)
         self.held_seconds = 0.0
@@ -182,6 +186,7 @@ class Checkpoint(Passenger):
             root, names, disk, lambda stored: RunState(stored, trainer, self.to_save, self._evaluator_handlers())
         )
         together(distributed.gather_objects, f"going on from {path}", state.restore)
+        trainer.load_data_position({**trainer.data_position(), "on_changed_data": self.on_changed_data})
         self._pending, self._score = state, None if manifest.score is None else (manifest.update, manifest.score)
         self.saver.go_on_from(path)
         if distributed.is_main_rank():

@@ -26,7 +26,20 @@ __all__ = [
 
 Generator = torch.Generator | random.Random | np.random.Generator | np.random.RandomState
 _MAX_DEPTH, _MAX_OBJECTS, _MAX_ENTRIES = 5, 500, 32  # a dataset may hold millions of objects, which are not searched
-_NO_OWNERS = (Tensor, nn.Module, np.ndarray, str, bytes, int, float, type, FunctionType, MethodType, ModuleType, random.SystemRandom)
+_NO_OWNERS = (
+    Tensor,
+    nn.Module,
+    np.ndarray,
+    str,
+    bytes,
+    int,
+    float,
+    type,
+    FunctionType,
+    MethodType,
+    ModuleType,
+    random.SystemRandom,
+)
 
 
 def generator_states(*, accelerators: bool = True) -> dict[str, Any]:
@@ -98,20 +111,19 @@ def set_generator_state(generator: Generator, state: Any) -> None:
     Raises:
         ValueError: it is the state of another kind of generator, or none that NumPy can be given.
     """
-    kind = Tensor if isinstance(generator, torch.Generator) else (tuple, list) if isinstance(generator, random.Random) else Mapping
-    if not isinstance(state, kind):
-        raise ValueError(f"the state of a {type(generator).__name__} cannot be of type {type(state).__name__}; begin anew")
-    if isinstance(generator, torch.Generator):
+    if isinstance(generator, torch.Generator) and isinstance(state, Tensor):
         generator.set_state(state)
-    elif isinstance(generator, random.Random):
+    elif isinstance(generator, random.Random) and isinstance(state, (tuple, list)):
         version, internal, gauss = state
         generator.setstate((version, tuple(internal), gauss))
-    else:
+    elif isinstance(generator, (np.random.Generator, np.random.RandomState)) and isinstance(state, dict):
         _check_numpy_state(state)
         if isinstance(generator, np.random.Generator):
             generator.bit_generator.state = state
         else:
             generator.set_state(state)
+    else:
+        raise ValueError(f"the state of a {type(generator).__name__} must not be of type {type(state).__name__}, got one")
 
 
 def _attributes(value: Any) -> Mapping[str, Any]:

@@ -33,7 +33,6 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from bits import bit_by_bit
 from ignite_train import ForwardOutput, ResumableLoader, Trainer, TrainEvents, create_evaluator, create_trainer
 from ignite_train.handlers import Checkpoint, StopOnSignal, Validation
-from ranks import run_ranks
 
 SAMPLES, BATCH, EPOCHS = 8, 2, 3  # a last micro-batch that is full: the loader is not exhausted by fetching it
 

@@ -56,6 +56,7 @@ ORDER = (
     "generators",
     "samplers",
     "resumable_loader",
+    "data_description",
     "data_position",
     "update",
     "micro_batches",
