@@ -19,7 +19,8 @@ class Seekable(Protocol):
 
     samples_per_round: int
 
-    def seek(self, samples: int) -> None: ...
+    def seek(self, samples: int) -> None:
+        """Has the next pass start after so many samples of all ranks."""
 
 
 def length_of(loader: Iterable[Any]) -> int | None:

@@ -78,7 +78,7 @@ def seed_generators(*key: int) -> None:
 
 
 def generators_within(owner: Any) -> dict[str, Generator]:
-    """The generators that `owner`, such as a loader, and the objects that it consists of hold, by the attributes that lead there.
+    """The generators that `owner`, a loader say, and the objects in its attributes hold, by the names that lead there.
 
     The generators of the process are left out. So are those in closures, in large containers and in a pass that is under way.
     """

@@ -149,8 +149,10 @@ class _Pass:
 
     def close(self, *, whole: bool) -> None:
         """Ends the pass and lets go of the loader; warns if the loader's length was not what it had said."""
-        if whole and self.length is not None and not self._against and (self._ended or self._done >= self.length):
-            if self._announced is not None and ((surplus := self._has_surplus()) or self._read != self._announced):
+        over = self.length is not None and not self._against and (self._ended or self._done >= self.length)
+        if whole and over and self._announced is not None:
+            surplus = self._has_surplus()
+            if surplus or self._read != self._announced:
                 warnings.warn(
                     f"the loader has len() {self._before + self._announced} and gave "
                     f"{'more' if surplus else self._before + self._read} micro-batches: "

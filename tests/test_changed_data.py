@@ -1,4 +1,4 @@
-"""Going on with other data than before: exact where that is possible, and never with samples missed or used twice in silence."""
+"""A run resumes with other data than before: exactly where that is possible, and never with samples missed in silence."""
 
 from __future__ import annotations
 
@@ -156,9 +156,7 @@ def test_at_the_beginning_of_an_epoch_any_change_is_listed(case: str, tmp_path: 
     ],
     ids=["longer, in order", "longer resumable, in order", "another loader, in order", "drop_last"],
 )
-def test_a_harmless_change_is_a_warning(
-    before: Any, after: Any, message: str, uses: int, tmp_path: Path, caplog: Any
-) -> None:
+def test_a_harmless_change_is_a_warning(before: Any, after: Any, message: str, uses: int, tmp_path: Path, caplog: Any) -> None:
     """The rest of the epoch is what the new loader has left: nothing is missed, nothing used twice."""
     seen = train(tmp_path, before(), to=5)
     caplog.clear()
