@@ -71,7 +71,7 @@ class Checkpoint(Passenger):
         asynchronous: False saves before the run goes on.
         on_error: what happens when a save fails: `"raise"`, or `"warn"` and go on training. The old ones stay either way.
         on_changed_data: what happens if a run resumes in the middle of an epoch with another loader, so that samples would be
-            missed or used twice (another seed, length or batch size, say): `"raise"`, or `"warn"` and go on all the same.
+            missed or used twice (another seed, length or batch size, say): `"raise"`, or `"warn"` and continue all the same.
 
     Attributes:
         held_seconds: how long the latest save held the run.

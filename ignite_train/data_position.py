@@ -119,7 +119,7 @@ class DataPosition:
         """Prepares the loader for a pass that begins after `skip` groups, which `saved` was written after. Collective.
 
         Afterwards `reads_past` says whether they still have to be read, `jumps` whether `len()` counts only what is left, and
-        `at_end` that nothing is to be asked of the loader in this pass.
+        `at_end` that the loader has nothing left for this pass.
 
         Raises:
             ValueError: other ranks than these wrote it, and the loader cannot seek; or it is another loader, so that samples
@@ -173,7 +173,7 @@ class DataPosition:
 
     def _compare(self, saved: Mapping[str, Any], *, in_epoch: bool) -> None:
         """Refuses another loader within an epoch, on all ranks if any of them has one; at its beginning it is mentioned."""
-        if not isinstance(saved.get("description"), Mapping):  # by an earlier version, or there is no place to find
+        if not isinstance(saved.get("description"), Mapping):  # by an earlier version, or the run begins anew
             return
         jumps = self._seekable is not None and "samples" in saved
         refused, harmless = changes(saved["description"], self._description, jumps=jumps)
@@ -186,7 +186,7 @@ class DataPosition:
         reports = [f"{'; '.join(lines)} (rank {rank})" for rank, lines in enumerate(found) if lines]
         if reports:
             raise ValueError(
-                f"data must be as it was to go on in the middle of an epoch, got {reports[0]}: samples would be missed or used "
+                f"data must be as it was to resume in the middle of an epoch, got {reports[0]}: samples would be missed or used "
                 "twice; undo that, or resume from a checkpoint of the end of an epoch (resume=PATH), where any change is "
                 "allowed, or pass Checkpoint(..., on_changed_data='warn')"
             )

@@ -163,7 +163,7 @@ class Trainer(Loop):
             self.signals.stop_epoch = True
 
     def interrupt(self, *, agreed: bool = False) -> None:
-        """Ends the run on all ranks after the same update, so that the next `run` goes on there; as `terminate` does.
+        """Ends the run on all ranks after the same update, so that the next `run` continues there; as `terminate` does.
 
         INTERRUPT is fired in place of TERMINATE and COMPLETED.
         """

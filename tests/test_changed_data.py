@@ -114,7 +114,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_would_miss_samples_is_refused(case: str, tmp_path: Path) -> None:
-    """Before the first batch, in one line with what it was and is, and how to go on."""
+    """Before the first batch, in one line with what it was and is, and how to continue."""
     before, after, message = REFUSED[case]
     train(tmp_path, before(), to=5)
     with pytest.raises(ValueError, match="middle of an epoch") as caught:
@@ -126,7 +126,7 @@ def test_what_would_miss_samples_is_refused(case: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_user_who_insists_is_warned(case: str, tmp_path: Path, caplog: Any) -> None:
-    """With `on_changed_data="warn"` the same list is a warning, and the run goes on; so it does at the next resume too."""
+    """With `on_changed_data="warn"` the same list is a warning, and the run continues."""
     before, after, message = REFUSED[case]
     train(tmp_path, before(), to=5)
     caplog.clear()

@@ -1,4 +1,4 @@
-"""A run goes on bitwise from every checkpoint that it writes: whatever asked for it, at whatever moment, with any loader.
+"""A run continues bitwise from every checkpoint that it writes: whatever asked for it, at whatever moment, with any loader.
 
 The reference is one run without a checkpoint and without a break. Another run writes its checkpoints and keeps all of them.
 From each of them everything is built anew, under other seeds, and trained to the end: the samples of each update, the weights,
@@ -34,6 +34,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from bits import bit_by_bit
 from ignite_train import ForwardOutput, ResumableLoader, Trainer, TrainEvents, create_evaluator, create_trainer
 from ignite_train.handlers import Checkpoint, StopOnSignal, Validation
+from ranks import run_ranks
 
 SAMPLES, BATCH, EPOCHS = 8, 2, 3  # a last micro-batch that is full: the loader is not exhausted by fetching it
 
@@ -308,7 +309,7 @@ def checkpoints_of(kind: str, way: Way, accumulation_steps: int, directory: Path
 
 
 def check(kind: str, name: str, directory: Path, accumulation_steps: int = 1, least: int = 1) -> None:
-    """Goes on from each checkpoint and compares with the reference."""
+    """Resumes from each checkpoint and compares with the reference."""
     way = WAYS[name]
     whole = build(kind, accumulation_steps, seed=0)
     way.always(whole.trainer)

@@ -1,4 +1,4 @@
-"""`interrupt` ends the run of all ranks after the same update, and the next `run` goes on there as if nothing had happened."""
+"""`interrupt` ends the run of all ranks after the same update, and the next `run` continues there as if nothing had happened."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def build() -> tuple[Trainer, nn.Module, list[torch.Tensor], list[str]]:
         reduction="explicit" if several else "auto",
     )
     fired: list[str] = []
+
+    def note(trainer: Trainer, name: str) -> None:
+        fired.append(f"{name} {trainer.state.epoch}/{trainer.state.iteration}")
+
     for event in (Events.EPOCH_COMPLETED, Events.INTERRUPT, Events.TERMINATE, Events.COMPLETED):
-
-        def note(event: Any = event) -> None:
-            fired.append(f"{event.name} {trainer.state.epoch}/{trainer.state.iteration}")
-
-        trainer.add_event_handler(event, note)
+        trainer.add_event_handler(event, note, event.name)
     length = UPDATES - idist.get_rank()  # ranks of unequal length
     data = [torch.full((3, 2), 1.0 + number + idist.get_rank()) for number in range(length)]
     return trainer, model, data, fired
@@ -68,7 +68,7 @@ CASES: dict[str, tuple[Any, int, list[str], list[str]]] = {
 @pytest.mark.parametrize("asking", [0, 1])
 @pytest.mark.parametrize("case", CASES)
 def test_ranks_are_interrupted_together(case: str, asking: int) -> None:
-    """Whichever rank asks, all end after the same update, fire INTERRUPT, and go on to the end of an undisturbed run."""
+    """Whichever rank asks, all end after the same update, fire INTERRUPT, and continue to the end of an undisturbed run."""
     event, number, first, rest = CASES[case]
     for found in run_ranks(interrupted, event, number, asking, timeout_seconds=60):
         assert found[:3] == (first, rest, False)
