@@ -186,8 +186,8 @@ class DataPosition:
         reports = [f"{'; '.join(lines)} (rank {rank})" for rank, lines in enumerate(found) if lines]
         if reports:
             raise ValueError(
-                f"data must be as it was to resume in the middle of an epoch, got {reports[0]}: samples would be missed or used "
-                "twice; undo that, or resume from a checkpoint of the end of an epoch (resume=PATH), where any change is "
+                f"data must be as it was to resume in the middle of an epoch, got {reports[0]}: samples would be missed or "
+                "used twice; undo that, or resume from a checkpoint of the end of an epoch (resume=PATH), where any change is "
                 "allowed, or pass Checkpoint(..., on_changed_data='warn')"
             )
 

@@ -128,10 +128,10 @@ def set_generator_state(generator: Generator, state: Any) -> None:
 
 def _attributes(value: Any) -> Mapping[str, Any]:
     """What an object consists of, by name; nothing of one that is too large or has no attributes."""
-    if isinstance(value, (list, tuple, Mapping)):
+    if isinstance(value, (list, tuple, dict)):
         if len(value) > _MAX_ENTRIES:
             return {}
-        return {str(key): entry for key, entry in (value.items() if isinstance(value, Mapping) else enumerate(value))}
+        return {str(key): entry for key, entry in (value.items() if isinstance(value, dict) else enumerate(value))}
     try:
         return {name: entry for name, entry in vars(value).items() if name != "_iterator"}  # of a DataLoader: the pass
     except TypeError:

@@ -1,4 +1,4 @@
-"""`interrupt` ends the run of all ranks after the same update, and the next `run` continues there as if nothing had happened."""
+"""`interrupt` ends the run of all ranks after the same update, and the next `run` continues there exactly."""
 
 from __future__ import annotations
 
