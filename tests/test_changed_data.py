@@ -124,6 +124,7 @@ def test_what_would_miss_samples_is_refused(case: str, tmp_path: Path) -> None:
     assert all(way in str(caught.value) for way in ("resume=PATH", "on_changed_data='warn'"))
 
 
+@pytest.mark.filterwarnings("ignore:the loader has len")  # a place that is a number of batches of another size
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_user_who_insists_is_warned(case: str, tmp_path: Path, caplog: Any) -> None:
     """With `on_changed_data="warn"` the same list is a warning, and the run continues."""

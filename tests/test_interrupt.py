@@ -46,9 +46,11 @@ def interrupted(event: Any, number: int, asking: int) -> tuple[list[str], list[s
     whole.run(data, max_epochs=EPOCHS)
     trainer, model, data, fired = build()
     if idist.get_rank() == asking:
-        trainer.add_event_handler(event(once=number), trainer.interrupt)
+        handle = trainer.add_event_handler(event(once=number), trainer.interrupt)
     trainer.run(data, max_epochs=EPOCHS)
     first, flag = [*fired], trainer.should_interrupt
+    if idist.get_rank() == asking:
+        handle.remove()  # EPOCH_STARTED is fired again for the epoch that continues
     trainer.run(data)
     return first, fired[len(first) :], flag, bit_by_bit(model.state_dict()), bit_by_bit(expected.state_dict())
 
