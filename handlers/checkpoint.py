@@ -85,6 +85,8 @@ class Checkpoint(Handler, Passenger):
         script_wins: options of the optimizer, such as `("lr", "weight_decay")`, that keep the script's value on resuming. All
             others are those of the checkpoint, and the log lists what the script sets in another way. With `"lr"`, a schedule
             that goes on keeps its place and its shape over the script's rate.
+        on_changed_data: what happens if a run resumes in the middle of an epoch with another loader, so that samples would be
+            missed or used twice (another seed, length or batch size, say): `"raise"`, or `"warn"` and continue all the same.
 
     Attributes:
         held_seconds: how long the latest save held the run.
@@ -118,6 +120,7 @@ class Checkpoint(Handler, Passenger):
         leave_out: Iterable[str] = (),
         script_wins: Iterable[str] = (),
         give_up_after: int = GIVE_UP_AFTER,
+        on_changed_data: Literal["raise", "warn"] = "raise",
     ) -> None:
         self.directory = Path(directory).absolute()
         _check_directory(self.directory)
@@ -136,6 +139,7 @@ class Checkpoint(Handler, Passenger):
             lower_is_better=one_of("mode", mode, ("min", "max")) == "min",
             every=None if keep_every is None else positive_int("keep_every", keep_every),
         )
+        self.on_changed_data = one_of("on_changed_data", on_changed_data, ("raise", "warn"))
         warns = one_of("on_error", on_error, ("raise", "warn")) == "warn"
         patience = positive_int("give_up_after", give_up_after)
         self.saver = Saver(self.directory, retention, asynchronous=asynchronous, warns=warns, give_up_after=patience)
@@ -209,6 +213,7 @@ class Checkpoint(Handler, Passenger):
         )
         changed = state.changed
         together(distributed.gather_objects, f"going on from {path}", state.restore)
+        trainer.load_data_position({**trainer.data_position(), "on_changed_data": self.on_changed_data})
         self._pending, self._score = state, None if manifest.score is None else (manifest.update, manifest.score)
         self.saver.go_on_from(path)
         if distributed.is_main_rank():

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
-from ignite.engine import RemovableEventHandle
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from ignite.engine import Events, RemovableEventHandle
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    CosineAnnealingLR,
+    LRScheduler,
+    OneCycleLR,
+    PolynomialLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+)
 
+from ignite_train import distributed
 from ignite_train.engine import Trainer
 from ignite_train.events import Event, TrainEvents
 from ignite_train.handler import Handler
@@ -15,11 +25,20 @@ from ignite_train.learning_rates import are_of
 
 __all__ = ["LearningRateSchedule"]
 
+_logger = logging.getLogger(__name__)
+_LENGTHS: dict[type[LRScheduler], tuple[str, str]] = {
+    CosineAnnealingLR: ("T_max", "its learning rate will rise again"),
+    OneCycleLR: ("total_steps", "it will raise an error at its next step"),
+    PolynomialLR: ("total_iters", "its learning rate will stay at 0"),
+}
+"""Schedules that are made for a number of steps: the option that says it, and what happens after them."""
+
 
 class LearningRateSchedule(Handler):
     """Steps one of torch's schedulers after each applied update; a skipped update leaves the learning rate as it is.
 
     It calls the scheduler's own `step()`: Ignite's wrapper computes the rates of many schedulers wrongly with current torch.
+    If the limit of a finished run is raised beyond its schedule, a warning says what the schedule will do.
 
     Args:
         scheduler: any scheduler of `torch.optim.lr_scheduler` whose `step` needs no argument, counted in steps.
@@ -59,6 +78,7 @@ class LearningRateSchedule(Handler):
                 f"scheduler must be of the trainer's optimizer, got a {type(self.scheduler).__name__} of another "
                 f"{type(self.scheduler.optimizer).__name__}; build it with the optimizer that create_trainer was given"
             )
+        trainer.add_event_handler(Events.STARTED, self._warn_of_the_end)
         return trainer.add_event_handler(event, self)
 
     def __call__(self) -> None:
@@ -72,3 +92,25 @@ class LearningRateSchedule(Handler):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Hands it to the scheduler."""
         self.scheduler.load_state_dict(dict(state_dict))
+
+    def _warn_of_the_end(self, trainer: Trainer) -> None:
+        """Says what the schedule does beyond its end, if that is where a run starts that was to end there."""
+        state = trainer.state
+        for scheduler in _parts(self.scheduler) if state.iteration > 0 and distributed.is_main_rank() else ():
+            name, consequence = _LENGTHS.get(type(scheduler), ("", ""))
+            length = vars(scheduler).get(name)
+            if length is not None and length - state.num_skipped <= scheduler.last_epoch <= length:
+                _logger.warning(
+                    f"the schedule is at its end ({type(scheduler).__name__}: step {scheduler.last_epoch} of {name}={length}, "
+                    f"which a checkpoint restores) and the run continues: {consequence}; leave the schedule out to keep the "
+                    "learning rate that was reached, or train anew with a schedule for the whole length"
+                )
+
+
+def _parts(scheduler: LRScheduler) -> list[LRScheduler]:
+    """The schedules that decide on the rate from now on."""
+    if isinstance(scheduler, SequentialLR):
+        return _parts(scheduler._schedulers[-1])
+    if isinstance(scheduler, ChainedScheduler):
+        return [part for each in scheduler._schedulers for part in _parts(each)]
+    return [scheduler]

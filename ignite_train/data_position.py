@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from ignite_train import distributed
+from ignite_train.data_description import Seekable, changes, describe_data, length_of
 from ignite_train.generators import (
     generator_states,
     generators_within,
@@ -18,19 +19,10 @@ from ignite_train.generators import (
     set_generator_state,
 )
 
-__all__ = ["DataPosition", "how_exact", "length_of", "open_loader"]
+__all__ = ["DataPosition", "how_exact", "open_loader"]
 
 _logger = logging.getLogger(__name__)
 _GENERATORS_ONCE_LISTED = ("generator", "sampler.generator", "batch_sampler.generator")  # without names, in older checkpoints
-
-
-@runtime_checkable
-class _Seekable(Protocol):
-    """A loader that can start anywhere, such as `ResumableLoader`; the next pass does so, and `len()` counts what is left."""
-
-    samples_per_round: int
-
-    def seek(self, samples: int) -> None: ...
 
 
 @runtime_checkable
@@ -40,16 +32,6 @@ class _Stateful(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
-
-
-def length_of(loader: Iterable[Any]) -> int | None:
-    """Micro-batches in a pass over `loader`; None if it does not know."""
-    if not isinstance(loader, Sized):
-        return None
-    try:
-        return len(loader)
-    except TypeError:  # a DataLoader over an iterable dataset without a length
-        return None
 
 
 def open_loader(loader: Iterable[Any]) -> Iterator[Any]:
@@ -78,7 +60,7 @@ def how_exact(loader: Iterable[Any]) -> tuple[list[str], str]:
         What may not come back as it was, a sentence each; and what else is worth knowing, or nothing.
     """
     kind = type(loader).__name__
-    if isinstance(loader, (_Seekable, list, tuple)):
+    if isinstance(loader, (Seekable, list, tuple)):
         return [], ""
     workers = loader.num_workers if isinstance(loader, DataLoader) else 0
     doubts, note = [], ""
@@ -121,8 +103,9 @@ class DataPosition:
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self._loader = loader
-        self._seekable = loader if isinstance(loader, _Seekable) else None
+        self._seekable = loader if isinstance(loader, Seekable) else None
         self._stateful = loader if self._seekable is None and isinstance(loader, _Stateful) else None
+        self._description = describe_data(loader)
         self._first_sample = 0
         self._opening: dict[str, Any] = {}
         self._states: list[Any] = [None, None]  # of a stateful loader, before and after the latest group
@@ -132,18 +115,20 @@ class DataPosition:
         self.at_end = self.jumps = False
         self.reads_past = False
 
-    def find(self, saved: Mapping[str, Any], skip: int, *, over: bool) -> None:
-        """Prepares the loader for a pass that begins after `skip` groups, which `saved` was written after.
+    def find(self, saved: Mapping[str, Any], skip: int) -> None:
+        """Prepares the loader for a pass that begins after `skip` groups, which `saved` was written after. Collective.
 
-        `over` means that they were all that there are. Afterwards `reads_past` says whether they still have to be read, `jumps`
-        whether `len()` counts only what is left, and `at_end` that nothing is to be asked of the loader in this pass.
+        Afterwards `reads_past` says whether they still have to be read, `jumps` whether `len()` counts only what is left, and
+        `at_end` that the loader has nothing left for this pass.
 
         Raises:
-            ValueError: other ranks than these wrote it, and the loader cannot seek.
+            ValueError: other ranks than these wrote it, and the loader cannot seek; or it is another loader, so that samples
+                would be missed or used twice.
         """
+        self._compare(saved, in_epoch=skip > 0)
         if skip:
             self._generators_before = generator_states()
-            self._go_to(saved, over=over)
+            self._go_to(saved)
         else:
             self._go_to_the_start(saved)
         if self._seekable is None and not self._opening:
@@ -166,16 +151,19 @@ class DataPosition:
         if self._stateful is not None:
             self._states, self._exhausted = [self._states[1], self._stateful.state_dict()], exhausted
 
-    def saved(self, rounds: int, *, latest: bool) -> dict[str, Any]:
-        """The position after so many micro-batches of this pass, in plain types.
+    def saved(self, rounds: int, given: int, *, latest: bool) -> dict[str, Any]:
+        """The position in plain types.
 
         Args:
-            rounds: micro-batches that this pass has given since it was found.
+            rounds: micro-batches that the rank with the most of them has been given since the place was found.
+            given: micro-batches that this rank has been given in this epoch.
             latest: whether the group that was read last is among them.
         """
         position: dict[str, Any] = {"world_size": distributed.world_size(), "generators": self._own_generators()}
+        position["description"] = self._description
         if self._seekable is not None:
             return position | {"samples": self._first_sample + rounds * self._seekable.samples_per_round}
+        position["micro_batches"] = given
         if self._stateful is not None:
             state = {"loader": self._states[latest], "exhausted": self._exhausted and latest}
             return position | state | {"opening": self._opening}
@@ -183,7 +171,27 @@ class DataPosition:
             position["workers"] = self._loader.num_workers
         return position | {"opening": self._opening}
 
-    def _go_to(self, saved: Mapping[str, Any], *, over: bool) -> None:
+    def _compare(self, saved: Mapping[str, Any], *, in_epoch: bool) -> None:
+        """Refuses another loader within an epoch, on all ranks if any of them has one; at its beginning it is mentioned."""
+        if not isinstance(saved.get("description"), Mapping):  # by an earlier version, or the run begins anew
+            return
+        jumps = self._seekable is not None and "samples" in saved
+        refused, harmless = changes(saved["description"], self._description, jumps=jumps)
+        accepted = not in_epoch or saved.get("on_changed_data") == "warn"
+        if accepted:
+            refused, harmless = [], [*refused, *harmless]
+        if harmless and distributed.is_main_rank():
+            _logger.warning(f"the data has changed since: {', '.join(harmless)}")
+        found = distributed.gather_objects(refused) if in_epoch and not accepted else []
+        reports = [f"{'; '.join(lines)} (rank {rank})" for rank, lines in enumerate(found) if lines]
+        if reports:
+            raise ValueError(
+                f"data must be as it was to resume in the middle of an epoch, got {reports[0]}: samples would be missed or "
+                "used twice; undo that, or resume from a checkpoint of the end of an epoch (resume=PATH), where any change is "
+                "allowed, or pass Checkpoint(..., on_changed_data='warn')"
+            )
+
+    def _go_to(self, saved: Mapping[str, Any]) -> None:
         same_ranks = saved.get("world_size", distributed.world_size()) == distributed.world_size()
         if self._seekable is not None and "samples" in saved:
             self._first_sample = saved["samples"]
@@ -201,11 +209,9 @@ class DataPosition:
             self._set_own_generators(self._opening.get("own", {}))  # its sampler may be opened anew, and read past
             self._stateful.load_state_dict(saved["loader"])
             self._states, self._own_after = [saved["loader"], saved["loader"]], saved["generators"]
-            self.at_end = over or saved["exhausted"]
+            self.at_end = saved["exhausted"]
             if self.at_end:  # it must not go on: one has rolled over to the next pass, another would give a pass too many
-                iterator = open_loader(self._loader)
-                if not saved["exhausted"]:
-                    next(iterator, None)
+                open_loader(self._loader)
             return
         self.reads_past = True
         self._warn_of_another_loader(saved)
@@ -225,7 +231,7 @@ class DataPosition:
 
     def _warn_of_another_loader(self, saved: Mapping[str, Any]) -> None:
         kind = type(self._loader).__name__
-        if saved and "opening" not in saved:
+        if saved and "opening" not in saved and "description" not in saved:
             _logger.warning(
                 f"another kind of loader was used before: other samples than those that are done may be left of a {kind}"
             )

@@ -18,7 +18,7 @@ from ignite_train.carried import Carried
 from ignite_train.dispatch import Attachable, Stateful
 from ignite_train.events import EVENT_COUNTERS, TrainEvents
 from ignite_train.groups import Groups, OpenGroups
-from ignite_train.limits import checked_limits, refuse_epoch_length, refuse_used_iterator
+from ignite_train.limits import checked_limits, refuse_ended_iterator, refuse_epoch_length, refuse_used_iterator
 from ignite_train.loop import Batches, Loop
 from ignite_train.signals import Passenger, Signals
 from ignite_train.state import TrainState, UpdateOutput
@@ -181,12 +181,24 @@ class Trainer(Loop):
         else:
             self.signals.stop_epoch = True
 
+    def interrupt(self, *, agreed: bool = False) -> None:
+        """Ends the run on all ranks after the same update, so that the next `run` continues there; as `terminate` does.
+
+        INTERRUPT is fired in place of TERMINATE and COMPLETED.
+        """
+        if agreed or distributed.world_size() == 1 or not self.interrupt_resume_enabled:  # or else Ignite refuses
+            super().interrupt()
+        else:
+            self.signals.interrupt = True
+
     def heed(self, agreed: Signals) -> None:
         """Does what the ranks, asked together, want. The update calls it with the reduced signals."""
         if agreed.stop:
             self.terminate(agreed=True)
         if agreed.stop_epoch:
             self.terminate_epoch(agreed=True)
+        if agreed.interrupt:
+            self.interrupt(agreed=True)
         self._ranks_have_more = agreed.more_data > 0
 
     def settle(self, *, applied: bool) -> None:
@@ -327,6 +339,7 @@ class Trainer(Loop):
 
     def _close_epoch(self, started: float) -> None:
         if self._epoch_iteration == 0 and not self.should_terminate_single_epoch:
+            refuse_ended_iterator(self.state)
             raise ValueError(f"data must give at least one micro-batch on some rank, got none in epoch {self.state.epoch}")
         assert self._groups is not None  # noqa: S101  # a pass was made
         self._groups.finish()
@@ -338,6 +351,9 @@ class Trainer(Loop):
 
     def _stop_between_epochs(self) -> bool:
         """Between two epochs no update carries the request of one rank to the others."""
-        if distributed.any_rank(self.signals.stop):
+        stop, interrupt = distributed.largest(self.signals.stop, self.signals.interrupt)
+        if stop > 0:
             self.terminate(agreed=True)
+        if interrupt > 0:
+            self.interrupt(agreed=True)
         return super()._stop_between_epochs()

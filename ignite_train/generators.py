@@ -76,7 +76,7 @@ def restore_generators(states: Mapping[str, Any]) -> None:
     """Goes back to `states`; accelerators of which nothing is in it are left alone.
 
     Raises:
-        ValueError: NumPy's is none.
+        ValueError: NumPy's is none. NumPy would take it, and read beyond its table at the next draw.
     """
     _check_numpy_state(states["numpy"])
     version, internal, gauss = states["python"]
@@ -98,7 +98,7 @@ def seed_generators(*key: int) -> None:
 
 
 def generators_within(owner: Any) -> dict[str, Generator]:
-    """The generators that `owner`, such as a loader, and its parts hold, by the attributes that lead there.
+    """The generators that `owner`, a loader say, and the objects in its attributes hold, by the names that lead there.
 
     The generators of the process are left out. So are those in closures, in large containers and in a pass that is under way.
     """
@@ -131,30 +131,27 @@ def set_generator_state(generator: Generator, state: Any) -> None:
     Raises:
         ValueError: it is the state of another kind of generator, or none that NumPy can be given.
     """
-    kind: Any = (
-        Tensor if isinstance(generator, torch.Generator) else (tuple, list) if isinstance(generator, random.Random) else Mapping
-    )
-    if not isinstance(state, kind):
-        raise ValueError(f"the state of a {type(generator).__name__} cannot be of type {type(state).__name__}; begin anew")
-    if isinstance(generator, torch.Generator):
+    if isinstance(generator, torch.Generator) and isinstance(state, Tensor):
         generator.set_state(state)
-    elif isinstance(generator, random.Random):
+    elif isinstance(generator, random.Random) and isinstance(state, (tuple, list)):
         version, internal, gauss = state
         generator.setstate((version, tuple(internal), gauss))
-    else:
+    elif isinstance(generator, (np.random.Generator, np.random.RandomState)) and isinstance(state, dict):
         _check_numpy_state(state)
         if isinstance(generator, np.random.Generator):
             generator.bit_generator.state = state
         else:
             generator.set_state(state)
+    else:
+        raise ValueError(f"the state of a {type(generator).__name__} must not be of type {type(state).__name__}, got one")
 
 
 def _attributes(value: Any) -> Mapping[str, Any]:
     """What an object consists of, by name; nothing of one that is too large or has no attributes."""
-    if isinstance(value, (list, tuple, Mapping)):
+    if isinstance(value, (list, tuple, dict)):
         if len(value) > _MAX_ENTRIES:
             return {}
-        return {str(key): entry for key, entry in (value.items() if isinstance(value, Mapping) else enumerate(value))}
+        return {str(key): entry for key, entry in (value.items() if isinstance(value, dict) else enumerate(value))}
     try:
         return {name: entry for name, entry in vars(value).items() if name != "_iterator"}  # of a DataLoader: the pass
     except TypeError:

@@ -8,7 +8,7 @@ from typing import Any
 from ignite_train.arguments import positive_int
 from ignite_train.state import TrainState
 
-__all__ = ["checked_limits", "refuse_epoch_length", "refuse_used_iterator"]
+__all__ = ["checked_limits", "refuse_ended_iterator", "refuse_epoch_length", "refuse_used_iterator"]
 
 
 def refuse_used_iterator(loader: Iterable[Any], max_epochs: int | None, *, half_read: bool) -> None:
@@ -25,6 +25,20 @@ def refuse_used_iterator(loader: Iterable[Any], max_epochs: int | None, *, half_
     if isinstance(loader, Iterator) and (half_read or (max_epochs or 1) > 1):
         why = "is half read" if half_read else f"can be iterated once, not {max_epochs} times"
         raise TypeError(f"data must be a loader, got an iterator ({type(loader).__name__}), which {why}; pass a DataLoader")
+
+
+def refuse_ended_iterator(state: TrainState) -> None:
+    """An epoch has no data because the iterator that gave the epochs before it has ended.
+
+    Raises:
+        ValueError: the data of the run is an iterator.
+    """
+    if isinstance(state.dataloader, Iterator) and state.iteration > 0:
+        limit = f"max_iters={state.max_iters}" if state.max_iters is not None else f"max_epochs={state.max_epochs}"
+        raise ValueError(
+            f"data ended after {state.iteration} updates of {limit}; pass a loader that can be iterated again, such as a "
+            f"DataLoader or a list, got an iterator ({type(state.dataloader).__name__})"
+        )
 
 
 def refuse_epoch_length(epoch_length: Any) -> None:

@@ -79,7 +79,7 @@ class Loop(Dispatcher):
             while not self._stop_between_epochs() and (unclosed or not self._is_done(state)):
                 unclosed = False
                 self._run_epoch(data)
-            self._ended = True
+            self._ended = bool(self.should_terminate or not self.should_interrupt)  # an interrupted run has COMPLETED to come
             state.times[Events.COMPLETED.name] = time.perf_counter() - started
             self._fire_closing_events()
         except BaseException as error:
@@ -89,7 +89,7 @@ class Loop(Dispatcher):
                 raise RuntimeError("a handler or the update raised StopIteration; only the data may end an epoch") from error
             raise
         finally:
-            self._running = self._iterating = False
+            self._running = self._iterating = self.should_interrupt = False
             state.batch = None
             for callback in self.when_over:
                 callback()

@@ -12,7 +12,8 @@ from torch.utils.data import DataLoader
 
 from ignite_train import distributed
 from ignite_train.arguments import one_of, positive_int
-from ignite_train.data_position import DataPosition, length_of, open_loader
+from ignite_train.data_description import length_of
+from ignite_train.data_position import DataPosition, open_loader
 from ignite_train.samplers import HasEpoch
 
 __all__ = ["POLICIES", "AccumulationSteps", "GroupedMicroBatches", "Uneven"]
@@ -119,14 +120,16 @@ class _Pass:
     def __init__(
         self, loader: Iterable[Any], size: Callable[[int], int], uneven: str, skip: int, position: Mapping[str, Any]
     ) -> None:
-        self._size, self._done, self._position = size, 0, 0
+        self._size, self._done, self._position = size, skip, 0
         self._place = DataPosition(loader)
-        total = length_of(loader)
-        over = skip > 0 and total is not None and sum(map(size, range(skip))) >= total
-        self._place.find(position, skip, over=over)
-        if self._place.jumps:
-            self._done = skip
-        self._announced = length_of(loader)
+        self._place.find(position, skip)
+        self._before = 0  # micro-batches of this epoch that are done, where `len()` counts them too
+        if not self._place.jumps:
+            self._before = position.get("micro_batches", sum(map(size, range(skip)))) if skip else 0
+        self._announced = length_of(loader)  # what is left
+        if self._announced is not None:
+            self._before = min(self._before, self._announced)
+            self._announced -= self._before
         self.lengths = [int(length) for length in distributed.everyones(-1 if self._announced is None else self._announced)]
         self._against = -distributed.world_size() if uneven == "shortest" else 0
         self.length = self._agree_on_length(uneven)
@@ -136,12 +139,12 @@ class _Pass:
         self._fills_up = distributed.world_size() > 1  # with empty groups, where other ranks have more
         self._looks_ahead = self._fills_up and self.length is None
         self._ahead: list[Any] = []
-        self._read = 0
+        self._read = self._latest = 0  # micro-batches since the place was found, and in the group given last
         self._ended = self._exhausted = False  # no group is left; the loader has said that nothing is
         self._surplus: bool | None = None  # whether the loader gave more than its length; None: not looked at yet
         self._micro_batches = iter(()) if self._place.at_end else open_loader(loader)
-        for _ in range(skip - self._done):
-            self._pass_over()
+        if self._place.reads_past:
+            self._read = sum(1 for _ in islice(self._micro_batches, self._before)) - self._before
         self._place.found()
         if self._looks_ahead:
             self._look_ahead()
@@ -167,7 +170,9 @@ class _Pass:
     def position(self, done: int) -> dict[str, Any]:
         """Where this rank stands after the first `done` groups of the epoch: all that were given, or all but the last."""
         latest = done >= self._done
-        return self._place.saved(self._position if latest else self._position - self._size(done), latest=latest)
+        rounds = self._position if latest else self._position - self._size(done)
+        given = self._before + self._read - (0 if latest else self._latest)
+        return self._place.saved(rounds, given, latest=latest)
 
     def finish(self) -> None:
         """To be called when the epoch is over, before anybody asks for the position there.
@@ -180,11 +185,13 @@ class _Pass:
 
     def close(self, *, whole: bool) -> None:
         """Ends the pass and lets go of the loader; warns if the loader's length was not what it had said."""
-        if whole and self.length is not None and not self._against and (self._ended or self._done >= self.length):
-            surplus = self._announced is not None and self._has_surplus()
-            if surplus or (self._announced is not None and self._read != self._announced):
+        over = self.length is not None and not self._against and (self._ended or self._done >= self.length)
+        if whole and over and self._announced is not None:
+            surplus = self._has_surplus()
+            if surplus or self._read != self._announced:
                 warnings.warn(
-                    f"the loader has len() {self._announced} and gave {'more' if surplus else self._read} micro-batches: "
+                    f"the loader has len() {self._before + self._announced} and gave "
+                    f"{'more' if surplus else self._before + self._read} micro-batches: "
                     f"{'those after are left out of the epoch' if surplus else 'the epoch was shorter'}; mend its __len__",
                     stacklevel=2,
                 )
@@ -218,20 +225,12 @@ class _Pass:
         self._done += 1
         self._position += size
         self._exhausted = len(group) < size
+        self._latest = len(group)
         self._read += len(group)
         for micro_batch in group:
             if micro_batch is None:
                 raise TypeError("the loader gave None for a micro-batch; leave it out, or fix the dataset or collate_fn")
         return group
-
-    def _pass_over(self) -> None:
-        """Counts a group that is done, and reads it if the loader has not found its place without."""
-        if self._place.reads_past:
-            self._take()
-            return
-        size = self._size(self._done)
-        self._done, self._position = self._done + 1, self._position + size
-        self._read = self._position if self._announced is None else min(self._position, self._announced)
 
     def _look_ahead(self) -> None:
         self._ahead = list(islice(self._micro_batches, 1))
@@ -240,7 +239,7 @@ class _Pass:
     def _agree_on_length(self, uneven: str) -> int | None:
         """Updates of the longest rank, or the shortest; None if any rank does not know its own."""
         if uneven == "error" and (min(self.lengths) < 0 or len(set(self.lengths)) > 1):
-            table = ", ".join(f"rank {rank}: {'unknown' if n < 0 else n}" for rank, n in enumerate(self.lengths))
+            table = ", ".join(f"rank {rank}: {'unknown' if n < 0 else self._before + n}" for rank, n in enumerate(self.lengths))
             raise ValueError(
                 f"data must be equally long on all ranks for uneven='error', got micro-batches on {table}; even out the shards "
                 "or pass uneven='all' or 'shortest'"

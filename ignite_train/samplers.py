@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sized
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch.utils.data import Sampler
@@ -55,6 +55,10 @@ class ShardedSampler(Sampler[int]):
         left is still used once.
         """
         self._start = min(samples, self._length)
+
+    def describe(self) -> dict[str, Any]:
+        """What the order depends on, in plain types."""
+        return {"samples": self._length, "shuffle": self._shuffle, "seed": self._seed}
 
     def __len__(self) -> int:
         return len(range(self._start + self._rank, self._length, self._world_size))

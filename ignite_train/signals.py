@@ -21,11 +21,13 @@ class Signals:
         stop_epoch: end the epoch after this update.
         more_data: this rank's vote on another update: 1 for it, 0 if it has no more micro-batches, less to veto. In what was
             agreed: whether there is one. Looked at only where the loader has no length.
+        interrupt: interrupt the run after this update; the next `run` continues in the same epoch.
     """
 
     stop: bool = False
     stop_epoch: bool = False
     more_data: int = 1
+    interrupt: bool = False
 
 
 class Passenger(Protocol):

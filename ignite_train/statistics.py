@@ -18,7 +18,7 @@ from ignite_train.signals import Passenger, Signals
 
 __all__ = ["Reduced", "Statistics", "Totals"]
 
-_OUT_OF_MEMORY, _FLAGS, _UNKNOWN, _NORM, _HEAD = 3, 4, 7, 8, 9
+_OUT_OF_MEMORY, _FLAGS, _UNKNOWN, _NORM, _HEAD = 3, 4, 8, 9, 10
 
 
 class Reduced(NamedTuple):
@@ -89,7 +89,7 @@ class Statistics:
         self._logs: dict[str, float | Tensor] = {}
         self._count = 0
         self.num_out_of_memory = 0
-        self._flags = (False, False, 1)
+        self._flags = (False, False, 1, False)
         self._norm_squared: float | Tensor = 0.0
         self._passengers: Sequence[Passenger] = ()
         self._words: list[float] = []
@@ -126,7 +126,7 @@ class Statistics:
         Whoever knows that there is one rank says so by `alone`: to ask costs as much as all the rest.
         """
         self._norm_squared = norm_squared
-        self._flags = (signals.stop, signals.stop_epoch, signals.more_data)
+        self._flags = (signals.stop, signals.stop_epoch, signals.more_data, signals.interrupt)
         self._passengers = passengers
         self._words = [float(word) for passenger in passengers for word in passenger.words()]
         alone = alone or distributed.world_size() == 1
@@ -214,10 +214,10 @@ class Statistics:
             self.send(None)
             numbers, _ = self._read()
         sample_size, loss, count, num_out_of_memory = numbers[:_FLAGS]
-        stop, stop_epoch, more_data = numbers[_FLAGS:_UNKNOWN]
+        stop, stop_epoch, more_data, interrupt = numbers[_FLAGS:_UNKNOWN]
         words = numbers[_HEAD : _HEAD + len(self._words)]
         logs = dict(zip(self._names, numbers[_HEAD + len(words) :], strict=True))
-        flags = Signals(stop=stop > 0, stop_epoch=stop_epoch > 0, more_data=round(more_data))
+        flags = Signals(stop > 0, stop_epoch > 0, round(more_data), interrupt > 0)
         if norm is None:
             norm = math.sqrt(numbers[_NORM])
         elif isinstance(norm, Tensor):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
 import math
@@ -578,3 +579,50 @@ def test_whatever_is_published_beside_the_logs_is_reserved(groups: int) -> None:
     for name in published:
         with pytest.raises(ForwardContractError, match=f"'{name}'"):
             as_forward_output((torch.ones(()), 1, {name: 1.0}))
+
+
+SCHEDULES_TO_EXTEND: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "cosine": (lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 4), "step 4 of T_max=4"),
+    "one cycle": (lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=4), "of total_steps=4"),
+    "polynomial": (lambda optimizer: torch.optim.lr_scheduler.PolynomialLR(optimizer, 4), "step 4 of total_iters=4"),
+    "warm-up and cosine": (
+        lambda optimizer: torch.optim.lr_scheduler.SequentialLR(
+            optimizer,
+            [
+                torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=1),
+                torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 3),
+            ],
+            [1],
+        ),
+        "step 3 of T_max=3",
+    ),
+    "cosine for a longer run": (lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 8), ""),
+    "cosine with periods": (lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 2), ""),
+    "warm-up": (lambda optimizer: torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=4), ""),
+    "steps": (lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2), ""),
+}
+
+
+@pytest.mark.parametrize("case", SCHEDULES_TO_EXTEND)
+@pytest.mark.parametrize("resumed", [True, False])
+def test_a_run_beyond_its_schedule_is_warned_about(case: str, resumed: bool, build: Any, tmp_path: Any, caplog: Any) -> None:
+    """Once, when the limit of a finished run was raised, in the same process or another; never before that."""
+    schedule, message = SCHEDULES_TO_EXTEND[case]
+    data = [(torch.ones(1, 4), torch.ones(1, 1))] * 2
+
+    def prepare() -> Any:
+        setup = build()
+        LearningRateSchedule(schedule(setup.optimizer)).attach(setup.trainer)
+        if resumed:
+            Checkpoint(tmp_path).attach(setup.trainer)
+        return setup.trainer
+
+    trainer = prepare()
+    trainer.run(data, max_epochs=2)
+    trainer = prepare() if resumed else trainer
+    trainer.run(data, max_epochs=2)
+    assert "the schedule is at its end" not in caplog.text
+    with contextlib.suppress(ValueError):  # OneCycleLR raises it
+        trainer.run(data, max_epochs=3)
+    lines = [line for line in caplog.messages if "the schedule is at its end" in line]
+    assert [message in line for line in lines] == [True] * bool(message)

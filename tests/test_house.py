@@ -66,6 +66,7 @@ ORDER = (
     "generators",
     "samplers",
     "resumable_loader",
+    "data_description",
     "data_position",
     "rank_vote",
     "update",

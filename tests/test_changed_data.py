@@ -1,0 +1,213 @@
+"""A run resumes with other data than before: exactly where that is possible, and never with samples missed in silence."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, RandomSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from ignite_train import ResumableLoader, ShardedSampler, create_trainer
+from ignite_train.handlers import Checkpoint
+from ranks import RanksFailedError, run_ranks
+
+SAMPLES, UPDATES = 48, 6  # an epoch; it is left after update 5
+
+
+def resumable(samples: int = SAMPLES, batch_size: int = 4, **options: Any) -> Any:
+    return ResumableLoader(torch.arange(samples), batch_size, **{"shuffle": True, "seed": 3, **options})
+
+
+def plain(samples: int = SAMPLES, batch_size: int = 4, *, shuffle: bool = True, **options: Any) -> Any:
+    generator = torch.Generator().manual_seed(2)
+    return DataLoader(torch.arange(samples), batch_size, shuffle=shuffle, generator=generator, **options)
+
+
+def stateful(samples: int = SAMPLES, batch_size: int = 4, *, shuffle: bool = True) -> Any:
+    generator = torch.Generator().manual_seed(2)
+    return StatefulDataLoader(torch.arange(samples), batch_size, shuffle=shuffle, generator=generator)
+
+
+def sharded(seed: int) -> Any:
+    return DataLoader(torch.arange(SAMPLES), 4, sampler=ShardedSampler(range(SAMPLES), shuffle=True, seed=seed))
+
+
+def replacing(*, replacement: bool) -> Any:
+    sampler = RandomSampler(range(SAMPLES), replacement, SAMPLES, torch.Generator().manual_seed(2))
+    return DataLoader(torch.arange(SAMPLES), 4, sampler=sampler)
+
+
+def train(directory: Path, loader: Any, accumulation_steps: int = 2, *, to: int | None = None, **options: Any) -> list[int]:
+    """Trains until update `to` or the end of the first epoch, and gives the samples in the order in which they were used."""
+    model = nn.Linear(1, 1)
+    seen: list[int] = []
+
+    def forward(model: nn.Module, x: Tensor) -> Tensor:
+        seen.extend(x.tolist())
+        return model(x.float()[:, None]).square().mean() * 1e-6
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    trainer = create_trainer(model, optimizer, forward, accumulation_steps=accumulation_steps)
+    Checkpoint(directory, **options).attach(trainer)
+    trainer.run(loader, **({"max_epochs": 1} if to is None else {"max_iters": to}))
+    return seen
+
+
+EXACT: dict[str, tuple[Callable[[], Any], Callable[[], Any], int]] = {
+    "resumable, batch size": (resumable, lambda: resumable(batch_size=8), 2),
+    "resumable, workers": (resumable, lambda: resumable(num_workers=1), 2),
+    "resumable, accumulation": (resumable, resumable, 4),
+    "plain, accumulation": (plain, plain, 4),
+    "plain, smaller accumulation": (plain, plain, 1),
+    "stateful, accumulation": (stateful, stateful, 4),
+    "list, accumulation": (lambda: list(torch.arange(SAMPLES).split(4)), lambda: list(torch.arange(SAMPLES).split(4)), 3),
+}
+
+
+@pytest.mark.parametrize("case", EXACT)
+def test_what_can_be_exact_is(case: str, tmp_path: Path, caplog: Any) -> None:
+    """Each sample is used once in the epoch, and nothing is said about the data."""
+    before, after, accumulation_steps = EXACT[case]
+    seen = train(tmp_path, before(), to=5)
+    seen += train(tmp_path, after(), accumulation_steps)
+    assert Counter(seen) == Counter(range(SAMPLES))
+    assert "data has changed" not in caplog.text
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
+    "resumable, seed": (resumable, lambda: resumable(seed=4), "seed: 3 -> 4"),
+    "resumable, shuffle": (resumable, lambda: resumable(shuffle=False), "shuffle: True -> False"),
+    "resumable, longer": (resumable, lambda: resumable(60), "samples: 48 -> 60"),
+    "resumable, shorter": (resumable, lambda: resumable(20), "samples: 48 -> 20"),
+    "plain, batch size": (plain, lambda: plain(batch_size=8), "batch_size: 4 -> 8"),
+    "plain, in order, batch size": (
+        lambda: plain(shuffle=False),
+        lambda: plain(shuffle=False, batch_size=8),
+        "batch_size: 4 -> 8",
+    ),
+    "plain, shuffle": (plain, lambda: plain(shuffle=False), "sampler: 'RandomSampler' -> 'SequentialSampler'"),
+    "plain, longer": (plain, lambda: plain(60), "samples: 48 -> 60"),
+    "plain, sharded, seed": (lambda: sharded(3), lambda: sharded(4), "seed: 3 -> 4"),
+    "plain, replacement": (
+        lambda: replacing(replacement=False),
+        lambda: replacing(replacement=True),
+        "replacement: False -> True",
+    ),
+    "plain to resumable": (plain, resumable, "loader: 'DataLoader' -> 'ResumableLoader'"),
+    "resumable to plain": (resumable, plain, "loader: 'ResumableLoader' -> 'DataLoader'"),
+    "plain to stateful": (plain, stateful, "loader: 'DataLoader' -> 'StatefulDataLoader'"),
+    "stateful, batch size": (stateful, lambda: stateful(batch_size=8), "batch_size: 4 -> 8"),
+    "stateful, longer": (stateful, lambda: stateful(60), "samples: 48 -> 60"),
+    "list, longer": (
+        lambda: list(torch.arange(SAMPLES).split(4)),
+        lambda: list(torch.arange(60).split(4)),
+        "micro_batches: 12 -> 15",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_would_miss_samples_is_refused(case: str, tmp_path: Path) -> None:
+    """Before the first batch, in one line with what it was and is, and how to continue."""
+    before, after, message = REFUSED[case]
+    train(tmp_path, before(), to=5)
+    with pytest.raises(ValueError, match="middle of an epoch") as caught:
+        train(tmp_path, after())
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert all(way in str(caught.value) for way in ("resume=PATH", "on_changed_data='warn'"))
+
+
+@pytest.mark.filterwarnings("ignore:the loader has len")  # a place that is a number of batches of another size
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_user_who_insists_is_warned(case: str, tmp_path: Path, caplog: Any) -> None:
+    """With `on_changed_data="warn"` the same list is a warning, and the run continues."""
+    before, after, message = REFUSED[case]
+    train(tmp_path, before(), to=5)
+    caplog.clear()
+    train(tmp_path, after(), on_changed_data="warn")
+    assert sum("data has changed" in line and message in line for line in caplog.messages) == 1
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_at_the_beginning_of_an_epoch_any_change_is_listed(case: str, tmp_path: Path, caplog: Any) -> None:
+    """Nothing of the epoch is done, so that nothing can be missed: the new data is used whole."""
+    before, after, message = REFUSED[case]
+    train(tmp_path, before())
+    caplog.clear()
+    loader = after()
+    seen = train(tmp_path, loader, 1, to=6 + len(loader))
+    assert sum("data has changed" in line and message in line for line in caplog.messages) == 1
+    assert len(seen) == sum(len(x) for x in after())
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message", "uses"),
+    [
+        (lambda: plain(shuffle=False), lambda: plain(50, shuffle=False), "samples: 48 -> 50", 50),
+        (lambda: resumable(shuffle=False), lambda: resumable(50, shuffle=False), "samples: 48 -> 50", 50),
+        (lambda: plain(shuffle=False), lambda: stateful(shuffle=False), "loader: 'DataLoader' -> 'StatefulDataLoader'", 48),
+        (lambda: plain(47), lambda: plain(47, drop_last=True), "drop_last: False -> True", 44),
+    ],
+    ids=["longer, in order", "longer resumable, in order", "another loader, in order", "drop_last"],
+)
+def test_a_harmless_change_is_a_warning(before: Any, after: Any, message: str, uses: int, tmp_path: Path, caplog: Any) -> None:
+    """The rest of the epoch is what the new loader has left: nothing is missed, nothing used twice."""
+    seen = train(tmp_path, before(), to=5)
+    caplog.clear()
+    seen += train(tmp_path, after())
+    assert sum("data has changed" in line and message in line for line in caplog.messages) == 1
+    assert len(seen) == len(set(seen)) == uses
+
+
+def test_a_place_without_a_description_is_found(tmp_path: Path) -> None:
+    """A checkpoint of an earlier version has no description, lists its generators, and counts updates: it resumes."""
+    whole = train(tmp_path / "whole", plain())
+    trainers = []
+    for limits in ({"max_iters": 5}, {"max_epochs": 1}):
+        model = nn.Linear(1, 1)
+        seen: list[int] = []
+
+        def forward(model: nn.Module, x: Tensor, seen: list[int] = seen) -> Tensor:
+            seen.extend(x.tolist())
+            return model(x.float()[:, None]).mean()
+
+        trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=1e-3), forward, accumulation_steps=2)
+        if trainers:
+            place = dict(trainers[0].data_position())
+            del place["description"], place["micro_batches"]
+            place["generators"] = [*place["generators"].values()]
+            place["opening"] = {**place["opening"], "own": [*place["opening"]["own"].values()]}
+            trainer.load_state_dict(trainers[0].state_dict())
+            trainer.load_data_position(place)
+        trainers.append(trainer)
+        trainer.run(plain(), **limits)
+    assert seen == whole[40:]
+
+
+def test_every_rank_refuses_what_one_rank_has_changed(tmp_path: Path) -> None:
+    """With the rank named, so that none waits for another."""
+    run_ranks(two_ranks, str(tmp_path), [4, 4], 3)
+    with pytest.raises(RanksFailedError) as caught:
+        run_ranks(two_ranks, str(tmp_path), [4, 8], None)
+    assert str(caught.value).count("batch_size: 4 -> 8 (rank 1): samples would be missed") == 2
+
+
+def two_ranks(directory: str, batch_sizes: list[int], to: int | None) -> None:
+    import ignite.distributed as idist
+
+    model = nn.Linear(1, 1)
+    trainer = create_trainer(
+        model,
+        torch.optim.SGD(model.parameters(), lr=1e-3),
+        lambda model, x: model(x.float()[:, None]).mean(),
+        reduction="explicit",
+    )
+    Checkpoint(directory).attach(trainer)
+    trainer.run(plain(batch_size=batch_sizes[idist.get_rank()]), **({"max_epochs": 1} if to is None else {"max_iters": to}))
