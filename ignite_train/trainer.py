@@ -80,6 +80,8 @@ def create_trainer(
         on_out_of_memory: what a `torch.OutOfMemoryError` in forward or backward of one rank does: it is raised; the
             micro-batch gets weight zero (`"skip"`); or it is halved along its batch dimension and tried again (`"split"`).
             The latter two need a single process or `reduction="explicit"`.
+            The error is known by its type: for others that mean the same, such as the `RuntimeError` of the CPU allocator,
+            have `forward` catch them and raise a `torch.OutOfMemoryError`.
         give_up_after: so many updates in a row that are skipped because they are not finite, or that run out of memory, end
             the run with a `GaveUpError` on all ranks; None never gives up. (An overflow lowers the loss scale to its floor.)
         compile: compile the model in place: True, or a mapping of `torch.compile`'s options. Not with `create_graph`.
