@@ -204,7 +204,7 @@ def is_kernel_right(
 
 
 def _scaled(gradient: Tensor) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """What two trial steps are given, gradient and `grad_scale`: as where the factor of the mean is folded in, and as it is."""
+    """Gradient and `grad_scale` of two trial steps: one into which a factor is folded, and one without a factor."""
     yield 4.0 * gradient, torch.full((), 4.0, dtype=torch.float32, device=gradient.device)
     yield gradient.clone(), None
 

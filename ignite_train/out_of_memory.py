@@ -22,7 +22,8 @@ __all__ = ["OnOutOfMemory", "RaiseOutOfMemory", "RecoverFromOutOfMemory", "Recov
 
 OnOutOfMemory = Literal["raise", "skip", "split"]
 """What a `torch.OutOfMemoryError` in forward or backward does: it is raised, with advice; or the micro-batch gets weight zero
-(`"skip"`); or it is halved along its batch dimension and tried again (`"split"`)."""
+(`"skip"`); or it is halved along its batch dimension and tried again (`"split"`). The error is known by its type, never by the
+text of its message."""
 
 
 class Recovery(Protocol):

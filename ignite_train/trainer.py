@@ -88,6 +88,8 @@ def create_trainer(
         on_out_of_memory: what a `torch.OutOfMemoryError` in forward or backward of one rank does: it is raised; the
             micro-batch gets weight zero (`"skip"`); or it is halved along its batch dimension and tried again (`"split"`).
             The latter two need a single process or `reduction="explicit"`.
+            The error is known by its type: for others that mean the same, such as the `RuntimeError` of the CPU allocator,
+            have `forward` catch them and raise a `torch.OutOfMemoryError`.
         give_up_after: this many updates in a row that are skipped because they are not finite, or that run out of memory, end
             the run with a `GaveUpError` on all ranks; None never gives up. An overflow counts only if it left the loss scale
             where it was, as with `StaticLossScaling` and with `on_floor="hold"` at the floor: a high first scale may fall as

@@ -76,7 +76,7 @@ def test_right_kernels_are_found_right(dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", [Adam, Adagrad])
 def test_narrow_kernels_are_found_right(kind, dtype):
-    """Adam's and Adagrad's pass in 16 bits too: what float16 makes of torch's default epsilon is no defect of a kernel."""
+    """Adam's and Adagrad's pass in 16 bits too: torch's default epsilon, which is zero in float16, plays no part."""
     assert is_kernel_right(kind, frozenset({"weight_decay"}), dtype, CPU)
 
 

@@ -201,6 +201,29 @@ def test_raise_adds_advice() -> None:
     assert "more accumulation_steps" in caught.value.__notes__[0]
 
 
+def test_out_of_memory_is_known_by_its_type() -> None:
+    """A RuntimeError that speaks of memory is raised, also the CPU allocator's own; a forward can say what it means."""
+    calls: list[int] = []
+
+    def forward(model: nn.Module, micro_batch: Any) -> ForwardOutput:
+        calls.append(1)
+        if len(calls) == 2:
+            try:
+                torch.empty(2**55)
+            except RuntimeError as error:
+                raise (torch.OutOfMemoryError("on the CPU") if says_so else error) from None
+        return cuts.forward(model, micro_batch)
+
+    for says_so in (True, False):
+        calls.clear()
+        model = cuts.linear()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trainer = create_trainer(model, optimizer, forward, accumulation_steps=2, on_out_of_memory="skip")
+        with nullcontext() if says_so else pytest.raises(RuntimeError, match="can't allocate memory"):
+            trainer.run(cuts.cut(cuts.samples(), [4, 4]))
+        assert trainer.state.num_steps == int(says_so)
+
+
 def refused(way: str) -> str:
     model = wrap(Net(), way)
     with pytest.raises(ValueError, match="on_out_of_memory must be 'raise'") as caught:
