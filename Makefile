@@ -10,7 +10,7 @@ BENCH_INSTALLED := $(BENCH_VENV)/installed
 # Waiting threads that spin take the cores from those that work.
 export OMP_WAIT_POLICY = passive
 
-.PHONY: demo digits test check nightly wheel-test curve bench clean
+.PHONY: demo digits test check nightly torch-versions wheel-test curve bench clean
 
 demo: $(INSTALLED)  ## train the language model; NPROC=2 for two processes
 	$(BIN)/python examples/language_model.py --nproc $(NPROC)
@@ -28,6 +28,9 @@ check: $(INSTALLED)
 
 nightly: $(INSTALLED)  ## the tests that take longer than the gate allows
 	$(BIN)/python -m pytest -q -m nightly
+
+torch-versions:  ## the tests with the oldest and the newest torch, into docs/torch_versions.md; TORCH="2.14.1" for others
+	$(PYTHON) tests/torch_versions.py $(TORCH)
 
 wheel-test: $(INSTALLED)  ## the tests against the built wheel, where no checkout is near
 	there=$$(mktemp -d) && trap 'rm -rf "$$there"' EXIT && python="$$PWD/$(BIN)/python" && \
@@ -64,4 +67,4 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(BENCH_VENV) build dist *.egg-info runs
+	rm -rf $(VENV) $(BENCH_VENV) .venv-torch-* build dist *.egg-info runs
