@@ -12,7 +12,7 @@ BENCH_INSTALLED := $(BENCH_VENV)/installed
 # Waiting threads that spin take the cores from those that work.
 export OMP_WAIT_POLICY = passive
 
-.PHONY: demo digits test check nightly mutants wheel-test curve bench clean
+.PHONY: demo digits test check nightly mutants torch-versions wheel-test curve bench clean
 
 demo: $(INSTALLED)  ## train the language model; NPROC=2 for two processes
 	$(BIN)/python examples/language_model.py --nproc $(NPROC)
@@ -33,6 +33,9 @@ nightly: $(INSTALLED)  ## the tests that take longer than the gate allows
 
 mutants: $(INSTALLED)  ## change the library at random and see which changes no test notices; N=300 SEED=1 for others
 	$(BIN)/python tests/mutants.py --number $(N) --seed $(SEED) --jobs 2
+
+torch-versions:  ## the tests with the oldest and the newest torch, into docs/torch_versions.md; TORCH="2.14.1" for others
+	$(PYTHON) tests/torch_versions.py $(TORCH)
 
 wheel-test: $(INSTALLED)  ## the tests against the built wheel, where no checkout is near
 	there=$$(mktemp -d) && trap 'rm -rf "$$there"' EXIT && python="$$PWD/$(BIN)/python" && \
@@ -69,4 +72,4 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(BENCH_VENV) build dist *.egg-info runs
+	rm -rf $(VENV) $(BENCH_VENV) .venv-torch-* build dist *.egg-info runs

@@ -16,7 +16,7 @@ import cuts
 from ignite_train.handlers import FailureBoard, HangWatch
 from ignite_train.messages import Messages
 from ranks import run_ranks
-from test_failures import Board, Group, make, until
+from test_failures import Board, Group, lists_keys, make, until
 
 SECRET = bytes(range(24))
 VALUES = [True, "text with spaces", [1, 2.5, "three", None, {"four": []}], 0, ""]
@@ -128,6 +128,7 @@ def train_beside_a_stranger(board: Board) -> None:
     board.write("ended", trainer.state.iteration)
 
 
+@lists_keys
 def test_a_stranger_at_the_store_cannot_end_the_run(tmp_path: Path) -> None:
     """It lists what is there and writes a failure, a hang, ends of ranks and reports: training takes no notice."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
