@@ -111,9 +111,8 @@ class Update:
 
             norm = self.reduction.end(trainer, self.statistics, self.gradients)
             totals, stepped = self._totals(trainer, norm)
-            mean = self._mean(totals)
-            state.output = decided = self._decide(totals, mean)
-            self._announce(trainer, decided, mean)
+            state.output = decided = self._decide(totals)
+            self._announce(trainer, decided)
             if (rates := self.learning_rates()) != decided.learning_rates:  # a handler has set them
                 state.output = decided = replace(decided, learning_rates=rates)
             self._step(state.iteration, decided, group, stepped=stepped)
@@ -186,17 +185,17 @@ class Update:
             totals = totals._replace(norm=self.reduction.scaled_norm(self.gradients))
         return totals, stepped
 
-    def _mean(self, totals: Totals) -> float:
+    def _mean(self, size: float) -> float:
         """The factor that makes the reduced gradients those of the mean loss; NaN if no rank had a sample."""
-        if totals.sample_size == 0:
-            return math.nan
-        self.gradients.check()
-        return self.reduction.divisor / (self.loss_scaling.scale * totals.sample_size)
+        return self.reduction.divisor / (self.loss_scaling.scale * size) if size > 0 else math.nan
 
-    def _decide(self, totals: Totals, mean: float) -> UpdateOutput:
+    def _decide(self, totals: Totals) -> UpdateOutput:
         """Judges the update by reduced numbers only, so that every rank comes to the same verdict."""
         scale, size = self.loss_scaling.scale, totals.sample_size
-        loss, norm = (totals.loss / size, totals.norm * mean) if size > 0 else (math.nan, math.nan)
+        loss, norm = math.nan, math.nan
+        if size > 0:
+            self.gradients.check()
+            loss, norm = totals.loss / size, totals.norm * self._mean(size)
         reason = self._reason_to_skip(size, loss, norm)
         return UpdateOutput(
             loss=loss,
@@ -211,11 +210,11 @@ class Update:
             skipped_reason=reason,
         )
 
-    def _announce(self, trainer: Trainer, output: UpdateOutput, mean: float) -> None:
+    def _announce(self, trainer: Trainer, output: UpdateOutput) -> None:
         """Fires what comes before the step. The gradients can be read in handlers of GRADIENTS_READY only."""
         if output.num_out_of_memory:
             trainer.fire_event(TrainEvents.OUT_OF_MEMORY)
-        self.gradients.ready(mean)
+        self.gradients.ready(self._mean(output.sample_size))
         trainer.fire_event(TrainEvents.GRADIENTS_READY)
 
     def _reason_to_skip(self, size: float, loss: float, norm: float) -> SkippedReason | None:

@@ -303,7 +303,7 @@ def test_both_verdicts_are_of_one_arithmetic(size, loss, norm, ranks, scale, cli
         assert plain.item() == 0.0  # the host raises
         return
     output = update._decide(Totals(size, loss, 1, 0, {}, Signals(), norm))
-    factor = update.gradients.factor() * output.clip_coefficient
+    factor = update._mean(size) * output.clip_coefficient
     folds = norm >= SMALLEST_NORM and output.applied and factor > 0 and SMALLEST_DIVISOR <= 1.0 / factor <= LARGEST_DIVISOR
     assert plain.item() == float(folds)
     if folds:
