@@ -57,6 +57,7 @@ class FusedKernels:
         self._unfused: list[dict[str, Any]] = []  # the groups whose kernel is not used in the step to come
         self._obstacle: str | None = None
         self._watches = False  # whether gradients are looked at in each step
+        self._has_first = False  # whether the step to come is unfused for the sake of a first gradient alone
         self._said: set[str] = set()
         self._seen: tuple[Any, ...] = ()  # flags, state, number of gradients and parameters at the last look
         self._present: list[bool] = []  # which parameters had a gradient then
@@ -82,6 +83,7 @@ class FusedKernels:
         finally:
             for group in unfused:
                 group["fused"] = True
+            if self._has_first:
                 self._seen = ()
 
     def _has_changed(self, flags: list[Any]) -> bool:
@@ -97,7 +99,7 @@ class FusedKernels:
         parameters = self._gradients.parameters()
         self._seen = flags, self._optimizer.state, self._gradients.count, len(parameters)
         self._present = [parameter.grad is not None for parameter in parameters]
-        self._unfused, self._obstacle = [], None
+        self._unfused, self._obstacle, self._has_first = [], None, False
         for index, group in self._fused_groups():
             stepped = [parameter for parameter in group["params"] if parameter.grad is not None]
             self._check_kernel(index, group, stepped)
@@ -105,6 +107,7 @@ class FusedKernels:
             if index in self._avoided:
                 self._avoid(group, "the fused kernel would get it wrong, as logged before")
             elif self._has_late(group, stepped):
+                self._has_first = True
                 self._avoid(group, "a parameter has its first gradient later than others, which the fused kernel cannot step")
             else:
                 self._lay_out(stepped)
