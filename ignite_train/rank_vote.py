@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
+
+from torch.distributed.distributed_c10d import Store
 
 from ignite_train import distributed
 
@@ -29,15 +32,21 @@ class RankVote:
         """Says that this rank stands here. `absent` is called after it, and what takes long is done in between."""
         self._number += 1
         if self._store is not None:
-            self._store.set(f"{self._number}/{self._rank}", "here")
+            with suppress(RuntimeError):  # a store that is gone; `absent` finds that out too
+                self._store.set(f"{self._number}/{self._rank}", "here")
 
     def absent(self) -> tuple[int, ...]:
         """The ranks that have not said so within ten seconds; empty on every rank, or on none."""
-        store, number = self._store, self._number
-        if store is None:
+        if self._store is None:
             return ()
-        ranks, deadline = range(self._world_size), time.monotonic() + _PATIENCE_SECONDS
-        while missing := tuple(rank for rank in ranks if not store.check([f"{number}/{rank}"])):
+        try:
+            return self._count(self._store)
+        except RuntimeError:  # the store is gone, and with it most likely the process that held it
+            return tuple(rank for rank in range(self._world_size) if rank != self._rank)
+
+    def _count(self, store: Store) -> tuple[int, ...]:
+        number, deadline = self._number, time.monotonic() + _PATIENCE_SECONDS
+        while missing := tuple(rank for rank in range(self._world_size) if not store.check([f"{number}/{rank}"])):
             if time.monotonic() > deadline:
                 break
             time.sleep(_POLL_SECONDS)
