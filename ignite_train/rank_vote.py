@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 
 from ignite_train import distributed
 from ignite_train.messages import Messages
@@ -30,15 +31,21 @@ class RankVote:
         """Says that this rank stands here. `absent` is called after it, and what takes long is done in between."""
         self._number += 1
         if self._messages is not None:
-            self._messages.write(f"{self._number}/{self._rank}", "here")
+            with suppress(RuntimeError):  # a store that is gone; `absent` finds that out too
+                self._messages.write(f"{self._number}/{self._rank}", "here")
 
     def absent(self) -> tuple[int, ...]:
         """The ranks that have not said so within ten seconds; empty on every rank, or on none."""
-        messages, number = self._messages, self._number
-        if messages is None:
+        if self._messages is None:
             return ()
-        ranks, deadline = range(self._world_size), time.monotonic() + _PATIENCE_SECONDS
-        while missing := [rank for rank in ranks if messages.read(f"{number}/{rank}") is None]:
+        try:
+            return self._count(self._messages)
+        except RuntimeError:  # the store is gone, and with it most likely the process that held it
+            return tuple(rank for rank in range(self._world_size) if rank != self._rank)
+
+    def _count(self, messages: Messages) -> tuple[int, ...]:
+        number, deadline = self._number, time.monotonic() + _PATIENCE_SECONDS
+        while missing := [rank for rank in range(self._world_size) if messages.read(f"{number}/{rank}") is None]:
             if time.monotonic() > deadline:
                 break
             time.sleep(_POLL_SECONDS)

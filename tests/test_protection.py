@@ -476,6 +476,21 @@ def test_a_vote_has_one_outcome_on_all_ranks() -> None:
     assert run_ranks(vote, 1, world_size=3) == [[(), (1,)]] * 3
 
 
+class Gone:
+    """A store whose process has ended."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError("Connection reset by peer")
+
+
+def test_a_store_that_is_gone_counts_as_all_others_absent() -> None:
+    """The error that led to the vote is the one that is raised."""
+    ballot = rank_vote.RankVote()
+    ballot._store, ballot._world_size = Gone(), 3  # type: ignore[assignment]
+    ballot.cast()
+    assert ballot.absent() == (1, 2)
+
+
 # --- a rank that hangs ---
 
 
