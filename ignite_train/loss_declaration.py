@@ -109,11 +109,7 @@ def misdeclared(output: ForwardOutput, micro_batch: Any) -> str | None:
             return None  # without a look at the size, which most programs have on the accelerator
         size = float(output.sample_size)  # sync, where it lies on an accelerator; once in a run
         return _wrong_sum(terms, size) if size >= 2 else None
-    except (
-        AttributeError,
-        RuntimeError,
-        RecursionError,
-    ):  # a graph of another version of torch, or with hooks on what it saves
+    except (AttributeError, RuntimeError, RecursionError):  # of another version of torch, or with hooks on what is saved
         return None
 
 
