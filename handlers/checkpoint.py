@@ -76,7 +76,7 @@ class Checkpoint(Passenger):
             handler whose state cannot be stored is left out anyway, with a warning.
         script_wins: options of the optimizer, such as `("lr", "weight_decay")`, that keep the script's value on resuming. All
             others are those of the checkpoint, and the log lists what the script sets in another way. With `"lr"`, a schedule
-            that goes on keeps its place and its shape over the script's rate.
+            whose state is restored keeps its place and its shape, over the script's rate.
 
     Attributes:
         held_seconds: how long the latest save held the run.
