@@ -84,7 +84,7 @@ class Checkpoint(Handler, Passenger):
             `state.carried` held, which another number of ranks cannot take over.
         script_wins: options of the optimizer, such as `("lr", "weight_decay")`, that keep the script's value on resuming. All
             others are those of the checkpoint, and the log lists what the script sets in another way. With `"lr"`, a schedule
-            that goes on keeps its place and its shape over the script's rate.
+            whose state is restored keeps its place and its shape, over the script's rate.
         on_changed_data: what happens if a run resumes in the middle of an epoch with another loader, so that samples would be
             missed or used twice (another seed, length or batch size, say): `"raise"`, or `"warn"` and continue all the same.
 

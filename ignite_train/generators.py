@@ -57,7 +57,7 @@ def check_generators(states: Mapping[str, Any]) -> None:
     """Tries `states` on generators that are thrown away, so that those in use change only if all of them can be restored.
 
     Raises:
-        ValueError: one is none.
+        ValueError: one of them is not a state of its generator.
     """
     try:
         _check_numpy_state(states["numpy"])
@@ -76,7 +76,7 @@ def restore_generators(states: Mapping[str, Any]) -> None:
     """Goes back to `states`; accelerators of which nothing is in it are left alone.
 
     Raises:
-        ValueError: NumPy's is none. NumPy would take it, and read beyond its table at the next draw.
+        ValueError: NumPy's state has an invalid position, and NumPy would read beyond its table.
     """
     _check_numpy_state(states["numpy"])
     version, internal, gauss = states["python"]

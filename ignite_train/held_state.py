@@ -27,7 +27,7 @@ class HeldState:
     """Notices tensors of handlers that are changed in place and are in no checkpoint, and warns once of each handler.
 
     A handler is looked at if it, or the object whose method it is, has no `state_dict`. Of a plain function only the modules
-    count that it refers to or is called with. A tensor that stays as it is, such as a teacher's, or that is replaced by
+    count that it refers to or is called with. A tensor that does not change, such as a teacher's, or that is replaced by
     another one, such as the latest batch, does not count.
     """
 
@@ -60,7 +60,7 @@ class HeldState:
                 self._warned.add(name)
                 _logger.warning(
                     f"the handler {name} holds {len(changed)} tensors in {attribute!r} that change in training, and has no "
-                    "state_dict: no checkpoint keeps them, so a resumed run begins them anew; pass "
+                    "state_dict: no checkpoint keeps them, so a resumed run starts without them; pass "
                     f"Checkpoint(..., to_save={{{attribute!r}: ...}}), or leave_out=({name!r},) to leave them out without "
                     "this warning"
                 )

@@ -174,7 +174,9 @@ def check_optimizer_state(
         or next(_other_state(_part(optimizer), _members(optimizer, saved, names, options)), "")
     )
     if problem:
-        raise CheckpointError(f"{path} is of another {name}: {problem}; build the one that was saved, or begin anew")
+        raise CheckpointError(
+            f"{path} is of another {name}: {problem}; build the one that was saved, or start in another directory"
+        )
 
 
 class _Member(NamedTuple):

@@ -159,7 +159,7 @@ class StateRules:
 
     Args:
         leave_out: names of attached handlers whose state is neither saved nor read. "carried" drops what forward has carried.
-        script_wins: options of the optimizer that keep the script's value when a run goes on.
+        script_wins: options of the optimizer that keep the script's value when a run is resumed.
 
     Raises:
         TypeError: one of them is not a sequence of strings.
@@ -202,7 +202,7 @@ class StateRules:
                     raise ValueError(f"{argument} must name {what}, any of {known}, got {name!r}{nearest(name, known)}")
 
     def keep(self, objects: _Objects) -> _Objects:
-        """All but what is to be left out."""
+        """All objects without those that the user leaves out."""
         own = {name: entry for name, entry in objects.own.items() if name.partition("/")[2] not in self.leave_out}
         return _Objects(objects.shared, own)
 
@@ -241,7 +241,7 @@ class StateRules:
             self._warned.add(name)
             reason = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
             _logger.warning(
-                f"{name} is left out of the checkpoints, so a resumed run begins it anew: {' '.join(reason.split()):.300}; "
+                f"{name} is left out of the checkpoints, so a resumed run starts without its state: {' '.join(reason.split()):.300}; "
                 f"Checkpoint(..., leave_out=({name.partition('/')[2]!r},)) leaves it out without this warning"
             )
 
@@ -428,7 +428,7 @@ class RunState:
                 check_schedule(path, name, schedule, saved, self._described("schedules", name))
             if "lr" in self._rules.script_wins and saved is not None and (reason := why_not_rescaled(schedule)):
                 raise CheckpointError(
-                    f"script_wins must not name 'lr' where {name!r} goes on: {reason}; begin it anew with "
+                    f"script_wins must not name 'lr' where {name!r} is restored: {reason}; restart it with "
                     f"leave_out=({name.partition('/')[2]!r},), or let the checkpoint win"
                 )
         _check_own(path, own, dict(self._objects.model.buffers()))
@@ -457,7 +457,7 @@ class RunState:
             )
 
     def _let_script_win(self, name: str, optimizer: Optimizer) -> None:
-        """Sets the options that the script decides. A schedule that goes on keeps its shape, over the script's `lr`."""
+        """Sets the options that the script decides. A restored schedule keeps its shape, over the script's `lr`."""
         decided = self._rules.decided(name)
         schedules = [schedule for schedule in self._schedules(optimizer).values() if "lr" in self._rules.script_wins]
         bases = []

@@ -77,7 +77,7 @@ def check_schedule(path: str, name: str, schedule: LRScheduler, saved: Any, desc
     if problem:
         handler = name.partition("/")[2]
         raise CheckpointError(
-            f"{path} is of another schedule at {name!r}: {problem}; build the one that was saved, or begin it anew with "
+            f"{path} is of another schedule at {name!r}: {problem}; build the one that was saved, or restart it with "
             f"Checkpoint(..., leave_out=({handler!r},))"
         )
 
@@ -99,12 +99,12 @@ def why_not_rescaled(schedule: Any) -> str:
         return f"{type(schedule).__name__} does not compute its rates as multiples of lr"
     values = schedule.state_dict()
     if values.get("eta_min"):
-        return f"{type(schedule).__name__} has eta_min={values['eta_min']!r}, which is no multiple of lr"
+        return f"{type(schedule).__name__} has eta_min={values['eta_min']!r}, which is not a multiple of lr"
     return next((reason for part in _parts(schedule) if (reason := why_not_rescaled(part))), "")
 
 
 def rescale_schedule(schedule: LRScheduler, optimizer: Optimizer, bases: Sequence[float]) -> None:
-    """Has a schedule go on from where it is with other base rates; the rates of `optimizer` are multiples of these already."""
+    """Gives a schedule other base rates at its present place; the rates of `optimizer` are multiples of these already."""
     schedule.base_lrs = list(bases)
     schedule._last_lr = [float(group["lr"]) for group in optimizer.param_groups]
     for part in _parts(schedule):

@@ -27,7 +27,7 @@ Like = Callable[[StatePath, tuple[int, ...]], DTensor | None]
 
 @dataclass(slots=True)
 class TensorClaim:
-    """What an index says of a tensor that was not read yet. It is no key of a dict, as a tensor is none.
+    """What an index says of a tensor that was not read yet. Like a tensor it cannot be a key of a dict.
 
     Attributes:
         key: its name in the index.

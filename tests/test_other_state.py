@@ -86,7 +86,7 @@ def saved(directory: Path, optimizer: Build = adamw, updates: int = 2) -> Path:
 
 
 def refusal(trainer: Trainer) -> str:
-    """Why it cannot go on; nothing of it has changed."""
+    """Why it cannot resume; nothing of it has changed."""
     before = bit_by_bit([trainer.parts["model"].state_dict(), trainer.parts["optimizer"].state_dict(), torch.get_rng_state()])
     with pytest.raises(CheckpointError) as error:
         trainer.run(LOADER, max_iters=9)
@@ -339,7 +339,7 @@ def test_what_the_script_sets_in_another_way_is_listed(tmp_path: Path, caplog: A
 
 
 def test_an_option_that_a_schedule_moves_has_not_changed(tmp_path: Path, caplog: Any) -> None:
-    """The same script again is no warning, whatever its schedules and handlers have made of the rate."""
+    """The same script again does not warn, whatever its schedules and handlers have made of the rate."""
 
     def run(updates: int) -> None:
         model = net()
@@ -451,7 +451,8 @@ def test_a_schedule_that_has_rates_of_its_own_is_refused(tmp_path: Path) -> None
     run(3)
     message = refusal(run(0, script_wins=("lr",)))
     assert (
-        "script_wins must not name 'lr' where 'handlers/LearningRateSchedule' goes on: OneCycleLR does not compute" in message
+        "script_wins must not name 'lr' where 'handlers/LearningRateSchedule' is restored: OneCycleLR does not compute"
+        in message
     )
     assert "leave_out=('LearningRateSchedule',)" in message
     assert run(6, script_wins=("lr",), leave_out=("LearningRateSchedule",)).state.iteration == 6
@@ -521,7 +522,7 @@ def test_what_is_no_state_is_refused_before_anything_changes(change: Any, messag
 
 @pytest.mark.parametrize(("key", "value"), [("good_updates", "7"), ("good_updates", -1), ("scale", "1")])
 def test_counters_of_the_loss_scaling_are_looked_at(key: str, value: Any) -> None:
-    """A counter that is no number would break the run at the first update that grows the scale."""
+    """A counter of another type would break the run at the first update that grows the scale."""
     scaling = TorchLossScaling(8.0)
     before = scaling.state_dict()
     with pytest.raises((TypeError, ValueError), match=key):
@@ -639,7 +640,9 @@ def test_a_handler_that_cannot_be_stored_does_not_end_the_run(tmp_path: Path, ca
 
     run(4)
     (line,) = logged(caplog)
-    assert line.startswith("handlers/LambdaStateScheduler is left out of the checkpoints, so a resumed run begins it anew: ")
+    assert line.startswith(
+        "handlers/LambdaStateScheduler is left out of the checkpoints, so a resumed run starts without its state: "
+    )
     assert "handlers/LambdaStateScheduler['lambda_obj'] cannot be stored" in line
     assert "Checkpoint(..., leave_out=('LambdaStateScheduler',)) leaves it out without this warning" in line
     caplog.clear()
