@@ -236,7 +236,7 @@ def _is_gone(holder: dict[str, Any]) -> bool:
 
 
 def _host() -> str:
-    return socket.gethostname()[:120]
+    return socket.gethostname().encode("ascii", "replace").decode()[:120]
 
 
 def _pid_space() -> str:

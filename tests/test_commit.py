@@ -697,6 +697,26 @@ def test_what_cannot_be_removed_is_warned_about_once(tmp_path, build, micro_batc
     assert caplog.text.count("could not be removed") == 2
 
 
+def test_nothing_is_committed_beside_a_checkpoint_that_cannot_be_read(tmp_path, monkeypatch):
+    """It may be the newest, and a new one that is taken for older would be lost at the next start: the save fails instead."""
+    save(tmp_path, 1)
+    path = save(tmp_path, 2)
+    with monkeypatch.context() as patch:
+        real = os.open
+
+        def fails(target: Any, *arguments: Any, **options: Any) -> int:
+            if Path(target) == path / "manifest.json":
+                raise OSError(errno.EIO, os.strerror(errno.EIO), str(target))
+            return real(target, *arguments, **options)
+
+        patch.setattr(os, "open", fails)
+        assert "update-00000002 cannot be read: [Errno 5] Input/output error" in failure(tmp_path, 3, QuickDisk())
+    save(tmp_path, 3)
+
+    assert newest(tmp_path) == 3
+    assert is_tidy(tmp_path)
+
+
 def test_a_manifest_is_read_once(tmp_path, build, micro_batches, monkeypatch):
     """In a directory of many checkpoints a save reads none of those that it has read before."""
     for number in range(1, 31):

@@ -292,6 +292,15 @@ def test_what_another_run_writes_is_not_tidied_away(tmp_path, taken):
     assert names(tmp_path) == [LOCK]
 
 
+def test_what_a_killed_takeover_has_left_is_removed(tmp_path, taken):
+    """By the next run that holds the lock."""
+    (tmp_path / f"{LOCK}-{'c' * 16}").write_text("")
+    taken.hold()
+    CheckpointDirectory(tmp_path, QuickDisk(), taken).tidy()
+
+    assert names(tmp_path) == [LOCK]
+
+
 def test_the_token_is_in_the_name_of_what_is_not_finished(tmp_path, taken):
     """So that another run knows whose it is."""
     place = CheckpointDirectory(tmp_path, QuickDisk(), taken)
