@@ -658,7 +658,7 @@ def test_a_run_whose_last_state_is_not_on_the_disk_fails(tmp_path, build, micro_
 
 
 def newest_update(directory: Path) -> int | None:
-    """The update of the checkpoint that a run would go on from."""
+    """The update of the checkpoint that a run would resume from."""
     path = checkpoint.latest(directory)
     return None if path is None else int(path.name.removeprefix("update-").partition(".")[0])
 

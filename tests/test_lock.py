@@ -235,7 +235,7 @@ def test_a_process_that_wakes_up_leaves_the_lock_to_the_other(tmp_path, taken):
 
 
 def test_a_lock_file_that_somebody_removed_is_made_again(tmp_path, taken):
-    """As the directory is: a run goes on saving."""
+    """As the directory is: a run continues to save."""
     taken.hold()
     (tmp_path / LOCK).unlink()
     taken.check()
