@@ -110,8 +110,8 @@ class Trainer(Loop):
             epoch_length: not supported: an epoch is one pass over the data.
             resume: with a `Checkpoint` attached, what a trainer that has not trained yet does first: `"auto"` goes back to the
                 newest whole checkpoint, and trains from the beginning only where there has never been one; `"must"`
-                insists on one; `"never"` trains from the beginning, in a directory that must have no checkpoints; a path names one checkpoint, or another
-                directory of them.
+                insists on one; `"never"` trains from the beginning, in a directory that must have no checkpoints; a path
+                names one checkpoint, or another directory of them.
 
         Returns:
             The state.
