@@ -73,7 +73,7 @@ def verify(path: str | Path) -> None:
 
 
 def latest(directory: str | Path) -> Path | None:
-    """The newest checkpoint in `directory` that is whole, every byte of it checked; None if there is none.
+    """The newest checkpoint in `directory` that is whole, every byte of it checked; None if there is not one.
 
     Raises:
         UnreadableCheckpointError: the disk gave an error, so that it cannot be known.

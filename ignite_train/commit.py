@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from ignite_train import distributed
 from ignite_train.disk import Disk
 from ignite_train.errors import CheckpointError, DamagedCheckpointError, UnreadableCheckpointError
-from ignite_train.lock import DirectoryLock, writer_of
+from ignite_train.lock import LOCK, DirectoryLock, writer_of
 from ignite_train.manifest import (
     MANIFEST,
     MAX_INDEX_BYTES,
@@ -162,8 +162,9 @@ class CheckpointDirectory:
         """
         writer, own = writer_of(self.path), "" if self.lock is None else self.lock.token
         foreign = f"{_UNFINISHED}{writer}-" if writer and writer != own else None
+        left = (_UNFINISHED, _REMOVED, f"{LOCK}-") if own else (_UNFINISHED, _REMOVED)
         for name in self.disk.names(self.path):
-            if name.startswith((_UNFINISHED, _REMOVED)) and not (foreign is not None and name.startswith(foreign)):
+            if name.startswith(left) and not (foreign is not None and name.startswith(foreign)):
                 try:
                     self._remove(name)
                 except (OSError, RecursionError) as error:
@@ -209,7 +210,10 @@ class CheckpointDirectory:
                 raise CheckpointError(
                     f"{name} has another size here than on the rank that wrote it: all must share {self.path}"
                 )
-        found, _ = self.scan()
+        found, failed = self.scan()
+        for failure in failed:
+            if isinstance(failure, UnreadableCheckpointError):  # it may be the newest, which this one must come after
+                raise failure
         manifest = replace(manifest, serial=1 + max((other.serial for _, other in found), default=0))
         sealed = seal(manifest)
         parse_manifest(sealed)  # what no reader would take must not be committed

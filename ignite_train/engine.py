@@ -52,7 +52,7 @@ class Restorer(Protocol):
         """Does what `resume` says; see `Trainer.run`. Collective."""
 
     def holding(self) -> AbstractContextManager[None]:
-        """Entered before `restore`, left when the run is over, however it ended. Collective."""
+        """Entered before `restore`, left when the run is over, also by an exception. Collective."""
 
 
 class DefaultHandler(Protocol):
@@ -122,9 +122,9 @@ class Trainer(Loop):
             max_iters: updates, in all. Either this or `max_epochs`.
             epoch_length: not supported: an epoch is one pass over the data.
             resume: with a `Checkpoint` attached, what a trainer that has not trained yet does first: `"auto"` goes back to the
-                newest whole checkpoint, and begins anew only where there has never been one; `"must"` insists on one;
-                `"never"` begins anew, and insists on a directory without checkpoints; a path names one checkpoint, or another
-                directory of them.
+                newest whole checkpoint, and trains from the beginning only where there has never been one; `"must"`
+                insists on one; `"never"` trains from the beginning, in a directory that must have no checkpoints; a path
+                names one checkpoint, or another directory of them.
 
         Returns:
             The state.

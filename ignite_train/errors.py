@@ -107,7 +107,7 @@ class DamagedCheckpointError(CheckpointError):
 
 
 class UnreadableCheckpointError(CheckpointError):
-    """The disk gave an error while a checkpoint was read, which says nothing about the checkpoint: it stays as it is.
+    """The disk gave an error while a checkpoint was read, which says nothing about the checkpoint: nothing is renamed.
 
     Attributes:
         path: of the checkpoint, or of the directory of checkpoints.

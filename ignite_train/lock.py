@@ -1,7 +1,7 @@
 """The lock of a directory of checkpoints: one run at a time writes there, also where runs on several hosts share a file system.
 
 The lock is a small file with host, process and a token of its own, in which a thread counts while the run lives. It needs no
-locks of the operating system, which network file systems may lack: whoever finds a lock looks whether its count advances.
+locks of the operating system, which network file systems may lack: a start that finds a lock looks whether its count advances.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class DirectoryLock:
             time.sleep(_POLL_SECONDS)
 
     def _create(self, token: str) -> bool:
-        """Makes the file, if there is none."""
+        """Makes the file, and answers False if there is one already."""
         try:
             descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
         except FileExistsError:
@@ -174,7 +174,7 @@ class DirectoryLock:
 
 
 def writer_of(directory: Path) -> str:
-    """The token in the lock file of a directory; empty if there is none, or none that can be read."""
+    """The token in the lock file of a directory; empty if there is no such file, or it cannot be read."""
     with suppress(OSError):
         return str(_parsed(_read(directory / LOCK) or b"").get("token", ""))
     return ""
@@ -205,7 +205,7 @@ def _content(token: str, beats: int) -> bytes:
 
 
 def _parsed(content: bytes) -> dict[str, Any]:
-    """What stands in a lock file; nothing if that is no lock, such as one that is just being written."""
+    """What stands in a lock file; an empty mapping if it is not one, or is just being written."""
     try:
         values = json.loads(content)
     except ValueError:
@@ -236,11 +236,11 @@ def _is_gone(holder: dict[str, Any]) -> bool:
 
 
 def _host() -> str:
-    return socket.gethostname()[:120]
+    return socket.gethostname().encode("ascii", "replace").decode()[:120]
 
 
 def _pid_space() -> str:
-    """What tells apart two sets of process numbers with the same host name: containers, and the host before its last start."""
+    """Names the set of process numbers: containers may have one each, and a host has another one after each start."""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"[:120]

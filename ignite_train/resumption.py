@@ -93,8 +93,8 @@ def _refuse_to_begin_anew(found: _Found, resume: str | Path) -> None:
     if found.set_aside:
         raise CheckpointError(
             f"{found.root} has no whole checkpoint and {len(found.set_aside)} that an earlier start found damaged, such as "
-            f"{found.set_aside[-1]}: training is not begun anew without being told to; repair or replace them, or pass "
-            "resume='never' once, or move them to another directory"
+            f"{found.set_aside[-1]}: training does not start from the beginning without being told to; repair or replace them, "
+            "or pass resume='never' once, or move them to another directory"
         )
     if resume != "auto":
         raise CheckpointError(f"there is no checkpoint in {found.root}, and resume={str(resume)!r} needs one")
@@ -105,8 +105,8 @@ def read_agreed(
 ) -> tuple[T, Manifest, Path]:
     """Reads the first of `names` that is whole for every rank. Collective.
 
-    If one is damaged, a warning says what is wrong with it, and the next older one is tried. An error of the disk is no damage:
-    it is raised, and nothing is renamed.
+    If one is damaged, a warning says what is wrong with it, and the next older one is tried. An error of the disk is not damage: it
+    is raised, and nothing is renamed.
 
     Args:
         root: where they are.
@@ -138,7 +138,7 @@ def read_agreed(
 
 
 def _refuse_if_whole(path: Path, rank: int, reason: str) -> None:
-    """What another rank has found damaged, and rank 0 finds whole, is no damage of the checkpoint. Collective."""
+    """Raises CheckpointError if rank 0 finds whole what another rank has found damaged. Collective."""
 
     def verify() -> bool:
         try:

@@ -18,7 +18,7 @@ from ignite_train.errors import CheckpointError
 from ignite_train.lock import DirectoryLock
 from ignite_train.manifest import Manifest
 from ignite_train.retention import Retention
-from ignite_train.tensor_files import Snapshot
+from ignite_train.tensor_files import Snapshot, await_devices
 
 __all__ = ["GIVE_UP_AFTER", "Saver"]
 
@@ -130,6 +130,8 @@ class Saver:
         self.wait()
         if self.asynchronous and not is_last:
             contents = replace(contents, pieces=self._snapshot.take(contents.pieces))
+        else:
+            await_devices(contents.pieces)  # the thread that writes does not know the streams of this one
         self._thread = threading.Thread(target=self._write, args=(contents, manifest), name="Checkpoint", daemon=True)
         self._thread.start()
         if not self.asynchronous or is_last:

@@ -20,7 +20,17 @@ from ignite_train.disk import Disk
 from ignite_train.encoding import DTYPES, dtype_name
 from ignite_train.shards import Box, Piece
 
-__all__ = ["Entry", "Snapshot", "TensorFile", "check_entries", "holds", "naming", "open_regular", "write_tensors"]
+__all__ = [
+    "Entry",
+    "Snapshot",
+    "TensorFile",
+    "await_devices",
+    "check_entries",
+    "holds",
+    "naming",
+    "open_regular",
+    "write_tensors",
+]
 
 _CHUNK_BYTES = 16 * 2**20
 
@@ -121,10 +131,15 @@ class Snapshot:
         sources = [piece.data for piece in pieces.values()]
         if sources:
             torch._foreach_copy_([*buffers.values()], sources, non_blocking=True)
-        for device in {source.device for source in sources if source.device.type != "cpu"}:
-            torch.get_device_module(device).synchronize(device)
+        await_devices(pieces)
         self._buffers, self._layouts = buffers, layouts
         return {name: Piece(buffers[name], piece.box, piece.whole) for name, piece in pieces.items()}
+
+
+def await_devices(pieces: Mapping[str, Piece]) -> None:
+    """Returns when the devices have done all work that the numbers of `pieces` may still depend on."""
+    for device in {piece.data.device for piece in pieces.values() if piece.data.device.type != "cpu"}:
+        torch.get_device_module(device).synchronize(device)  # sync
 
 
 def _empty_copy(tensor: Tensor) -> Tensor:

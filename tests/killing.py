@@ -251,7 +251,7 @@ def _train(job: Job, rank: int, life: int, halt: Halt) -> None:
 
     ignite_train.distributed.gather_objects = halting_gather
     trainer, evaluator, checkpoint, loader, model, optimizer = build(job, rank)
-    # from the first update on: the trial at the start of a run is no save
+    # from the first update on: the trial at the start of a run is not a save
     trainer.append_event_handler(Events.STARTED, lambda: setattr(checkpoint.saver, "disk", HaltingDisk(halt)))
     trainer.add_event_handler(Events.ITERATION_STARTED, halt.before, "training")
     evaluator.add_event_handler(Events.ITERATION_STARTED, halt.before, "validation")

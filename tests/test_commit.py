@@ -658,7 +658,7 @@ def test_a_run_whose_last_state_is_not_on_the_disk_fails(tmp_path, build, micro_
 
 
 def newest_update(directory: Path) -> int | None:
-    """The update of the checkpoint that a run would go on from."""
+    """The update of the checkpoint that a run would resume from."""
     path = checkpoint.latest(directory)
     return None if path is None else int(path.name.removeprefix("update-").partition(".")[0])
 
@@ -695,6 +695,26 @@ def test_what_cannot_be_removed_is_warned_about_once(tmp_path, build, micro_batc
 
     assert names(tmp_path / "mine") == [".removed-update-00000000-1234", "update-00000001", "update-00000005.1"]
     assert caplog.text.count("could not be removed") == 2
+
+
+def test_nothing_is_committed_beside_a_checkpoint_that_cannot_be_read(tmp_path, monkeypatch):
+    """It may be the newest, and a new one that is taken for older would be lost at the next start: the save fails instead."""
+    save(tmp_path, 1)
+    path = save(tmp_path, 2)
+    with monkeypatch.context() as patch:
+        real = os.open
+
+        def fails(target: Any, *arguments: Any, **options: Any) -> int:
+            if Path(target) == path / "manifest.json":
+                raise OSError(errno.EIO, os.strerror(errno.EIO), str(target))
+            return real(target, *arguments, **options)
+
+        patch.setattr(os, "open", fails)
+        assert "update-00000002 cannot be read: [Errno 5] Input/output error" in failure(tmp_path, 3, QuickDisk())
+    save(tmp_path, 3)
+
+    assert newest(tmp_path) == 3
+    assert is_tidy(tmp_path)
 
 
 def test_a_manifest_is_read_once(tmp_path, build, micro_batches, monkeypatch):

@@ -272,7 +272,7 @@ def test_if_none_is_whole_nothing_begins_from_scratch(whole, tmp_path):
     assert all(name.startswith("damaged-") for name in names(directory))
 
 
-# --- errors of the disk are no damage ---
+# --- errors of the disk are not damage ---
 
 CODES = (errno.EACCES, errno.EIO, errno.ESTALE, errno.EMFILE)
 
@@ -303,7 +303,7 @@ def failing(patch: pytest.MonkeyPatch, call: str, part: str, code: int) -> None:
     ],
 )
 def test_an_error_of_the_disk_renames_nothing(whole, tmp_path, call, part, code):
-    """The start fails with one line that names file and error; when the disk is readable again, the same command goes on."""
+    """The start fails with one line that names file and error; when the disk is readable again, the same command resumes."""
     directory = tmp_path / "copy"
     shutil.copytree(whole[0], directory)
     run = start(directory)
@@ -351,8 +351,8 @@ def test_a_directory_with_damaged_ones_only_does_not_begin_anew(whole, tmp_path)
             start(directory).trainer.run(data(), max_iters=6)
         assert "\n" not in str(caught.value)
     assert re.search(
-        rf"copy has no whole checkpoint and 2 .* such as damaged-{NEW}-[0-9a-f]{{4}}: training is not begun anew .* repair or "
-        "replace them, or pass resume='never' once, or move them to another directory",
+        rf"copy has no whole checkpoint and 2 .* such as damaged-{NEW}-[0-9a-f]{{4}}: training does not start from the beginning "
+        "without being told to; repair or replace them, or pass resume='never' once, or move them to another directory",
         str(caught.value),
     )
     assert len(names(directory)) == 2

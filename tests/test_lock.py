@@ -235,7 +235,7 @@ def test_a_process_that_wakes_up_leaves_the_lock_to_the_other(tmp_path, taken):
 
 
 def test_a_lock_file_that_somebody_removed_is_made_again(tmp_path, taken):
-    """As the directory is: a run goes on saving."""
+    """As the directory is: a run continues to save."""
     taken.hold()
     (tmp_path / LOCK).unlink()
     taken.check()
@@ -289,6 +289,15 @@ def test_what_another_run_writes_is_not_tidied_away(tmp_path, taken):
 
     taken._take_over("d" * 16, (tmp_path / LOCK).read_bytes(), "stood still")
     CheckpointDirectory(tmp_path, QuickDisk()).tidy()
+    assert names(tmp_path) == [LOCK]
+
+
+def test_what_a_killed_takeover_has_left_is_removed(tmp_path, taken):
+    """By the next run that holds the lock."""
+    (tmp_path / f"{LOCK}-{'c' * 16}").write_text("")
+    taken.hold()
+    CheckpointDirectory(tmp_path, QuickDisk(), taken).tidy()
+
     assert names(tmp_path) == [LOCK]
 
 
