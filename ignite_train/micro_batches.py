@@ -141,6 +141,7 @@ class _Pass:
         self._ahead: list[Any] = []
         self._read = self._latest = 0  # micro-batches since the place was found, and in the group given last
         self._ended = self._exhausted = False  # no group is left; the loader has said that nothing is
+        self._finished = False  # the epoch is over, and not only the run
         self._surplus: bool | None = None  # whether the loader gave more than its length; None: not looked at yet
         self._micro_batches = iter(()) if self._place.at_end else open_loader(loader)
         if self._place.reads_past:
@@ -179,6 +180,7 @@ class _Pass:
 
         The loader is exhausted here, since samplers may draw from their generators after the last index, as torch's do.
         """
+        self._finished = True
         over = self._ended or (self._looks_ahead and not self._ahead)
         if over or (self.length is not None and self._done >= self.length and not self._against and not self._has_surplus()):
             self._place.note(exhausted=True)
@@ -186,8 +188,8 @@ class _Pass:
     def close(self, *, whole: bool) -> None:
         """Ends the pass and lets go of the loader; warns if the loader's length was not what it had said."""
         over = self.length is not None and not self._against and (self._ended or self._done >= self.length)
-        if whole and over and self._announced is not None:
-            surplus = self._has_surplus()
+        if whole and over and self._finished and self._announced is not None:  # or else the next run will finish the epoch
+            surplus = self._surplus
             if surplus or self._read != self._announced:
                 warnings.warn(
                     f"the loader has len() {self._before + self._announced} and gave "

@@ -166,29 +166,46 @@ def test_a_harmless_change_is_a_warning(before: Any, after: Any, message: str, u
     assert len(seen) == len(set(seen)) == uses
 
 
-def test_a_place_without_a_description_is_found(tmp_path: Path) -> None:
-    """A checkpoint of an earlier version has no description, lists its generators, and counts updates: it resumes."""
-    whole = train(tmp_path / "whole", plain())
-    trainers = []
-    for limits in ({"max_iters": 5}, {"max_epochs": 1}):
-        model = nn.Linear(1, 1)
-        seen: list[int] = []
+def place_after(loader: Any) -> tuple[Any, dict[str, Any]]:
+    """A trainer that has trained five updates, and its place in the data as an earlier version wrote it."""
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    trainer = create_trainer(model, optimizer, lambda model, x: model(x.float()[:, None]).mean(), accumulation_steps=2)
+    trainer.run(loader, max_iters=5)
+    place = dict(trainer.data_position())
+    del place["description"]
+    place.pop("micro_batches", None)
+    place["generators"] = [*place["generators"].values()]
+    if "opening" in place:
+        place["opening"] = {**place["opening"], "own": [*place["opening"]["own"].values()]}
+    return trainer, place
 
-        def forward(model: nn.Module, x: Tensor, seen: list[int] = seen) -> Tensor:
-            seen.extend(x.tolist())
-            return model(x.float()[:, None]).mean()
 
-        trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=1e-3), forward, accumulation_steps=2)
-        if trainers:
-            place = dict(trainers[0].data_position())
-            del place["description"], place["micro_batches"]
-            place["generators"] = [*place["generators"].values()]
-            place["opening"] = {**place["opening"], "own": [*place["opening"]["own"].values()]}
-            trainer.load_state_dict(trainers[0].state_dict())
-            trainer.load_data_position(place)
-        trainers.append(trainer)
-        trainer.run(plain(), **limits)
-    assert seen == whole[40:]
+def rest_after(earlier: Any, place: dict[str, Any], loader: Any) -> list[int]:
+    """The samples of the rest of the epoch, from that place."""
+    model, seen = nn.Linear(1, 1), []
+
+    def forward(model: nn.Module, x: Tensor) -> Tensor:
+        seen.extend(x.tolist())
+        return model(x.float()[:, None]).mean()
+
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=1e-3), forward, accumulation_steps=2)
+    trainer.load_state_dict(earlier.state_dict())
+    trainer.load_data_position(place)
+    trainer.run(loader, max_epochs=1)
+    return seen
+
+
+@pytest.mark.parametrize("loader", [plain, resumable, stateful])
+def test_a_place_without_a_description_is_found(loader: Callable[[], Any], tmp_path: Path) -> None:
+    """A checkpoint of an earlier version has no description, lists its generators without names, and counts updates."""
+    assert rest_after(*place_after(loader()), loader()) == train(tmp_path, loader())[40:]
+
+
+def test_another_loader_without_a_description_is_warned_about(caplog: Any) -> None:
+    """There is nothing to compare, but the place of one kind says nothing to another."""
+    rest_after(*place_after(resumable()), plain())
+    assert sum("another kind of loader was used before" in line for line in caplog.messages) == 1
 
 
 def test_every_rank_refuses_what_one_rank_has_changed(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,6 +34,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from bits import bit_by_bit
 from ignite_train import ForwardOutput, ResumableLoader, Trainer, TrainEvents, create_evaluator, create_trainer
 from ignite_train.handlers import Checkpoint, StopOnSignal, Validation
+from ignite_train.manifest import Manifest
+from ignite_train.retention import Retention
 from ranks import run_ranks
 
 SAMPLES, BATCH, EPOCHS = 8, 2, 3  # a last micro-batch that is full: the loader is not exhausted by fetching it
@@ -239,6 +241,13 @@ class Way(NamedTuple):
     limits: dict[str, int] = {"max_epochs": EPOCHS}  # noqa: RUF012
 
 
+class KeepAll(Retention):
+    """Keeps also those of an update that was saved again, at the end of its epoch."""
+
+    def surplus(self, manifests: Sequence[Manifest]) -> list[int]:  # noqa: ARG002
+        return []
+
+
 RARELY = {"every": 10**6}
 MOMENTS = {
     event.name: event
@@ -300,7 +309,8 @@ def checkpoints_of(kind: str, way: Way, accumulation_steps: int, directory: Path
     """Runs until the way ends it, and gives each checkpoint that was written."""
     job = build(kind, accumulation_steps, seed=0)
     evaluator = create_evaluator(job.model, forward)
-    checkpoint = Checkpoint(directory, keep=1000, keep_best=1000, **way.options)
+    checkpoint = Checkpoint(directory, **way.options)
+    checkpoint.saver.retention = KeepAll(last=1, best=1, lower_is_better=True, every=None)
     checkpoint.attach(job.trainer, evaluator=evaluator)
     way.always(job.trainer)
     way.prepare(job.trainer, checkpoint)
