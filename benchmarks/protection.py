@@ -26,7 +26,7 @@ from typer import Option
 from ignite_train import ForwardOutput, Trainer, create_trainer
 from ignite_train.handlers import StateConsistency
 
-MODELS = {"tiny MLP": (16, 32, 1, 32), "5 ms": (512, 512, 3, 96)}  # features, width, hidden layers, samples of a micro-batch
+MODELS = {"tiny MLP": (16, 32, 1, 32), "5 ms": (256, 512, 2, 96)}  # features, width, hidden layers, samples of a micro-batch
 
 
 def forward(model: nn.Module, micro_batch: tuple[Tensor, Tensor]) -> ForwardOutput:
