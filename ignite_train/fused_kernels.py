@@ -68,6 +68,7 @@ class FusedKernels:
         """Why some group does not take its fused step; asked before each step."""
         flags = [group.get("fused") for group in self._optimizer.param_groups]
         if not any(flags):
+            self._unfused = []
             return None
         if self._has_changed(flags):
             self._look(flags)

@@ -154,6 +154,18 @@ def test_a_step_that_fails_leaves_the_options_as_they_were(monkeypatch):
     assert optimizer.param_groups[0]["fused"] is True
 
 
+def test_fused_can_be_switched_off_in_a_run(monkeypatch):
+    """Where the kernel is avoided, `fused=False` that the user sets later stays as it is."""
+    monkeypatch.setattr(fused_kernels, "is_kernel_right", lambda *_, **__: False)
+    model = nn.ParameterDict({"a": torch.ones(3)})
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    trainer = create_trainer(model, optimizer, forward)
+    trainer.run([{"a": torch.ones(3)}])
+    optimizer.param_groups[0]["fused"] = False
+    trainer.run([{"a": torch.ones(3)}], max_epochs=2)
+    assert optimizer.param_groups[0]["fused"] is False
+
+
 # --- what a kernel cannot step ---
 
 
