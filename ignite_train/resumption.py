@@ -105,8 +105,8 @@ def read_agreed(
 ) -> tuple[T, Manifest, Path]:
     """Reads the first of `names` that is whole for every rank. Collective.
 
-    If one is damaged, a warning says what is wrong with it, and the next older one is tried. An error of the disk is not
-    damage: it is raised, and nothing is renamed.
+    If one is damaged, a warning says what is wrong with it, and the next older one is tried. An error of the disk is
+    not damage: it is raised, and nothing is renamed.
 
     Args:
         root: where they are.

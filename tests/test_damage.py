@@ -351,8 +351,9 @@ def test_a_directory_with_damaged_ones_only_does_not_begin_anew(whole, tmp_path)
             start(directory).trainer.run(data(), max_iters=6)
         assert "\n" not in str(caught.value)
     assert re.search(
-        rf"copy has no whole checkpoint and 2 .* such as damaged-{NEW}-[0-9a-f]{{4}}: training does not start from the beginning without "
-        "being told to; repair or replace them, or pass resume='never' once, or move them to another directory",
+        rf"copy has no whole checkpoint and 2 .* such as damaged-{NEW}-[0-9a-f]{{4}}: training does not start from the "
+        "beginning without being told to; repair or replace them, or pass resume='never' once, or move them to another "
+        "directory",
         str(caught.value),
     )
     assert len(names(directory)) == 2
