@@ -173,7 +173,7 @@ class DataPosition:
 
     def _compare(self, saved: Mapping[str, Any], *, in_epoch: bool) -> None:
         """Refuses another loader within an epoch, on all ranks if any of them has one; at its beginning it is mentioned."""
-        if not isinstance(saved.get("description"), Mapping):  # by an earlier version, or the run begins anew
+        if not isinstance(saved.get("description"), Mapping):  # by an earlier version, or nothing is resumed
             return
         jumps = self._seekable is not None and "samples" in saved
         refused, harmless = changes(saved["description"], self._description, jumps=jumps)
@@ -224,7 +224,7 @@ class DataPosition:
         if self._stateful is not None and state is not None and saved["world_size"] == distributed.world_size():
             before = generator_states()
             self._stateful.load_state_dict(state)
-            open_loader(self._loader)  # which goes on in the pass before, so that the next one begins anew
+            open_loader(self._loader)  # which continues the pass before, so that the next one is a new pass
             restore_generators(before)
         if saved.get("world_size", distributed.world_size()) == distributed.world_size():
             self._set_own_generators(saved.get("generators", {}))
