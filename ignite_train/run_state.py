@@ -368,7 +368,7 @@ class RunState:
         self._shared = {name: stored.read(name, like=sharded.like) for name in self._objects.shared}
         self._own = {name: stored.read(name, rank=source, like=sharded.like) for name in own}
         check_generators(self._own["generators"])
-        if self._own["data"].get("opening"):
+        if "numpy" in self._own["data"].get("opening", {}):  # a loader with a state of its own needs none of them
             check_generators(self._own["data"]["opening"])
         prefixes = ("handlers/", "evaluator/", "to_save/")
         known = {*everything.own, *self._objects.shared}

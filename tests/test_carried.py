@@ -30,7 +30,7 @@ from ignite_train import (
 )
 from ignite_train.carried import Carried
 from ignite_train.handlers import Checkpoint
-from ignite_train.run_state import RunState
+from ignite_train.run_state import RunState, StateRules
 from ignite_train.stored import StoredCheckpoint
 from ranks import RanksFailedError, run_ranks
 
@@ -147,8 +147,10 @@ def without_carried(directory: Path) -> tuple[Any, list[str]]:
     trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda model, x: model(x).sum())
     trainer.state.carried["seen"] = 7
     path = max(path for path in directory.iterdir() if path.name.startswith("update-"))
+    rules = StateRules(leave_out=["carried"])
+    rules.begin(trainer, {}, {})
     with StoredCheckpoint(path) as stored:
-        state = RunState(stored, trainer, {}, {}, drop_carried=True)
+        state = RunState(stored, trainer, {}, {}, rules)
         state.restore()
     return dict(trainer.state.carried), state.unused
 
@@ -313,14 +315,14 @@ def test_no_graph_is_carried() -> None:
     class Node:
         pass
 
-    def forward(model: nn.Module, micro_batch: Tensor) -> Tensor:
+    def forward(model: nn.Module, micro_batch: Tensor) -> ForwardOutput:
         alive.append(sum(graph() is not None for graph in graphs))
         loss = model(micro_batch).sum()
         node = Node()
         loss.grad_fn.metadata["node"] = node
         graphs.append(weakref.ref(node))
         trainer.state.carried["loss"] = loss
-        return loss
+        return ForwardOutput(loss, 1)
 
     trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), forward, accumulation_steps=2)
     gc.disable()

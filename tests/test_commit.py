@@ -532,7 +532,7 @@ def swap_at(patch: pytest.MonkeyPatch, moment: int, root: Path, swapped: str) ->
 def test_what_nobody_could_read_is_not_committed(tmp_path, monkeypatch):
     """A manifest or an index that the reader would refuse is refused when it is written: the older ones stay."""
     save(tmp_path, 1)
-    with pytest.raises(CheckpointError, match=r"manifest has .* bytes, more than any should"):
+    with pytest.raises(CheckpointError, match=r"config must be small, got a manifest of \d+ bytes"):
         save(tmp_path, 2, config=Encoder().encode("x" * 17 * 2**20, ("config",)))
     with pytest.raises(CheckpointError, match="counters that cannot be"):
         save(tmp_path, 2, epoch=2**60)
@@ -629,9 +629,10 @@ def test_a_run_whose_saves_all_fail_ends(tmp_path, build, micro_batches, caplog,
     setup = build()
     saver = Checkpoint(tmp_path, every=1, on_error="warn", give_up_after=3, asynchronous=asynchronous)
     saver.attach(setup.trainer)
-    works = iter([True, False, False, True, False, False, False])
+    works = iter([True, False, False, True, False, False, False, False])
 
     def decide() -> None:
+        await_thread(saver)
         saver.saver.disk = QuickDisk() if next(works) else Faulty(0, fault(errno.ENOSPC), lasting=True)
 
     setup.trainer.append_event_handler(Events.ITERATION_STARTED, decide)
@@ -650,11 +651,22 @@ def test_a_run_whose_last_state_is_not_on_the_disk_fails(tmp_path, build, micro_
     saver = Checkpoint(tmp_path, every=2, on_error="warn")
     saver.attach(setup.trainer)
     full = Faulty(0, fault(errno.ENOSPC), lasting=True)
-    setup.trainer.add_event_handler(Events.ITERATION_COMPLETED(once=5), lambda: setattr(saver.saver, "disk", full))
+
+    def fill_up() -> None:
+        await_thread(saver)
+        saver.saver.disk = full
+
+    setup.trainer.add_event_handler(Events.ITERATION_COMPLETED(once=5), fill_up)
     with pytest.raises(CheckpointError, match="the run is over, and its last state is not on the disk"):
         setup.trainer.run(micro_batches, max_epochs=1)
 
     assert newest_update(tmp_path) == 4
+
+
+def await_thread(saver: Checkpoint) -> None:
+    """Returns when the disk may be replaced, because no thread writes to it; a failure of the thread is reported later."""
+    if saver.saver._thread is not None:
+        saver.saver._thread.join()
 
 
 def newest_update(directory: Path) -> int | None:
@@ -760,7 +772,12 @@ def test_a_run_that_warns_says_before_the_first_update_what_cannot_be_written(tm
     setup = build()
     saver = Checkpoint(tmp_path, every=1000, on_error="warn")
     saver.attach(setup.trainer)
-    saver.saver.disk = Faulty(0, fault(errno.EROFS), lasting=True)
+
+    def read_only(name: str) -> None:
+        if name != "names":
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    saver.saver.disk = Faulty(0, read_only, lasting=True)
     seen: list[str] = []
     setup.trainer.add_event_handler(
         Events.ITERATION_STARTED(once=1), lambda: (seen.append(caplog.text), setattr(saver.saver, "disk", QuickDisk()))
@@ -839,8 +856,9 @@ def test_the_last_state_is_written_once(tmp_path, build, micro_batches, options,
     saves = 3 if len(options) == 2 else 2
 
     assert disk.tensors() == ["write rank-00000.bin", *["link rank-00000.bin"] * (saves - 1)]
-    assert names(tmp_path) == [f"update-00000005.{saves - 1}"]
-    checkpoint.verify(tmp_path / f"update-00000005.{saves - 1}")
+    (name,) = names(tmp_path)
+    assert name.startswith("update-00000005")
+    checkpoint.verify(tmp_path / name)
     expected = setup.contents()
     setup, _, disk = _ends(build, tmp_path, micro_batches)
     setup.trainer.run(micro_batches, max_epochs=1)
