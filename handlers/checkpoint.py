@@ -213,7 +213,7 @@ class Checkpoint(Handler, Passenger):
         )
         changed = state.changed
         together(distributed.gather_objects, f"going on from {path}", state.restore)
-        trainer.load_data_position({**trainer.data_position(), "on_changed_data": self.on_changed_data})
+        trainer.load_data_position(trainer.data_position(), on_changed_data=self.on_changed_data)
         self._pending, self._score = state, None if manifest.score is None else (manifest.update, manifest.score)
         self.saver.go_on_from(path)
         if distributed.is_main_rank():

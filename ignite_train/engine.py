@@ -98,6 +98,7 @@ class Trainer(Loop):
         self._update, self._open_groups = update, open_groups
         self._groups: Groups | None = None  # of the pass that is running or ran last
         self._position: Mapping[str, Any] = {}  # in the data, where no pass has been made since it was loaded
+        self._on_changed_data = "raise"
         self._ranks_have_more = True
         self._micro_batches_before = 0  # this update
         self.register_events(*TrainEvents, event_to_attr=EVENT_COUNTERS)
@@ -313,9 +314,14 @@ class Trainer(Loop):
         """
         return self._position if self._groups is None else self._groups.position(self._groups_done())
 
-    def load_data_position(self, position: Mapping[str, Any]) -> None:
-        """Has the next run start there. To be called after `load_state_dict`."""
-        self._groups, self._position = None, position
+    def load_data_position(self, position: Mapping[str, Any], *, on_changed_data: str = "raise") -> None:
+        """Has the next run start there. To be called after `load_state_dict`.
+
+        Args:
+            position: see `data_position`.
+            on_changed_data: what happens in the middle of an epoch if the loader is another one: `"raise"` or `"warn"`.
+        """
+        self._groups, self._position, self._on_changed_data = None, position, on_changed_data
 
     def _groups_done(self) -> int:
         return self._epoch_iteration + (self._iterating and self.settled)
@@ -326,6 +332,7 @@ class Trainer(Loop):
         skip, epoch = self._epoch_iteration, self.state.epoch
         first_update = self.state.iteration + 1 - skip
         position = self.data_position() if skip or self._groups is None else {}
+        position = {**position, "on_changed_data": self._on_changed_data} if position else {}
         groups = self._open_groups(data, epoch=epoch, first_update=first_update, skip=skip, position=position)
         self._groups = groups
         self._ranks_have_more = groups.length is not None or sum(distributed.everyones(groups.more)) > 0

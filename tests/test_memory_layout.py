@@ -25,7 +25,7 @@ from textbook import Textbook, norm_of
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "contiguous": lambda w: w,
     "channels_last": lambda w: w.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2) if w.dim() == 4 else w,
-    "transposed": lambda w: w.permute(*reversed(range(w.dim()))).contiguous().permute(*reversed(range(w.dim()))),
+    "transposed": lambda w: w.permute((*reversed(range(w.dim())),)).contiguous().permute((*reversed(range(w.dim())),)),
     "expanded": lambda w: w[:1].expand(w.shape).clone() if w.dim() > 1 else w,
     "gaps": lambda w: torch.stack([w, torch.full_like(w, 9.0)], dim=-1)[..., 0],
 }

@@ -18,6 +18,9 @@ from torch.optim import SGD, AdamW
 from ignite_train import LearningRateError, NonFiniteError, SparseGradientError, TrainEvents, create_trainer, distributed
 from ranks import run_ranks
 
+# The losses are sums that are taken as they are, because it is the gradients that are of interest.
+pytestmark = pytest.mark.filterwarnings("ignore::ignite_train.LossDeclarationWarning")
+
 
 class Scaled(nn.Module):
     """A weight whose gradient is what it is called with."""
