@@ -238,7 +238,8 @@ class StateRules:
             reason = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
             _logger.warning(
                 f"{name} is left out of the checkpoints, so a resumed run starts without its state: "
-                f"{' '.join(reason.split()):.300}; Checkpoint(..., leave_out=({name.partition('/')[2]!r},)) leaves it out without this warning"
+                f"{' '.join(reason.split()):.300}; Checkpoint(..., leave_out=({name.partition('/')[2]!r},)) leaves it out "
+                "without this warning"
             )
 
     def _note(self, objects: _Objects) -> None:
