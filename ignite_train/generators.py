@@ -147,11 +147,14 @@ def set_generator_state(generator: Generator, state: Any) -> None:
 
 
 def _attributes(value: Any) -> Mapping[str, Any]:
-    """What an object consists of, by name; nothing of one that is too large or has no attributes."""
-    if isinstance(value, (list, tuple, dict)):
+    """What an object consists of, by name; nothing of one that is too large or has no attributes.
+
+    A container of the user's own class is not iterated, because that may read its data; its attributes are looked at instead.
+    """
+    if type(value) in (list, tuple, dict):
         if len(value) > _MAX_ENTRIES:
             return {}
-        return {str(key): entry for key, entry in (value.items() if isinstance(value, dict) else enumerate(value))}
+        return {str(key): entry for key, entry in (value.items() if type(value) is dict else enumerate(value))}
     try:
         return {name: entry for name, entry in vars(value).items() if name != "_iterator"}  # of a DataLoader: the pass
     except TypeError:

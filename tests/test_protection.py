@@ -504,7 +504,7 @@ class Gone:
 def test_a_store_that_is_gone_counts_as_all_others_absent() -> None:
     """The error that led to the vote is the one that is raised."""
     ballot = rank_vote.RankVote()
-    ballot._store, ballot._world_size = Gone(), 3  # type: ignore[assignment]
+    ballot._messages, ballot._world_size = Gone(), 3  # type: ignore[assignment]
     ballot.cast()
     assert ballot.absent() == (1, 2)
 
