@@ -12,16 +12,11 @@ from typing import Any, Literal
 from ignite.engine import Events
 from torch import nn
 
-from ignite_train import distributed
-from ignite_train.arguments import nearest, one_of, positive_int, real_number
-from ignite_train.commit import Contents, together
-from ignite_train.dispatch import Dispatcher, Stateful
-from ignite_train.engine import Trainer
-from ignite_train.evaluator import Evaluator
-from ignite_train.handler import Handler
-from ignite_train.held_state import HeldState
-from ignite_train.manifest import Manifest
-from ignite_train.resumption import (
+from ignite_train.arguments import did_you_mean, one_of, positive_int, real_number
+from ignite_train.checkpoint.directory import Contents, together
+from ignite_train.checkpoint.held_state import HeldState
+from ignite_train.checkpoint.manifest import Manifest
+from ignite_train.checkpoint.resume import (
     checkpoint_to_resume,
     log_how_exact,
     log_resumption,
@@ -29,17 +24,22 @@ from ignite_train.resumption import (
     read_agreed,
     versions,
 )
-from ignite_train.retention import Retention
-from ignite_train.run_state import RunState, StateRules, capture, checked_objects, refuse_odd_optimizers
-from ignite_train.saving import GIVE_UP_AFTER, Saver
-from ignite_train.signals import Passenger
+from ignite_train.checkpoint.retention import Retention
+from ignite_train.checkpoint.run_state import RunState, StateRules, capture, checked_objects, refuse_odd_optimizers
+from ignite_train.checkpoint.writer import GIVE_UP_AFTER, CheckpointWriter
+from ignite_train.evaluator import Evaluator
+from ignite_train.handler import Handler
+from ignite_train.loop.dispatch import Dispatcher, Stateful
+from ignite_train.ranks import collectives
+from ignite_train.ranks.messages import Piggyback
+from ignite_train.trainer import Trainer
 
 __all__ = ["Checkpoint"]
 
 _PATIENCE_SECONDS = 30.0  # for a save in flight, when the run breaks off
 
 
-class Checkpoint(Handler, Passenger):
+class Checkpoint(Handler, Piggyback):
     """Saves all that a run is made of, and brings it back: killed anywhere, a run goes on bitwise as if nothing had happened.
 
     Saved are model, optimizer, loss scaling, counters, the place in the data, metrics, every handler attached to the trainer
@@ -142,7 +142,7 @@ class Checkpoint(Handler, Passenger):
         self.on_changed_data = one_of("on_changed_data", on_changed_data, ("raise", "warn"))
         warns = one_of("on_error", on_error, ("raise", "warn")) == "warn"
         patience = positive_int("give_up_after", give_up_after)
-        self.saver = Saver(self.directory, retention, asynchronous=asynchronous, warns=warns, give_up_after=patience)
+        self.saver = CheckpointWriter(self.directory, retention, asynchronous=asynchronous, warns=warns, give_up_after=patience)
         self.held_seconds = 0.0
         self._trainer: Trainer | None = None
         self._evaluator: Evaluator | None = None
@@ -165,14 +165,14 @@ class Checkpoint(Handler, Passenger):
             trainer: the trainer, with model and optimizer as they will be.
             evaluator: whose metric decides what is `best`, and whose handlers are saved too.
         """
-        if trainer.restorer is not None:
+        if trainer._resume_with is not None:
             raise ValueError("a trainer must have one Checkpoint at most, got a second; give the first more cadences")
         if self.best is not None and evaluator is None:
             raise ValueError(f"best={self.best!r} needs an evaluator; pass attach(trainer, evaluator=...)")
         refuse_odd_optimizers(trainer, self.to_save)
-        trainer.restorer, self._trainer, self._evaluator = self, trainer, evaluator
+        trainer._resume_with, self._trainer, self._evaluator = self, trainer, evaluator
         if self.every_seconds is not None:
-            trainer.passengers.append(self)
+            trainer.piggybacks.append(self)
         if evaluator is not None and self.best is not None:
             evaluator.append_event_handler(Events.COMPLETED, self._note_score)
         trainer.prepend_event_handler(Events.STARTED, self._start)
@@ -184,7 +184,7 @@ class Checkpoint(Handler, Passenger):
         for event in (Events.TERMINATE, Events.INTERRUPT, Events.COMPLETED):
             trainer.append_event_handler(event, self._at_end)
         trainer.add_event_handler(Events.EXCEPTION_RAISED, self._abandon)
-        trainer.when_over.append(self._stop)
+        trainer.on_exit.append(self._stop)
 
     def holding(self) -> AbstractContextManager[None]:
         """See `Restorer`: during a run no other one may write to the directory. Collective."""
@@ -212,27 +212,27 @@ class Checkpoint(Handler, Passenger):
             root, names, disk, lambda stored: RunState(stored, trainer, self.to_save, self._evaluator_handlers(), self._rules)
         )
         changed = state.changed
-        together(distributed.gather_objects, f"going on from {path}", state.restore)
+        together(collectives.gather_objects, f"going on from {path}", state.restore)
         trainer.load_data_position(trainer.data_position(), on_changed_data=self.on_changed_data)
         self._pending, self._score = state, None if manifest.score is None else (manifest.update, manifest.score)
         self.saver.go_on_from(path)
-        if distributed.is_main_rank():
-            config = plain_config(self.config, trainer.settings)
+        if collectives.is_main_rank():
+            config = plain_config(self.config, trainer._description)
             log_resumption(path, manifest, config, changed=changed, fresh=state.fresh, unused=state.unused)
 
     def _start(self, trainer: Trainer) -> None:
         """Before all other handlers of STARTED: what needs all ranks, what is known of the scores, what will not be exact."""
         self._running = True
         self.saver.prepare()
-        if distributed.is_main_rank() and not self._has_warned:
+        if collectives.is_main_rank() and not self._has_warned:
             log_how_exact(trainer.state.dataloader)
         self._has_warned = True
         self._clock, self._due = time.monotonic(), False
         if self.best is not None:
-            self._best = together(distributed.gather_objects, "looking for the best checkpoint", self._best_on_disk)[0]
+            self._best = together(collectives.gather_objects, "looking for the best checkpoint", self._best_on_disk)[0]
 
     def _best_on_disk(self) -> float | None:
-        found = self.saver.directory.scan()[0] if distributed.is_main_rank() else []
+        found = self.saver.directory.scan()[0] if collectives.is_main_rank() else []
         return self.saver.retention.best_of([manifest for _, manifest in found])
 
     def _put_back(self, trainer: Trainer) -> None:
@@ -252,19 +252,19 @@ class Checkpoint(Handler, Passenger):
 
     # --- saving -----------------------------------------------------------------------------------------------------------
 
-    def words(self) -> Sequence[float]:
-        """See `Passenger`: whether it is time, by the clock of rank 0."""
+    def payload(self) -> Sequence[float]:
+        """See `Piggyback`: whether it is time, by the clock of rank 0."""
         late = self.every_seconds is not None and time.monotonic() - self._clock >= self.every_seconds
-        return [float(late and distributed.is_main_rank())]
+        return [float(late and collectives.is_main_rank())]
 
-    def arrived(self, sums: list[float]) -> None:
-        """See `Passenger`."""
+    def on_reduced(self, sums: list[float]) -> None:
+        """See `Piggyback`."""
         self._due = self._due or sums[0] > 0
 
     def _note_score(self, evaluator: Evaluator) -> None:
         metrics = evaluator.state.metrics
         if self.best not in metrics:
-            hint = nearest(self.best, metrics)
+            hint = did_you_mean(self.best, metrics)
             raise ValueError(f"best must be one of the evaluator's metrics {sorted(metrics)}, got {self.best!r}{hint}")
         score = float(metrics[self.best])
         self._score = (self._attached().state.iteration, score)
@@ -318,9 +318,9 @@ class Checkpoint(Handler, Passenger):
                 update=state.iteration,
                 epoch=state.epoch,
                 serial=0,
-                world_size=distributed.world_size(),
+                world_size=collectives.world_size(),
                 score=None if score is None or not math.isfinite(score) else score,
-                config=plain_config(self.config, trainer.settings),
+                config=plain_config(self.config, trainer._description),
                 versions=versions(),
                 files={},
             ),
@@ -333,8 +333,10 @@ class Checkpoint(Handler, Passenger):
         """What this rank writes; warns of what no checkpoint will hold."""
         trainer = self._attached()
         contents = capture(trainer, self.to_save, self._evaluator_handlers(), self._rules)
-        if distributed.is_main_rank() and contents.failure is None:
-            modules = [entry for entry in (*trainer.parts.values(), *self.to_save.values()) if isinstance(entry, nn.Module)]
+        if collectives.is_main_rank() and contents.failure is None:
+            modules = [
+                entry for entry in (*trainer._stateful_parts.values(), *self.to_save.values()) if isinstance(entry, nn.Module)
+            ]
             saved = [piece.data for piece in contents.pieces.values()]
             self._held.warn(self._engines(), saved, modules, self._rules.leave_out)
         return contents

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from ignite.engine import Events, RemovableEventHandle
 
-from ignite_train.engine import Trainer
 from ignite_train.events import Event
 from ignite_train.handler import Handler
+from ignite_train.trainer import Trainer
 
 __all__ = ["EmptyCache"]
 

@@ -8,12 +8,12 @@ import time
 
 from ignite.engine import Events
 
-from ignite_train import distributed
-from ignite_train.engine import Trainer
 from ignite_train.errors import TrainingError
 from ignite_train.events import TrainEvents
 from ignite_train.handler import Handler
-from ignite_train.messages import Messages
+from ignite_train.ranks import collectives
+from ignite_train.ranks.sealed_messages import SealedMessages
+from ignite_train.trainer import Trainer
 
 __all__ = ["FailureBoard", "PeerFailureError"]
 
@@ -79,9 +79,9 @@ class FailureBoard(Handler):
     launcher that sends SIGTERM to the others at once, as `idist.Parallel` and torchrun do, leaves no time for that and names
     the rank itself; with `StopOnSignal` attached both happens.
 
-    What the ranks write carries a code that only they can make, see `ignite_train.messages`. An error raised before STARTED,
-    such as a wrong argument on one rank alone, is not seen. Tried with gloo over a file, over TCP and under torchrun; not with
-    NCCL.
+    What the ranks write carries a code that only they can make, see `ignite_train.ranks.sealed_messages`. An error raised
+    before STARTED, such as a wrong argument on one rank alone, is not seen. Tried with gloo over a file, over TCP and under
+    torchrun; not with NCCL.
 
     Example:
         >>> from ignite_train.handlers import FailureBoard
@@ -101,7 +101,7 @@ class FailureBoard(Handler):
         """
         trainer.replace_default(self)
         trainer.prepend_event_handler(Events.STARTED, self._start)
-        trainer.when_over.append(self._finish)
+        trainer.on_exit.append(self._finish)
         trainer.prepend_event_handler(Events.EXCEPTION_RAISED, self._fail)
 
     def detach(self, trainer: Trainer) -> None:
@@ -109,7 +109,7 @@ class FailureBoard(Handler):
         trainer.remove_event_handler(self._start, Events.STARTED)
 
     def _start(self, trainer: Trainer) -> None:
-        messages = Messages.start()
+        messages = SealedMessages.start()
         if messages is not None:
             self._watch = _Watch(trainer, messages)
             self._watch.start()
@@ -152,11 +152,11 @@ class _Watch(threading.Thread):
         gone: which ranks are gone, as a sentence without its full stop; empty if all are there.
     """
 
-    def __init__(self, trainer: Trainer, messages: Messages) -> None:
+    def __init__(self, trainer: Trainer, messages: SealedMessages) -> None:
         super().__init__(name="FailureBoard", daemon=True)
         self._trainer, self._messages = trainer, messages
-        self._rank = distributed.rank()
-        self._others = [rank for rank in range(distributed.world_size()) if rank != self._rank]
+        self._rank = collectives.rank()
+        self._others = [rank for rank in range(collectives.world_size()) if rank != self._rank]
         self._over = threading.Event()
         self._error: str | None = None  # of this rank
         self._cause: PeerFailureError | None = None
@@ -183,7 +183,7 @@ class _Watch(threading.Thread):
     def run(self) -> None:
         """Watches, and writes this rank's own failure."""
         try:
-            self._messages.write(f"process of {self._rank}", distributed.own_process())
+            self._messages.write(f"process of {self._rank}", collectives.own_process())
             while not self._over.wait(_POLL_SECONDS):
                 if self._messages.has("first" if self._host_ended else "news") and self._read():
                     self._insist()
@@ -235,7 +235,7 @@ class _Watch(threading.Thread):
         self._call_roll()
         if not self._over.wait(deadline - time.monotonic()):
             _logger.error(f"rank {self._rank} ends here: it would wait for ever for the rank that failed")
-            distributed.end_process(1)
+            collectives.end_process(1)
 
     # --- which ranks are there ---
 
@@ -257,7 +257,7 @@ class _Watch(threading.Thread):
     def _dead(self, ranks: list[int]) -> set[int]:
         """Those of these ranks whose processes are known to have ended."""
         processes = self._messages.read_all(f"process of {rank}" for rank in ranks)
-        return {rank for rank in ranks if distributed.has_ended(processes.get(f"process of {rank}", []))}
+        return {rank for rank in ranks if collectives.has_ended(processes.get(f"process of {rank}", []))}
 
     def _call_roll(self) -> None:
         """Waits for the answers of all ranks to the first failure, and says which are gone."""

@@ -12,13 +12,13 @@ import torch
 from ignite.engine import Events, RemovableEventHandle
 from torch import Tensor
 
-from ignite_train import distributed
 from ignite_train.arguments import real_number
-from ignite_train.engine import Trainer
 from ignite_train.errors import TrainingError
 from ignite_train.events import Event, TrainEvents
 from ignite_train.handler import Handler
-from ignite_train.signals import Passenger
+from ignite_train.ranks import collectives
+from ignite_train.ranks.messages import Piggyback
+from ignite_train.trainer import Trainer
 
 __all__ = ["GradNormConsistency", "GradNormMismatchError"]
 
@@ -74,7 +74,7 @@ class GradNormMismatchError(TrainingError, RuntimeError):
         return partial(type(self), all_differ=self.all_differ), (self.update, self.norms, self.parameters)
 
 
-class GradNormConsistency(Handler, Passenger):
+class GradNormConsistency(Handler, Piggyback):
     """Compares the gradient norms of all ranks and raises `GradNormMismatchError` on each of them when they differ.
 
     After the reduction all ranks must hold the same gradient, so different norms mean that it is broken: a parameter outside
@@ -108,9 +108,9 @@ class GradNormConsistency(Handler, Passenger):
     def attach(self, trainer: Trainer, event: Event = Events.ITERATION_COMPLETED) -> RemovableEventHandle:
         """Compares the norm of each update in which `event` fires, which must be the same updates on all ranks."""
         trainer.replace_default(self)
-        self._trainer, self.num_words = trainer, distributed.world_size()
-        if self.num_words > 1 and self not in trainer.passengers:
-            trainer.passengers.append(self)
+        self._trainer, self.payload_size = trainer, collectives.world_size()
+        if self.payload_size > 1 and self not in trainer.piggybacks:
+            trainer.piggybacks.append(self)
             trainer.prepend_event_handler(Events.COMPLETED, self.settle)
         self._handle = trainer.prepend_event_handler(event, self)
         return self._handle
@@ -118,9 +118,9 @@ class GradNormConsistency(Handler, Passenger):
     def detach(self, trainer: Trainer) -> None:
         """Compares no norm of later updates. All ranks call it alike."""
         self._handle.remove()
-        if self in trainer.passengers:
+        if self in trainer.piggybacks:
             # A new list: an update that is under way still needs the one from which it has sent the words.
-            trainer.passengers = [passenger for passenger in trainer.passengers if passenger is not self]
+            trainer.piggybacks = [piggyback for piggyback in trainer.piggybacks if piggyback is not self]
             trainer.remove_event_handler(self.settle, Events.COMPLETED)
 
     def __call__(self, trainer: Trainer) -> None:
@@ -128,21 +128,21 @@ class GradNormConsistency(Handler, Passenger):
         if trainer.state.output is not None:
             self._due = trainer.state.iteration, trainer.state.output.grad_norm
 
-    def words(self) -> Sequence[float]:
+    def payload(self) -> Sequence[float]:
         """One for each rank: the norm in this rank's place."""
         if self._due is not None:
             self._sent, self._due = self._due, None
-        words = [0.0] * self.num_words
-        words[distributed.rank()] = _NO_CHECK if self._sent is None else self._sent[1]
+        words = [0.0] * self.payload_size
+        words[collectives.rank()] = _NO_CHECK if self._sent is None else self._sent[1]
         return words
 
-    def objects(self, sums: Tensor) -> Tensor:
-        """See `Passenger`: whether the norms differ."""
+    def vetoes(self, sums: Tensor) -> Tensor:
+        """See `Piggyback`: whether the norms differ."""
         finite, first = sums.isfinite(), sums[0]
         near = (sums - first).abs().max() / (first.abs() + 1e-6) < self.tolerance
         return ~(finite.all() & near | ~finite.any())
 
-    def arrived(self, sums: list[float]) -> None:
+    def on_reduced(self, sums: list[float]) -> None:
         """Compares the norms; if they differ, raises in GRADIENTS_READY, where gradients can be looked at.
 
         Raises:
@@ -184,12 +184,12 @@ class GradNormConsistency(Handler, Passenger):
             GradNormMismatchError: the norms differ.
             ValueError: some ranks have a norm to compare and others have not.
         """
-        if (mismatch := self._compare(distributed.total(self.words()))) is not None:
+        if (mismatch := self._compare(collectives.total(self.payload()))) is not None:
             raise GradNormMismatchError(*mismatch, ())
 
     def _differing(self, gradients: dict[str, Tensor]) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """The names of those whose norms differ, or that some rank has no gradient for, and the other names. Collective."""
-        ranks: list[dict[str, float]] = distributed.gather_objects({name: _norm(g) for name, g in gradients.items()})
+        ranks: list[dict[str, float]] = collectives.gather_objects({name: _norm(g) for name, g in gradients.items()})
         names = dict.fromkeys(name for norms in ranks for name in norms)
         missing = {name for name in names if any(name not in norms for norms in ranks)}
         differs = {name: name in missing or not _agree([norms[name] for norms in ranks], self.tolerance) for name in names}

@@ -14,12 +14,12 @@ from typing import NamedTuple
 
 from ignite.engine import Events
 
-from ignite_train import distributed
 from ignite_train.arguments import real_number
-from ignite_train.engine import Trainer
 from ignite_train.evaluator import Evaluator
 from ignite_train.handler import Handler
-from ignite_train.messages import Messages
+from ignite_train.ranks import collectives
+from ignite_train.ranks.sealed_messages import SealedMessages
+from ignite_train.trainer import Trainer
 
 __all__ = ["HangWatch"]
 
@@ -30,9 +30,9 @@ _PATIENCE_SECONDS = 2.0  # for a store that does not answer, when the run is ove
 _WAITING_PLACES = (
     "torch/distributed/",
     "torch/autograd/graph.py",
-    "ignite_train/reading.py",
-    "ignite_train/statistics.py",
-    "ignite_train/explicit_reduction.py",
+    "ignite_train/device/to_host.py",
+    "ignite_train/ranks/statistics.py",
+    "ignite_train/ranks/replicas.py",
 )
 
 
@@ -102,14 +102,14 @@ class HangWatch(Handler):
         self._evaluator = evaluator
         trainer.replace_default(self)
         trainer.prepend_event_handler(Events.STARTED, self._start)
-        trainer.when_over.append(self._finish)
+        trainer.on_exit.append(self._finish)
 
     def detach(self, trainer: Trainer) -> None:
         """Watches no later run of `trainer`; one that is running is watched until it is over."""
         trainer.remove_event_handler(self._start, Events.STARTED)
 
     def _start(self, trainer: Trainer) -> None:
-        alone = distributed.world_size() == 1
+        alone = collectives.world_size() == 1
         standstill = self.timeout_seconds if alone else self.standstill_seconds
         self._watch = _Watch(trainer, self._evaluator, self.timeout_seconds, self.first_timeout_seconds, standstill)
 
@@ -170,7 +170,7 @@ class _Watch:
         self._trainer, self._evaluator, self._standstill = trainer, evaluator, standstill
         self._timeout, self._first_timeout = timeout, first_timeout
         self._main, self._first_update = threading.get_ident(), trainer.state.iteration + 1
-        self._rank, world_size = distributed.rank(), distributed.world_size()
+        self._rank, world_size = collectives.rank(), collectives.world_size()
         self._interval = min(self._timeout / 8, max(1.0, world_size / 64))  # every rank reads what every other wrote
         self._over = threading.Event()
         self._clock = self._answered = self._moved = 0.0
@@ -178,7 +178,7 @@ class _Watch:
         self._arrived = [0.0] * world_size  # where each rank stands
         self._reports: list[_Report | None] = [None] * world_size
         self._verdict = ""
-        self._messages = Messages.start()
+        self._messages = SealedMessages.start()
         self._threads = [threading.Thread(target=work, name="HangWatch", daemon=True) for work in (self._talk, self._judge)]
         for thread in self._threads:
             thread.start()
@@ -214,8 +214,8 @@ class _Watch:
             waits = any(place in Path(code.co_filename).as_posix() for place in _WAITING_PLACES)
             where = f"{code.co_name} ({Path(code.co_filename).name}:{frame.f_lineno})"
         evaluated = 0 if evaluator is None else evaluator.state.iteration
-        begun = distributed.collectives_begun()
-        return _Report(beat, state.iteration, state.micro_batch, evaluated, begun, waits, where, over)
+        begun = collectives.collectives_begun()
+        return _Report(beat, state.iteration, state.num_micro_batches, evaluated, begun, waits, where, over)
 
     def _exchange(self) -> None:
         messages = self._messages
@@ -307,7 +307,7 @@ class _Watch:
         _logger.error(f"training hangs: {self._verdict}. The stacks of rank {self._rank} follow; then it ends.")
         faulthandler.dump_traceback(_STDERR, all_threads=True)
         time.sleep(3 * self._interval)
-        distributed.end_process(1)
+        collectives.end_process(1)
 
 
 def _ranks(ranks: list[int]) -> str:

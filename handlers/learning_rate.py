@@ -17,11 +17,11 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
 )
 
-from ignite_train import distributed
-from ignite_train.engine import Trainer
 from ignite_train.events import Event, TrainEvents
 from ignite_train.handler import Handler
-from ignite_train.learning_rates import are_of
+from ignite_train.model.learning_rates import are_of
+from ignite_train.ranks import collectives
+from ignite_train.trainer import Trainer
 
 __all__ = ["LearningRateSchedule"]
 
@@ -73,7 +73,7 @@ class LearningRateSchedule(Handler):
         Raises:
             ValueError: the schedule sets the learning rates of another optimizer than that of `trainer`.
         """
-        if not are_of(trainer.parts, self.scheduler.optimizer):
+        if not are_of(trainer._stateful_parts, self.scheduler.optimizer):
             raise ValueError(
                 f"scheduler must be of the trainer's optimizer, got a {type(self.scheduler).__name__} of another "
                 f"{type(self.scheduler.optimizer).__name__}; build it with the optimizer that create_trainer was given"
@@ -96,7 +96,7 @@ class LearningRateSchedule(Handler):
     def _warn_of_the_end(self, trainer: Trainer) -> None:
         """Says what the schedule does beyond its end, if that is where a run starts that was to end there."""
         state = trainer.state
-        for scheduler in _parts(self.scheduler) if state.iteration > 0 and distributed.is_main_rank() else ():
+        for scheduler in _parts(self.scheduler) if state.iteration > 0 and collectives.is_main_rank() else ():
             name, consequence = _LENGTHS.get(type(scheduler), ("", ""))
             length = vars(scheduler).get(name)
             if length is not None and length - state.num_skipped <= scheduler.last_epoch <= length:

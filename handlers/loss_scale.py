@@ -6,9 +6,9 @@ import logging
 
 from ignite.engine import Events, RemovableEventHandle
 
-from ignite_train.engine import Trainer
 from ignite_train.events import Event
 from ignite_train.handler import Handler
+from ignite_train.trainer import Trainer
 
 __all__ = ["LossScaleLogger"]
 

@@ -8,11 +8,11 @@ from typing import Any
 from ignite.engine import Events, RemovableEventHandle
 from torch.optim import Optimizer
 
-from ignite_train.arguments import real_number, shown
-from ignite_train.engine import Trainer
+from ignite_train.arguments import describe, real_number
 from ignite_train.events import Event
 from ignite_train.handler import Handler
-from ignite_train.learning_rates import are_of
+from ignite_train.model.learning_rates import are_of
+from ignite_train.trainer import Trainer
 
 __all__ = ["MinLearningRate"]
 
@@ -35,7 +35,7 @@ class MinLearningRate(Handler):
 
     def __init__(self, optimizer: Optimizer, *, minimum: float) -> None:
         if not isinstance(optimizer, Optimizer):
-            raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {shown(optimizer)}")
+            raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {describe(optimizer)}")
         self.optimizer = optimizer
         self.minimum = real_number("minimum", minimum, at_least=0)
         self._was_above = False
@@ -46,7 +46,7 @@ class MinLearningRate(Handler):
         Raises:
             ValueError: it watches another optimizer than that of `trainer`.
         """
-        if not are_of(trainer.parts, self.optimizer):
+        if not are_of(trainer._stateful_parts, self.optimizer):
             raise ValueError(
                 f"optimizer must be the trainer's, got another {type(self.optimizer).__name__}; pass the one that "
                 "create_trainer was given"

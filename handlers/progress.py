@@ -9,11 +9,11 @@ from typing import Any
 from ignite.engine import Events, RemovableEventHandle
 from tqdm.auto import tqdm
 
-from ignite_train import distributed
-from ignite_train.engine import Trainer
 from ignite_train.evaluator import Evaluator
 from ignite_train.events import Event
 from ignite_train.handler import Handler
+from ignite_train.ranks import collectives
+from ignite_train.trainer import Trainer
 
 __all__ = ["ProgressLog"]
 
@@ -43,7 +43,7 @@ class ProgressLog(Handler):
         self, trainer: Trainer, event: Event = Events.ITERATION_COMPLETED(every=50), *, evaluator: Evaluator | None = None
     ) -> RemovableEventHandle | None:
         """Prints at `event`, and the metrics of `evaluator` when it has run."""
-        if not distributed.is_main_rank():
+        if not collectives.is_main_rank():
             return None
         trainer.add_event_handler(Events.STARTED, self._open)
         trainer.add_event_handler(Events.ITERATION_COMPLETED, self._advance)

@@ -18,13 +18,13 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ignite_train import distributed
-from ignite_train.arguments import nearest
-from ignite_train.engine import Trainer
+from ignite_train.arguments import did_you_mean
 from ignite_train.errors import TrainingError
 from ignite_train.events import Event
 from ignite_train.handler import Handler
-from ignite_train.signals import Passenger
+from ignite_train.ranks import collectives
+from ignite_train.ranks.messages import Piggyback
+from ignite_train.trainer import Trainer
 
 __all__ = ["StateConsistency", "StateMismatchError", "tensor_digests"]
 
@@ -82,7 +82,7 @@ class _Schedule(Protocol):
     def state_dict(self) -> Mapping[str, Any]: ...
 
 
-class StateConsistency(Handler, Passenger):
+class StateConsistency(Handler, Piggyback):
     """Compares, bit by bit, what all ranks must hold alike, and raises `StateMismatchError` on each of them if they do not.
 
     That is: parameters, buffers, the optimizer's state and settings, the schedule, the loss scale and the counters
@@ -137,9 +137,9 @@ class StateConsistency(Handler, Passenger):
         buffers = dict(self.model.named_buffers())
         for name in own_buffers:
             if name not in buffers:
-                raise ValueError(f"own_buffers must be names of buffers of model, got {name!r}{nearest(name, buffers)}")
+                raise ValueError(f"own_buffers must be names of buffers of model, got {name!r}{did_you_mean(name, buffers)}")
         self.own_buffers = frozenset(own_buffers)
-        self.num_words = 2 * _WORDS + 1
+        self.payload_size = 2 * _WORDS + 1
         self._trainer: Trainer
         self._handle: RemovableEventHandle
         self._due: _Check | None = None  # not yet sent
@@ -149,8 +149,8 @@ class StateConsistency(Handler, Passenger):
         """Takes the digest at `event`, which must fire in the same updates on all ranks, before other handlers there."""
         trainer.replace_default(self)
         self._trainer = trainer
-        if distributed.world_size() > 1 and self not in trainer.passengers:
-            trainer.passengers.append(self)
+        if collectives.world_size() > 1 and self not in trainer.piggybacks:
+            trainer.piggybacks.append(self)
             trainer.prepend_event_handler(Events.COMPLETED, self.settle)
         self._handle = trainer.prepend_event_handler(event, self)
         return self._handle
@@ -158,17 +158,17 @@ class StateConsistency(Handler, Passenger):
     def detach(self, trainer: Trainer) -> None:
         """Takes no digest of later updates. All ranks call it alike."""
         self._handle.remove()
-        if self in trainer.passengers:
+        if self in trainer.piggybacks:
             # A new list: an update that is under way still needs the one from which it has sent the words.
-            trainer.passengers = [passenger for passenger in trainer.passengers if passenger is not self]
+            trainer.piggybacks = [piggyback for piggyback in trainer.piggybacks if piggyback is not self]
             trainer.remove_event_handler(self.settle, Events.COMPLETED)
 
     def __call__(self, trainer: Trainer) -> None:
         """Takes the digest. Synchronises with the device."""
-        if distributed.world_size() > 1:
+        if collectives.world_size() > 1:
             self._due = self._check(trainer)
 
-    def words(self) -> Sequence[float]:
+    def payload(self) -> Sequence[float]:
         """Each 16 bits of the digest and their square, and a 1 for having one; all zero where no check is due.
 
         W equal words w sum to W·w and their squares to W·w², and (Σw)² = W·Σw² for no others. Float64 adds both exactly.
@@ -176,18 +176,18 @@ class StateConsistency(Handler, Passenger):
         if self._due is not None:
             self._sent, self._due = self._due, None
         if self._sent is None:
-            return [0.0] * self.num_words
+            return [0.0] * self.payload_size
         digest = self._sent.digest
         words = [float(digest >> 16 * place & 0xFFFF) for place in range(_WORDS)]
         return [*words, *(word * word for word in words), 1.0]
 
-    def objects(self, sums: Tensor) -> Tensor:
-        """See `Passenger`: whether the digests differ, or some rank has none."""
+    def vetoes(self, sums: Tensor) -> Tensor:
+        """See `Piggyback`: whether the digests differ, or some rank has none."""
         words, squares, present = sums[:_WORDS], sums[_WORDS:-1], sums[-1]
-        world_size = distributed.world_size()
+        world_size = collectives.world_size()
         return (words * words != world_size * squares).any() | ((present != 0) & (present != world_size))
 
-    def arrived(self, sums: list[float]) -> None:
+    def on_reduced(self, sums: list[float]) -> None:
         """Compares.
 
         Raises:
@@ -195,7 +195,7 @@ class StateConsistency(Handler, Passenger):
             ValueError: the states agree, and yet some rank had no digest.
         """
         sent, self._sent = self._sent, None
-        present, world_size = round(sums[-1]), distributed.world_size()
+        present, world_size = round(sums[-1]), collectives.world_size()
         if present < world_size:
             if present:
                 self._compare(self._check(self._trainer))
@@ -216,11 +216,11 @@ class StateConsistency(Handler, Passenger):
             StateMismatchError: the digests differ, or some rank has none because its counters differ.
             ValueError: the states agree, and yet some rank had no digest.
         """
-        self.arrived(distributed.total(self.words()))
+        self.on_reduced(collectives.total(self.payload()))
 
     def _compare(self, check: _Check) -> None:
         """Exchanges all digests and raises if any differ. Collective."""
-        checks: list[_Check] = distributed.gather_objects(check)
+        checks: list[_Check] = collectives.gather_objects(check)
         names = dict.fromkeys(name for one in checks for name in one.digests)
         differing = tuple(name for name in names if len({one.digests.get(name) for one in checks}) > 1)
         if differing:

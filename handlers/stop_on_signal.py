@@ -17,10 +17,10 @@ from typing import Any, NoReturn
 
 from ignite.engine import Events
 
-from ignite_train import distributed
 from ignite_train.arguments import real_number
-from ignite_train.engine import Trainer
 from ignite_train.handler import Handler
+from ignite_train.ranks import collectives
+from ignite_train.trainer import Trainer
 
 __all__ = ["StopOnSignal"]
 
@@ -69,8 +69,8 @@ class StopOnSignal(Handler):
     """
 
     def __init__(self, signals: Iterable[signal.Signals] = _SIGNALS, *, grace_seconds: float = 25.0) -> None:
-        self.signals = tuple(signal.Signals(number) for number in signals)
-        for number in self.signals:
+        self._requests = tuple(signal.Signals(number) for number in signals)
+        for number in self._requests:
             if number.name in ("SIGKILL", "SIGSTOP"):
                 raise ValueError(f"signals must be such as a process can handle, got {number.name}; leave it out")
         self.grace_seconds = real_number("grace_seconds", grace_seconds, above=0)
@@ -81,7 +81,7 @@ class StopOnSignal(Handler):
     def attach(self, trainer: Trainer) -> None:
         """Listens during each run of `trainer`, from STARTED until the last handler of COMPLETED."""
         trainer.prepend_event_handler(Events.STARTED, self._start)
-        trainer.when_over.append(self._finish)
+        trainer.on_exit.append(self._finish)
 
     def _start(self, trainer: Trainer) -> None:
         if threading.current_thread() is not threading.main_thread():
@@ -92,12 +92,12 @@ class StopOnSignal(Handler):
         def receive(number: int, _frame: FrameType | None) -> None:
             """No lock, no log, no collective. `terminate` logs in a single process, so that it is not for a signal handler."""
             self.received = self.received or signal.Signals(number)
-            trainer.signals.stop = True
+            trainer._requests.stop = True
 
         self.received = None
-        self._watch = _Watch(trainer, self.signals, self.grace_seconds)
+        self._watch = _Watch(trainer, self._requests, self.grace_seconds)
         _listening.append(self)
-        for number in self.signals:
+        for number in self._requests:
             if signal.getsignal(number) is None:
                 _logger.warning(f"{number.name} has a handler that is not Python's, and keeps it: the run will not end by it")
             else:
@@ -164,7 +164,7 @@ class _Watch(threading.Thread):
             _logger.warning(f"{number.name}: the run ends after this update or the next, on all ranks; {grace}")
         elif now - self._first[0] >= _SAME_REQUEST_SECONDS:
             _logger.error(f"{number.name} again: {self._place()} ends at once")
-            distributed.end_process(128 + number)
+            collectives.end_process(128 + number)
 
     def _give_up(self) -> NoReturn:
         assert self._first is not None  # noqa: S101  # there is no timeout before
@@ -172,10 +172,10 @@ class _Watch(threading.Thread):
         late = f"the run has not ended within grace_seconds={self._grace_seconds:g}"
         _logger.error(f"{number.name}: {late}; {self._place()} ends, and its stacks follow")
         faulthandler.dump_traceback(_STDERR, all_threads=True)
-        distributed.end_process(128 + number)
+        collectives.end_process(128 + number)
 
     def _place(self) -> str:
-        return f"rank {distributed.rank()}, at update {self._trainer.state.iteration},"
+        return f"rank {collectives.rank()}, at update {self._trainer.state.iteration},"
 
 
 _listening: list[StopOnSignal] = []

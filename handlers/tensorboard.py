@@ -11,12 +11,12 @@ from typing import Any
 from ignite.engine import Events, RemovableEventHandle
 from ignite.handlers import TensorboardLogger
 
-from ignite_train import distributed
-from ignite_train.arguments import shown
-from ignite_train.engine import Trainer
+from ignite_train.arguments import describe
 from ignite_train.evaluator import Evaluator
 from ignite_train.events import Event
 from ignite_train.handler import Handler
+from ignite_train.ranks import collectives
+from ignite_train.trainer import Trainer
 
 __all__ = ["TensorBoard"]
 
@@ -46,7 +46,7 @@ class TensorBoard(Handler):
 
     def __init__(self, log_dir: str | Path) -> None:
         if not isinstance(log_dir, (str, Path)):
-            raise TypeError(f"log_dir must be a path of a directory, got {shown(log_dir)}")
+            raise TypeError(f"log_dir must be a path of a directory, got {describe(log_dir)}")
         self.log_dir = Path(log_dir)
         self._logger: Any = None  # made when there is something to write
         self._begin: int | None = None  # the update after which this process took over
@@ -64,7 +64,7 @@ class TensorBoard(Handler):
         tag: str = "validation",
     ) -> RemovableEventHandle | None:
         """Writes at `event` and, as `tag/...`, what `evaluator` finds when it has run."""
-        if not distributed.is_main_rank():
+        if not collectives.is_main_rank():
             return None
         if evaluator is not None:
             evaluator.add_event_handler(Events.COMPLETED, self._write_evaluation, trainer, tag)

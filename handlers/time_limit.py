@@ -9,9 +9,9 @@ from typing import Any
 from ignite.engine import Events, RemovableEventHandle
 
 from ignite_train.arguments import real_number
-from ignite_train.engine import Trainer
 from ignite_train.events import Event
 from ignite_train.handler import Handler
+from ignite_train.trainer import Trainer
 
 __all__ = ["TimeLimit"]
 

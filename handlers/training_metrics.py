@@ -9,9 +9,9 @@ from typing import Any
 from ignite.engine import Events, RemovableEventHandle
 
 from ignite_train.arguments import check_state_dict
-from ignite_train.engine import Trainer
 from ignite_train.events import Event, TrainEvents
 from ignite_train.handler import Handler
+from ignite_train.trainer import Trainer
 
 __all__ = ["TrainingMetrics"]
 

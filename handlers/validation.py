@@ -9,11 +9,11 @@ from typing import Any, Literal
 
 from ignite.engine import Events, RemovableEventHandle
 
-from ignite_train.arguments import nearest, one_of
-from ignite_train.engine import Trainer
+from ignite_train.arguments import did_you_mean, one_of
 from ignite_train.evaluator import Evaluator
 from ignite_train.events import Event
 from ignite_train.handler import Handler
+from ignite_train.trainer import Trainer
 
 __all__ = ["Validation"]
 
@@ -78,7 +78,7 @@ class Validation(Handler):
             return
         metrics = self.evaluator.run(self.loader).metrics
         if self.score not in metrics:
-            hint = nearest(self.score, metrics)
+            hint = did_you_mean(self.score, metrics)
             raise ValueError(f"score must be one of the evaluator's metrics {sorted(metrics)}, got {self.score!r}{hint}")
         score = metrics[self.score]
         if math.isnan(score):

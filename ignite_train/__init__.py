@@ -1,7 +1,9 @@
 """An exact, event-driven training loop on PyTorch-Ignite."""
 
-from ignite_train.counting import Counted, Traffic, count_traffic
-from ignite_train.engine import Trainer
+from ignite_train.create import create_supervised_trainer, create_trainer
+from ignite_train.data.grouping import AccumulationSteps
+from ignite_train.data.resumable_loader import ResumableLoader
+from ignite_train.data.samplers import ShardedSampler
 from ignite_train.errors import (
     CheckpointError,
     DamagedCheckpointError,
@@ -18,9 +20,13 @@ from ignite_train.errors import (
 )
 from ignite_train.evaluator import Evaluator, create_evaluator
 from ignite_train.events import TrainEvents
-from ignite_train.forward_output import Forward, ForwardOutput
-from ignite_train.loss_declaration import LossDeclarationWarning
-from ignite_train.loss_scaling import (
+from ignite_train.forward import Forward, ForwardOutput
+from ignite_train.model.precision import PrecisionName
+from ignite_train.state import TrainState, UpdateOutput
+from ignite_train.traffic import Counted, Traffic, count_traffic
+from ignite_train.trainer import Trainer
+from ignite_train.update.loss_declaration import LossDeclarationWarning
+from ignite_train.update.loss_scaling import (
     DeepSpeedLossScaling,
     FairseqLossScaling,
     LossScaling,
@@ -28,12 +34,6 @@ from ignite_train.loss_scaling import (
     StaticLossScaling,
     TorchLossScaling,
 )
-from ignite_train.micro_batches import AccumulationSteps
-from ignite_train.precision import PrecisionName
-from ignite_train.resumable_loader import ResumableLoader
-from ignite_train.samplers import ShardedSampler
-from ignite_train.state import TrainState, UpdateOutput
-from ignite_train.trainer import create_supervised_trainer, create_trainer
 
 __all__ = [
     "AccumulationSteps",

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from numbers import Integral, Real
 from typing import Any
 
-__all__ = ["check_state_dict", "nearest", "one_of", "positive_int", "real_number", "shown"]
+__all__ = ["check_state_dict", "describe", "did_you_mean", "one_of", "positive_int", "real_number"]
 
 
 def check_state_dict(owner: str, state_dict: Any, keys: Iterable[str], counters: Iterable[str]) -> None:
@@ -19,7 +19,7 @@ def check_state_dict(owner: str, state_dict: Any, keys: Iterable[str], counters:
         ValueError: a key is missing, or a counter is none.
     """
     if not isinstance(state_dict, Mapping):
-        raise TypeError(f"state_dict must be what {owner}.state_dict() gave, got {shown(state_dict)}")
+        raise TypeError(f"state_dict must be what {owner}.state_dict() gave, got {describe(state_dict)}")
     missing = [key for key in keys if key not in state_dict]
     if missing:
         raise ValueError(f"state_dict must have the keys of {owner}.state_dict(), got one without {', '.join(missing)}")
@@ -36,7 +36,7 @@ def positive_int(name: str, value: Any) -> int:
         ValueError: it is below 1.
     """
     if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"{name} must be a positive integer, got {shown(value)}")
+        raise TypeError(f"{name} must be a positive integer, got {describe(value)}")
     if value < 1:
         raise ValueError(f"{name} must be at least 1, got {value!r}")
     return int(value)
@@ -50,7 +50,7 @@ def real_number(name: str, value: Any, *, above: float = -math.inf, at_least: fl
         ValueError: it is NaN, infinite or out of bounds.
     """
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name} must be a number, got {shown(value)}")
+        raise TypeError(f"{name} must be a number, got {describe(value)}")
     number = float(value)
     if not math.isfinite(number):
         raise ValueError(f"{name} must be finite, got {value!r}")
@@ -71,15 +71,15 @@ def one_of(name: str, value: Any, choices: Iterable[str]) -> str:
     if isinstance(value, str) and value in choices:
         return value
     allowed = ", ".join(repr(choice) for choice in choices)
-    raise ValueError(f"{name} must be one of {allowed}, got {value!r}{nearest(value, choices)}")
+    raise ValueError(f"{name} must be one of {allowed}, got {value!r}{did_you_mean(value, choices)}")
 
 
-def shown(value: Any) -> str:
+def describe(value: Any) -> str:
     """Returns the value and its type for a message: one line, however the value prints, and a short one."""
     return f"{' '.join(repr(value).split()):.60} of type {type(value).__name__}"
 
 
-def nearest(value: Any, choices: Iterable[str]) -> str:
+def did_you_mean(value: Any, choices: Iterable[str]) -> str:
     """Returns `"; did you mean '...'?"` for a misspelt name, or nothing if no choice is near."""
     by_folded = {choice.lower(): choice for choice in choices}
     matches = difflib.get_close_matches(str(value).lower(), by_folded, n=1, cutoff=0.5)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ignite_train.arguments import check_state_dict, shown
+from ignite_train.arguments import check_state_dict, describe
 
 __all__ = ["Carried"]
 
@@ -91,7 +91,7 @@ class Carried(UserDict[Any, Any]):
         values, devices = state_dict["values"], state_dict["devices"]
         num_tensors = sum(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(values))
         if not isinstance(values, dict) or not isinstance(devices, list) or len(devices) != num_tensors:
-            raise ValueError(f"state_dict must be what Carried.state_dict() gave, got {shown(state_dict)}")
+            raise ValueError(f"state_dict must be what Carried.state_dict() gave, got {describe(state_dict)}")
         accelerator, kinds = torch.accelerator.current_accelerator(), iter(devices)
 
         def moved(leaf: Any) -> Any:

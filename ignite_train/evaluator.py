@@ -12,20 +12,20 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from ignite_train import distributed
-from ignite_train.arguments import one_of, positive_int, shown
-from ignite_train.data_position import open_loader
-from ignite_train.forward_output import Forward, ForwardOutput, as_forward_output, check_forward
-from ignite_train.loop import Loop
-from ignite_train.micro_batches import POLICIES, Uneven
-from ignite_train.placeholders import borrowed_micro_batch
-from ignite_train.precision import Precision, PrecisionName
-from ignite_train.side_effects import SideEffects
-from ignite_train.signals import Signals
+from ignite_train.arguments import describe, one_of, positive_int
+from ignite_train.data.grouping import POLICIES, Uneven
+from ignite_train.data.position import open_loader
+from ignite_train.device.to_device import ToDevice
+from ignite_train.forward import Forward, ForwardOutput, as_forward_output, check_forward
+from ignite_train.loop.loop import Loop
+from ignite_train.model.precision import Precision, PrecisionName
+from ignite_train.model.replay import SideEffects
+from ignite_train.ranks import collectives
+from ignite_train.ranks.messages import RankRequests
+from ignite_train.ranks.placeholders import borrowed_micro_batch
+from ignite_train.ranks.statistics import Statistics
+from ignite_train.ranks.wrapping import unwrap
 from ignite_train.state import EvaluatorState
-from ignite_train.statistics import Statistics
-from ignite_train.transfer import Transfer
-from ignite_train.wrapping import unwrap
 
 __all__ = ["Evaluator", "create_evaluator"]
 
@@ -47,7 +47,7 @@ class Evaluator(Loop):
         self.model = unwrap(model)
         self.forward = forward
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-        self.transfer, self.precision = Transfer(device), Precision(precision, device)
+        self.transfer, self.precision = ToDevice(device), Precision(precision, device)
         self.statistics = Statistics(device)
         self._limit: int | None = None
         self._uneven: Uneven = "replay" if uneven == "all" and isinstance(model, FSDPModule) else uneven
@@ -84,7 +84,7 @@ class Evaluator(Loop):
         self.state.max_epochs = 1
         self._epoch_open = False
         self.statistics.reset()
-        distributed.broadcast_buffers(self.model)
+        collectives.broadcast_buffers(self.model)
         training = [module for module in self.model.modules() if module.training]
         self.model.eval()
         try:
@@ -103,7 +103,7 @@ class Evaluator(Loop):
         super()._close_epoch(started)
 
     def _publish(self) -> None:
-        self.statistics.start(Signals())
+        self.statistics.start(RankRequests())
         totals = self.statistics.finish(norm=0.0)
         if totals.sample_size == 0:
             raise ValueError("data must hold at least one sample on some rank, got none: Σsample_size is 0")
@@ -143,7 +143,7 @@ def _in_step(micro_batches: Iterator[Any], uneven: Uneven) -> Iterator[Any]:
     while True:
         micro_batch, number = next(micro_batches, None), number + 1
         lacks = micro_batch is None
-        some_lack, some_have = (flag > 0 for flag in distributed.largest(lacks, not lacks))
+        some_lack, some_have = (flag > 0 for flag in collectives.largest(lacks, not lacks))
         if not some_have or (some_lack and uneven == "shortest"):
             return
         if some_lack and uneven == "error":
@@ -206,7 +206,7 @@ def create_evaluator(
         An engine whose `run(loader)` fills `state.metrics`.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {shown(model)}")
+        raise TypeError(f"model must be a torch.nn.Module, got {describe(model)}")
     check_forward(forward)
     one_of("uneven", uneven, POLICIES)
     return Evaluator(model, forward, precision, uneven)

@@ -13,18 +13,18 @@ Event = CallableEventWithFilter | EventsList
 class TrainEvents(EventEnum):
     """The moments inside one update, in the order in which they happen.
 
-    =======================  ==================  =====================================================================
-    event                    filters count       what holds when it fires
-    =======================  ==================  =====================================================================
-    ``MICRO_BATCH_STARTED``  ``micro_batch``     gradients are accumulating; this micro-batch has not run
-    ``FORWARD_COMPLETED``    ``micro_batch``     ``state.forward_output`` is known, no backward yet
-    ``BACKWARD_COMPLETED``   ``micro_batch``     this micro-batch's gradients are added (times the loss scale, local)
-    ``GRADIENTS_READY``      ``iteration``       reduced over ranks, norm known in ``state.output``, not yet clipped;
-                                                 read them with ``trainer.gradients()``
-    ``STEP_COMPLETED``       ``num_steps``       the parameters moved; gradients are cleared
-    ``STEP_SKIPPED``         ``num_skipped``     overflow, non-finite or no samples: nothing moved; gradients are cleared
-    ``OUT_OF_MEMORY``        ``iteration``       a micro-batch was dropped or split
-    =======================  ==================  =====================================================================
+    =======================  =====================  ========================================================================
+    event                    filters count          what holds when it fires
+    =======================  =====================  ========================================================================
+    ``MICRO_BATCH_STARTED``  ``num_micro_batches``  gradients are accumulating; this micro-batch has not run
+    ``FORWARD_COMPLETED``    ``num_micro_batches``  ``state.forward_output`` is known, no backward yet
+    ``BACKWARD_COMPLETED``   ``num_micro_batches``  this micro-batch's gradients are added (times the loss scale, local)
+    ``GRADIENTS_READY``      ``iteration``          reduced over ranks, norm known in ``state.output``, not yet clipped;
+                                                    read them with ``trainer.gradients()``
+    ``STEP_COMPLETED``       ``num_steps``          the parameters moved; gradients are cleared
+    ``STEP_SKIPPED``         ``num_skipped``        overflow, non-finite or no samples: nothing moved; gradients are cleared
+    ``OUT_OF_MEMORY``        ``iteration``          a micro-batch was dropped or split
+    =======================  =====================  ========================================================================
 
     Exactly one of ``STEP_COMPLETED`` and ``STEP_SKIPPED`` fires in an update. Around them Ignite's own events keep their
     meaning: ``ITERATION_COMPLETED`` is after the update. Ignite compares events by *name*: an event of yours that shares
@@ -49,9 +49,9 @@ EVENT_COUNTERS: dict[str | CallableEventWithFilter, str] = {
     Events.EPOCH_COMPLETED: "epoch",
     Events.STARTED: "epoch",
     Events.COMPLETED: "epoch",
-    TrainEvents.MICRO_BATCH_STARTED: "micro_batch",
-    TrainEvents.FORWARD_COMPLETED: "micro_batch",
-    TrainEvents.BACKWARD_COMPLETED: "micro_batch",
+    TrainEvents.MICRO_BATCH_STARTED: "num_micro_batches",
+    TrainEvents.FORWARD_COMPLETED: "num_micro_batches",
+    TrainEvents.BACKWARD_COMPLETED: "num_micro_batches",
     TrainEvents.GRADIENTS_READY: "iteration",
     TrainEvents.STEP_COMPLETED: "num_steps",
     TrainEvents.STEP_SKIPPED: "num_skipped",

@@ -8,9 +8,9 @@ from typing import Any
 
 from ignite.engine import CallableEventWithFilter, Engine, EventsList
 
-from ignite_train.arguments import shown
-from ignite_train.dispatch import Attachable
-from ignite_train.engine import Trainer
+from ignite_train.arguments import describe
+from ignite_train.loop.dispatch import Attachable
+from ignite_train.trainer import Trainer
 
 __all__ = ["Handler"]
 
@@ -53,7 +53,7 @@ def _check_trainer(name: str, trainer: Any) -> None:
         remedy = f"attach {name} to the trainer; those that show an evaluation take attach(trainer, evaluator=...)"
     elif _is_event(trainer):
         remedy = f"the trainer comes first: {name}(...).attach(trainer, event)"
-    raise TypeError(f"trainer must be a Trainer, got {shown(trainer)}; {remedy}")
+    raise TypeError(f"trainer must be a Trainer, got {describe(trainer)}; {remedy}")
 
 
 def _check_event(name: str, event: Any) -> None:
@@ -62,13 +62,13 @@ def _check_event(name: str, event: Any) -> None:
     remedy = ""
     if isinstance(event, Engine):
         remedy = f"; pass an evaluator by its name: {name}(...).attach(trainer, evaluator=...)"
-    raise TypeError(f"event must be an event such as Events.ITERATION_COMPLETED(every=50), got {shown(event)}{remedy}")
+    raise TypeError(f"event must be an event such as Events.ITERATION_COMPLETED(every=50), got {describe(event)}{remedy}")
 
 
 def _check_evaluator(name: str, evaluator: Any) -> None:
     if evaluator is None or (isinstance(evaluator, Engine) and not isinstance(evaluator, Trainer)):
         return
-    raise TypeError(f"evaluator must be what create_evaluator returned, got {shown(evaluator)} in {name}.attach")
+    raise TypeError(f"evaluator must be what create_evaluator returned, got {describe(evaluator)} in {name}.attach")
 
 
 def _is_event(value: Any) -> bool:

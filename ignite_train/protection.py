@@ -14,10 +14,10 @@ from typing import Any
 from ignite.engine import Events
 from torch import nn
 
-from ignite_train import distributed
-from ignite_train.arguments import nearest, positive_int, shown
-from ignite_train.engine import Trainer
-from ignite_train.wrapping import own_parameters
+from ignite_train.arguments import describe, did_you_mean, positive_int
+from ignite_train.ranks import collectives
+from ignite_train.ranks.wrapping import own_parameters
+from ignite_train.trainer import Trainer
 
 __all__ = ["Protect", "protect_ranks"]
 
@@ -48,10 +48,10 @@ def protect_ranks(trainer: Trainer, protect: Protect, model: nn.Module) -> Train
         ValueError: a name is not one of a handler or of a setting, or a handler refuses the value of a setting.
     """
     chosen = _chosen(protect)
-    if distributed.world_size() == 1 and not any(chosen.values()):
+    if collectives.world_size() == 1 and not any(chosen.values()):
         return trainer
     own = own_parameters(model)
-    if own and distributed.world_size() > 1:
+    if own and collectives.world_size() > 1:
         named = protect if isinstance(protect, Mapping) else {}
         chosen = {name: settings for name, settings in chosen.items() if name in named or name not in _CHECKS}
         logging.getLogger("ignite_train").info(
@@ -59,7 +59,7 @@ def protect_ranks(trainer: Trainer, protect: Protect, model: nn.Module) -> Train
             f"{own[0]!r} and {len(own) - 1} more parameters, which may differ between the ranks"
         )
     handlers = [_make(trainer, name, settings) for name, settings in chosen.items()]
-    for handler, where in handlers if distributed.world_size() > 1 else ():
+    for handler, where in handlers if collectives.world_size() > 1 else ():
         handler.attach(trainer, *where)
         trainer.defaults.append(handler)
     return trainer
@@ -70,12 +70,12 @@ def _chosen(protect: Any) -> dict[str, dict[str, Any]]:
     if isinstance(protect, bool):
         return {name: {} for name in _NAMES} if protect else {}
     if not isinstance(protect, Mapping):
-        raise TypeError(f"protect must be a bool or a mapping of settings by the name of the handler, got {shown(protect)}")
+        raise TypeError(f"protect must be a bool or a mapping of settings by the name of the handler, got {describe(protect)}")
     for name, settings in protect.items():
         if name not in _NAMES:
-            raise ValueError(f"protect must have keys among {', '.join(_NAMES)}, got {name!r}{nearest(name, _NAMES)}")
+            raise ValueError(f"protect must have keys among {', '.join(_NAMES)}, got {name!r}{did_you_mean(name, _NAMES)}")
         if not isinstance(settings, (bool, Mapping)):
-            raise TypeError(f"protect[{name!r}] must be a bool or a mapping of settings, got {shown(settings)}")
+            raise TypeError(f"protect[{name!r}] must be a bool or a mapping of settings, got {describe(settings)}")
     asked = {name: settings for name in _NAMES if (settings := protect.get(name, True)) is not False}
     return {name: dict(settings) if isinstance(settings, Mapping) else {} for name, settings in asked.items()}
 
@@ -94,7 +94,7 @@ def _make(trainer: Trainer, name: str, settings: dict[str, Any]) -> tuple[Any, t
         return kinds[name](**settings), ()
     _check_settings(name, settings, ["every", *_parameters(StateConsistency)])
     every = positive_int("protect['state_consistency']['every']", settings.pop("every", _EVERY))
-    parts: Mapping[str, Any] = trainer.parts
+    parts: Mapping[str, Any] = trainer._stateful_parts
     model, optimizer = parts["model"], parts["optimizer"]
     # Without buffers, which a layer may fill from the data of its rank, and without what an optimizer may divide over the
     # ranks: what differs there and matters moves the parameters apart, and by default there must be no false alarm.
@@ -111,7 +111,7 @@ def _check_settings(name: str, settings: Mapping[str, Any], allowed: Collection[
     for setting in settings:
         if setting not in allowed:
             among = f"have keys among {', '.join(allowed)}" if allowed else "be True or False, because it has no settings"
-            raise ValueError(f"protect[{name!r}] must {among}, got {setting!r}{nearest(setting, allowed)}")
+            raise ValueError(f"protect[{name!r}] must {among}, got {setting!r}{did_you_mean(setting, allowed)}")
 
 
 class _FirstAndEvery:

@@ -10,7 +10,7 @@ from ignite.engine import CallableEventWithFilter, State
 
 from ignite_train.carried import Carried
 from ignite_train.events import EVENT_COUNTERS
-from ignite_train.forward_output import ForwardOutput
+from ignite_train.forward import ForwardOutput
 
 __all__ = ["EvaluatorState", "SkippedReason", "TrainState", "UpdateOutput"]
 
@@ -77,7 +77,7 @@ class TrainState(_Carrying):
         epoch_length: updates in this epoch, agreed over the ranks; None if the loader has no length.
         num_steps: updates that moved the parameters.
         num_skipped: updates that did not.
-        micro_batch: micro-batches this rank has started.
+        num_micro_batches: micro-batches this rank has started.
         batch: the group of this update: a list of micro-batches.
         forward_output: what `forward` returned for the running micro-batch; None outside of it.
         output: the latest `UpdateOutput`, set before GRADIENTS_READY; None before the first.
@@ -87,7 +87,7 @@ class TrainState(_Carrying):
 
     num_steps: int
     num_skipped: int
-    micro_batch: int
+    num_micro_batches: int
     forward_output: ForwardOutput | None
     output: UpdateOutput | None  # type: ignore[assignment]  # Ignite declares int
     batch: Any
@@ -95,7 +95,7 @@ class TrainState(_Carrying):
     def __init__(self, carried: Carried | None = None) -> None:
         # Ignite keeps one map of events to counters for the whole process, which any other engine can re-point.
         self.event_to_attr = {**EVENT_COUNTERS}
-        super().__init__(num_steps=0, num_skipped=0, micro_batch=0, forward_output=None)
+        super().__init__(num_steps=0, num_skipped=0, num_micro_batches=0, forward_output=None)
         self._carried = Carried() if carried is None else carried
 
     def get_event_attrib_value(self, event_name: Any) -> int:

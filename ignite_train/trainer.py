@@ -1,370 +1,369 @@
-"""Making trainers: the arguments, the checks that need no batch, and the parts put together."""
+"""The engine whose one iteration is one update, and what its ranks agree on."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from types import MethodType
+from typing import Any, Protocol
 
-import torch
-from ignite.engine import _prepare_batch
-from torch import Tensor, nn
-from torch.nn.parameter import UninitializedParameter
-from torch.optim import LBFGS, Optimizer
+from ignite.engine import RemovableEventHandle
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
 
-from ignite_train import distributed
-from ignite_train.arguments import one_of, positive_int, real_number, shown
+from ignite_train.arguments import check_state_dict, describe, positive_int
 from ignite_train.carried import Carried
-from ignite_train.compilation import Compile, compile_in_place
-from ignite_train.engine import Trainer
-from ignite_train.events import TrainEvents
-from ignite_train.forward_output import Forward, ForwardOutput, check_forward
-from ignite_train.gradients import Gradients
-from ignite_train.learning_rates import LearningRates
-from ignite_train.loss_declaration import warn_of_misdeclared_loss
-from ignite_train.loss_scaling import LossScaling, NoLossScaling, TorchLossScaling
-from ignite_train.micro_batches import AccumulationSteps, GroupedMicroBatches, Uneven
-from ignite_train.out_of_memory import OnOutOfMemory, RaiseOutOfMemory, RecoverFromOutOfMemory, Recovery
-from ignite_train.placeholder_reduction import PlaceholderReduction
-from ignite_train.precision import Precision, PrecisionName
-from ignite_train.protection import Protect, protect_ranks
-from ignite_train.reduction import Reduction
-from ignite_train.statistics import Statistics
-from ignite_train.stepping import Stepping
-from ignite_train.transfer import Transfer
-from ignite_train.update import Update
-from ignite_train.verdict import DeviceVerdict
-from ignite_train.wrapping import ReductionName, reduction_for
+from ignite_train.data.groups import Groups, OpenGroups
+from ignite_train.events import EVENT_COUNTERS, TrainEvents
+from ignite_train.loop.dispatch import Attachable, Stateful
+from ignite_train.loop.limits import checked_limits, refuse_ended_iterator, refuse_epoch_length, refuse_used_iterator
+from ignite_train.loop.loop import Batches, Loop
+from ignite_train.ranks import collectives
+from ignite_train.ranks.messages import Outgoing, Piggyback, RankRequests
+from ignite_train.state import TrainState, UpdateOutput
 
-__all__ = ["create_supervised_trainer", "create_trainer"]
+__all__ = ["DefaultHandler", "Process", "Restorer", "Trainer"]
+
+_COUNTERS = ("iteration", "num_steps", "num_skipped", "num_micro_batches")
+_LIMITS = ("epoch_length", "max_epochs", "max_iters")
 
 
-def create_trainer(
-    model: nn.Module,
-    optimizer: Optimizer,
-    forward: Forward,
-    *,
-    accumulation_steps: AccumulationSteps = 1,
-    max_grad_norm: float | None = None,
-    precision: PrecisionName = "fp32",
-    loss_scaling: LossScaling | None = None,
-    on_nonfinite: Literal["raise", "skip"] = "raise",
-    retain_graph: bool = False,
-    create_graph: bool = False,
-    reduction: ReductionName = "auto",
-    uneven: Uneven = "all",
-    on_out_of_memory: OnOutOfMemory = "raise",
-    give_up_after: int | None = 20,
-    compile: Compile = False,  # noqa: A002  # torch's name for it
-    compiled_autograd: bool = False,
-    protect: Protect = True,
-) -> Trainer:
-    """Makes a trainer: an Ignite engine whose one iteration is one optimizer update over a group of micro-batches.
+class Process(Protocol):
+    """The update as its trainer sees it; see `Update`, the one there is."""
 
-    The gradient of an update is Σ∇loss / Σsample_size over all micro-batches and ranks (fairseq's rule), however the samples
-    were cut. Micro-batches are moved to the device of the model.
+    def __call__(self, trainer: Trainer, micro_batches: list[Any]) -> UpdateOutput:
+        """Does one update."""
 
-    Args:
-        model: a plain module in a single process; wrapped by `idist.auto_model` or `DistributedDataParallel` on several ranks.
-        optimizer: over all parameters of the model that require gradients.
-        forward: `forward(model, micro_batch)` returns `ForwardOutput(loss, sample_size, logs)` with the loss *summed*, a tuple
-            of these, or a bare scalar: a mean, which makes the update the mean of the micro-batch means.
-        accumulation_steps: micro-batches to an update: a number, one for each epoch (the last repeats), or a function of
-            the number of the update.
-        max_grad_norm: clip the gradient's L2 norm over all parameters to this; None leaves it alone.
-        precision: `"fp32"` computes in the model's own dtypes; `"bf16"` and `"fp16"` run `forward` under autocast.
-        loss_scaling: the policy; None means `TorchLossScaling()` for `"fp16"` and none otherwise.
-        on_nonfinite: without loss scaling, what a non-finite gradient or loss does on all ranks: `"raise"` a
-            `NonFiniteError` or `"skip"` the update. The parameters are untouched either way.
-        retain_graph: keep the graph of each micro-batch after its backward.
-        create_graph: make gradients differentiable, for handlers of BACKWARD_COMPLETED; what they hold is cut loose before
-            the next micro-batch. Not on several ranks.
-        reduction: how gradients cross ranks: `"auto"` is what the model is wrapped for, `"explicit"` sums those of plain
-            replicas after the last backward, which `"auto"` does for a very small DistributedDataParallel too.
-        uneven: what ranks with different numbers of micro-batches do: `"all"` go on until each micro-batch was used, those
-            that ran out with no weight; all stop once the `"shortest"` has run out; or it is an `"error"`. A `forward` with
-            collectives of its own hangs with `"all"`. For it `"shortest"` is exact; `"replay"` uses each micro-batch, and has
-            ranks that ran out run forward on a placeholder without weight, which other ranks' losses see.
-        on_out_of_memory: what a `torch.OutOfMemoryError` in forward or backward of one rank does: it is raised; the
-            micro-batch gets weight zero (`"skip"`); or it is halved along its batch dimension and tried again (`"split"`).
-            The latter two need a single process or `reduction="explicit"`.
-            The error is known by its type: for others that mean the same, such as the `RuntimeError` of the CPU allocator,
-            have `forward` catch them and raise a `torch.OutOfMemoryError`.
-        give_up_after: this many updates in a row that are skipped because they are not finite, or that run out of memory, end
-            the run with a `GaveUpError` on all ranks; None never gives up. An overflow counts only if it left the loss scale
-            where it was, as with `StaticLossScaling` and with `on_floor="hold"` at the floor: a high first scale may fall as
-            often as it must. A resumed run continues the count.
-        compile: compile the model in place: True, or a mapping of `torch.compile`'s options. Not with `create_graph`.
-        compiled_autograd: trace and compile backward too, with the options of `compile`. Not in DistributedDataParallel.
-        protect: with several ranks, whether `FailureBoard`, `HangWatch`, `GradNormConsistency` (in each update) and
-            `StateConsistency` (parameters, learning rates and counters, after the first 3 updates of a process and every 1000)
-            are attached: True, False, or a mapping of their settings by name in snake_case, such as
-            `{"hang_watch": {"timeout_seconds": 120}, "state_consistency": {"every": 500}, "failure_board": False}`. One that
-            you attach yourself replaces the default. All ranks pass the same.
+    def named_gradients(self) -> dict[str, Tensor]:
+        """The gradients in GRADIENTS_READY."""
 
-    Returns:
-        The trainer; start it with `trainer.run(loader, max_epochs=...)`.
+    def state_dict(self) -> dict[str, Any]:
+        """What it remembers of the updates before."""
 
-    Raises:
-        TypeError: an argument is of the wrong type, or the model is wrapped in a way that cannot be right.
-        ValueError: a value is out of range, or model and optimizer do not belong together.
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Takes it over."""
+
+
+class Restorer(Protocol):
+    """What `run` asks to go back to where an earlier process was; see the handler `Checkpoint`."""
+
+    def restore(self, resume: str | Path) -> None:
+        """Does what `resume` says; see `Trainer.run`. Collective."""
+
+    def holding(self) -> AbstractContextManager[None]:
+        """Entered before `restore`, left when the run is over, also by an exception. Collective."""
+
+
+class DefaultHandler(Protocol):
+    """A handler that is attached by default, and taken off where the user attaches one of its kind; see `protection.py`."""
+
+    def detach(self, trainer: Trainer) -> None:
+        """Undoes its `attach`. All ranks call it alike."""
+
+
+class Trainer(Loop):
+    """An Ignite engine whose iteration is one optimizer update; `create_trainer` makes it.
+
+    Attributes:
+        state: counters, the latest output and the metrics; see `TrainState`.
+        signals: what this rank will tell the others with the next update.
+        max_micro_batches: micro-batches of the rank that has the most of them in this update; None if nobody knows.
+        piggybacks: whose numbers travel with the statistics of each update; attached alike on all ranks.
+        parts: what the update moves, by name: `"model"` and `"optimizer"`.
+        settings: how it was made, in plain types.
+        restorer: knows where to resume; a `Checkpoint` puts itself here.
+        defaults: the handlers that were attached by default and not by the user.
     """
-    _check_model(model)
-    _check_optimizer(model, optimizer)
-    check_forward(forward)
-    one_of("on_nonfinite", on_nonfinite, ("raise", "skip"))
-    one_of("on_out_of_memory", on_out_of_memory, ("raise", "skip", "split"))
-    if max_grad_norm is not None:
-        real_number("max_grad_norm", max_grad_norm, above=0)
-    carried, device = Carried(), next(model.parameters()).device
-    way = reduction_for(model, reduction, accumulates=accumulation_steps != 1, in_step=uneven == "replay", carried=carried)
-    if create_graph:
-        _check_second_order(compiled=compile is not False)
-    backward = compile_in_place(model, compile, backward=compiled_autograd)
-    gradients, statistics = Gradients(way.module, optimizer), Statistics(device)
-    stepping, rates = Stepping(optimizer, gradients), LearningRates(optimizer)
-    update = Update(
-        model=model,
-        optimizer=optimizer,
-        forward=forward,
-        backward=backward,
-        transfer=Transfer(device),
-        precision=Precision(precision, device),
-        loss_scaling=_default_scaling(precision) if loss_scaling is None else _check_scaling(loss_scaling),
-        reduction=way,
-        statistics=statistics,
-        gradients=gradients,
-        learning_rates=rates,
-        stepping=stepping,
-        verdict=DeviceVerdict(gradients, statistics, stepping, rates, way.divisor, max_grad_norm),
-        max_grad_norm=max_grad_norm,
-        on_nonfinite=on_nonfinite,
-        retain_graph=retain_graph,
-        create_graph=create_graph,
-        recovery=_recovery(on_out_of_memory, way, gradients, statistics, carried),
-        give_up_after=None if give_up_after is None else positive_int("give_up_after", give_up_after),
-        carried=carried,
-    )
-    settings = _settings(accumulation_steps, max_grad_norm, precision, reduction)
-    grouping = GroupedMicroBatches(accumulation_steps, uneven, synchronised_norm=_synchronised_norm(model))
-    trainer = Trainer(update, grouping, {"model": way.module, "optimizer": optimizer}, settings, carried)
-    return protect_ranks(warn_of_misdeclared_loss(trainer), protect, model)
 
+    state: TrainState
 
-def create_supervised_trainer(
-    model: nn.Module,
-    optimizer: Optimizer,
-    loss_fn: Callable[[Any, Any], Tensor],
-    device: str | torch.device | None = None,
-    non_blocking: bool = False,
-    prepare_batch: Callable[..., tuple[Any, Any]] = _prepare_batch,  # type: ignore[assignment]
-    model_transform: Callable[[Any], Any] = lambda output: output,
-    output_transform: None = None,
-    deterministic: bool = False,
-    amp_mode: Literal["amp"] | None = None,
-    scaler: bool = False,
-    gradient_accumulation_steps: AccumulationSteps = 1,
-    model_fn: Callable[[nn.Module, Any], Any] = lambda model, x: model(x),
-    *,
-    max_grad_norm: float | None = None,
-    precision: PrecisionName | None = None,
-    loss_scaling: LossScaling | None = None,
-    on_nonfinite: Literal["raise", "skip"] = "raise",
-    protect: Protect = True,
-) -> Trainer:
-    """Makes a trainer for batches `(x, y)`, with the signature of Ignite's function of this name.
+    def __init__(
+        self,
+        update: Process,
+        open_groups: OpenGroups,
+        parts: Mapping[str, Any] | None = None,
+        settings: Mapping[str, Any] | None = None,
+        carried: Carried | None = None,
+    ) -> None:
+        super().__init__(update)
+        self.state = TrainState(carried)
+        self._requests = RankRequests()
+        self.piggybacks: list[Piggyback] = []
+        self._stateful_parts: dict[str, Stateful] = dict(parts or {})
+        self._description = dict(settings or {})
+        self.max_micro_batches: int | None = None
+        self._resume_with: Restorer | None = None
+        self.defaults: list[DefaultHandler] = []
+        self._update, self._open_groups = update, open_groups
+        self._groups: Groups | None = None  # of the pass that is running or ran last
+        self._position: Mapping[str, Any] = {}  # in the data, where no pass has been made since it was loaded
+        self._on_changed_data = "raise"
+        self._ranks_have_more = True
+        self._micro_batches_before = 0  # this update
+        self.register_events(*TrainEvents, event_to_attr=EVENT_COUNTERS)
 
-    Each micro-batch weighs as many samples as `y` is long, so that micro-batches and ranks of unequal size make the same
-    update as one large batch; Ignite's takes the mean of means.
+    def run(
+        self,
+        data: Iterable[Any] | None = None,
+        max_epochs: int | None = None,
+        max_iters: int | None = None,
+        epoch_length: int | None = None,
+        *,
+        resume: str | Path = "auto",
+    ) -> TrainState:
+        """Trains until a limit is reached.
 
-    Args:
-        model: as for `create_trainer`.
-        optimizer: as for `create_trainer`.
-        loss_fn: `loss_fn(y_pred, y)`, the mean over the samples; a torch loss module with `reduction="sum"` is taken as a sum.
-        device: where `prepare_batch` puts the batch; None leaves that to the trainer, which follows the model.
-        non_blocking: handed to `prepare_batch`.
-        prepare_batch: `prepare_batch(batch, device=, non_blocking=)` returns `(x, y)`.
-        model_transform: applied to what the model returns.
-        output_transform: not supported: `state.output` is an `UpdateOutput`.
-        deterministic: not supported: call `torch.use_deterministic_algorithms(True)`.
-        amp_mode: `"amp"` is Ignite's name for `precision="fp16"`.
-        scaler: True scales the loss by `TorchLossScaling()`.
-        gradient_accumulation_steps: `create_trainer`'s `accumulation_steps`.
-        model_fn: `model_fn(model, x)` calls the model.
-        max_grad_norm: as for `create_trainer`.
-        precision: as for `create_trainer`.
-        loss_scaling: as for `create_trainer`.
-        on_nonfinite: as for `create_trainer`.
-        protect: as for `create_trainer`.
+        A second call goes on where the first ended, whether by its limit, by `terminate` or by an exception; a run that has
+        reached its limit does nothing and says so. All ranks call it alike.
 
-    Returns:
-        The trainer.
+        Args:
+            data: a loader of micro-batches, sized or not; the trainer groups them. Ranks may have different numbers.
+            max_epochs: passes over the data, in all; 1 if no limit was ever given.
+            max_iters: updates, in all. Either this or `max_epochs`.
+            epoch_length: not supported: an epoch is one pass over the data.
+            resume: with a `Checkpoint` attached, what a trainer that has not trained yet does first: `"auto"` goes back to the
+                newest whole checkpoint, and trains from the beginning only where there has never been one; `"must"`
+                insists on one; `"never"` trains from the beginning, in a directory that must have no checkpoints; a path
+                names one checkpoint, or another directory of them.
 
-    Raises:
-        TypeError, ValueError: as `create_trainer`, and for what is not supported.
-    """
-    if output_transform is not None:
-        raise ValueError(
-            "output_transform must be None: state.output is an UpdateOutput; return logs from create_trainer's forward"
-        )
-    if deterministic is not False:
-        raise ValueError("deterministic must be False: call torch.use_deterministic_algorithms(True) and give samplers a seed")
-    if not isinstance(scaler, bool):
-        raise TypeError(f"scaler must be a bool, got {type(scaler).__name__}; pass loss_scaling=TorchLossScaling(...)")
-    if amp_mode is not None:
-        one_of("amp_mode", amp_mode, ("amp",))
-        if precision not in (None, "fp16"):
-            raise ValueError(f"amp_mode='amp' means precision='fp16', got precision={precision!r} beside it; pass one of them")
-    if not callable(loss_fn):
-        raise TypeError(f"loss_fn must be callable as loss_fn(y_pred, y), got {loss_fn!r}")
-    is_sum = isinstance(loss_fn, nn.modules.loss._Loss) and loss_fn.reduction == "sum"
+        Returns:
+            The state.
 
-    def forward(model: nn.Module, batch: Any) -> ForwardOutput:
-        x, y = prepare_batch(batch, device=device, non_blocking=non_blocking)
-        loss = loss_fn(model_transform(model_fn(model, x)), y)
-        return ForwardOutput(loss if is_sum else loss * len(y), sample_size=len(y))
-
-    scaling = TorchLossScaling() if scaler and loss_scaling is None else loss_scaling
-    if amp_mode is not None and scaling is None:
-        scaling = NoLossScaling()  # Ignite's amp_mode="amp" without a scaler
-    trainer = create_trainer(
-        model,
-        optimizer,
-        forward,
-        accumulation_steps=gradient_accumulation_steps,
-        max_grad_norm=max_grad_norm,
-        precision="fp16" if amp_mode is not None else precision or "fp32",
-        loss_scaling=scaling,
-        on_nonfinite=on_nonfinite,
-        protect=protect,
-    )
-    return _refuse_other_than_pairs(trainer) if prepare_batch is _prepare_batch else trainer
-
-
-def _refuse_other_than_pairs(trainer: Trainer) -> Trainer:
-    """Has `trainer` look at its first micro-batch: Ignite's way of preparing one takes the keys of a mapping for x and y."""
-
-    def look(trainer: Trainer) -> None:
-        batch = trainer.state.batch[0]
-        if isinstance(batch, Mapping) or (isinstance(batch, (list, tuple)) and len(batch) != 2):
-            what = (
-                f"one with the keys {list(batch)}"
-                if isinstance(batch, Mapping)
-                else f"a {type(batch).__name__} of {len(batch)}"
-            )
-            raise TypeError(
-                f"a micro-batch must be a pair (x, y), got {what:.80}; pass prepare_batch=lambda batch, device, non_blocking: "
-                "(x, y), or use create_trainer"
-            )
-        handle.remove()
-
-    handle = trainer.add_event_handler(TrainEvents.MICRO_BATCH_STARTED, look)
-    return trainer
-
-
-def _settings(accumulation_steps: AccumulationSteps, max_grad_norm: float | None, precision: str, reduction: str) -> Any:
-    """How a trainer was made, in plain types."""
-    steps = "a function" if callable(accumulation_steps) else accumulation_steps
-    return {"accumulation_steps": steps, "max_grad_norm": max_grad_norm, "precision": precision, "reduction": reduction}
-
-
-def _recovery(
-    on_out_of_memory: str, way: Reduction, gradients: Gradients, statistics: Statistics, carried: Carried
-) -> Recovery:
-    if on_out_of_memory == "raise":
-        return RaiseOutOfMemory()
-    if isinstance(way, PlaceholderReduction):
-        raise ValueError(
-            f"on_out_of_memory must be 'raise' with uneven='replay', got {on_out_of_memory!r}: a rank that drops or splits a "
-            "micro-batch no longer runs forward as often as the others, which wait for it in theirs"
-        )
-    if not way.tolerant:
-        raise ValueError(
-            f"on_out_of_memory must be 'raise' in DistributedDataParallel and fully_shard, got {on_out_of_memory!r}: "
-            "a rank that leaves its backward leaves the others waiting in theirs; pass a plain model and reduction='explicit'"
-        )
-    split = on_out_of_memory == "split"
-    return RecoverFromOutOfMemory(split=split, module=way.module, gradients=gradients, statistics=statistics, carried=carried)
-
-
-def _synchronised_norm(model: nn.Module) -> str | None:
-    """The name of a SyncBatchNorm, whose forward and backward are collective; None if the model has no such module."""
-    return next((name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)), None)
-
-
-def _default_scaling(precision: PrecisionName) -> LossScaling:
-    return TorchLossScaling() if precision == "fp16" else NoLossScaling()
-
-
-def _check_scaling(loss_scaling: Any) -> LossScaling:
-    if isinstance(loss_scaling, torch.amp.GradScaler):
-        raise TypeError(
-            "loss_scaling must be a policy such as TorchLossScaling(), which has GradScaler's rule; got a GradScaler"
-        )
-    if isinstance(loss_scaling, type) or not isinstance(loss_scaling, LossScaling):
-        raise TypeError(f"loss_scaling must be a policy such as TorchLossScaling(), got {shown(loss_scaling)}")
-    return loss_scaling
-
-
-def _check_second_order(*, compiled: bool) -> None:
-    if distributed.world_size() > 1:
-        raise ValueError(
-            "create_graph must be False on several ranks: DistributedDataParallel's gradients have no graph; take second "
-            "derivatives inside forward with torch.autograd.grad(..., create_graph=True)"
-        )
-    if compiled:
-        raise ValueError("create_graph must be False with compile: torch.compile has no second derivatives")
-
-
-def _check_model(model: Any) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {shown(model)}")
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ValueError("model must have parameters that require gradients, got none; call requires_grad_(True) on some")
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, UninitializedParameter):
-            raise ValueError(
-                f"model must be initialised, got the lazy parameter {name!r}; run one batch through the model first"
-            )
-        is_expanded = any(stride == 0 and size > 1 for stride, size in zip(parameter.stride(), parameter.shape, strict=True))
-        if parameter.requires_grad and is_expanded:
-            raise ValueError(
-                f"model must hold each weight once, got {name!r} of shape {tuple(parameter.shape)} expanded from fewer; "
-                "build the parameter from a .clone() of them"
-            )
-        if parameter.is_meta:
-            raise ValueError(f"model must hold its weights, got {name!r} on the meta device; call to_empty() and initialise")
-        if parameter.requires_grad and parameter.dtype is torch.float16:
-            raise ValueError(
-                f"model must not be trained in float16 weights, got {name!r}; keep float32 and pass precision='fp16'"
-            )
-    for name, module in model.named_modules():
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
-            raise ValueError(f"model must have dense gradients, got {name!r} with sparse=True; build it with sparse=False")
-
-
-def _check_optimizer(model: nn.Module, optimizer: Any) -> None:
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {shown(optimizer)}")
-    if isinstance(optimizer, LBFGS):
-        raise TypeError(
-            "optimizer must not be LBFGS, which calls the model several times a step; use one that steps on gradients"
-        )
-    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    for index, group in enumerate(optimizer.param_groups):
-        rate = float(group.get("lr", 0.0))  # sync, once, if it lies on an accelerator
-        if not math.isfinite(rate):
-            raise ValueError(f"optimizer must have finite learning rates, got {rate!r} in param_groups[{index}]; set its 'lr'")
-        for parameter in group["params"]:
-            if id(parameter) not in names:
-                raise ValueError(
-                    f"optimizer must be over the parameters of model, got a foreign one of shape {tuple(parameter.shape)} in "
-                    f"param_groups[{index}]; build the optimizer after the model has its final device, dtype and layers"
+        Raises:
+            TypeError: `data` cannot be iterated, or a limit is no integer.
+            ValueError: a limit is below 1 or below what was trained already, or both are given, or there is no data, or
+                `resume` asks for what is not there.
+            CheckpointError: no checkpoint can be read.
+        """
+        refuse_epoch_length(epoch_length)
+        self._refuse_nested_run()
+        loader, state = self._as_loader(data), self.state
+        with nullcontext() if self._resume_with is None else self._resume_with.holding():
+            self._resume(resume)
+            limits = checked_limits(state, max_epochs, max_iters)
+            refuse_used_iterator(loader, limits[0], half_read=self._epoch_open and loader is state.dataloader)
+            state.max_epochs, state.max_iters = limits
+            if self._is_done(state) and self._ended:
+                self.logger.warning(
+                    f"nothing to do: epoch {state.epoch} and update {state.iteration} are done and the limit is "
+                    f"max_epochs={state.max_epochs}, max_iters={state.max_iters}; raise it to go on"
                 )
-    missing = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in stepped]
-    if missing:
-        raise ValueError(
-            f"optimizer must be over all trainable parameters, got one without {missing[0]!r} and {len(missing) - 1} more; "
-            "add them, or freeze them with requires_grad_(False)"
-        )
+                return state
+            self._requests = RankRequests(stop_epoch=self._epoch_open and self._requests.stop_epoch)
+            self._run(loader)
+        return state
+
+    def _resume(self, resume: str | Path) -> None:
+        if self._resume_with is not None:
+            self._resume_with.restore(resume)
+        elif resume not in ("auto", "never"):
+            raise ValueError(f"resume must be 'auto' or 'never' without checkpoints, got {resume!r}; attach a Checkpoint first")
+
+    def terminate(self, skip_completed: bool = False, *, agreed: bool = False) -> None:
+        """Ends the run on all ranks after the same update.
+
+        In a single process the running update is the last one, as in Ignite. On several ranks the request travels with the
+        next update's statistics (or the end of the epoch), and that update is the last one, everywhere.
+
+        Args:
+            skip_completed: do not fire COMPLETED.
+            agreed: every rank calls this in the same update, because the reason is the same on all of them: no need to ask.
+        """
+        if agreed or collectives.world_size() == 1:
+            super().terminate(skip_completed)
+        else:
+            self._requests.stop = True
+
+    def terminate_epoch(self, skip_epoch_completed: bool = False, *, agreed: bool = False) -> None:
+        """Ends the epoch on all ranks after the same update; as `terminate` does the run."""
+        if agreed or collectives.world_size() == 1:
+            super().terminate_epoch(skip_epoch_completed)
+        else:
+            self._requests.stop_epoch = True
+
+    def interrupt(self, *, agreed: bool = False) -> None:
+        """Ends the run on all ranks after the same update, so that the next `run` continues there; as `terminate` does.
+
+        INTERRUPT is fired in place of TERMINATE and COMPLETED.
+        """
+        if agreed or collectives.world_size() == 1 or not self.interrupt_resume_enabled:  # or else Ignite refuses
+            super().interrupt()
+        else:
+            self._requests.interrupt = True
+
+    def _finish_update(self, requests: RankRequests, *, applied: bool) -> None:
+        """Counts an update that has had its effect, fires its last event, and does what the ranks asked for together."""
+        if requests.stop:
+            self.terminate(agreed=True)
+        if requests.stop_epoch:
+            self.terminate_epoch(agreed=True)
+        if requests.interrupt:
+            self.interrupt(agreed=True)
+        self._ranks_have_more = requests.more_data > 0
+        self.settled = True
+        if applied:
+            self.state.num_steps += 1
+            self.fire_event(TrainEvents.STEP_COMPLETED)
+            return
+        state, output = self.state, self.state.output
+        state.num_skipped += 1
+        if output is not None and state.num_skipped & (state.num_skipped - 1) == 0:  # the 1st, 2nd, 4th, 8th, ...
+            self.logger.warning(
+                f"update {state.iteration} was skipped ({output.skipped_reason}): gradient norm {output.grad_norm:g}, "
+                f"loss scale {output.loss_scale:g}; skipped so far: {state.num_skipped}"
+            )
+        self.fire_event(TrainEvents.STEP_SKIPPED)
+
+    def verify_ranks(self) -> None:
+        """Compares now what the consistency checks would send with the next update. To be called before the state is saved.
+
+        An error is raised on all ranks alike. One small all-reduce for each check that is attached; without any it does
+        nothing. Collective.
+        """
+        for piggyback in self.piggybacks:
+            piggyback.settle()
+
+    def replace_default(self, handler: object) -> None:
+        """Takes off the default handler of the same kind. A handler that can be a default calls it when it is attached."""
+        for default in [default for default in self.defaults if isinstance(handler, type(default))]:
+            self.defaults.remove(default)
+            default.detach(self)
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The gradients of this update by parameter name: reduced over ranks, unscaled, normalised, not yet clipped.
+
+        Copies, made when asked for: changing them changes nothing. Parameters without a gradient are left out.
+
+        Raises:
+            GradientAccessError: outside of handlers of GRADIENTS_READY.
+        """
+        return self._update.named_gradients()
+
+    def set_data(self, data: Any) -> None:
+        """Not supported: a run trains on the loader that it was given."""
+        raise NotImplementedError("set_data is not supported: pass the loader to run(loader, ...)")
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]  # Ignite returns an OrderedDict
+        """Counters, limits, position in the epoch, user keys, the loss scaling and what forward carries, in plain types."""
+        state = self.state
+        saved: dict[str, Any] = {name: getattr(state, name) for name in _COUNTERS}
+        if self._iterating and not self.settled:  # an update that has not had its effect is not done
+            saved["iteration"], saved["num_micro_batches"] = state.iteration - 1, self._micro_batches_before
+        saved["epochs_completed"] = state.epoch - self._epoch_open
+        saved["epoch_iteration"] = self._groups_done() if self._epoch_open else 0
+        saved["epoch_length"], saved["max_epochs"], saved["max_iters"] = state.epoch_length, state.max_epochs, state.max_iters
+        saved["ended"], saved["update"] = self._ended, self._update.state_dict()
+        saved["end_of_epoch"] = [self.should_terminate_single_epoch, self._requests.stop_epoch] if self._epoch_open else []
+        saved["carried"] = state.carried.state_dict()
+        clash = next((key for key in self.state_dict_user_keys if key in saved), None)
+        if clash is not None:
+            raise ValueError(f"state_dict_user_keys must not have names of the trainer's own, got {clash!r}")
+        return saved | {key: getattr(state, key) for key in self.state_dict_user_keys}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Goes back to where `state_dict` was taken. The next `run` goes on from there.
+
+        Raises:
+            TypeError: it is no mapping, or a limit is no integer.
+            ValueError: a key is missing, or a counter or a limit is none.
+        """
+        if isinstance(state_dict, Mapping) and "micro_batch" in state_dict:  # what earlier versions called this counter
+            state_dict = {"num_micro_batches": state_dict["micro_batch"], **state_dict}
+        counters = (*_COUNTERS, "epochs_completed", "epoch_iteration")
+        check_state_dict("Trainer", state_dict, [*counters, *_LIMITS, "ended", "update", *self.state_dict_user_keys], counters)
+        for key in (key for key in ("max_epochs", "max_iters") if state_dict[key] is not None):
+            positive_int(f"state_dict[{key!r}]", state_dict[key])
+        self._update.load_state_dict(state_dict["update"])
+        self.state.carried.load_state_dict(state_dict.get("carried", Carried().state_dict()))  # earlier versions had none
+        self._groups, self._position = None, {}
+        for key in (*_COUNTERS, *_LIMITS, *self.state_dict_user_keys):
+            setattr(self.state, key, state_dict[key])
+        self._epoch_iteration, self._ended = state_dict["epoch_iteration"], bool(state_dict["ended"])
+        self._epoch_open = self._epoch_iteration > 0
+        asked = state_dict.get("end_of_epoch") or (False, False)  # those of earlier versions have none
+        self.should_terminate_single_epoch, self._requests = asked[0], RankRequests(stop_epoch=bool(asked[1]))
+        self.state.epoch = state_dict["epochs_completed"] + self._epoch_open
+
+    def register_events(self, *event_names: Any, event_to_attr: Mapping[Any, str] | None = None) -> None:
+        """Adds events that can be fired; `event_to_attr` names the state attribute that their filters look at.
+
+        Unlike Ignite's, that map is this trainer's own: another engine in the process cannot re-point it.
+        """
+        super().register_events(*event_names)
+        if event_to_attr:
+            self.state.event_to_attr.update(event_to_attr)
+            self.state._update_attrs()
+
+    def add_event_handler(self, event_name: Any, handler: Any, *args: Any, **kwargs: Any) -> RemovableEventHandle:
+        """As in Ignite; a misspelt event is answered with the nearest one."""
+        if not callable(handler) and not isinstance(handler, Attachable):
+            raise TypeError(f"handler must be callable, got {describe(handler)}")
+        if isinstance(handler, MethodType) and isinstance(handler.__self__, LRScheduler):
+            raise TypeError(
+                f"handler must not be a method of a scheduler, got {type(handler.__self__).__name__}.{handler.__name__}, which "
+                "would be called with the trainer; use LearningRateSchedule(scheduler).attach(trainer)"
+            )
+        return super().add_event_handler(event_name, handler, *args, **kwargs)
+
+    def data_position(self) -> Mapping[str, Any]:
+        """Where this rank stands in its data, and how to find that place again: for `load_data_position`, in plain types.
+
+        Without it a resumed run reads past what was done, in the order in which the loader then gives it.
+        """
+        return self._position if self._groups is None else self._groups.position(self._groups_done())
+
+    def load_data_position(self, position: Mapping[str, Any], *, on_changed_data: str = "raise") -> None:
+        """Has the next run start there. To be called after `load_state_dict`.
+
+        Args:
+            position: see `data_position`.
+            on_changed_data: what happens in the middle of an epoch if the loader is another one: `"raise"` or `"warn"`.
+        """
+        self._groups, self._position, self._on_changed_data = None, position, on_changed_data
+
+    def _outgoing(self) -> Outgoing:
+        """What this rank sends with the statistics of the running update."""
+        return Outgoing(self._requests, self.piggybacks)
+
+    def _groups_done(self) -> int:
+        return self._epoch_iteration + (self._iterating and self.settled)
+
+    # --- what the loop asks -----------------------------------------------------------------------------------------------
+
+    def _open(self, data: Iterable[Any]) -> Groups:
+        skip, epoch = self._epoch_iteration, self.state.epoch
+        first_update = self.state.iteration + 1 - skip
+        position = self.data_position() if skip or self._groups is None else {}
+        position = {**position, "on_changed_data": self._on_changed_data} if position else {}
+        groups = self._open_groups(data, epoch=epoch, first_update=first_update, skip=skip, position=position)
+        self._groups = groups
+        self._ranks_have_more = groups.length is not None or sum(collectives.everyones(groups.more)) > 0
+        return groups
+
+    def _fetch(self, batches: Any) -> Any:
+        group = super()._fetch(batches)
+        self._requests.more_data, self._micro_batches_before = batches.more, self.state.num_micro_batches
+        self.max_micro_batches = batches.widest
+        return group
+
+    def _close_epoch(self, started: float) -> None:
+        if self._epoch_iteration == 0 and not self.should_terminate_single_epoch:
+            refuse_ended_iterator(self.state)
+            raise ValueError(f"data must give at least one micro-batch on some rank, got none in epoch {self.state.epoch}")
+        assert self._groups is not None  # noqa: S101  # a pass was made
+        self._groups.finish()
+        super()._close_epoch(started)
+        self._requests.stop_epoch = False  # what handlers of EPOCH_COMPLETED asked for is done already
+
+    def _epoch_is_over(self, batches: Batches) -> bool:
+        return super()._epoch_is_over(batches) or not self._ranks_have_more
+
+    def _stop_between_epochs(self) -> bool:
+        """Between two epochs no update carries the request of one rank to the others."""
+        stop, interrupt = collectives.largest(self._requests.stop, self._requests.interrupt)
+        if stop > 0:
+            self.terminate(agreed=True)
+        if interrupt > 0:
+            self.interrupt(agreed=True)
+        return super()._stop_between_epochs()

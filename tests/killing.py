@@ -27,15 +27,15 @@ from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
-import ignite_train.distributed
-import ignite_train.lock
+import ignite_train.checkpoint.lock
+import ignite_train.ranks.collectives
 from ignite_train import Evaluator, ForwardOutput, ResumableLoader, Trainer, create_evaluator, create_trainer
-from ignite_train.disk import Disk
+from ignite_train.checkpoint.disk import Disk
+from ignite_train.checkpoint.lock import LOCK
+from ignite_train.checkpoint.manifest import is_checkpoint_name, read_manifest
+from ignite_train.checkpoint.reader import CheckpointReader
+from ignite_train.checkpoint.retention import Retention
 from ignite_train.handlers import Checkpoint, LearningRateSchedule, StopOnSignal, TensorBoard, TrainingMetrics, Validation
-from ignite_train.lock import LOCK
-from ignite_train.manifest import is_checkpoint_name, read_manifest
-from ignite_train.retention import Retention
-from ignite_train.stored import StoredCheckpoint
 from processes import Processes
 
 DEADLINE = 60.0  # seconds for anything that ends by itself, on a machine that is busy with other things
@@ -240,16 +240,19 @@ def _train(job: Job, rank: int, life: int, halt: Halt) -> None:
 
     if job.world_size > 1:
         idist.initialize("gloo", init_method=f"file://{job.directory}/store.{life}", rank=rank, world_size=job.world_size)
-    gather = ignite_train.distributed.gather_objects
+    gather = ignite_train.ranks.collectives.gather_objects
     if job.stale_seconds is not None:
-        ignite_train.lock.STALE_SECONDS, ignite_train.lock.HEARTBEAT_SECONDS = job.stale_seconds, job.stale_seconds / 10
+        ignite_train.checkpoint.lock.STALE_SECONDS, ignite_train.checkpoint.lock.HEARTBEAT_SECONDS = (
+            job.stale_seconds,
+            job.stale_seconds / 10,
+        )
 
     def halting_gather(value: Any, group: Any = None) -> list[Any]:
         if group is not None:
             halt.before("agreement")
         return gather(value, group)
 
-    ignite_train.distributed.gather_objects = halting_gather
+    ignite_train.ranks.collectives.gather_objects = halting_gather
     trainer, evaluator, checkpoint, loader, model, optimizer = build(job, rank)
     # from the first update on: the trial at the start of a run is not a save
     trainer.append_event_handler(Events.STARTED, lambda: setattr(checkpoint.saver, "disk", HaltingDisk(halt)))
@@ -274,7 +277,7 @@ def _train(job: Job, rank: int, life: int, halt: Halt) -> None:
     final = {
         "weights": digest(model.state_dict()),
         "optimizer": digest(optimizer.state_dict()),
-        "counters": [state.iteration, state.epoch, state.num_steps, state.micro_batch],
+        "counters": [state.iteration, state.epoch, state.num_steps, state.num_micro_batches],
         "metrics": timeless(state.metrics),
     }
     temporary = job.directory / f".final.{rank}"
@@ -323,7 +326,7 @@ def points(job: Job) -> dict[str, list[tuple[int, float]]]:
 
 def stored(path: Path) -> tuple[Any, dict[str, str]]:
     """What moment of the run a checkpoint is of, and digests of everything in it. Reads and checks every byte."""
-    with StoredCheckpoint(path) as checkpoint:
+    with CheckpointReader(path) as checkpoint:
         checkpoint.verify()
         ranks = range(checkpoint.manifest.world_size)
         names = [(name, rank) for rank in ranks for name in checkpoint.names(rank)]

@@ -13,7 +13,7 @@ from itertools import chain, combinations, product
 from pathlib import Path
 from typing import Any
 
-from ignite_train.disk import Disk
+from ignite_train.checkpoint.disk import Disk
 
 Operation = tuple[str, *tuple[Any, ...]]
 Tree = dict[str, Any]

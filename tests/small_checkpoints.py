@@ -7,14 +7,15 @@ from typing import Any
 
 import torch
 
-from ignite_train import checkpoint, distributed
-from ignite_train.commit import CheckpointDirectory, Contents, Exchange, commit
-from ignite_train.disk import Disk
-from ignite_train.encoding import Encoder
-from ignite_train.manifest import Manifest
-from ignite_train.retention import Retention
-from ignite_train.shards import own_piece
-from ignite_train.stored import StoredCheckpoint
+from ignite_train.checkpoint import inspection as checkpoint
+from ignite_train.checkpoint.directory import CheckpointDirectory, Contents, Exchange, commit
+from ignite_train.checkpoint.disk import Disk
+from ignite_train.checkpoint.manifest import Manifest
+from ignite_train.checkpoint.reader import CheckpointReader
+from ignite_train.checkpoint.retention import Retention
+from ignite_train.checkpoint.shards import own_piece
+from ignite_train.checkpoint.tree import TreeEncoder
+from ignite_train.ranks import collectives
 
 
 class QuickDisk(Disk):
@@ -29,7 +30,7 @@ class QuickDisk(Disk):
 
 def contents(value: Any, name: str = "model") -> Contents:
     """What a rank writes if its only object has the state `value`."""
-    encoder = Encoder()
+    encoder = TreeEncoder()
     tree = encoder.encode(value, (name,))
     pieces = {key: own_piece(tensor, everything=True) for key, tensor in encoder.tensors.items()}
     return Contents({name: tree}, {key: piece for key, piece in pieces.items() if piece is not None})
@@ -52,7 +53,7 @@ def save(
     *,
     disk: Disk | None = None,
     last: int = 2,
-    exchange: Exchange = distributed.gather_objects,
+    exchange: Exchange = collectives.gather_objects,
     place: CheckpointDirectory | None = None,
     **fields: Any,
 ) -> Path:
@@ -68,7 +69,7 @@ def read(path: Path) -> int:
     Raises:
         DamagedCheckpointError: it is not what was written.
     """
-    with StoredCheckpoint(path) as stored:
+    with CheckpointReader(path) as stored:
         stored.verify()
         found: set[float] = {stored.manifest.update}
         for rank in range(stored.manifest.world_size):

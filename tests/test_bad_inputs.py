@@ -298,7 +298,7 @@ def test_what_forward_returns(case):
     assert all(torch.equal(left, right) for left, right in zip(before, model.parameters(), strict=True))
     assert all(parameter.grad is None for parameter in model.parameters())
     assert not optimizer.state
-    assert (trainer.state.iteration, trainer.state.micro_batch) == (0, 0)
+    assert (trainer.state.iteration, trainer.state.num_micro_batches) == (0, 0)
 
 
 @cases(
@@ -624,11 +624,19 @@ def changed(**changes: Any) -> Callable[[dict[str, Any]], Any]:
         Case(
             f"without-{key}", lambda state, key=key: {k: v for k, v in state.items() if k != key}, ValueError, "state_dict", key
         )
-        for key in ("iteration", "num_steps", "num_skipped", "micro_batch", "epochs_completed", "epoch_iteration", "update")
+        for key in (
+            "iteration",
+            "num_steps",
+            "num_skipped",
+            "num_micro_batches",
+            "epochs_completed",
+            "epoch_iteration",
+            "update",
+        )
     ),
     *(
         Case(f"{key}-{value}", changed(**{key: value}), (ValueError, TypeError), f"state_dict['{key}']", repr(value))
-        for key in ("iteration", "num_steps", "num_skipped", "micro_batch", "epochs_completed", "epoch_iteration")
+        for key in ("iteration", "num_steps", "num_skipped", "num_micro_batches", "epochs_completed", "epoch_iteration")
         for value in (-1, math.nan, 2.0, "3", None, True)
     ),
     *(

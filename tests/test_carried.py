@@ -29,9 +29,9 @@ from ignite_train import (
     create_trainer,
 )
 from ignite_train.carried import Carried
+from ignite_train.checkpoint.reader import CheckpointReader
+from ignite_train.checkpoint.run_state import RunState, StateRules
 from ignite_train.handlers import Checkpoint
-from ignite_train.run_state import RunState, StateRules
-from ignite_train.stored import StoredCheckpoint
 from ranks import RanksFailedError, run_ranks
 
 # --- a recurrent network whose hidden state is carried from segment to segment -----------------------------------------------
@@ -149,7 +149,7 @@ def without_carried(directory: Path) -> tuple[Any, list[str]]:
     path = max(path for path in directory.iterdir() if path.name.startswith("update-"))
     rules = StateRules(leave_out=["carried"])
     rules.begin(trainer, {}, {})
-    with StoredCheckpoint(path) as stored:
+    with CheckpointReader(path) as stored:
         state = RunState(stored, trainer, {}, {}, rules)
         state.restore()
     return dict(trainer.state.carried), state.unused

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from ignite_train import CheckpointError, ResumableLoader, Trainer, TrainEvents, create_evaluator, create_trainer
-from ignite_train.checkpoint import find, main
+from ignite_train.checkpoint.inspection import find, main
 from ignite_train.handlers import Checkpoint, LearningRateSchedule, TrainingMetrics, Validation
 from ranks import run_ranks
 
@@ -274,7 +274,7 @@ def test_without_a_checkpoint_there_is_nothing_to_resume() -> None:
 
 def refusal(directory: Path, trainer: Trainer, **options: Any) -> str:
     """Why a fresh trainer cannot go on there; its weights are what they were."""
-    model = trainer.parts["model"]
+    model = trainer._stateful_parts["model"]
     before = {name: value.clone() for name, value in model.state_dict().items()}
     Checkpoint(directory, **options).attach(trainer)
     with pytest.raises(CheckpointError) as error:
@@ -426,7 +426,7 @@ def test_schedules_with_nested_state(schedule: Any, tmp_path: Path) -> None:
         rates: list[Any] = []
         for limit in limits:
             trainer, _ = make()
-            LearningRateSchedule(schedule(trainer.parts["optimizer"])).attach(trainer)
+            LearningRateSchedule(schedule(trainer._stateful_parts["optimizer"])).attach(trainer)
             trainer.add_event_handler(
                 Events.ITERATION_COMPLETED, lambda engine: rates.append(engine.state.output.learning_rates)
             )
@@ -628,7 +628,7 @@ def looped(loader: Any, caplog: Any, tmp_path: Path) -> tuple[list[str], list[st
         trainer.run(loader, max_epochs=1)
         if not isinstance(loader, Iterator):
             trainer.run(loader, max_epochs=2)
-    lines = [r for r in caplog.records if r.name.startswith("ignite_train.resumption")]
+    lines = [r for r in caplog.records if r.name.startswith("ignite_train.checkpoint.resume")]
     return [r.getMessage() for r in lines if r.levelno == 30], [r.getMessage() for r in lines if r.levelno == 20]
 
 

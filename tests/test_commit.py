@@ -21,13 +21,15 @@ import torch
 from ignite.engine import Events
 
 import ignite_train
-from ignite_train import CheckpointError, checkpoint, distributed
-from ignite_train.commit import CheckpointDirectory
-from ignite_train.disk import Disk
-from ignite_train.encoding import Encoder
+from ignite_train import CheckpointError
+from ignite_train.checkpoint import inspection as checkpoint
+from ignite_train.checkpoint.directory import CheckpointDirectory
+from ignite_train.checkpoint.disk import Disk
+from ignite_train.checkpoint.reader import CheckpointReader
+from ignite_train.checkpoint.tree import TreeEncoder
 from ignite_train.errors import DamagedCheckpointError
 from ignite_train.handlers import Checkpoint
-from ignite_train.stored import StoredCheckpoint
+from ignite_train.ranks import collectives
 from power_cuts import Operation, Recorder, disk_states, lay_out
 from ranks import run_ranks
 from small_checkpoints import QuickDisk, keep, names, newest, read, save
@@ -196,7 +198,7 @@ class Turns:
         self.world_size, self._local = world_size, threading.local()
         self._turn, self._changed = 0, threading.Condition()
         self._values: dict[int, dict[int, Any]] = {}
-        monkeypatch.setattr(distributed, "rank", lambda: self._local.rank)
+        monkeypatch.setattr(collectives, "rank", lambda: self._local.rank)
 
     def exchange(self, value: Any) -> list[Any]:
         self._local.rounds += 1
@@ -363,10 +365,14 @@ def test_the_model_of_power_cuts_sees_a_reader_without_checksums(tmp_path, monke
     root.mkdir()
     scratch.mkdir()
     with monkeypatch.context() as patch:
-        for module in (ignite_train.tensor_files, ignite_train.manifest, ignite_train.commit):
+        for module in (
+            ignite_train.checkpoint.tensor_files,
+            ignite_train.checkpoint.manifest,
+            ignite_train.checkpoint.directory,
+        ):
             patch.setattr(module, "zlib", SimpleNamespace(crc32=lambda *_: 0))
         log = without("sync", record(root, patch, saves=1).log)
-        for module in (ignite_train.tensor_files, ignite_train.manifest):
+        for module in (ignite_train.checkpoint.tensor_files, ignite_train.checkpoint.manifest):
             patch.setattr(module, "zlib", SimpleNamespace(crc32=lambda *_: 0))
 
         assert "wrong" in violations(log, scratch, after_commit=True)
@@ -533,10 +539,10 @@ def test_what_nobody_could_read_is_not_committed(tmp_path, monkeypatch):
     """A manifest or an index that the reader would refuse is refused when it is written: the older ones stay."""
     save(tmp_path, 1)
     with pytest.raises(CheckpointError, match=r"config must be small, got a manifest of \d+ bytes"):
-        save(tmp_path, 2, config=Encoder().encode("x" * 17 * 2**20, ("config",)))
+        save(tmp_path, 2, config=TreeEncoder().encode("x" * 17 * 2**20, ("config",)))
     with pytest.raises(CheckpointError, match="counters that cannot be"):
         save(tmp_path, 2, epoch=2**60)
-    monkeypatch.setattr(ignite_train.commit, "MAX_INDEX_BYTES", 100)
+    monkeypatch.setattr(ignite_train.checkpoint.directory, "MAX_INDEX_BYTES", 100)
     with pytest.raises(CheckpointError, match=r"the state has .* bytes beside its tensors, 100 at most"):
         save(tmp_path, 3)
 
@@ -734,8 +740,10 @@ def test_a_manifest_is_read_once(tmp_path, build, micro_batches, monkeypatch):
     for number in range(1, 31):
         save(tmp_path, number, last=99)
     seen: list[str] = []
-    read_manifest = ignite_train.commit.read_manifest
-    monkeypatch.setattr(ignite_train.commit, "read_manifest", lambda path: (seen.append(path.name), read_manifest(path))[1])
+    read_manifest = ignite_train.checkpoint.directory.read_manifest
+    monkeypatch.setattr(
+        ignite_train.checkpoint.directory, "read_manifest", lambda path: (seen.append(path.name), read_manifest(path))[1]
+    )
     setup = build()
     saver = Checkpoint(tmp_path, every=1, keep=99)
     saver.attach(setup.trainer)
@@ -887,7 +895,7 @@ def test_a_last_state_that_is_another_is_written(tmp_path, build, micro_batches)
         setup.trainer.run(micro_batches, max_epochs=1)
         assert disk.tensors() == ["write rank-00000.bin"] * 2
         state = torch.get_rng_state()
-        with StoredCheckpoint(directory / "update-00000005.1") as stored:
+        with CheckpointReader(directory / "update-00000005.1") as stored:
             stored.verify()
             saved = stored.read("model")["2.bias"]
             assert torch.equal(stored.read("generators")["torch"], state)
@@ -935,7 +943,7 @@ def test_a_power_cut_while_a_file_gets_a_second_name_loses_nothing(tmp_path, mon
 
 def _rank_1_fails(directory: Path, at: int | None) -> tuple[str, int]:
     save(directory, 1, world_size=2)
-    disk = Faulty(at if distributed.rank() == 1 else None, fault(errno.ENOSPC))
+    disk = Faulty(at if collectives.rank() == 1 else None, fault(errno.ENOSPC))
     return failure(directory, 2, disk, world_size=2), len(disk.done)
 
 
@@ -952,7 +960,7 @@ def test_a_failure_of_one_rank_is_told_by_all(tmp_path, at):
 
 
 def _one_rank_has_another_directory(directory: Path) -> str:
-    return failure(directory / f"host-{distributed.rank()}", 1, QuickDisk(), world_size=2)
+    return failure(directory / f"host-{collectives.rank()}", 1, QuickDisk(), world_size=2)
 
 
 def test_ranks_that_do_not_share_the_directory(tmp_path):
@@ -974,7 +982,7 @@ class Elsewhere(QuickDisk):
 
 def _rank_1_writes_elsewhere(directory: Path, stale: bool) -> str:
     disk: Disk = QuickDisk()
-    if distributed.rank() == 1:
+    if collectives.rank() == 1:
         disk = Elsewhere()
     elif stale:  # what rank 0 sees under the name is not what rank 1 has written
         disk = Stale()

@@ -468,7 +468,7 @@ def test_the_device_objects_to_what_the_host_raises_for(norms: list[float]) -> N
         raises = check._compare(norms) is not None
     except ValueError:
         raises = True
-    assert bool(check.objects(torch.tensor(norms, dtype=torch.float64))) == raises
+    assert bool(check.vetoes(torch.tensor(norms, dtype=torch.float64))) == raises
 
 
 def nonfinite_everywhere() -> int:
@@ -607,13 +607,13 @@ def test_a_check_survives_the_update_that_carries_it() -> None:
 
 
 def test_a_single_process_carries_nothing(build: Callable[..., Any], micro_batches: list[Any]) -> None:
-    """There is nobody to compare with: no passenger, and the same training."""
+    """There is nobody to compare with: no piggyback, and the same training."""
     plain, checked = build(), build()
     GradNormConsistency().attach(checked.trainer)
     StateConsistency(checked.model, checked.optimizer).attach(checked.trainer, EVERY_UPDATE)
     for setup in (plain, checked):
         setup.trainer.run(micro_batches, max_epochs=2)
-    assert checked.trainer.passengers == []
+    assert checked.trainer.piggybacks == []
     assert checked.contents() == plain.contents()
 
 

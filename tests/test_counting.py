@@ -17,7 +17,8 @@ from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
 
-from ignite_train import ForwardOutput, TorchLossScaling, Trainer, TrainEvents, count_traffic, create_trainer, reading
+from ignite_train import ForwardOutput, TorchLossScaling, Trainer, TrainEvents, count_traffic, create_trainer
+from ignite_train.device import to_host
 from ignite_train.handlers import (
     GradNormConsistency,
     LearningRateSchedule,
@@ -172,7 +173,7 @@ def test_an_update_reads_once(monkeypatch, handlers, scaled, fused, rate):
 
     (Not where torch's own code reads a rate that is a tensor, as its SGD does without fused=True.)
     """
-    monkeypatch.setattr(reading, "_HOST", "nowhere")
+    monkeypatch.setattr(to_host, "_HOST", "nowhere")
     scaling = TorchLossScaling(2.0**4) if scaled else None
     rate = torch.tensor(0.01) if rate == "tensor" else rate
     trainer = trainer_with(lambda model: model, handlers, rate, loss_scaling=scaling, fused=fused)
@@ -185,11 +186,11 @@ def test_an_update_reads_once(monkeypatch, handlers, scaled, fused, rate):
 def of_a_rank(reduction: str, handlers: str, accelerator: bool) -> tuple[list[int], list[int], str]:
     with pytest.MonkeyPatch.context() as patch:
         if accelerator:
-            patch.setattr(reading, "_HOST", "nowhere")
+            patch.setattr(to_host, "_HOST", "nowhere")
         wrap: Any = DistributedDataParallel if reduction in ("ddp", "auto") else lambda model: model
         trainer = trainer_with(wrap, handlers, 0.01, reduction=reduction)
         if handlers == "all":
-            StateConsistency(trainer.parts["model"], trainer.parts["optimizer"]).attach(
+            StateConsistency(trainer._stateful_parts["model"], trainer._stateful_parts["optimizer"]).attach(
                 trainer, Events.ITERATION_COMPLETED(every=100)
             )
         return traffic_of(trainer)
@@ -208,7 +209,7 @@ def test_an_update_on_two_ranks(reduction, count, handlers, accelerator):
 
 def test_a_rate_that_a_handler_sets(monkeypatch):
     """A rate on the device that was changed since it was read is read again: the output says what was used."""
-    monkeypatch.setattr(reading, "_HOST", "nowhere")
+    monkeypatch.setattr(to_host, "_HOST", "nowhere")
     rate = torch.tensor(0.5)
     model = nn.Linear(4, 1)
     trainer = create_trainer(model, SGD([{"params": model.parameters(), "lr": rate}], fused=True), forward)

@@ -18,9 +18,11 @@ import torch
 from torch import nn
 
 import ignite_train
-from ignite_train import CheckpointError, ForwardOutput, Trainer, checkpoint, create_trainer, distributed
+from ignite_train import CheckpointError, ForwardOutput, Trainer, create_trainer
+from ignite_train.checkpoint import inspection as checkpoint
 from ignite_train.errors import DamagedCheckpointError, UnreadableCheckpointError
 from ignite_train.handlers import Checkpoint
+from ignite_train.ranks import collectives
 from ranks import run_ranks
 from small_checkpoints import names
 
@@ -68,7 +70,7 @@ def start(directory: Path) -> Run:
     torch.manual_seed(7)
     model = nn.Sequential(nn.Linear(40, 60), nn.Dropout(0.5), nn.Linear(60, 40), nn.BatchNorm1d(40))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    trainer = create_trainer(model, optimizer, _forward, reduction="explicit" if distributed.world_size() > 1 else "auto")
+    trainer = create_trainer(model, optimizer, _forward, reduction="explicit" if collectives.world_size() > 1 else "auto")
     saver = Checkpoint(directory, every=2, keep=9)
     saver.attach(trainer)
     return Run(model, optimizer, trainer, saver)
@@ -245,7 +247,11 @@ def test_a_manifest_of_another_checkpoint_is_noticed(whole, falls_back):
 def test_a_reader_without_checksums_takes_flipped_bits_for_tensors(whole, tmp_path, monkeypatch):
     """What the checksums are for: without them a bit that flips in the tensors is noticed by nobody."""
     with monkeypatch.context() as patch:
-        for module in (ignite_train.tensor_files, ignite_train.manifest, ignite_train.commit):
+        for module in (
+            ignite_train.checkpoint.tensor_files,
+            ignite_train.checkpoint.manifest,
+            ignite_train.checkpoint.directory,
+        ):
             patch.setattr(module, "zlib", SimpleNamespace(crc32=lambda *_: 0))
         run = start(tmp_path)
         run.trainer.run(data(), max_iters=2)
@@ -429,7 +435,7 @@ def _copy_of_rank_0(path: Path) -> None:
 def _two_ranks(directory: Path, damage: str) -> tuple[str, str, str, list[str]]:
     def begin() -> Run:
         run = start(directory)
-        torch.manual_seed(distributed.rank())
+        torch.manual_seed(collectives.rank())
         return run
 
     run = begin()
@@ -441,8 +447,8 @@ def _two_ranks(directory: Path, damage: str) -> tuple[str, str, str, list[str]]:
     damaged = checkpoint.latest(directory)
     assert damaged is not None
     before = [entry.path.name for entry in checkpoint.find(directory)]
-    distributed.gather_objects(None)
-    if distributed.is_main_rank():
+    collectives.gather_objects(None)
+    if collectives.is_main_rank():
         for name in before[1:]:
             globals()[damage](directory / name)
     run = begin()
@@ -464,13 +470,13 @@ def _one_rank_fails(directory: Path, call: str, part: str, rank: int) -> tuple[s
     """What the start says if one rank alone has an error of its disk."""
     start(directory).trainer.run(data(), max_iters=2)
     run = start(directory)
-    distributed.gather_objects(None)
+    collectives.gather_objects(None)
     with pytest.MonkeyPatch.context() as patch:
-        if distributed.rank() == rank:
+        if collectives.rank() == rank:
             failing(patch, call, part, errno.EIO)
         with pytest.raises(CheckpointError) as caught:
             run.trainer.run(data(), max_iters=4)
-    distributed.gather_objects(None)
+    collectives.gather_objects(None)
     return str(caught.value), names(directory)
 
 
@@ -493,16 +499,16 @@ def _one_rank_sees_damage(directory: Path, kind: str) -> tuple[str, list[str]]:
     """What the start says if rank 1 alone reads other bytes, or sees no files at all."""
     start(directory).trainer.run(data(), max_iters=2)
     run = start(directory)
-    distributed.gather_objects(None)
+    collectives.gather_objects(None)
     with pytest.MonkeyPatch.context() as patch:
-        if distributed.rank() == 1 and kind == "other bytes":
-            patch.setattr(ignite_train.tensor_files, "zlib", SimpleNamespace(crc32=lambda *_: 0))
-        elif distributed.rank() == 1:
+        if collectives.rank() == 1 and kind == "other bytes":
+            patch.setattr(ignite_train.checkpoint.tensor_files, "zlib", SimpleNamespace(crc32=lambda *_: 0))
+        elif collectives.rank() == 1:
             failing(patch, "lstat" if kind == "no files" else "open", "update-0", errno.ENOENT)
             failing(patch, "stat", "update-0", errno.ENOENT)
         with pytest.raises(CheckpointError) as caught:
             run.trainer.run(data(), max_iters=4)
-    distributed.gather_objects(None)
+    collectives.gather_objects(None)
     return str(caught.value), names(directory)
 
 

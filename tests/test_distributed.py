@@ -161,7 +161,7 @@ def chosen(kind: str) -> str:
 )
 def test_hooks_are_left_out_for_small_models_only(kind: str) -> None:
     """Where DDP does more than to average a handful of gradients, it does that."""
-    assert run_ranks(chosen, kind) == ["SmallReplicas" if kind == "small" else "HookedReduction"] * 2
+    assert run_ranks(chosen, kind) == ["SmallReplicas" if kind == "small" else "DDPReduction"] * 2
 
 
 def accumulate_in_a_static_graph() -> None:

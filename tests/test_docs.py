@@ -27,6 +27,8 @@ DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").gl
 pytestmark = pytest.mark.skipif(not (ROOT / "ignite_train").is_dir(), reason="looks at a checkout, and this is none")
 
 FOLDERS = ("", ".ci", "benchmarks", "docs", "examples", "handlers", "ignite_train", "tests")
+PACKAGE_FOLDERS = tuple(f"ignite_train/{path.parent.name}" for path in (ROOT / "ignite_train").glob("*/__init__.py"))
+PACKAGE_NAMES = tuple(folder.rpartition("/")[2] for folder in PACKAGE_FOLDERS)
 FOREIGN_FILES = {
     "handlers.py": "a module of the user's own",
     "train.py": "the user's script",
@@ -91,13 +93,13 @@ def _paths(text: str) -> Iterator[str]:
     for word in re.split(r"[\s,;()'\"=→│├└─]+", text):
         path = word.rstrip(".:")
         first, _, rest = path.partition("/")
-        if "<" not in path and ((rest and first in FOLDERS[1:]) or _FILE.fullmatch(path.partition("::")[0])):
+        if "<" not in path and ((rest and first in {*FOLDERS[1:], *PACKAGE_NAMES}) or _FILE.fullmatch(path.partition("::")[0])):
             yield path
 
 
 def _path_exists(path: str) -> bool:
     path, _, test = path.partition("::")
-    folders = FOLDERS if "/" not in path else ("",)
+    folders = (*FOLDERS, *PACKAGE_FOLDERS) if "/" not in path else ("", "ignite_train")
     found = [match for folder in folders for match in (ROOT / folder).glob(path.rstrip("/"))]
     return path in FOREIGN_FILES or any(not test or f"def {test}(" in match.read_text(encoding="utf-8") for match in found)
 
@@ -151,7 +153,7 @@ def _module_exists(dotted: str) -> bool:
 def _name_exists(chain: str) -> bool:
     """Whether a capitalised name, with what follows it, is one of ours or of what we stand on."""
     head, *rest = chain.split(".")
-    modules = [*(ROOT / "ignite_train").glob("[!_]*.py"), *(ROOT / "ignite_train/handlers").glob("[!_]*.py")]
+    modules = [*(ROOT / "ignite_train").rglob("[!_]*.py"), *(ROOT / "ignite_train/handlers").glob("[!_]*.py")]
     ours = [importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts)) for path in modules]
     if head.isupper():  # an event, or a constant of somebody's
         is_event = head.endswith(("_STARTED", "_COMPLETED", "_SKIPPED", "_READY", "_MEMORY"))
@@ -205,9 +207,9 @@ def test_every_dependency_has_its_reason():
 def test_every_file_of_the_core_is_in_the_architecture():
     """docs/architecture.md names each file of the core."""
     inline, blocks = _code(ROOT / "docs/architecture.md")
-    named = {path for text in [*inline, *(text for _, text in blocks)] for path in _paths(text)}
+    named = {path.rpartition("/")[2] for text in [*inline, *(text for _, text in blocks)] for path in _paths(text)}
 
-    assert sorted({path.name for path in (ROOT / "ignite_train").glob("[!_]*.py")} - named) == []
+    assert sorted({path.name for path in (ROOT / "ignite_train").rglob("[!_]*.py")} - named) == []
 
 
 def test_the_timeline_is_what_happens():

@@ -112,7 +112,7 @@ ENDS = (
 
 def counters(trainer: Any) -> tuple[int, ...]:
     state = trainer.state
-    return state.epoch, state.iteration, state.num_steps, state.num_skipped, state.micro_batch
+    return state.epoch, state.iteration, state.num_steps, state.num_skipped, state.num_micro_batches
 
 
 # --- limits ----------------------------------------------------------------------------------------------------------------
@@ -629,9 +629,9 @@ def counts(trainer: Any, event: Any, counter: str, data: list[float], max_epochs
 @pytest.mark.parametrize(
     ("event", "counter", "total"),
     [
-        (TrainEvents.MICRO_BATCH_STARTED, "micro_batch", 16),
-        (TrainEvents.FORWARD_COMPLETED, "micro_batch", 16),
-        (TrainEvents.BACKWARD_COMPLETED, "micro_batch", 16),
+        (TrainEvents.MICRO_BATCH_STARTED, "num_micro_batches", 16),
+        (TrainEvents.FORWARD_COMPLETED, "num_micro_batches", 16),
+        (TrainEvents.BACKWARD_COMPLETED, "num_micro_batches", 16),
         (TrainEvents.GRADIENTS_READY, "iteration", 8),
         (TrainEvents.STEP_COMPLETED, "num_steps", 6),
         (TrainEvents.STEP_SKIPPED, "num_skipped", 2),

@@ -33,9 +33,9 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from bits import bit_by_bit
 from ignite_train import ForwardOutput, ResumableLoader, Trainer, TrainEvents, create_evaluator, create_trainer
+from ignite_train.checkpoint.manifest import Manifest
+from ignite_train.checkpoint.retention import Retention
 from ignite_train.handlers import Checkpoint, StopOnSignal, Validation
-from ignite_train.manifest import Manifest
-from ignite_train.retention import Retention
 from ranks import run_ranks
 
 SAMPLES, BATCH, EPOCHS = 8, 2, 3  # a last micro-batch that is full: the loader is not exhausted by fetching it
@@ -376,7 +376,7 @@ def test_workers_of_a_validation_that_are_started_again_leave_no_trace(tmp_path:
 
 def _validate_in_a_worker(trainer: Trainer) -> None:
     held_out = DataLoader(Numbers(), batch_size=4, num_workers=1, persistent_workers=True)
-    model = trainer.parts["model"]
+    model = trainer._stateful_parts["model"]
     assert isinstance(model, nn.Module)
     Validation(create_evaluator(model, lambda model, x: ForwardOutput(x.sum().float(), 1)), held_out).attach(trainer)
 

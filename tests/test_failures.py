@@ -36,7 +36,7 @@ import cuts
 import ignite_train
 from ignite_train import ForwardOutput, NonFiniteError, Trainer, TrainEvents, TrainingError, create_evaluator, create_trainer
 from ignite_train.handlers import FailureBoard, HangWatch, PeerFailureError, Validation, failure_board, hang_watch
-from ignite_train.messages import Messages
+from ignite_train.ranks.sealed_messages import SealedMessages
 from processes import Processes
 
 DEADLINE = 30.0  # seconds. The promise is two; what is tested is that no rank waits for ever, on a busy machine too
@@ -147,14 +147,14 @@ def be_patient() -> None:
 def count_looks() -> Callable[[], int]:
     """Returns how often the threads of this process have asked, from here on, whether something lies in the store."""
     looks: list[str] = []
-    has = Messages.has
+    has = SealedMessages.has
 
-    def counted(self: Messages, name: str) -> bool:
+    def counted(self: SealedMessages, name: str) -> bool:
         found = has(self, name)
         looks.append(name)
         return found
 
-    Messages.has = counted  # type: ignore[method-assign]
+    SealedMessages.has = counted  # type: ignore[method-assign]
     return lambda: len(looks)
 
 

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW
 
-from ignite_train import TrainEvents, create_trainer, fused_kernels
-from ignite_train.fused_kernels import is_kernel_right
+from ignite_train import TrainEvents, create_trainer
+from ignite_train.model import fused_kernels
+from ignite_train.model.fused_kernels import is_kernel_right
 from textbook import Textbook
 
 CPU = torch.device("cpu")
@@ -175,7 +176,7 @@ def test_fused_can_be_switched_off_in_a_run(monkeypatch):
 def test_a_first_gradient_may_come_later(monkeypatch, dampening, elsewhere):
     """With momentum too: the parameter begins with its own first gradient, and the kernel is back in the next update."""
     if elsewhere:
-        monkeypatch.setattr("ignite_train.reading._HOST", "nowhere")
+        monkeypatch.setattr("ignite_train.device.to_host._HOST", "nowhere")
     model = nn.ParameterDict({key: torch.ones(40) for key in "abc"})
     before = copy.deepcopy(model)
     optimizer = SGD(model.parameters(), lr=0.25, momentum=0.5, dampening=dampening, fused=True)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
-from ignite_train.generators import generators_within, get_generator_state, set_generator_state
+from ignite_train.model.random_state import generators_within, get_generator_state, set_generator_state
 
 
 class Holder:

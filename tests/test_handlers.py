@@ -29,7 +29,7 @@ from ignite_train import (
     create_evaluator,
     create_trainer,
 )
-from ignite_train.forward_output import RESERVED_NAMES, as_forward_output
+from ignite_train.forward import RESERVED_NAMES, as_forward_output
 from ignite_train.handlers import (
     Checkpoint,
     EmptyCache,

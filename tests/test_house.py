@@ -1,7 +1,7 @@
 """The house: who may import whom, what is public, how large a function may be. Read from the syntax trees.
 
-When one of these fails, the code is to be changed, not the number here; a new file of the core gets its place in `ORDER`. The
-library is imported inside the few tests that need it, so that the others also speak when it cannot be imported.
+When one of these fails, change the code and not the number here. The library is imported inside the few tests that need it, so
+that the others also speak when it cannot be imported.
 """
 
 from __future__ import annotations
@@ -23,78 +23,37 @@ ROOT = Path(__file__).parent.parent
 
 pytestmark = pytest.mark.skipif(not (ROOT / "ignite_train").is_dir(), reason="looks at a checkout, and this is none")
 
-# Every file of the core. Each may import those above it, and nothing else of this library.
-ORDER = (
-    "errors",
-    "arguments",
-    "counting",
-    "distributed",
-    "messages",
-    "events",
-    "forward_output",
-    "carried",
-    "state",
-    "transfer",
-    "reading",
-    "dispatch",
-    "loop",
-    "signals",
-    "groups",
-    "limits",
-    "engine",
-    "handler",
-    "loss_declaration",
-    "loss_scaling",
-    "precision",
-    "side_effects",
-    "placeholders",
-    "memory_layout",
-    "gradients",
-    "learning_rates",
-    "fused_kernels",
-    "stepping",
-    "statistics",
-    "verdict",
-    "out_of_memory",
-    "nonfinite",
-    "reduction",
-    "explicit_reduction",
-    "placeholder_reduction",
-    "sharded_reduction",
-    "wrapping",
-    "compilation",
-    "generators",
-    "samplers",
-    "resumable_loader",
-    "data_description",
-    "data_position",
-    "rank_vote",
-    "update",
-    "micro_batches",
-    "evaluator",
-    "protection",
-    "trainer",
-    "disk",
-    "lock",
-    "encoding",
-    "shards",
-    "tensor_files",
-    "manifest",
-    "retention",
-    "commit",
-    "saving",
-    "stored",
-    "held_state",
-    "optimizer_state",
-    "schedule_state",
-    "run_state",
-    "resumption",
-    "checkpoint",
+# The folders of the library from the ground up. A file imports from its own folder and from the rows below it, nothing else.
+ROWS = (
+    ("vocabulary",),  # the files below
+    ("device",),
+    ("model",),
+    ("ranks",),
+    ("loop",),
+    ("data",),
+    ("trainer", "evaluator"),
+    ("update", "checkpoint", "handler"),
+    ("handlers",),
+    ("protection",),  # attaches handlers by default, and so may import them
+    ("create",),
 )
-# The files of the core that may import handlers, inside the functions that attach them by default.
-ATTACHES_HANDLERS = {"protection"}
-PUBLIC_PACKAGES = ("ignite_train", "ignite_train.handlers")
+VOCABULARY = ("arguments", "carried", "errors", "events", "forward", "state", "traffic")
+# Files whose public names do not contain the name of the file: each is a collection, and is called what it collects.
+COLLECTIONS = {
+    "ignite_train/arguments.py",
+    "ignite_train/checkpoint/inspection.py",
+    "ignite_train/checkpoint/schedule_state.py",
+    "ignite_train/checkpoint/shards.py",
+    "ignite_train/data/description.py",
+    "ignite_train/model/memory_layout.py",
+    "ignite_train/protection.py",
+    "ignite_train/ranks/messages.py",
+    "ignite_train/ranks/wrapping.py",
+    "ignite_train/update/compilation.py",
+}
+PUBLIC_PACKAGES = ("ignite_train", "ignite_train.handlers", "ignite_train.checkpoint")
 MAX_FUNCTION_LINES = 40
+MAX_DEPTH = 4
 MAX_FRAMES, MAX_FRAME_FILES = 6, 3
 NAMELESS = {"base", "common", "helpers", "types", "utils"}
 # Asking an object for an attribute by a literal name: where, which, and why it may.
@@ -102,9 +61,10 @@ PROBES = {
     ("dispatch.py", "name"): "Ignite's events are strings or enum members, and anything may be passed by mistake",
 }
 
-CORE = sorted((ROOT / "ignite_train").glob("[!_]*.py"))
+CORE = sorted(path for path in (ROOT / "ignite_train").rglob("*.py") if "handlers" not in path.parts)
 HANDLERS = sorted((ROOT / "handlers").glob("[!_]*.py"))
-LIBRARY = [ROOT / "ignite_train/__init__.py", *CORE, ROOT / "handlers/__init__.py", *HANDLERS]
+LIBRARY = [*CORE, ROOT / "handlers/__init__.py", *HANDLERS]
+PACKAGES = {path for path in LIBRARY if path.name == "__init__.py"}
 SCRIPTS = sorted(path for folder in ("examples", "benchmarks") for path in (ROOT / folder).rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
@@ -117,12 +77,6 @@ class Import(NamedTuple):
     line: int
     module: str
     name: str | None
-
-    @property
-    def target(self) -> str:
-        """The module it reaches: a submodule that is imported as a name counts as itself."""
-        is_submodule = self.name in {*ORDER, "handlers"} and self.module == "ignite_train"
-        return f"{self.module}.{self.name}" if is_submodule else self.module
 
 
 def _tree(path: Path) -> ast.Module:
@@ -160,95 +114,142 @@ def _exported(path: Path) -> list[str]:
     pytest.fail(f"{_name(path)} has no __all__: say which of its names other files may use")
 
 
-def _each_file(paths: list[Path]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("path", paths, ids=_name)
-
-
 # --- who may import whom ---
 
 
-def test_every_file_of_the_core_has_a_place():
-    """The order names the files of the core, each once."""
-    assert sorted(ORDER) == [path.stem for path in CORE]
+def _module(path: Path) -> str:
+    """The dotted name by which the file is imported."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    parts = ("ignite_train", *parts) if parts[0] == "handlers" else parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-@_each_file(CORE)
-def test_the_core_imports_only_from_above(path):
-    """A file of the core imports only what stands above it in the order, so there is no circle and no handler in it.
+def _row(module: str) -> tuple[int, str]:
+    """Where a module stands: the number of its row, and its folder."""
+    name = (*module.split("."), "")[1]
+    folder = "vocabulary" if name in VOCABULARY else name
+    return next((number, folder) for number, row in enumerate(ROWS) if folder in row)
 
-    Only the file that attaches handlers by default imports them, and never at module level.
-    """
-    above = {f"ignite_train.{name}" for name in ORDER[: ORDER.index(path.stem)]} if path.stem in ORDER else set()
-    in_functions = {
-        node.lineno
-        for function in ast.walk(_tree(path))
-        if isinstance(function, Function) and path.stem in ATTACHES_HANDLERS
-        for node in ast.walk(function)
-        if isinstance(node, ast.ImportFrom) and node.module == "ignite_train.handlers"
-    }
 
-    assert [found for found in _of_this_library(path) if found.target not in above and found.line not in in_functions] == []
+def _targets(path: Path) -> set[str]:
+    """The modules of this library that the file imports; a submodule that is imported as a name counts as itself."""
+    modules = {_module(other) for other in LIBRARY}
+    found = _of_this_library(path)
+    return {name if (name := f"{one.module}.{one.name}") in modules else one.module for one in found}
+
+
+def _graph() -> dict[str, set[str]]:
+    return {_module(path): _targets(path) for path in LIBRARY}
+
+
+def test_every_file_has_a_place():
+    """Each file stands in a folder of the list, or is one of the shared vocabulary; each folder says what it is for."""
+    homeless = [_name(path) for path in [*CORE, *HANDLERS] if path not in PACKAGES and not _has_row(_module(path))]
+
+    assert homeless == []
+    assert [_name(path) for path in PACKAGES if not ast.get_docstring(_tree(path))] == []
+
+
+def _has_row(module: str) -> bool:
+    try:
+        _row(module)
+    except StopIteration:
+        return False
+    return True
+
+
+def test_a_file_imports_from_the_rows_below_it():
+    """Data flows one way: no file imports from a row above its own, or from the other folder in its row."""
+    wrong = []
+    for path in [*CORE, *HANDLERS]:
+        if path in PACKAGES:
+            continue
+        row, folder = _row(_module(path))
+        for target in _targets(path):
+            other_row, other_folder = _row(target)
+            if other_row > row or (other_row == row and other_folder != folder):
+                wrong.append(f"{_name(path)} imports {target}")
+    assert wrong == []
+
+
+def test_there_is_no_circle():
+    """No file imports itself by way of others, also not inside a folder."""
+    graph, done = _graph(), set()
+    packages = {_module(path) for path in PACKAGES}
+
+    def visit(module: str, above: tuple[str, ...]) -> None:
+        assert module not in above, f"a circle: {' -> '.join((*above, module))}"
+        if module not in done and module not in packages:
+            for target in graph.get(module, ()):
+                visit(target, (*above, module))
+            done.add(module)
+
+    for module in graph:
+        visit(module, ())
+
+
+def test_a_handler_imports_the_core_and_no_other_handler():
+    """A handler can be copied out of the library with nothing but the core behind it."""
+    handlers = {_module(path) for path in HANDLERS}
+
+    assert {_name(path): found for path in HANDLERS if (found := _targets(path) & {*handlers, "ignite_train.handlers"})} == {}
+
+
+def test_the_packages_only_collect():
+    """`ignite_train` collects names from the core alone, `ignite_train.handlers` from the handlers, folders hold nothing."""
+    handlers = {_module(path) for path in HANDLERS}
+
+    assert _targets(ROOT / "ignite_train/__init__.py") & handlers == set()
+    assert _targets(ROOT / "handlers/__init__.py") - handlers == set()
+    folders = [path for path in PACKAGES if _module(path) not in PUBLIC_PACKAGES]
+    assert [_name(path) for path in folders if _of_this_library(path)] == []
 
 
 def test_importing_the_package_imports_no_handler():
-    """What is attached by default is imported where it is used, so that `import ignite_train` stays quick."""
+    """`import ignite_train` stays quick: handlers are loaded where they are used."""
     program = "import sys, ignite_train; sys.exit(any(name.startswith('ignite_train.handlers') for name in sys.modules))"
 
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0
 
 
-@_each_file(HANDLERS)
-def test_a_handler_imports_the_core_and_no_other_handler(path):
-    """A handler can be copied out of the library with nothing but the core behind it."""
-    core = {"ignite_train", *(f"ignite_train.{name}" for name in ORDER)}
-
-    assert [found for found in _of_this_library(path) if found.target not in core] == []
-
-
-def test_the_packages_only_collect():
-    """`ignite_train` collects names from the core alone, `ignite_train.handlers` from the handlers alone."""
-    core = {f"ignite_train.{name}" for name in ORDER}
-    handlers = {f"ignite_train.handlers.{path.stem}" for path in HANDLERS}
-
-    assert [found for found in _of_this_library(ROOT / "ignite_train/__init__.py") if found.target not in core] == []
-    assert [found for found in _of_this_library(ROOT / "handlers/__init__.py") if found.target not in handlers] == []
-
-
-@_each_file(SCRIPTS)
-def test_examples_and_benchmarks_use_public_names(path):
+def test_examples_and_benchmarks_use_public_names():
     """What we show to users and measure for them is what they can import themselves."""
     public = {"ignite_train": {*_exported(ROOT / "ignite_train/__init__.py"), "handlers"}}
     public["ignite_train.handlers"] = set(_exported(ROOT / "handlers/__init__.py"))
-    ours = _of_this_library(path)
+    public["ignite_train.checkpoint"] = set(_exported(ROOT / "ignite_train/checkpoint/__init__.py"))
+    ours = {(_name(path), found) for path in SCRIPTS for found in _of_this_library(path)}
 
-    assert [found for found in ours if found.module not in PUBLIC_PACKAGES] == []
-    assert [found for found in ours if found.name is not None and found.name not in public[found.module]] == []
+    assert [found for found in ours if found[1].module not in PUBLIC_PACKAGES] == []
+    assert [found for found in ours if found[1].name is not None and found[1].name not in public[found[1].module]] == []
 
 
-@_each_file([*LIBRARY, *SCRIPTS, *TESTS])
-def test_nobody_imports_bare_handlers(path):
+def test_bare_handlers_are_not_imported():
     """By its folder's name a handler would exist twice, and a user's own `handlers` would be in the way."""
-    assert [found for found in _imports(path) if found.module.partition(".")[0] == "handlers"] == []
+    everywhere = [*LIBRARY, *SCRIPTS, *TESTS]
+
+    assert [
+        (_name(path), found) for path in everywhere for found in _imports(path) if found.module.partition(".")[0] == "handlers"
+    ] == []
 
 
 # --- what is public ---
 
 
-@_each_file(LIBRARY)
-def test_all_is_sorted_and_complete(path):
+def test_all_is_sorted_and_complete():
     """`__all__` lists each public function and class of the file and nothing that is not there, constants first."""
-    names = _exported(path)
-    body = _tree(path).body
-    defined = {node.name for node in body if isinstance(node, Function | ast.ClassDef)}
-    assigned = {
-        target.id for node in body if isinstance(node, ast.Assign) for target in node.targets if isinstance(target, ast.Name)
-    }
-    annotated = {node.target.id for node in body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}
-    imported = {found.name for found in _of_this_library(path)} if path.name == "__init__.py" else set()
+    for path in LIBRARY:
+        if path in PACKAGES and _module(path) not in PUBLIC_PACKAGES:
+            continue
+        names, body = _exported(path), _tree(path).body
+        defined = {node.name for node in body if isinstance(node, Function | ast.ClassDef)}
+        targets = [target for node in body if isinstance(node, ast.Assign) for target in node.targets]
+        targets += [node.target for node in body if isinstance(node, ast.AnnAssign)]
+        assigned = {target.id for target in targets if isinstance(target, ast.Name)}
+        imported = {found.name for found in _of_this_library(path)} if path in PACKAGES else set()
 
-    assert names == sorted(set(names), key=lambda name: (not name.isupper(), not name[0].isupper(), name))
-    assert set(names) <= defined | assigned | annotated | imported
-    assert {name for name in defined | imported if not name.startswith("_")} <= set(names)
+        assert names == sorted(set(names), key=lambda name: (not name.isupper(), not name[0].isupper(), name)), _name(path)
+        assert set(names) <= defined | assigned | imported, _name(path)
+        assert {name for name in defined | imported if not name.startswith("_")} <= set(names), _name(path)
 
 
 def test_the_core_exports_what_its_files_export():
@@ -278,10 +279,16 @@ def test_every_handler_is_exported():
 # --- how it is written ---
 
 
-@_each_file([*LIBRARY, *SCRIPTS, *TESTS])
-def test_a_file_has_a_name_of_its_own(path):
-    """A file is the noun it defines; `utils` is the noun for what nobody thought about."""
-    assert path.stem.strip("_") not in NAMELESS
+def test_a_file_has_the_name_of_what_it_defines():
+    """A file is called after a public name in it; `utils` is the name for what has no idea of its own."""
+    files = [path for path in [*CORE, *HANDLERS] if path not in PACKAGES and not path.stem.startswith("_")]
+
+    def says_its_name(path: Path) -> bool:
+        key = path.stem.replace("_", "").removesuffix("s")
+        return any(key in name.replace("_", "").lower() for name in _exported(path))
+
+    assert {_name(path) for path in files if not says_its_name(path)} == COLLECTIONS
+    assert [_name(path) for path in [*LIBRARY, *SCRIPTS, *TESTS] if path.stem.strip("_") in NAMELESS] == []
 
 
 def _lines_of_code(path: Path) -> set[int]:
@@ -296,28 +303,43 @@ def _lines_of_code(path: Path) -> set[int]:
     return code
 
 
-def _functions(path: Path) -> Iterator[tuple[str, int]]:
-    """Each function and its lines of code: the body without signature and docstring, with what is nested in it."""
+def _functions(path: Path) -> Iterator[tuple[str, int, int]]:
+    """Each function, its lines of code (the body without signature and docstring) and how deep its blocks are nested."""
     code = _lines_of_code(path)
     for node in ast.walk(_tree(path)):
         if isinstance(node, Function):
-            yield f"{node.name}, line {node.lineno}", len(code & set(range(node.body[0].lineno, (node.end_lineno or 0) + 1)))
+            name = f"{_name(path)}:{node.lineno} {node.name}"
+            lines = len(code & set(range(node.body[0].lineno, (node.end_lineno or 0) + 1)))
+            yield name, lines, max(map(_depth, node.body))
 
 
-@_each_file(LIBRARY)
-def test_a_function_fits_on_a_screen(path):
-    """A function is seen whole."""
-    assert {name: lines for name, lines in _functions(path) if lines > MAX_FUNCTION_LINES} == {}
+def _depth(node: ast.AST) -> int:
+    """How many blocks stand inside one another; `elif` is no deeper than its `if`."""
+    block = isinstance(node, ast.If | ast.For | ast.While | ast.With | ast.Try | Function | ast.AsyncFor | ast.AsyncWith)
+    inner = [
+        _depth(child)
+        - (isinstance(node, ast.If) and isinstance(child, ast.If) and child in node.orelse and len(node.orelse) == 1)
+        for child in ast.iter_child_nodes(node)
+    ]
+    return block + max(inner, default=0)
 
 
-@_each_file(CORE)
-def test_the_core_does_not_probe(path):
+def test_a_function_fits_on_a_screen():
+    """A function has at most 40 lines and 4 blocks inside one another; the accumulation loop of the update has 5."""
+    found = [function for path in LIBRARY for function in _functions(path)]
+
+    assert [function for function in found if function[1] > MAX_FUNCTION_LINES] == []
+    assert [name for name, _, depth in found if depth > MAX_DEPTH + name.endswith(" _accumulate")] == []
+
+
+def test_the_core_does_not_probe():
     """The core knows what its objects are: no `hasattr(x, "...")`, no `getattr(x, "...", default)`."""
-    calls = [node for node in ast.walk(_tree(path)) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
-    probes = [call for call in calls if call.func.id in {"getattr", "hasattr"} and len(call.args) in {2, 3}]
-    literal = [(path.name, call.args[1].value, call.lineno) for call in probes if isinstance(call.args[1], ast.Constant)]
+    for path in CORE:
+        calls = [node for node in ast.walk(_tree(path)) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
+        probes = [call for call in calls if call.func.id in {"getattr", "hasattr"} and len(call.args) in {2, 3}]
+        literal = [(path.name, call.args[1].value, call.lineno) for call in probes if isinstance(call.args[1], ast.Constant)]
 
-    assert [probe for probe in literal if probe[:2] not in PROBES] == []
+        assert [probe for probe in literal if probe[:2] not in PROBES] == []
 
 
 def test_the_way_from_run_to_backward_is_short():
@@ -335,14 +357,15 @@ def test_the_way_from_run_to_backward_is_short():
         return loss
 
     create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), forward).run([torch.ones(1, 1)])
-    files = [frame.filename for frame in frames if Path(frame.filename).parent == ROOT / "ignite_train"]
+    files = [frame.filename for frame in frames if (ROOT / "ignite_train") in Path(frame.filename).parents]
 
     assert len(files) <= MAX_FRAMES
     assert len(set(files)) <= MAX_FRAME_FILES
 
 
 def test_the_order_is_documented():
-    """The list in docs/architecture.md is the order that is held here."""
+    """docs/architecture.md shows the rows that are held here."""
     section = (ROOT / "docs/architecture.md").read_text(encoding="utf-8").partition("## Who imports whom")[2]
+    shown = [tuple(re.findall(r"[a-z]+", line.partition("  ")[0])) for line in section.split("```")[1].strip().splitlines()]
 
-    assert tuple(re.findall(r"(\w+)\.py", section.split("```")[1])) == ORDER
+    assert tuple(shown) == ROWS

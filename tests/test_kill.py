@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ignite_train.manifest import is_checkpoint_name, read_manifest
+from ignite_train.checkpoint.manifest import is_checkpoint_name, read_manifest
 from killing import Job, Life, Reference, Stop, Toll, committed, endure, kills, stored, until
 
 pytestmark = pytest.mark.timeout(500)

@@ -15,10 +15,12 @@ from typing import Any
 
 import pytest
 
-from ignite_train import CheckpointError, checkpoint, lock
-from ignite_train.commit import CheckpointDirectory
+from ignite_train import CheckpointError
+from ignite_train.checkpoint import inspection as checkpoint
+from ignite_train.checkpoint import lock
+from ignite_train.checkpoint.directory import CheckpointDirectory
+from ignite_train.checkpoint.lock import LOCK, DirectoryLock, writer_of
 from ignite_train.handlers import Checkpoint
-from ignite_train.lock import LOCK, DirectoryLock, writer_of
 from killing import Job, Life, Stop, committed, until
 from ranks import run_ranks
 from small_checkpoints import QuickDisk, names, save
@@ -346,9 +348,10 @@ def _refused(directory: Path, advances: bool) -> str:
     """What the start of two ranks says where another run writes."""
     import torch
 
-    from ignite_train import create_trainer, distributed
+    from ignite_train import create_trainer
+    from ignite_train.ranks import collectives
 
-    if distributed.is_main_rank():
+    if collectives.is_main_rank():
         leave(directory)
         lock.STALE_SECONDS = 0.2
         if advances:

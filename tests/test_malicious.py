@@ -24,17 +24,18 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from ignite_train import CheckpointError, ForwardOutput, checkpoint, create_trainer, encoding
-from ignite_train.disk import Disk
-from ignite_train.encoding import DTYPES, MAX_DEPTH, MAX_NODES, Encoder, decode
+from ignite_train import CheckpointError, ForwardOutput, create_trainer
+from ignite_train.checkpoint import inspection as checkpoint
+from ignite_train.checkpoint.disk import Disk
+from ignite_train.checkpoint.manifest import checked_json, compact_json
+from ignite_train.checkpoint.reader import CheckpointReader
+from ignite_train.checkpoint.resume import read_agreed
+from ignite_train.checkpoint.shards import Box, Piece, assemble, check_cover
+from ignite_train.checkpoint.tensor_files import Entry, Snapshot, TensorFile, open_regular, write_tensors
+from ignite_train.checkpoint.tree import DTYPES, MAX_DEPTH, MAX_NODES, TreeEncoder, decode
 from ignite_train.errors import DamagedCheckpointError
-from ignite_train.generators import generator_states, restore_generators
 from ignite_train.handlers import Checkpoint
-from ignite_train.manifest import checked_json, compact_json
-from ignite_train.resumption import read_agreed
-from ignite_train.shards import Box, Piece, assemble, check_cover
-from ignite_train.stored import StoredCheckpoint
-from ignite_train.tensor_files import Entry, Snapshot, TensorFile, open_regular, write_tensors
+from ignite_train.model.random_state import capture_random_state, restore_random_state
 from small_checkpoints import contents, save
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")  # said once, by whoever is first
@@ -573,7 +574,7 @@ def test_one_tensor_named_often_is_read_once(tmp_path, monkeypatch):
     reads: list[str] = []
     read = TensorFile.read
     monkeypatch.setattr(TensorFile, "read", lambda self, name: reads.append(name) or read(self, name))
-    with StoredCheckpoint(path) as stored:
+    with CheckpointReader(path) as stored:
         found = stored.read("model")
 
     assert len(found) == 200_000
@@ -619,12 +620,12 @@ def test_parts_that_cover_are_put_together(rows, columns, extra, double):
 
 def test_a_position_of_numpys_generator_that_cannot_be_is_refused():
     """NumPy takes any, and reads beyond its table at the next draw: the process would die."""
-    states = generator_states()
+    states = capture_random_state()
     for position in (-1, 625, 10**9, True, "7", None):
         forged = {**states, "numpy": {**states["numpy"], "state": {**states["numpy"]["state"], "pos": position}}}
         with pytest.raises(ValueError, match=r"position .* which cannot be"):
-            restore_generators(forged)
-    restore_generators(states)
+            restore_random_state(forged)
+    restore_random_state(states)
 
 
 def test_a_failure_of_any_kind_is_the_answer_of_a_rank(tmp_path):
@@ -634,7 +635,7 @@ def test_a_failure_of_any_kind_is_the_answer_of_a_rank(tmp_path):
         read_agreed(tmp_path, [path.name], Disk(), _raise)
 
 
-def _raise(_stored: StoredCheckpoint) -> None:
+def _raise(_stored: CheckpointReader) -> None:
     raise RuntimeError("two\nlines")
 
 
@@ -799,17 +800,17 @@ _loop.append(_loop)
 def test_what_cannot_be_stored_is_refused_by_name(value, where):
     """Anything that would not come back as it was is refused when it is saved, and the message says where it is."""
     with pytest.raises(CheckpointError, match=where):
-        Encoder().encode({"a": [value]}, ("model",))
+        TreeEncoder().encode({"a": [value]}, ("model",))
 
 
 def test_as_many_values_as_can_be_stored_can_be_read(monkeypatch):
     """The limits of the reader are those of the writer, for each kind of value, in number and in depth."""
-    monkeypatch.setattr(encoding, "MAX_NODES", 1000)
+    monkeypatch.setattr("ignite_train.checkpoint.tree.MAX_NODES", 1000)
     for entry, nodes in (((), 1), (1j, 3), (math.inf, 1), ({}, 1), (frozenset(), 1), ((1,), 2), ({1: 2}, 3), (b"", 1)):
         value = [entry] * (999 // nodes)
-        assert decode(Encoder().encode(value, ("x",)), ("x",)) == value
+        assert decode(TreeEncoder().encode(value, ("x",)), ("x",)) == value
         with pytest.raises(CheckpointError, match="more than 1000 values"):
-            Encoder().encode([*value, entry, entry, entry], ("x",))
+            TreeEncoder().encode([*value, entry, entry, entry], ("x",))
         with pytest.raises(ValueError, match="more than 1000 values"):
             decode(_unbounded(monkeypatch, [*value, entry, entry, entry]), ("x",))
 
@@ -828,7 +829,7 @@ def test_as_deep_as_can_be_stored_can_be_read(kind):
     value, depth = wrap(1j), 1
     while True:
         try:
-            tree = Encoder().encode(value, ("x",))
+            tree = TreeEncoder().encode(value, ("x",))
         except CheckpointError:
             break
         assert decode(tree, ("x",)) == value
@@ -840,8 +841,8 @@ def test_as_deep_as_can_be_stored_can_be_read(kind):
 def _unbounded(monkeypatch: pytest.MonkeyPatch, value: Any) -> Any:
     """The tree of a value that is too large for the writer."""
     with monkeypatch.context() as patch:
-        patch.setattr(encoding, "MAX_NODES", 10**9)
-        return Encoder().encode(value, ("x",))
+        patch.setattr("ignite_train.checkpoint.tree.MAX_NODES", 10**9)
+        return TreeEncoder().encode(value, ("x",))
 
 
 _json = st.recursive(
@@ -875,7 +876,7 @@ def test_no_tree_makes_the_decoder_fail_otherwise(tree):
         value = decode(tree, ("x",), tensor)
     except (ValueError, TypeError):
         return
-    assert _exact(decode(Encoder().encode(value, ("x",)), ("x",), tensor)) == _exact(value)
+    assert _exact(decode(TreeEncoder().encode(value, ("x",)), ("x",), tensor)) == _exact(value)
 
 
 @given(st.dictionaries(st.sampled_from([*Entry.__slots__]), _json, min_size=8))

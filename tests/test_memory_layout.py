@@ -17,8 +17,9 @@ from torch.nn.functional import conv2d
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adagrad, AdamW
 
-from ignite_train import ForwardOutput, TrainEvents, create_trainer, distributed, explicit_reduction
-from ignite_train.memory_layout import as_gradient_of, is_dense, pairs_with
+from ignite_train import ForwardOutput, TrainEvents, create_trainer
+from ignite_train.model.memory_layout import as_gradient_of, is_dense, pairs_with
+from ignite_train.ranks import collectives, replicas
 from ranks import run_ranks
 from textbook import Textbook, norm_of
 
@@ -116,7 +117,7 @@ def error_of(way: str, layout: str, name: str, how: str, **arguments: Any) -> fl
 
     if layout != "contiguous":  # so that some run without a handler of this event
         trainer.add_event_handler(TrainEvents.GRADIENTS_READY, look)
-    rank, share = distributed.rank(), 4 // ranks
+    rank, share = collectives.rank(), 4 // ranks
     trainer.run([batch for group in groups() for batch in group[share * rank : share * (rank + 1)]])
     off = sum(((whole(p) - r) ** 2).sum() for p, r in zip(model.parameters(), right, strict=True))
     moved = sum(((b - r) ** 2).sum() for b, r in zip(before, right, strict=True))
@@ -127,7 +128,7 @@ def error_of(way: str, layout: str, name: str, how: str, **arguments: Any) -> fl
 def table(patch: pytest.MonkeyPatch) -> Iterator[tuple[str, float]]:
     for way in ("ddp", "auto", "explicit", "buckets", "fsdp"):
         if way == "buckets":
-            patch.setattr(explicit_reduction, "_TAIL_ELEMENTS", 6)  # so that all but the scale and the bias are in buckets
+            patch.setattr(replicas, "_TAIL_ELEMENTS", 6)  # so that all but the scale and the bias are in buckets
         for layout in ("contiguous", "expanded") if way == "fsdp" else LAYOUTS:  # torch refuses to shard the others
             for how in HOW:
                 for name in ("adamw",) if way == "fsdp" and how == "fused" else OPTIMIZERS:  # torch has no others for shards
@@ -162,12 +163,12 @@ def test_the_layout_changes_nothing_in_one_process(layout, how):
 
 def broadcast_to_other_strides() -> list[Any]:
     """What rank 1 has after rank 0's tensors were given to it, where its own have other strides."""
-    rank = distributed.rank()
+    rank = collectives.rank()
     values = torch.arange(24.0).view(2, 3, 4) + 1
     found: list[Any] = []
     for other in LAYOUTS["transposed"], LAYOUTS["gaps"], lambda w: w[:1].expand(2, 3, 4):
         mine = values.clone() if rank == 0 else other(torch.zeros(2, 3, 4))
-        distributed.broadcast(mine)
+        collectives.broadcast(mine)
         between = mine.as_strided((24,), (2,), 1).tolist() if other is LAYOUTS["gaps"] and rank == 1 else [9.0] * 24
         found.append([mine.tolist(), between])
     return found
@@ -183,7 +184,7 @@ def test_a_broadcast_is_by_index():
 
 def begin_with_other_strides() -> list[float]:
     """The parameters that an update is begun with, on ranks that were built otherwise."""
-    rank = distributed.rank()
+    rank = collectives.rank()
     model = Net("transposed" if rank else "contiguous")
     with torch.no_grad():
         for parameter in model.parameters():

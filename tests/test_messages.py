@@ -14,7 +14,7 @@ from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore
 
 import cuts
 from ignite_train.handlers import FailureBoard, HangWatch
-from ignite_train.messages import Messages
+from ignite_train.ranks.sealed_messages import SealedMessages
 from ranks import run_ranks
 from test_failures import Board, Group, lists_keys, make, until
 
@@ -51,7 +51,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
 @pytest.mark.parametrize("value", VALUES)
 def test_what_one_rank_writes_the_other_reads(store: Store, value: Any) -> None:
     """Whatever JSON knows; what has not been written is None, and is not waited for."""
-    one, other = Messages(store, SECRET), Messages(store, SECRET)
+    one, other = SealedMessages(store, SECRET), SealedMessages(store, SECRET)
     assert other.read("name") is None
     assert other.read_all(["name", "another"]) == {}
     one.write("name", value)
@@ -64,7 +64,7 @@ def test_what_one_rank_writes_the_other_reads(store: Store, value: Any) -> None:
 @pytest.mark.parametrize("forge", FORGED)
 def test_a_forged_record_is_as_if_it_were_not_there(store: Store, forge: Callable[[bytes], bytes | None]) -> None:
     """Malformed, without the code, with the code of another content, cut off: none is read and none raises."""
-    one, other = Messages(store, SECRET), Messages(store, SECRET)
+    one, other = SealedMessages(store, SECRET), SealedMessages(store, SECRET)
     one.write("name", "right")
     store.set("name", forge(store.get("name")))
     assert other.read("name") is None
@@ -76,7 +76,7 @@ def test_a_forged_record_is_as_if_it_were_not_there(store: Store, forge: Callabl
 
 def test_a_record_counts_under_its_name_only_and_never_goes_back(store: Store) -> None:
     """A stranger can copy records: neither to another name, nor an older one over a newer one, nor into another run."""
-    one, other = Messages(store, SECRET), Messages(store, SECRET)
+    one, other = SealedMessages(store, SECRET), SealedMessages(store, SECRET)
     one.write("1", "old")
     old = store.get("1")
     store.set("2", old)
@@ -85,11 +85,11 @@ def test_a_record_counts_under_its_name_only_and_never_goes_back(store: Store) -
     assert other.read("1") == "new"
     store.set("1", old)
     assert other.read("1") is None
-    assert Messages(store, bytes(24)).read("1") is None
+    assert SealedMessages(store, bytes(24)).read("1") is None
 
 
 def secrets() -> list[Any]:
-    opened = [Messages.start() for _ in range(2)]
+    opened = [SealedMessages.start() for _ in range(2)]
     assert all(messages is not None for messages in opened)
     for messages in opened:
         messages.write(f"secret of {id(messages)}", "said")  # type: ignore[union-attr]
@@ -109,15 +109,15 @@ def train_beside_a_stranger(board: Board) -> None:
     trainer, looked = make("ddp"), []
     FailureBoard().attach(trainer)
     HangWatch(timeout_seconds=600).attach(trainer)
-    read = Messages.read
+    read = SealedMessages.read
 
-    def note(self: Messages, name: str) -> Any:
+    def note(self: SealedMessages, name: str) -> Any:
         value = read(self, name)
         if board.has("forged"):
             looked.append(name)
         return value
 
-    Messages.read = note  # type: ignore[method-assign]
+    SealedMessages.read = note  # type: ignore[method-assign]
 
     @trainer.on(Events.ITERATION_STARTED(once=3))
     def wait() -> None:

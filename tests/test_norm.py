@@ -15,7 +15,8 @@ from torch.nn.functional import embedding
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
 
-from ignite_train import LearningRateError, NonFiniteError, SparseGradientError, TrainEvents, create_trainer, distributed
+from ignite_train import LearningRateError, NonFiniteError, SparseGradientError, TrainEvents, create_trainer
+from ignite_train.ranks import collectives
 from ranks import run_ranks
 
 # The losses are sums that are taken as they are, because it is the gradients that are of interest.
@@ -46,7 +47,7 @@ def gradient(size: float, dtype: torch.dtype = torch.float32) -> Tensor:
 )
 def test_the_norm_of_finite_gradients_is_finite(monkeypatch, size, dtype, fused, host):
     """Whatever their size, it is that of float64 arithmetic, and the clipped step is made."""
-    monkeypatch.setattr("ignite_train.reading._HOST", host)
+    monkeypatch.setattr("ignite_train.device.to_host._HOST", host)
     model, x = Scaled(dtype), gradient(size, dtype)
     trainer = create_trainer(model, SGD(model.parameters(), lr=0.5, fused=fused), lambda m, x: m(x), max_grad_norm=1.0)
     trainer.run([x])
@@ -63,7 +64,7 @@ def test_the_norm_of_finite_gradients_is_finite(monkeypatch, size, dtype, fused,
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 def test_an_element_that_is_not_finite_is_still_found(monkeypatch, bad, host):
     """Taking the norm again does not make a gradient finite that is not."""
-    monkeypatch.setattr("ignite_train.reading._HOST", host)
+    monkeypatch.setattr("ignite_train.device.to_host._HOST", host)
     model, x = Scaled(), gradient(1e20)
     model.weight.register_hook(lambda grad: torch.where(torch.arange(24).view(6, 4) == 7, bad, grad))
     with pytest.raises(NonFiniteError):
@@ -110,7 +111,7 @@ def test_the_norm_is_finite_in_each_way_of_crossing_ranks():
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_learning_rate_that_is_not_finite_is_refused(monkeypatch, bits, bad, as_tensor, host):
     """Before the step: parameters and moments are those of the update before, on an accelerator too."""
-    monkeypatch.setattr("ignite_train.reading._HOST", host)
+    monkeypatch.setattr("ignite_train.device.to_host._HOST", host)
     model = Scaled()
     rate: Any = torch.tensor(0.1) if as_tensor else 0.1
     groups = [{"params": []}, {"params": model.parameters(), "lr": rate}]
@@ -199,7 +200,7 @@ def train_complex(way: Any) -> list[Any]:
     model = Complex()
     wrapped = model if way == "explicit" else DistributedDataParallel(model)
     trainer = create_trainer(wrapped, SGD(model.parameters(), lr=0.1), lambda m, x: (m(x), 1), reduction=way)
-    trainer.run([torch.full((3,), 1.0 + number) for number in range(2 - distributed.rank())])
+    trainer.run([torch.full((3,), 1.0 + number) for number in range(2 - collectives.rank())])
     return [model.first.tolist(), model.second.tolist()]
 
 

@@ -30,11 +30,13 @@ from ignite_train import (
     TorchLossScaling,
     Trainer,
     TrainEvents,
-    commit,
     create_evaluator,
     create_trainer,
 )
-from ignite_train.encoding import MAX_NODES, Encoder
+from ignite_train.checkpoint.manifest import MAX_MARKS, compact_json, count_marks
+from ignite_train.checkpoint.reader import CheckpointReader
+from ignite_train.checkpoint.tensor_files import Entry
+from ignite_train.checkpoint.tree import MAX_NODES, TreeEncoder
 from ignite_train.handlers import (
     Checkpoint,
     GradNormConsistency,
@@ -43,9 +45,6 @@ from ignite_train.handlers import (
     TrainingMetrics,
     Validation,
 )
-from ignite_train.manifest import MAX_MARKS, compact_json, count_marks
-from ignite_train.stored import StoredCheckpoint
-from ignite_train.tensor_files import Entry
 from ranks import run_ranks
 
 X = torch.linspace(-1, 1, 96).reshape(12, 8)
@@ -87,10 +86,20 @@ def saved(directory: Path, optimizer: Build = adamw, updates: int = 2) -> Path:
 
 def refusal(trainer: Trainer) -> str:
     """Why it cannot resume; nothing of it has changed."""
-    before = bit_by_bit([trainer.parts["model"].state_dict(), trainer.parts["optimizer"].state_dict(), torch.get_rng_state()])
+    before = bit_by_bit(
+        [
+            trainer._stateful_parts["model"].state_dict(),
+            trainer._stateful_parts["optimizer"].state_dict(),
+            torch.get_rng_state(),
+        ]
+    )
     with pytest.raises(CheckpointError) as error:
         trainer.run(LOADER, max_iters=9)
-    after = [trainer.parts["model"].state_dict(), trainer.parts["optimizer"].state_dict(), torch.get_rng_state()]
+    after = [
+        trainer._stateful_parts["model"].state_dict(),
+        trainer._stateful_parts["optimizer"].state_dict(),
+        torch.get_rng_state(),
+    ]
     assert bit_by_bit(after) == before
     assert "\n" not in str(error.value)
     return str(error.value)
@@ -288,7 +297,7 @@ def test_every_optimizer_goes_on_bitwise(form: str, has_names: bool, tmp_path: P
     resumed = build(tmp_path / "parts", frozen, seed=4)
     resumed.run(LOADER, max_iters=7)
     for name in ("model", "optimizer"):
-        assert bit_by_bit(resumed.parts[name].state_dict()) == bit_by_bit(whole.parts[name].state_dict())
+        assert bit_by_bit(resumed._stateful_parts[name].state_dict()) == bit_by_bit(whole._stateful_parts[name].state_dict())
     assert resumed.state.iteration == 7
 
 
@@ -330,7 +339,7 @@ def test_what_the_script_sets_in_another_way_is_listed(tmp_path: Path, caplog: A
         caplog.clear()
         trainer = build(tmp_path, other)
         trainer.run(LOADER, max_iters=updates)
-        group = trainer.parts["optimizer"].param_groups[0]
+        group = trainer._stateful_parts["optimizer"].param_groups[0]
         assert (group["lr"], group["amsgrad"]) == (0.01, False)
         (line,) = [line for line in logged(caplog) if "going on from" in line]
         assert "changed since: optimizer.lr: 0.01 -> 0.5 (the checkpoint's is used; script_wins=('lr',) takes the " in line
@@ -366,7 +375,7 @@ def test_the_script_wins_where_it_is_told_to(tmp_path: Path, caplog: Any) -> Non
         caplog.clear()
         trainer = build(tmp_path, other, script_wins=("lr", "weight_decay"))
         trainer.run(LOADER, max_iters=updates)
-        group = trainer.parts["optimizer"].param_groups[0]
+        group = trainer._stateful_parts["optimizer"].param_groups[0]
         assert (group["lr"], group["weight_decay"], group["eps"]) == (0.5, 0.25, 1e-8)
         (line,) = [line for line in logged(caplog) if "going on from" in line]
         assert ("optimizer.lr: 0.01 -> 0.5 (the script's is used)" in line) == changed
@@ -574,15 +583,15 @@ class Facade(torch.optim.Optimizer):
     """Two optimizers as one, with a state of its own form."""
 
     def __init__(self, *parts: torch.optim.Optimizer) -> None:
-        self.parts = parts
+        self._stateful_parts = parts
         super().__init__([group for part in parts for group in part.param_groups], {})
 
     def step(self) -> None:  # type: ignore[override]
-        for part in self.parts:
+        for part in self._stateful_parts:
             part.step()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"os": [part.state_dict() for part in self.parts]}
+        return {"os": [part.state_dict() for part in self._stateful_parts]}
 
 
 def test_an_optimizer_whose_state_has_another_form_is_refused_when_it_is_attached(tmp_path: Path) -> None:
@@ -608,7 +617,7 @@ def sharded_by_zero(directory: str, updates: int, seed: int) -> Any:
         Checkpoint(directory, every=1).attach(trainer)
     trainer.run(LOADER, max_iters=updates)
     moments = optimizer.optim.state_dict()["state"]
-    return bit_by_bit([*trainer.parts["model"].state_dict().values()]), bit_by_bit(
+    return bit_by_bit([*trainer._stateful_parts["model"].state_dict().values()]), bit_by_bit(
         {key: moments[key] for key in sorted(moments)}
     )
 
@@ -671,7 +680,7 @@ def test_a_handler_whose_state_raises_does_not_end_the_run(tmp_path: Path, caplo
     (line,) = logged(caplog)
     assert "handlers/Raises is left out" in line
     assert "RuntimeError: no state" in line
-    with StoredCheckpoint(sorted(tmp_path.glob("update-*"))[-1]) as stored:
+    with CheckpointReader(sorted(tmp_path.glob("update-*"))[-1]) as stored:
         stored.verify()
         assert "handlers/Raises" not in stored.names()
 
@@ -700,7 +709,7 @@ def test_what_was_half_encoded_leaves_nothing_behind(tmp_path: Path) -> None:
     trainer.add_event_handler(Events.STARTED, first)
     trainer.add_event_handler(Events.STARTED, second)
     trainer.run(LOADER, max_iters=1)
-    with StoredCheckpoint(sorted(tmp_path.glob("update-*"))[-1]) as stored:
+    with CheckpointReader(sorted(tmp_path.glob("update-*"))[-1]) as stored:
         stored.verify()
         assert torch.equal(stored.read("handlers/Half-2")["tensor"], shared)
 
@@ -807,9 +816,10 @@ from pathlib import Path
 sys.path.insert(0, {tests!r})
 import torch
 from test_other_state import LOADER, adamw, build, net
-from ignite_train import CheckpointError, checkpoint
+from ignite_train import CheckpointError
+from ignite_train.checkpoint import inspection as checkpoint
 trainer = build(Path({directory!r}))
-trainer.parts["optimizer"].zero_grad()
+trainer._stateful_parts["optimizer"].zero_grad()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 try:
     {action}
@@ -904,7 +914,7 @@ def test_what_the_reader_would_refuse_is_not_written(tmp_path: Path, monkeypatch
     trainer = build(tmp_path, config={"text": "x" * 2**25})
     with pytest.raises(CheckpointError, match="config must be small, got a manifest of"):
         trainer.run(LOADER, max_iters=2)
-    monkeypatch.setattr(commit, "MAX_MARKS", 100)
+    monkeypatch.setattr("ignite_train.checkpoint.directory.MAX_MARKS", 100)
     with pytest.raises(CheckpointError, match="the state has more than 100 values"):
         build(tmp_path).run(LOADER, max_iters=2)
     assert [*tmp_path.iterdir()] == []
@@ -913,7 +923,7 @@ def test_what_the_reader_would_refuse_is_not_written(tmp_path: Path, monkeypatch
 def test_the_limits_let_through_what_can_be_written() -> None:
     """The largest state that the encoder takes has fewer marks than the reader allows."""
     for value in ([()] * 1000, {(index,): () for index in range(400)}, [{}] * 1000, [torch.ones(1, 1, 1, 1)] * 1000):
-        encoder = Encoder()
+        encoder = TreeEncoder()
         tree = encoder.encode(value, ("x",))
         nodes, entry = encoder._nodes, Entry("float32", (1,) * 4, (0,) * 4, (1,) * 4, (0, 1, 2, 3), 0, 4, 0)
         entries = {key: entry.as_json() for key in encoder.tensors}

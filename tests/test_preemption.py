@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ignite_train.manifest import is_checkpoint_name
+from ignite_train.checkpoint.manifest import is_checkpoint_name
 from killing import DEADLINE, Job, Life, Reference, Stop, committed, compare_ends, done, history, stored, until
 
 pytestmark = pytest.mark.timeout(300)

@@ -23,15 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 import cuts
-from ignite_train import (
-    ForwardOutput,
-    TorchLossScaling,
-    Trainer,
-    TrainEvents,
-    create_supervised_trainer,
-    create_trainer,
-    rank_vote,
-)
+from ignite_train import ForwardOutput, TorchLossScaling, Trainer, TrainEvents, create_supervised_trainer, create_trainer
 from ignite_train.handlers import (
     Checkpoint,
     FailureBoard,
@@ -41,6 +33,7 @@ from ignite_train.handlers import (
     StateConsistency,
     StateMismatchError,
 )
+from ignite_train.ranks import rank_vote
 from ranks import run_ranks
 from test_failures import DEADLINE, Board, Group, threads
 
@@ -70,7 +63,7 @@ def loader(updates: int = 6) -> list[cuts.Sample]:
 def attached(trainer: Trainer) -> list[str]:
     """The protecting handlers of `trainer`, one entry for each that is there."""
     owners = [entry[0].__self__ for entry in trainer._event_handlers[Events.STARTED] if hasattr(entry[0], "__self__")]
-    return sorted(type(owner).__name__ for owner in [*owners, *trainer.passengers] if isinstance(owner, KINDS))
+    return sorted(type(owner).__name__ for owner in [*owners, *trainer.piggybacks] if isinstance(owner, KINDS))
 
 
 ALL = sorted(kind.__name__ for kind in KINDS)
@@ -110,7 +103,7 @@ def test_a_single_process_has_no_protection(build: Callable[..., Any], micro_bat
     trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: names.extend(threads()))
     names: list[str] = []
     trainer.run(micro_batches, max_epochs=1)
-    assert (attached(trainer), trainer.passengers, trainer.defaults, names) == ([], [], [], [])
+    assert (attached(trainer), trainer.piggybacks, trainer.defaults, names) == ([], [], [], [])
 
 
 @pytest.mark.parametrize(
@@ -152,14 +145,19 @@ def replace(when: str) -> Any:
     trainer, module = make()
     if when == "after a run":
         trainer.run(loader(), max_epochs=1)
-    own: list[Any] = [StateConsistency(module, trainer.parts["optimizer"]), GradNormConsistency(), OwnWatch(50), FailureBoard()]
+    own: list[Any] = [
+        StateConsistency(module, trainer._stateful_parts["optimizer"]),
+        GradNormConsistency(),
+        OwnWatch(50),
+        FailureBoard(),
+    ]
     for handler in reversed(own) if when == "in another order" else own:
         handler.attach(trainer)
     during: list[str] = []
     trainer.add_event_handler(Events.ITERATION_COMPLETED(once=8), lambda: during.extend(sorted(threads())))
     trainer.run(loader(), max_epochs=2)
     handlers = [type(entry[0]).__name__ for entry in trainer._event_handlers[Events.ITERATION_COMPLETED]]
-    left = [handler for handler in trainer.passengers if not any(handler is mine for mine in own)]
+    left = [handler for handler in trainer.piggybacks if not any(handler is mine for mine in own)]
     settled = [entry[0].__self__ in own for entry in trainer._event_handlers[Events.COMPLETED] if hasattr(entry[0], "__self__")]
     return attached(trainer), trainer.defaults, left, during, settled, handlers.count("GradNormConsistency")
 
@@ -227,7 +225,7 @@ def test_buffers_of_a_ranks_own_are_no_false_alarm(way: Way) -> None:
 
 def train_with_divided_state(settings: dict[str, Any]) -> Any:
     trainer, module = make("ddp", protect={"state_consistency": {"every": 1, **settings}})
-    state = trainer.parts["optimizer"].state  # type: ignore[attr-defined]
+    state = trainer._stateful_parts["optimizer"].state  # type: ignore[attr-defined]
     trainer.add_event_handler(
         TrainEvents.STEP_COMPLETED(once=1), lambda: state[module.weight].update(own=torch.tensor(idist.get_rank()))
     )

@@ -26,7 +26,7 @@ from ignite_train import (
     create_evaluator,
     create_trainer,
 )
-from ignite_train.out_of_memory import RecoverFromOutOfMemory
+from ignite_train.update.out_of_memory import RecoverFromOutOfMemory
 from ranks import RanksFailedError, run_ranks
 
 WAYS = ["ddp", "explicit", "fsdp"]
@@ -80,7 +80,7 @@ def run_out_of_memory(policy: str, site: str, failing: int, at: int, sizes: list
     weightless = policy == "weightless"
 
     def forward(model: nn.Module, micro_batch: Any) -> ForwardOutput:
-        strikes = idist.get_rank() == failing and trainer.state.micro_batch == at
+        strikes = idist.get_rank() == failing and trainer.state.num_micro_batches == at
         if strikes and weightless:
             raise torch.OutOfMemoryError("before anything has happened")
         if strikes and site == "large":
@@ -388,7 +388,7 @@ def test_a_skip_and_a_want_of_memory_are_counted_apart(limit: int) -> None:
 
     def forward(model: nn.Module, micro_batch: Any) -> ForwardOutput:
         output, kind = cuts.forward(model, micro_batch), kinds[trainer.state.iteration - 1]
-        if kind == "memory" and trainer.state.micro_batch % 2 == 0:
+        if kind == "memory" and trainer.state.num_micro_batches % 2 == 0:
             raise torch.OutOfMemoryError("no room")
         return output._replace(loss=output.loss * float("nan")) if kind == "skip" else output
 

@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ignite_train import CheckpointError
-from ignite_train.encoding import dtype_name
-from ignite_train.retention import Retention
-from ignite_train.saving import Saver
-from ignite_train.stored import StoredCheckpoint
-from ignite_train.tensor_files import Snapshot
+from ignite_train.checkpoint.reader import CheckpointReader
+from ignite_train.checkpoint.retention import Retention
+from ignite_train.checkpoint.tensor_files import Snapshot
+from ignite_train.checkpoint.tree import dtype_name
+from ignite_train.checkpoint.writer import CheckpointWriter
 from small_checkpoints import QuickDisk, contents, keep, manifest, names
 
 SAVES = 200
@@ -80,8 +80,8 @@ class Gate(QuickDisk):
         return super().create(path)
 
 
-def saver(directory: Path, *, warns: bool = False, asynchronous: bool = True, last: int = 2) -> Saver:
-    made = Saver(directory, keep(last), asynchronous=asynchronous, warns=warns)
+def saver(directory: Path, *, warns: bool = False, asynchronous: bool = True, last: int = 2) -> CheckpointWriter:
+    made = CheckpointWriter(directory, keep(last), asynchronous=asynchronous, warns=warns)
     made.disk = QuickDisk()
     made.prepare()
     return made
@@ -89,7 +89,7 @@ def saver(directory: Path, *, warns: bool = False, asynchronous: bool = True, la
 
 def loaded(path: Path | None) -> str:
     assert path is not None
-    with StoredCheckpoint(path) as stored:
+    with CheckpointReader(path) as stored:
         return digest(stored.read("run"))
 
 
@@ -295,7 +295,7 @@ def test_the_best_score_is_the_best(saves, rule):
 def test_pruning_follows_the_rule_on_the_disk(tmp_path):
     """Ten saves, of which the last two, the best and each fourth stay; the same update again takes its own place."""
     rule = Retention(last=2, best=1, lower_is_better=False, every=4)
-    writer = Saver(tmp_path, rule, asynchronous=False, warns=False)
+    writer = CheckpointWriter(tmp_path, rule, asynchronous=False, warns=False)
     writer.disk = QuickDisk()
     tell: Callable[[int], float] = {2: 9.0, 9: 1.0}.get  # type: ignore[assignment]
     for update in [*range(1, 11), 10]:

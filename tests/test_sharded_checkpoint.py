@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ignite_train import CheckpointError, ForwardOutput, ResumableLoader, create_trainer
-from ignite_train.checkpoint import consolidate, verify
+from ignite_train.checkpoint.inspection import consolidate, verify
 from ignite_train.handlers import Checkpoint
 from ranks import run_ranks
 
@@ -114,7 +114,7 @@ def load(directory: str, way: str) -> dict[str, Any]:
     """What a fresh trainer holds after it has gone back to the newest checkpoint."""
     trainer, model, optimizer = build(way, seed=50)
     Checkpoint(directory).attach(trainer)
-    trainer.restorer.restore("must")
+    trainer._resume_with.restore("must")
     return {"model": whole(model.state_dict()), "optimizer": whole(optimizer.state_dict()), "update": trainer.state.iteration}
 
 
@@ -207,7 +207,7 @@ def refused(directory: str) -> tuple[str, bool, list[str]]:
     before = whole(model.state_dict())
     Checkpoint(directory).attach(trainer)
     try:
-        trainer.restorer.restore("must")
+        trainer._resume_with.restore("must")
         error = ""
     except CheckpointError as raised:
         error = str(raised)

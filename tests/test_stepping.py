@@ -19,7 +19,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ignite_train import ForwardOutput, StaticLossScaling, Trainer, create_trainer
-from ignite_train.fused_kernels import is_kernel_right
+from ignite_train.model.fused_kernels import is_kernel_right
 from ranks import run_ranks
 from textbook import Textbook
 

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from ignite_train import ForwardOutput, TrainEvents, create_trainer, transfer
-from ignite_train.transfer import Transfer
+from ignite_train import ForwardOutput, TrainEvents, create_trainer
+from ignite_train.device import to_device
+from ignite_train.device.to_device import ToDevice
 
 CPU = torch.device("cpu")
 
@@ -51,11 +52,11 @@ def notes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         found.append(f"{here[-1]} copies {tensor.flatten()[0].item():g}")
         return tensor.clone()
 
-    monkeypatch.setattr(transfer, "_has_streams", lambda device: True)
-    monkeypatch.setattr(transfer, "_new_stream", lambda device: Stream("copying", found))
-    monkeypatch.setattr(transfer, "_current_stream", lambda device: computing)
-    monkeypatch.setattr(transfer, "_on", on)
-    monkeypatch.setattr(transfer, "_pinned", pinned)
+    monkeypatch.setattr(to_device, "_has_streams", lambda device: True)
+    monkeypatch.setattr(to_device, "_new_stream", lambda device: Stream("copying", found))
+    monkeypatch.setattr(to_device, "_current_stream", lambda device: computing)
+    monkeypatch.setattr(to_device, "_on", on)
+    monkeypatch.setattr(to_device, "_pinned", pinned)
     monkeypatch.setattr(Tensor, "record_stream", lambda t, s: found.append(f"{s.name} keeps {t.flatten()[0].item():g}"))
     return found
 
@@ -98,7 +99,7 @@ def test_the_same_bits(notes: list[str], monkeypatch: pytest.MonkeyPatch) -> Non
     """Whether moved ahead or not."""
     ends = []
     for streams in (True, False):
-        monkeypatch.setattr(transfer, "_has_streams", lambda device, streams=streams: streams)
+        monkeypatch.setattr(to_device, "_has_streams", lambda device, streams=streams: streams)
         trainer, model = make(accumulation_steps=3)
         trainer.run(batches(8), max_epochs=2)
         ends.append([*model.parameters()])
@@ -122,17 +123,17 @@ def test_halves_do_not_lose_what_was_moved_ahead(notes: list[str]) -> None:
 @pytest.mark.usefixtures("notes")
 def test_no_room_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """What does not fit yet is moved when it is asked for, and the error, if there still is one, is then its own."""
-    mover, batch = Transfer(CPU), batches(1)[0]
-    pinned = transfer._pinned
+    mover, batch = ToDevice(CPU), batches(1)[0]
+    pinned = to_device._pinned
 
     def no_room(tensor: Tensor) -> Tensor:
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr(transfer, "_pinned", no_room)
+    monkeypatch.setattr(to_device, "_pinned", no_room)
     mover.ahead(batch)
     with pytest.raises(torch.OutOfMemoryError):
         mover(batch)
-    monkeypatch.setattr(transfer, "_pinned", pinned)
+    monkeypatch.setattr(to_device, "_pinned", pinned)
     assert torch.equal(mover(batch)["x"], batch["x"])
 
 
@@ -140,14 +141,14 @@ def test_no_room_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_broken_off_update_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was moved for the micro-batch that was never reached is let go of."""
     moved: list[Any] = []
-    pinned = transfer._pinned
+    pinned = to_device._pinned
 
     def remember(tensor: Tensor) -> Tensor:
         copy = pinned(tensor)
         moved.append(weakref.ref(copy))
         return copy
 
-    monkeypatch.setattr(transfer, "_pinned", remember)
+    monkeypatch.setattr(to_device, "_pinned", remember)
     trainer, _ = make(accumulation_steps=2)
     trainer.add_event_handler(TrainEvents.BACKWARD_COMPLETED(once=1), lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -166,7 +167,7 @@ def test_what_is_no_plain_tensor_moves_when_it_is_asked_for(notes: list[str]) ->
             return "moved"
 
     batch = {"x": torch.ones(2), "sparse": torch.eye(2).to_sparse(), "graph": Graph(), "name": "a"}
-    mover = Transfer(CPU)
+    mover = ToDevice(CPU)
     mover.ahead(batch)
     assert notes == ["copying copies 1", "copying records 1"]
     moved = mover(batch)
@@ -177,7 +178,7 @@ def test_what_is_no_plain_tensor_moves_when_it_is_asked_for(notes: list[str]) ->
 
 def test_on_the_cpu_nothing_is_looked_at() -> None:
     """The micro-batch itself is what forward gets."""
-    mover, batch = Transfer(CPU), object()
+    mover, batch = ToDevice(CPU), object()
     mover.ahead(batch)
     assert mover(batch) is batch
 
@@ -242,7 +243,7 @@ def test_what_moves_itself_is_not_taken_apart() -> None:
         "wrapped": Wrapped(torch.ones(2), torch.ones(2)),
         "list": [torch.ones(2), None],
     }
-    moved = Transfer(META)(batch)
+    moved = ToDevice(META)(batch)
     for sequence in (moved["packed"], moved["pair"][1][0]):
         assert isinstance(sequence, PackedSequence)
         assert sequence.data.device == sequence.sorted_indices.device == sequence.unsorted_indices.device == META
@@ -257,7 +258,7 @@ def test_what_moves_itself_is_not_taken_apart() -> None:
     assert (moved["wrapped"].values.device, moved["wrapped"].lengths.device) == (META, CPU)
     assert (moved["list"][0].device, moved["list"][1]) == (META, None)
     with pytest.raises(TypeError, match="from inside"):
-        Transfer(META)([Method()])
+        ToDevice(META)([Method()])
 
 
 def test_what_moves_itself_does_so_when_it_is_asked_for(notes: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,7 +266,7 @@ def test_what_moves_itself_does_so_when_it_is_asked_for(notes: list[str], monkey
     moving: list[str] = []
     monkeypatch.setattr(PackedSequence, "to", lambda self, device, non_blocking: moving.append(str(device)) or "moved")
     batch = {"x": torch.ones(2), "packed": packed(), "graph": Graph(torch.ones(2))}
-    mover = Transfer(CPU)
+    mover = ToDevice(CPU)
     mover.ahead(batch)
     assert (moving, notes) == ([], ["copying copies 1", "copying records 1"])
     moved = mover(batch)
@@ -277,7 +278,7 @@ def test_what_moves_itself_does_so_when_it_is_asked_for(notes: list[str], monkey
 def test_a_pinned_packed_sequence_stays_one() -> None:
     """A loader's `pin_memory` goes through a named tuple too; it keeps the type, which is then moved as one."""
     rebuilt = PackedSequence(*[None if part is None else part.clone() for part in packed()])
-    assert torch.equal(Transfer(META)([rebuilt])[0].batch_sizes, packed().batch_sizes)
+    assert torch.equal(ToDevice(META)([rebuilt])[0].batch_sizes, packed().batch_sizes)
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["alone", "behind-a-tensor"])

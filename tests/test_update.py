@@ -29,7 +29,7 @@ from ignite_train import (
     TrainEvents,
     create_trainer,
 )
-from ignite_train.side_effects import ReplayPoint
+from ignite_train.model.replay import ReplayPoint
 
 
 class Weights(nn.Module):
@@ -126,9 +126,9 @@ def test_order_of_events():
         Events.GET_BATCH_STARTED: "iteration",
         Events.GET_BATCH_COMPLETED: "iteration",
         Events.ITERATION_STARTED: "iteration",
-        TrainEvents.MICRO_BATCH_STARTED: "micro_batch",
-        TrainEvents.FORWARD_COMPLETED: "micro_batch",
-        TrainEvents.BACKWARD_COMPLETED: "micro_batch",
+        TrainEvents.MICRO_BATCH_STARTED: "num_micro_batches",
+        TrainEvents.FORWARD_COMPLETED: "num_micro_batches",
+        TrainEvents.BACKWARD_COMPLETED: "num_micro_batches",
         TrainEvents.GRADIENTS_READY: "iteration",
         TrainEvents.STEP_COMPLETED: "num_steps",
         TrainEvents.STEP_SKIPPED: "num_skipped",
@@ -409,7 +409,7 @@ def test_accumulation_steps(build, micro_batches, accumulation_steps, sizes, siz
     trainer.add_event_handler(Events.ITERATION_STARTED, lambda engine: seen.append(len(engine.state.batch)))
     trainer.run(micro_batches if sized else Unsized(), max_epochs=3)
     assert seen == numbers == sizes
-    assert trainer.state.micro_batch == 15
+    assert trainer.state.num_micro_batches == 15
 
 
 def as_tuple(model: nn.Module, x: torch.Tensor) -> Any:
@@ -688,7 +688,7 @@ def test_non_finite_raises_by_default(build, micro_batches, flaw):
     assert math.isfinite(error.grad_norm) == (flaw == "nan_loss")
     model, optimizer, trainer = setup.contents()
     assert [model, optimizer] == before[:2]
-    counters = ("iteration", "num_steps", "num_skipped", "micro_batch")
+    counters = ("iteration", "num_steps", "num_skipped", "num_micro_batches")
     assert [trainer[name] for name in counters] == [before[2][name] for name in counters]
     assert all(parameter.grad is None for parameter in setup.model.parameters())
 
@@ -1009,7 +1009,7 @@ def test_a_failure_leaves_nothing_behind(build, micro_batches, site, number, err
     assert raised.value is error
     assert all(parameter.grad is None for parameter in setup.model.parameters())
     assert state.iteration == state.num_steps + state.num_skipped
-    assert state.micro_batch == [0, 2, 4, 5, 7, 9, 10][state.iteration]
+    assert state.num_micro_batches == [0, 2, 4, 5, 7, 9, 10][state.iteration]
     assert state.forward_output is None
     assert state.batch is None
     assert not torch.is_autocast_enabled("cpu")
@@ -1019,7 +1019,7 @@ def test_a_failure_leaves_nothing_behind(build, micro_batches, site, number, err
 
     setup.trainer.run(data, max_epochs=2)
     assert setup.contents() == unharmed.contents()
-    assert (state.iteration, state.epoch, state.num_steps, state.num_skipped, state.micro_batch) == (6, 2, 4, 2, 10)
+    assert (state.iteration, state.epoch, state.num_steps, state.num_skipped, state.num_micro_batches) == (6, 2, 4, 2, 10)
 
 
 # --- precision ---

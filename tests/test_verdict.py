@@ -36,14 +36,14 @@ from ignite_train import (
     Trainer,
     TrainEvents,
     create_trainer,
-    reading,
 )
-from ignite_train.gradients import SMALLEST_NORM
+from ignite_train.device import to_host
 from ignite_train.handlers import GradNormConsistency, GradNormMismatchError, StateConsistency, StateMismatchError
-from ignite_train.signals import Passenger, Signals
-from ignite_train.statistics import Reduced, Totals
-from ignite_train.stepping import LARGEST_DIVISOR, SMALLEST_DIVISOR, Stepping
-from ignite_train.verdict import DeviceVerdict, _plain_and_divisor
+from ignite_train.model.gradients import SMALLEST_NORM
+from ignite_train.model.stepping import LARGEST_DIVISOR, SMALLEST_DIVISOR, Stepping
+from ignite_train.ranks.messages import Piggyback, RankRequests
+from ignite_train.ranks.statistics import Reduced, Totals
+from ignite_train.update.queued_step import QueuedStep, _plain_and_divisor
 from ranks import run_ranks
 from textbook import Textbook, norm_of
 
@@ -65,7 +65,7 @@ HUGE = 3e38  # times itself no float32
 @pytest.fixture
 def elsewhere(monkeypatch) -> None:
     """The CPU counts as an accelerator."""
-    monkeypatch.setattr(reading, "_HOST", "nowhere")
+    monkeypatch.setattr(to_host, "_HOST", "nowhere")
 
 
 @pytest.fixture
@@ -76,13 +76,13 @@ def queued(monkeypatch) -> list[bool]:
 
 def _watch(setattr_: Callable[..., None]) -> list[bool]:
     queued: list[bool] = []
-    unless = Stepping.unless
+    step_if = Stepping.step_if
 
     def note(self: Stepping, withheld: Tensor, divisor: Tensor) -> None:
         queued.append(withheld.item() == 0.0)
-        unless(self, withheld, divisor)
+        step_if(self, withheld, divisor)
 
-    setattr_(Stepping, "unless", note)
+    setattr_(Stepping, "step_if", note)
     return queued
 
 
@@ -156,9 +156,9 @@ def train(
 
 def both(patch: pytest.MonkeyPatch, *args: Any, **arguments: Any) -> tuple[dict[str, Any], dict[str, Any], list[bool]]:
     """The run in which the host reads before each step, and the run in which steps are queued; and those steps."""
-    patch.setattr(reading, "_HOST", "nowhere")
+    patch.setattr(to_host, "_HOST", "nowhere")
     with patch.context() as held:
-        held.setattr(DeviceVerdict, "_obstacle", lambda self, trainer: "the test")
+        held.setattr(QueuedStep, "_obstacle", lambda self, trainer: "the test")
         there = train(*args, **arguments)
     queued = _watch(patch.setattr)
     return there, train(*args, **arguments), queued
@@ -190,7 +190,7 @@ def test_the_device_decides_as_the_host_does(monkeypatch, bits, name, max_grad_n
 def test_it_trains_as_without_an_accelerator(monkeypatch, name):
     """The numbers are those of the host's own way, and of float64 arithmetic, but for the rounding of norm and step."""
     right = train(name, data(None), max_grad_norm=0.05)
-    monkeypatch.setattr(reading, "_HOST", "nowhere")
+    monkeypatch.setattr(to_host, "_HOST", "nowhere")
     ours = train(name, data(None), max_grad_norm=0.05)
     assert ours["events"] == right["events"]
     expected = by_hand(name, data(None), 0.05)
@@ -228,9 +228,9 @@ def test_a_factor_of_one(monkeypatch, bits):
 def test_out_of_memory_is_settled_by_the_host(monkeypatch, bits, give_up_after):
     """Handlers of OUT_OF_MEMORY, and whoever gives up, come before the step: the device withholds it."""
     arguments: dict[str, Any] = {"on_out_of_memory": "skip", "give_up_after": give_up_after}
-    monkeypatch.setattr(reading, "_HOST", "nowhere")
+    monkeypatch.setattr(to_host, "_HOST", "nowhere")
     with monkeypatch.context() as held:
-        held.setattr(DeviceVerdict, "_obstacle", lambda self, trainer: "the test")
+        held.setattr(QueuedStep, "_obstacle", lambda self, trainer: "the test")
         there = train("adamw", data(None), forward=ShortOfMemory(5), **arguments)
     queued = _watch(monkeypatch.setattr)
     ahead = train("adamw", data(None), forward=ShortOfMemory(5), **arguments)
@@ -253,7 +253,7 @@ def test_a_divisor_beyond_float32_is_left_to_the_host(elsewhere, queued):
 @pytest.mark.parametrize("host", ["cpu", "nowhere"])
 def test_a_factor_that_vanishes(monkeypatch, build, bits, host):
     """Scale times sample size is beyond float64: the mean is zero, and so is the step; nothing divides by it."""
-    monkeypatch.setattr(reading, "_HOST", host)
+    monkeypatch.setattr(to_host, "_HOST", host)
     model, _, trainer = build(
         lambda model, batch: (model(batch[0]).sum() * 1e-3, 1e300),
         optimizer=FUSED["sgd"],
@@ -302,7 +302,7 @@ def test_both_verdicts_are_of_one_arithmetic(size, loss, norm, ranks, scale, cli
     if not size < math.inf or scale * size == 0 < size:
         assert plain.item() == 0.0  # the host raises
         return
-    output = update._decide(Totals(size, loss, 1, 0, {}, Signals(), norm))
+    output = update._decide(Totals(size, loss, 1, 0, {}, RankRequests(), norm))
     factor = update._mean(size) * output.clip_coefficient
     folds = norm >= SMALLEST_NORM and output.applied and factor > 0 and SMALLEST_DIVISOR <= 1.0 / factor <= LARGEST_DIVISOR
     assert plain.item() == float(folds)
@@ -324,12 +324,12 @@ def test_the_host_waits_for_what_came_before_the_step(monkeypatch, elsewhere, bu
         def synchronize(self) -> None:
             order.append("wait")
 
-    monkeypatch.setattr(reading, "_has_events", lambda device: True)
-    monkeypatch.setattr(reading, "_new_event", lambda device: Event())
-    monkeypatch.setattr(reading, "_stream_of", lambda device: None)
+    monkeypatch.setattr(to_host, "_has_events", lambda device: True)
+    monkeypatch.setattr(to_host, "_new_event", lambda device: Event())
+    monkeypatch.setattr(to_host, "_stream_of", lambda device: None)
     _, _, trainer = build(optimizer=FUSED["adagrad"])
-    unless, call = Stepping.unless, Stepping.__call__
-    monkeypatch.setattr(Stepping, "unless", lambda *args: (order.append("queued"), unless(*args)))
+    step_if, call = Stepping.step_if, Stepping.__call__
+    monkeypatch.setattr(Stepping, "step_if", lambda *args: (order.append("queued"), step_if(*args)))
     monkeypatch.setattr(Stepping, "__call__", lambda *args: (order.append("stepped"), call(*args)))
     trainer.run(data(None)[:2])
     assert order == ["record", "queued", "wait"] * 2
@@ -348,13 +348,13 @@ def test_the_host_waits_for_what_came_before_the_step(monkeypatch, elsewhere, bu
         ("adagrad", lambda trainer, optimizer: None, 5),
         ("adamw", lambda trainer, optimizer: trainer.add_event_handler(TrainEvents.GRADIENTS_READY, lambda: None), 0),
         ("adamw", lambda trainer, optimizer: trainer.add_event_handler(TrainEvents.GRADIENTS_READY(once=99), lambda: None), 0),
-        ("adamw", lambda trainer, optimizer: trainer.passengers.append(StateConsistency(nn.Linear(1, 1), optimizer)), 4),
+        ("adamw", lambda trainer, optimizer: trainer.piggybacks.append(StateConsistency(nn.Linear(1, 1), optimizer)), 4),
         ("adamw", lambda trainer, optimizer: optimizer.register_step_post_hook(lambda *_: None), 0),
         ("adamw", lambda trainer, optimizer: optimizer.register_step_pre_hook(lambda *_: None), 0),
         ("adamw", lambda trainer, optimizer: optimizer.param_groups[0].update(fused=False), 0),
         ("adamw", lambda trainer, optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1), 4),
     ],
-    ids=["plain", "with state", "handler", "not due", "passenger", "post-hook", "pre-hook", "not fused", "scheduler"],
+    ids=["plain", "with state", "handler", "not due", "piggyback", "post-hook", "pre-hook", "not fused", "scheduler"],
 )
 def test_who_keeps_the_order(elsewhere, queued, build, micro_batches, optimizer, prepare, count):
     """Whoever could tell that the step came before the reading is asked for the other order, and nobody else."""
@@ -366,28 +366,28 @@ def test_who_keeps_the_order(elsewhere, queued, build, micro_batches, optimizer,
     del kept
 
 
-class Objecting(Passenger):
+class Objecting(Piggyback):
     """Objects in one update, and may raise there."""
 
     def __init__(self, update: int, trainer: Trainer, *, raises: bool) -> None:
         self.update, self.trainer, self.raises = update, trainer, raises
 
-    def words(self) -> list[float]:
+    def payload(self) -> list[float]:
         return [10.0 * self.update + self.trainer.state.iteration]
 
-    def objects(self, sums: Tensor) -> Tensor:
+    def vetoes(self, sums: Tensor) -> Tensor:
         return sums[0] == 11 * self.update
 
-    def arrived(self, sums: list[float]) -> None:
+    def on_reduced(self, sums: list[float]) -> None:
         if self.raises and sums == [11.0 * self.update]:
             raise RuntimeError("objection")
 
 
 @pytest.mark.parametrize("raises", [True, False])
 def test_an_objection_withholds_the_step(elsewhere, queued, build, micro_batches, bits, raises):
-    """The device leaves the update to the host, which hears the passenger before it makes the step, or does not make it."""
+    """The device leaves the update to the host, which hears the piggyback before it makes the step, or does not make it."""
     model, _, trainer = build(optimizer=FUSED["sgd"])
-    trainer.passengers += [Objecting(9, trainer, raises=True), Objecting(3, trainer, raises=raises)]
+    trainer.piggybacks += [Objecting(9, trainer, raises=True), Objecting(3, trainer, raises=raises)]
     before: list[Any] = []
     trainer.add_event_handler(Events.ITERATION_STARTED(once=3), lambda: before.append(bits(model.state_dict())))
     with pytest.raises(RuntimeError, match="objection") if raises else nullcontext():
@@ -495,7 +495,7 @@ def mismatched(patch: pytest.MonkeyPatch, update: int, what: str) -> tuple[str, 
 def mismatched_in_order(update: int, what: str, host: str) -> tuple[str, list[bool], list[bool], int]:
     """The same where tensors on the CPU are on the host, or on an accelerator."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reading, "_HOST", host)
+        patch.setattr(to_host, "_HOST", host)
         return mismatched(patch, update, what)
 
 

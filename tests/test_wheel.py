@@ -70,7 +70,8 @@ def _build(checkout: Path, *what: str) -> Path:
 
 def _files(checkout: Path) -> set[str]:
     """What a wheel of the checkout must hold beside its metadata."""
-    core = {f"ignite_train/{path.name}" for path in (checkout / "ignite_train").glob("*.py")}
+    package = checkout / "ignite_train"
+    core = {f"ignite_train/{path.relative_to(package).as_posix()}" for path in package.rglob("*.py")}
     handlers = {f"ignite_train/handlers/{path.name}" for path in (checkout / "handlers").glob("*.py")}
     return core | handlers | {"ignite_train/py.typed", "ignite_train/handlers/py.typed"}
 

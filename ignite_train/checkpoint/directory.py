@@ -1,0 +1,388 @@
+"""The commit protocol: wherever it is cut short, what was committed before is whole, and nothing half is taken for whole.
+
+All ranks write their files into a new directory and fsync them. Once each has said so, rank 0 writes the manifest, fsyncs it
+and the directory, renames the directory to its final name (the commit) and fsyncs the parent. Only when all ranks know of
+that does rank 0 remove older checkpoints, each by a rename first.
+
+Rank 0 of a run holds the lock of the directory, and looks before it commits or removes anything whether it still does.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+import zlib
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ignite_train.checkpoint.disk import Disk
+from ignite_train.checkpoint.lock import LOCK, DirectoryLock, writer_of
+from ignite_train.checkpoint.manifest import (
+    MANIFEST,
+    MAX_INDEX_BYTES,
+    MAX_MARKS,
+    FileRecord,
+    Manifest,
+    checkpoint_name,
+    compact_json,
+    count_marks,
+    is_checkpoint_name,
+    parse_manifest,
+    read_manifest,
+    seal,
+)
+from ignite_train.checkpoint.retention import Retention
+from ignite_train.checkpoint.shards import Piece
+from ignite_train.checkpoint.tensor_files import Entry, holds, write_tensors
+from ignite_train.errors import CheckpointError, DamagedCheckpointError, UnreadableCheckpointError
+from ignite_train.ranks import collectives
+
+__all__ = ["CheckpointDirectory", "Contents", "Exchange", "Written", "commit", "together", "try_out"]
+
+_logger = logging.getLogger(__name__)
+_UNFINISHED, _REMOVED, _DAMAGED = ".unfinished-", ".removed-", "damaged-"
+_TRIAL_BYTES = 4096  # so that a full disk refuses them
+T = TypeVar("T")
+Exchange = Callable[[Any], list[Any]]
+"""Gives every rank what each of them passed, in rank order; see `distributed.gather_objects`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What one rank writes.
+
+    Attributes:
+        trees: its objects, by name, as trees of `tree.py`.
+        pieces: their tensors, or this rank's part of them, in the memory of the host.
+        failure: why this rank has nothing to write; all ranks then fail with it.
+    """
+
+    trees: dict[str, Any]
+    pieces: dict[str, Piece]
+    failure: CheckpointError | None = None
+
+
+def together(exchange: Exchange, what: str, work: Callable[[], T]) -> list[T]:
+    """Does `work` on every rank and gives all of them what each one's gave. Collective.
+
+    Raises:
+        CheckpointError: it raised on some rank; on all of them the same, naming each that failed.
+    """
+    try:
+        mine: tuple[bool, Any] = (True, work())
+    except Exception as error:
+        mine = (False, f"{type(error).__name__}: {' '.join(str(error).split())}")
+    outcomes = exchange(mine)
+    failures = [f"rank {rank}, {text}" for rank, (ok, text) in enumerate(outcomes) if not ok]
+    if failures:
+        raise CheckpointError(f"{what} failed: {'; '.join(failures)}")
+    return [value for _, value in outcomes]
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """The tensors of one rank in a checkpoint that is committed.
+
+    Attributes:
+        update: of the checkpoint.
+        path: the file.
+        entries: what is where in it.
+    """
+
+    update: int
+    path: Path
+    entries: dict[str, Entry]
+
+
+class CheckpointDirectory:
+    """A directory of checkpoints, as rank 0 keeps it.
+
+    A manifest is read once: a directory of ten thousand checkpoints is not read again at each save.
+
+    Args:
+        path: the directory.
+        disk: what it is on.
+        lock: held while something is written; None for one process that is known to be alone.
+
+    Attributes:
+        written: what this rank has written to the checkpoint that was committed last.
+    """
+
+    def __init__(self, path: Path, disk: Disk, lock: DirectoryLock | None = None) -> None:
+        self.path, self.disk, self.lock = path, disk, lock
+        self.written: Written | None = None
+        self._manifests: dict[str, Manifest] = {}
+        self._warned_about: set[str] = set()
+
+    def exists(self) -> bool:
+        """Whether the directory is there.
+
+        Raises:
+            OSError: that cannot be known.
+        """
+        try:
+            return stat.S_ISDIR(self.path.stat().st_mode)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+
+    def scan(
+        self, *, afresh: bool = False
+    ) -> tuple[list[tuple[str, Manifest]], list[DamagedCheckpointError | UnreadableCheckpointError]]:
+        """The checkpoints by name, oldest first, and the errors of those whose manifest is not whole. Other files are not read.
+
+        Args:
+            afresh: read again what was read before.
+
+        Raises:
+            OSError: the directory cannot be read.
+        """
+        known, self._manifests = {} if afresh else self._manifests, {}
+        failed: list[DamagedCheckpointError | UnreadableCheckpointError] = []
+        for name in self.disk.names(self.path) if self.exists() else []:
+            if is_checkpoint_name(name):
+                try:
+                    self._manifests[name] = known[name] if name in known else read_manifest(self.path / name)
+                except (DamagedCheckpointError, UnreadableCheckpointError) as error:
+                    failed.append(error)
+        return sorted(self._manifests.items(), key=lambda entry: entry[1].serial), failed
+
+    def set_aside_before(self) -> list[str]:
+        """The damaged checkpoints that were renamed by an earlier start."""
+        names = self.disk.names(self.path) if self.exists() else []
+        return [name for name in names if name.startswith(f"{_DAMAGED}update-")]
+
+    def tidy(self) -> None:
+        """Removes what a save that was cut short, or a removal, has left; what another run writes at the moment stays.
+
+        What cannot be removed does no harm; it is logged once.
+        """
+        writer, own = writer_of(self.path), "" if self.lock is None else self.lock.token
+        foreign = f"{_UNFINISHED}{writer}-" if writer and writer != own else None
+        left = (_UNFINISHED, _REMOVED, f"{LOCK}-") if own else (_UNFINISHED, _REMOVED)
+        for name in self.disk.names(self.path):
+            if name.startswith(left) and not (foreign is not None and name.startswith(foreign)):
+                try:
+                    self._remove(name)
+                except (OSError, RecursionError) as error:
+                    self._warn_once(name, f"what an earlier save left could not be removed: {error}")
+
+    def begin(self) -> str:
+        """Makes a directory for the files of a new checkpoint, and gives its name.
+
+        Raises:
+            CheckpointError: another run writes here.
+        """
+        for path in reversed([path for path in (self.path, *self.path.parents) if not path.exists()]):
+            self.disk.make_directory(path)
+            self.disk.sync_directory(path.parent)  # a checkpoint is as durable as the way to it
+        if self.lock is not None:
+            self.lock.hold()
+        self.tidy()
+        token = "" if self.lock is None else f"{self.lock.token}-"
+        name = f"{_UNFINISHED}{token}{os.urandom(6).hex()}"
+        self.disk.make_directory(self.path / name)
+        return name
+
+    def abandon(self, name: str) -> None:
+        """Removes the files of a checkpoint that came to nothing, as far as that is possible."""
+        with suppress(OSError):
+            self._remove(name)
+
+    def discard(self, name: str) -> None:
+        """Does with a directory that was only a trial what a commit and a removal would do.
+
+        Raises:
+            OSError: one of them would fail.
+        """
+        self.disk.sync_directory(self.path / name)
+        self._remove(name)
+        self.disk.sync_directory(self.path)
+
+    def publish(self, unfinished: str, manifest: Manifest) -> str:
+        """Commits: the directory `unfinished`, with the files of all ranks in it, becomes a checkpoint. Gives its name."""
+        directory = self.path / unfinished
+        for name, record in manifest.files.items():
+            if (directory / name).lstat().st_size != record.size:
+                raise CheckpointError(
+                    f"{name} has another size here than on the rank that wrote it: all must share {self.path}"
+                )
+        found, failed = self.scan()
+        for failure in failed:
+            if isinstance(failure, UnreadableCheckpointError):  # it may be the newest, which this one must come after
+                raise failure
+        manifest = replace(manifest, serial=1 + max((other.serial for _, other in found), default=0))
+        sealed = seal(manifest)
+        parse_manifest(sealed)  # what no reader would take must not be committed
+        self.disk.write_file(directory / MANIFEST, iter([memoryview(sealed)]))
+        self.disk.sync_directory(directory)
+        copy, taken = 0, set(self.disk.names(self.path))
+        while (name := checkpoint_name(manifest.update, copy)) in taken:
+            copy += 1
+        self._check_lock()
+        self.disk.rename(directory, self.path / name)
+        self.disk.sync_directory(self.path)
+        self._manifests[name] = manifest
+        return name
+
+    def prune(self, retention: Retention, *, newest: Path | None = None) -> None:
+        """Removes what `retention` can do without. Each vanishes by a rename: none is ever half there. A failure is logged.
+
+        Args:
+            retention: which of them stay.
+            newest: nothing is removed unless this is the newest one, for one that is not may be surplus itself.
+        """
+        if self.lock is not None and not self.lock.token:
+            return
+        try:
+            self._check_lock()
+            found, _ = self.scan()
+        except (OSError, CheckpointError) as error:
+            _logger.warning(f"old checkpoints could not be removed: {error}")
+            return
+        if newest is not None and (not found or self.path / found[-1][0] != newest):
+            return
+        for index in retention.surplus([manifest for _, manifest in found]):
+            name = found[index][0]
+            removed = f"{_REMOVED}{name}-{os.urandom(4).hex()}"
+            try:
+                self.disk.rename(self.path / name, self.path / removed)
+                self.disk.sync_directory(self.path)
+                self.disk.remove_tree(self.path / removed)
+            except OSError as error:
+                self._warned_about.add(removed)
+                self._warn_once(name, f"an old checkpoint could not be removed: {error}")
+
+    def set_aside(self, name: str) -> bool:
+        """Renames a damaged checkpoint, so that no later start tries it again. Whether that was possible."""
+        try:
+            self.disk.rename(self.path / name, self.path / f"{_DAMAGED}{name}-{os.urandom(2).hex()}")
+        except OSError:
+            return False
+        return True
+
+    def _remove(self, name: str) -> None:
+        """Takes the name away first: a suspended process that wakes up can no longer commit what is half removed."""
+        if name.startswith(_UNFINISHED):
+            removed = f"{_REMOVED}{name.lstrip('.')}-{os.urandom(4).hex()}"
+            self.disk.rename(self.path / name, self.path / removed)
+            name = removed
+        self.disk.remove_tree(self.path / name)
+
+    def _check_lock(self) -> None:
+        if self.lock is not None:
+            self.lock.check()
+
+    def _warn_once(self, name: str, text: str) -> None:
+        if name not in self._warned_about:
+            self._warned_about.add(name)
+            _logger.warning(text)
+
+
+def commit(
+    directory: CheckpointDirectory, contents: Contents, manifest: Manifest, retention: Retention, exchange: Exchange
+) -> Path:
+    """Writes a checkpoint. Collective over the ranks of `exchange`; returns once it is durable.
+
+    Args:
+        directory: where.
+        contents: what this rank writes.
+        manifest: without the files and the serial number, which are found here.
+        retention: what becomes of the others.
+        exchange: between the ranks.
+
+    Raises:
+        CheckpointError: it failed, on all ranks alike. The others are as they were.
+    """
+    main = collectives.is_main_rank()
+    unfinished = together(exchange, "making a directory for a checkpoint", lambda: directory.begin() if main else "")[0]
+    try:
+        entries: dict[str, Entry] = {}
+        write: Callable[[], dict[str, FileRecord]] = lambda: _write(directory, unfinished, contents, manifest.update, entries)  # noqa: E731
+        written = together(exchange, "writing a checkpoint", write)
+        whole = replace(manifest, files={name: record for files in written for name, record in files.items()})
+        publish: Callable[[], str] = lambda: directory.publish(unfinished, whole) if main else ""  # noqa: E731
+        name = together(exchange, "committing a checkpoint", publish)[0]
+    except BaseException:
+        if main:
+            directory.abandon(unfinished)
+        raise
+    directory.written = Written(manifest.update, directory.path / name / f"{_stem()}.bin", entries)
+    if main:
+        directory.prune(retention)
+    return directory.path / name
+
+
+def try_out(directory: CheckpointDirectory, contents: Contents, exchange: Exchange) -> None:
+    """Does all that a save does but for the tensors, and leaves nothing: what would make each save fail shows at once.
+
+    Collective over the ranks of `exchange`.
+
+    Raises:
+        CheckpointError: it failed, on all ranks alike.
+    """
+    main = collectives.is_main_rank()
+    unfinished = together(exchange, "making a directory for a checkpoint", lambda: directory.begin() if main else "")[0]
+    try:
+        together(exchange, "trying to write a checkpoint", lambda: _write_page(directory, unfinished, contents))
+        together(exchange, "trying to commit a checkpoint", lambda: directory.discard(unfinished) if main else None)
+    except BaseException:
+        if main:
+            directory.abandon(unfinished)
+        raise
+
+
+def _link(directory: CheckpointDirectory, path: Path, contents: Contents, update: int) -> dict[str, Entry] | None:
+    """Gives the tensors of the checkpoint before a second name, if it is of the same update and they are the same.
+
+    So the last state of a run, which is saved at the end of an epoch and again when the run has ended, is written once. None
+    if that cannot be.
+    """
+    before = directory.written
+    if before is None or before.update != update or not holds(before.path, before.entries, contents.pieces):
+        return None
+    try:
+        directory.disk.link(before.path, path)
+    except OSError:  # not every file system has links; writing the file again tells what else is wrong
+        return None
+    return before.entries
+
+
+def _write_page(directory: CheckpointDirectory, unfinished: str, contents: Contents) -> None:
+    if contents.failure is not None:
+        raise contents.failure
+    disk = directory.disk
+    descriptor = disk.create(directory.path / unfinished / f"{_stem()}.json")
+    try:
+        disk.write(descriptor, memoryview(bytes(_TRIAL_BYTES)))
+        disk.sync(descriptor)
+    finally:
+        disk.close(descriptor)
+
+
+def _stem() -> str:
+    return f"rank-{collectives.rank():05d}"
+
+
+def _write(
+    directory: CheckpointDirectory, unfinished: str, contents: Contents, update: int, entries: dict[str, Entry]
+) -> dict[str, FileRecord]:
+    """Writes this rank's files, and notes in `entries` what is where in that of the tensors."""
+    if contents.failure is not None:
+        raise contents.failure
+    stem, disk, path = _stem(), directory.disk, directory.path / unfinished
+    linked = _link(directory, path / f"{stem}.bin", contents, update)
+    entries |= write_tensors(disk, path / f"{stem}.bin", contents.pieces) if linked is None else linked
+    index = compact_json({"objects": contents.trees, "tensors": {key: entry.as_json() for key, entry in entries.items()}})
+    if len(index) > MAX_INDEX_BYTES:
+        raise CheckpointError(f"the state has {len(index)} bytes beside its tensors, {MAX_INDEX_BYTES} at most; use tensors")
+    if count_marks(index) > MAX_MARKS:  # or else the reader would refuse it
+        raise CheckpointError(f"the state has more than {MAX_MARKS} values beside the numbers in its tensors; use tensors")
+    disk.write_file(path / f"{stem}.json", iter([memoryview(index)]))
+    return {
+        f"{stem}.bin": FileRecord(sum(entry.num_bytes for entry in entries.values()), None),
+        f"{stem}.json": FileRecord(len(index), zlib.crc32(index)),
+    }

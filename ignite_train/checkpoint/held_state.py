@@ -1,0 +1,132 @@
+"""Handlers that hold tensors which training changes and no checkpoint keeps, such as an average of the weights."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import types
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from ignite.engine import Engine
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ignite_train.loop.dispatch import Dispatcher, Stateful
+
+__all__ = ["HeldState"]
+
+_logger = logging.getLogger(__name__)
+_NO_STATE = ("ignite_train.", "ignite.handlers.time_profilers")
+"""Where classes come from whose tensors are not missed: our own handlers, and what measures this process."""
+
+
+class HeldState:
+    """Notices tensors of handlers that are changed in place and are in no checkpoint, and warns once of each handler.
+
+    A handler is looked at if it, or the object whose method it is, has no `state_dict`. Of a plain function only the modules
+    count that it refers to or is called with. A tensor that does not change, such as a teacher's, or that is replaced by
+    another one, such as the latest batch, does not count.
+    """
+
+    def __init__(self) -> None:
+        self._versions: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        self._warned: set[str] = set()
+
+    def note(self, engines: Iterable[Dispatcher]) -> None:
+        """To be called when a run starts: what is held, and in which version."""
+        for _, _, tensors in _held(engines):
+            self._note(tensors)
+
+    def warn(
+        self, engines: Iterable[Dispatcher], saved: Iterable[Tensor], modules: Iterable[nn.Module], leave_out: Sequence[str]
+    ) -> None:
+        """To be called when a checkpoint is taken.
+
+        Args:
+            engines: whose handlers are looked at.
+            saved: the tensors that are in the checkpoint.
+            modules: those that are saved; the rest of their buffers does not count either.
+            leave_out: names of classes that the user does not want to hear of.
+        """
+        known = {_storage(tensor) for tensor in saved}
+        known |= {_storage(tensor) for module in modules for tensor in _tensors(module)}
+        for name, attribute, tensors in _held(engines):
+            changed = [tensor for tensor in tensors if self._is_changed(tensor) and _storage(tensor) not in known]
+            self._note(tensors)
+            if changed and name not in self._warned and name not in leave_out:
+                self._warned.add(name)
+                _logger.warning(
+                    f"the handler {name} holds {len(changed)} tensors in {attribute!r} that change in training, and has no "
+                    "state_dict: no checkpoint keeps them, so a resumed run starts without them; pass "
+                    f"Checkpoint(..., to_save={{{attribute!r}: ...}}), or leave_out=({name!r},) to leave them out without "
+                    "this warning"
+                )
+
+    def names(self, engines: Iterable[Dispatcher]) -> set[str]:
+        """The handlers that hold any tensors, by the names that a warning gives them."""
+        return {name for name, _, _ in _held(engines)}
+
+    def _note(self, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            if not tensor.is_inference() and id(tensor) not in self._versions:
+                self._versions[id(tensor)] = weakref.ref(tensor), tensor._version
+
+    def _is_changed(self, tensor: Tensor) -> bool:
+        before = self._versions.get(id(tensor))
+        if before is None or before[0]() is not tensor:
+            self._versions.pop(id(tensor), None)
+            return False
+        return tensor._version != before[1]
+
+
+def _held(engines: Iterable[Dispatcher]) -> Iterator[tuple[str, str, list[Tensor]]]:
+    """Name of the handler, attribute, and the tensors in it."""
+    for engine in engines:
+        for handler, arguments in engine.attached():
+            owner = handler.__self__ if isinstance(handler, types.MethodType) else handler
+            if isinstance(owner, functools.partial):
+                arguments, owner = (*owner.args, *owner.keywords.values(), *arguments), owner.func
+            name = type(owner).__name__
+            if isinstance(owner, types.FunctionType):
+                closure = inspect.getclosurevars(owner)
+                things: Mapping[str, Any] = {**closure.nonlocals, **closure.globals}
+                name = owner.__name__
+                things = {key: value for key, value in things.items() if isinstance(value, nn.Module)}
+            else:
+                things = _attributes(owner)
+            extra = {f"argument {place}": value for place, value in enumerate(arguments) if isinstance(value, nn.Module)}
+            for key, value in {**things, **extra}.items():
+                tensors = list(_tensors(value))
+                if tensors:
+                    yield name, key, tensors
+
+
+def _attributes(owner: Any) -> Mapping[str, Any]:
+    """What an object without a state of its own holds."""
+    if isinstance(owner, (Stateful, Engine, type)) or type(owner).__module__.startswith(_NO_STATE):
+        return {}
+    try:
+        return dict(vars(owner))
+    except TypeError:  # an object with slots, or one of C
+        return {}
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, nn.Module):
+        yield from value.parameters()
+        yield from value.buffers()
+    elif isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (dict, list, tuple)):
+        entries = value.values() if isinstance(value, dict) else value
+        for entry in entries:
+            if isinstance(entry, (Tensor, nn.Module)):
+                yield from _tensors(entry)
+
+
+def _storage(tensor: Tensor) -> int:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.untyped_storage().data_ptr()

@@ -1,0 +1,172 @@
+"""Checkpoints without a run: which are there, are they whole, and the model of one as a file that anything can read.
+
+python -m ignite_train.checkpoint list DIR
+python -m ignite_train.checkpoint verify DIR
+python -m ignite_train.checkpoint consolidate DIR [--output FILE]
+
+DIR is one checkpoint, or a directory of them: then `consolidate` takes the newest that is whole.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ignite_train.checkpoint.directory import CheckpointDirectory
+from ignite_train.checkpoint.disk import Disk
+from ignite_train.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from ignite_train.checkpoint.reader import CheckpointReader
+from ignite_train.errors import CheckpointError, DamagedCheckpointError
+
+__all__ = ["Found", "consolidate", "find", "latest", "main", "verify"]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A directory that is, or should be, a checkpoint.
+
+    Attributes:
+        path: of it.
+        manifest: what it says of itself; None if that cannot be read.
+        damage: what is wrong with it; empty if nothing is, as far as was looked.
+    """
+
+    path: Path
+    manifest: Manifest | None
+    damage: str = ""
+
+
+def find(directory: str | Path) -> list[Found]:
+    """The checkpoints in `directory`, or the one that it is; the newest last, those without a whole manifest first.
+
+    Reads manifests only; see `verify`.
+
+    Raises:
+        CheckpointError: there is no such directory.
+    """
+    root = Path(directory)
+    if not root.is_dir():
+        raise CheckpointError(f"there is no directory {root}")
+    if (root / MANIFEST).exists():
+        try:
+            return [Found(root, read_manifest(root))]
+        except DamagedCheckpointError as error:
+            return [Found(root, None, error.reason)]
+    found, failed = CheckpointDirectory(root, Disk()).scan()
+    bad = [Found(Path(error.path), None, error.reason) for error in failed]
+    return bad + [Found(root / name, manifest) for name, manifest in found]
+
+
+def verify(path: str | Path) -> None:
+    """Reads every byte of a checkpoint. Holds one tensor in memory at a time.
+
+    Raises:
+        DamagedCheckpointError: something in it is not what was written.
+    """
+    with CheckpointReader(Path(path)) as stored:
+        stored.verify()
+
+
+def latest(directory: str | Path) -> Path | None:
+    """The newest checkpoint in `directory` that is whole, every byte of it checked; None if there is not one.
+
+    Raises:
+        UnreadableCheckpointError: the disk gave an error, so that it cannot be known.
+    """
+    entries = find(directory)
+    for found in entries:
+        if found.manifest is None:
+            _damage(found)  # raises if the manifest could not be read
+    for found in reversed(entries):
+        if not _damage(found):
+            return found.path
+    return None
+
+
+def consolidate(path: str | Path, output: str | Path) -> None:
+    """Writes the model of a checkpoint, put together from its shards, as one plain state_dict: `torch.load` reads it.
+
+    The file appears whole or not at all, and takes the place of one of that name.
+
+    Args:
+        path: the checkpoint.
+        output: the file.
+
+    Raises:
+        DamagedCheckpointError: something that was needed is not what was written.
+    """
+    output = Path(output)
+    with CheckpointReader(Path(path)) as stored:
+        model = stored.read("model")
+    unfinished = output.with_name(f".{output.name}.{os.urandom(4).hex()}")
+    try:
+        with unfinished.open("xb") as file:
+            torch.save(model, file)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(output)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    Disk().sync_directory(output.absolute().parent)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command; returns its exit status: 0, or 1 if something is damaged or missing."""
+    parser = argparse.ArgumentParser(prog="python -m ignite_train.checkpoint", description=(__doc__ or "").partition("\n")[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, what in (("list", "what is there"), ("verify", "read every byte"), ("consolidate", "make it one file")):
+        command = commands.add_parser(name, help=what, description=what)
+        command.add_argument("directory", type=Path, help="one checkpoint, or a directory of them")
+        if name == "consolidate":
+            command.add_argument("--output", type=Path, default=Path("model.pt"), help="the file to write (default: model.pt)")
+    options = parser.parse_args(arguments)
+    try:
+        if options.command == "consolidate":
+            return _consolidate(options.directory, options.output)
+        return _list(options.directory, thoroughly=options.command == "verify")
+    except (CheckpointError, OSError) as error:
+        print(error, file=sys.stderr)  # noqa: T201
+        return 1
+
+
+def _list(directory: Path, *, thoroughly: bool) -> int:
+    status, found = 0, find(directory)
+    for entry in found:
+        damage = _damage(entry) if thoroughly else entry.damage
+        status |= bool(damage)
+        notes = [f"damaged: {damage}" if damage else "whole" if thoroughly else ""]
+        if entry.manifest is not None:
+            manifest = entry.manifest
+            size = sum(record.size for record in manifest.files.values())
+            notes = [
+                f"epoch {manifest.epoch}, update {manifest.update}, {size / 1e6:.1f} MB, ranks: {manifest.world_size}",
+                *notes,
+            ]
+            notes += [] if manifest.score is None else [f"score {manifest.score:g}"]
+        notes += ["latest"] if entry is found[-1] and not damage else []
+        print(f"{entry.path.name}  {', '.join(note for note in notes if note)}")  # noqa: T201
+    if not found:
+        print(f"no checkpoint in {directory}")  # noqa: T201
+    return status
+
+
+def _consolidate(directory: Path, output: Path) -> int:
+    path = latest(directory)
+    if path is None:
+        raise CheckpointError(f"there is no whole checkpoint in {directory}")
+    consolidate(path, output)
+    print(f"{output}  the model of {path}; torch.load({str(output)!r}, weights_only=True) reads it")  # noqa: T201
+    return 0
+
+
+def _damage(found: Found) -> str:
+    try:
+        verify(found.path)
+    except DamagedCheckpointError as error:
+        return error.reason
+    return ""

@@ -1,0 +1,259 @@
+"""What makes a directory a checkpoint: a manifest that vouches for each file in it, and for itself."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import stat
+import sys
+import zlib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ignite_train.checkpoint.tensor_files import naming, open_regular
+from ignite_train.checkpoint.tree import MAX_NODES, decode
+from ignite_train.errors import CheckpointError, DamagedCheckpointError, UnreadableCheckpointError
+
+__all__ = [
+    "FORMAT",
+    "MANIFEST",
+    "MAX_INDEX_BYTES",
+    "MAX_MARKS",
+    "FileRecord",
+    "Manifest",
+    "checked_json",
+    "checkpoint_name",
+    "compact_json",
+    "count_marks",
+    "is_checkpoint_name",
+    "one_line",
+    "parse_manifest",
+    "read_file",
+    "read_manifest",
+    "reading_error",
+    "seal",
+]
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+MAX_INDEX_BYTES = 256 * 2**20
+MAX_MARKS = 16 * MAX_NODES
+"""See `count_marks`. A state of `MAX_NODES` values has less, with the entries of as many tensors as fit into it."""
+_MAX_MANIFEST_BYTES = 16 * 2**20
+_MAX_MANIFEST_MARKS = MAX_MARKS // 4
+_MAX_REASON_LENGTH = 500
+_NOT_AS_WRITTEN = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO}
+_HEAD = re.compile(rb'\{"crc32":"([0-9a-f]{8})","manifest":')
+_CHECKPOINT = re.compile(r"update-\d{8,12}(\.\d{1,6})?")
+_FILE = re.compile(r"rank-\d{5}\.(json|bin)")
+
+
+def checkpoint_name(update: int, copy: int = 0) -> str:
+    """The name of a checkpoint's directory; `copy` tells apart those of one update."""
+    return f"update-{update:08d}" + (f".{copy}" if copy else "")
+
+
+def is_checkpoint_name(name: str) -> bool:
+    """Whether a directory of this name should be a checkpoint."""
+    return _CHECKPOINT.fullmatch(name) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """What a file must be.
+
+    Attributes:
+        size: its bytes.
+        crc32: of all of them; None where an index vouches for each tensor in it.
+    """
+
+    size: int
+    crc32: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What is known of a checkpoint without opening its other files.
+
+    Attributes:
+        update: `state.iteration` when it was taken.
+        epoch: `state.epoch` then.
+        serial: counts the checkpoints of a directory in the order in which they were written; the largest is the newest.
+        world_size: ranks that wrote it.
+        score: what its parameters were found to be worth, by the metric that decides which are best; None if nobody looked.
+        config: the user's configuration, as a tree of `tree.py`.
+        versions: of the packages that wrote it.
+        files: each file beside the manifest.
+    """
+
+    update: int
+    epoch: int
+    serial: int
+    world_size: int
+    score: float | None
+    config: Any
+    versions: dict[str, str]
+    files: dict[str, FileRecord]
+
+
+def compact_json(value: Any) -> bytes:
+    """JSON without a space too many."""
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+
+
+def seal(manifest: Manifest) -> bytes:
+    """The manifest as a file: JSON, with a checksum of itself in front.
+
+    Raises:
+        CheckpointError: it is larger than the reader takes.
+    """
+    body = compact_json({"format": FORMAT, **asdict(manifest)})
+    data = b'{"crc32":"%08x","manifest":%b}\n' % (zlib.crc32(body), body)
+    if len(data) > _MAX_MANIFEST_BYTES or count_marks(body) > _MAX_MANIFEST_MARKS:
+        raise CheckpointError(
+            f"config must be small, got a manifest of {len(data)} bytes with {count_marks(body)} values; at most "
+            f"{_MAX_MANIFEST_BYTES} bytes and {_MAX_MANIFEST_MARKS} values are read; pass less in config"
+        )
+    return data
+
+
+def read_manifest(checkpoint: Path) -> Manifest:
+    """Reads the manifest of a checkpoint, and only that.
+
+    Raises:
+        DamagedCheckpointError: there is none, or it is not what was written, or of another format.
+        UnreadableCheckpointError: the disk gave an error.
+    """
+    try:
+        if stat.S_ISLNK(checkpoint.lstat().st_mode):
+            raise ValueError("it is a link; name what it points to")
+        return parse_manifest(read_file(checkpoint / MANIFEST, None))
+    except (ValueError, TypeError, OSError) as error:
+        raise reading_error(checkpoint, error) from error
+
+
+def reading_error(checkpoint: Path, error: Exception) -> DamagedCheckpointError | UnreadableCheckpointError:
+    """What an error while reading a checkpoint means: that it is not what was written, or that the disk failed.
+
+    Of the system's errors only these speak of the checkpoint itself: something is not there, or is not of the kind that was
+    written. Any other one (no permission, an error of the device, a stale handle) may have passed by the next attempt.
+    """
+    if isinstance(error, (DamagedCheckpointError, UnreadableCheckpointError)):
+        return error
+    if isinstance(error, OSError) and error.errno not in _NOT_AS_WRITTEN:
+        return UnreadableCheckpointError(str(checkpoint), one_line(error))
+    return DamagedCheckpointError(str(checkpoint), one_line(error))
+
+
+def parse_manifest(data: bytes) -> Manifest:
+    """The manifest that `seal` made into `data`.
+
+    Raises:
+        ValueError: it is none; or TypeError.
+    """
+    if len(data) > _MAX_MANIFEST_BYTES:
+        raise ValueError(f"its manifest has {len(data)} bytes, more than any should")
+    head = _HEAD.match(data)
+    if head is None or data[-2:] != b"}\n":
+        raise ValueError("its manifest has no checksum")
+    body = data[head.end() : -2]
+    if int(head[1], 16) != zlib.crc32(body):
+        raise ValueError("its manifest is not the one that was written: the checksum differs")
+    return _checked(checked_json(body, max_marks=_MAX_MANIFEST_MARKS))
+
+
+def read_file(path: Path, record: FileRecord | None) -> bytes:
+    """The contents of a small regular file, in one read; of the manifest itself if there is no `record` of it.
+
+    Raises:
+        OSError: it cannot be read, or is a link.
+        ValueError: it is not what the record says.
+    """
+    size = path.lstat().st_size if record is None else record.size
+    if record is None and size > _MAX_MANIFEST_BYTES:
+        raise ValueError(f"its manifest has {size} bytes, more than any should")
+    descriptor = open_regular(path, size)
+    try:
+        parts, left = [], size
+        with naming(path):
+            while left and (part := os.read(descriptor, left)):
+                parts.append(part)
+                left -= len(part)
+    finally:
+        os.close(descriptor)
+    data = b"".join(parts)  # one part is not copied
+    if record is not None and zlib.crc32(data) != record.crc32:
+        raise ValueError(f"{path.name} is not the file that was written: the checksum differs")
+    return data
+
+
+def count_marks(data: bytes) -> int:
+    """The brackets, braces and commas in JSON: each value that it makes takes one, and tens of bytes of memory."""
+    return sum(data.count(mark) for mark in (b"[", b"{", b","))
+
+
+def checked_json(data: bytes, *, max_marks: int = MAX_MARKS) -> Any:
+    """Parses JSON; no key twice, no NaN, no depth that would exhaust the stack, no more values than any state has.
+
+    Raises:
+        ValueError: it is none.
+    """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len({key for key, _ in pairs}) < len(pairs):
+            raise ValueError("a key stands twice in its JSON")
+        return dict(pairs)
+
+    def refuse(constant: str) -> Any:
+        raise ValueError(f"its JSON holds {constant}")
+
+    if count_marks(data) > max_marks:
+        raise ValueError(f"its JSON has more than {max_marks} values, more than any should")
+    try:
+        return json.loads(data, object_pairs_hook=unique, parse_constant=refuse)
+    except RecursionError:
+        raise ValueError("its JSON is nested too deeply") from None
+
+
+def _checked(values: Any) -> Manifest:
+    """Raises ValueError if `values` are no manifest of this format."""
+    if not isinstance(values, dict) or values.get("format") != FORMAT:
+        found = values.get("format") if isinstance(values, dict) else None
+        raise ValueError(f"it is of format {found!r:.20} and this version reads {FORMAT}; use the version that wrote it")
+    fields = {key: value for key, value in values.items() if key != "format"}
+    if set(fields) != set(Manifest.__slots__):
+        raise ValueError("its manifest has other fields than it should have")
+    counts = [fields[name] for name in ("update", "epoch", "serial", "world_size")]
+    if not all(type(count) is int and 0 <= count < 2**53 for count in counts) or not 1 <= fields["world_size"] < 100_000:
+        raise ValueError(f"its manifest has counters that cannot be: {counts}")
+    score = fields["score"]
+    if score is not None and not (type(score) in (int, float) and abs(score) <= sys.float_info.max):
+        raise ValueError("its manifest has a score that is no number")
+    decode(fields["config"], ("config",))
+    versions, files = fields["versions"], fields["files"]
+    if not isinstance(versions, dict) or not all(isinstance(version, str) for version in versions.values()):
+        raise ValueError("its manifest has versions that are none")
+    expected = {f"rank-{rank:05d}.{kind}" for rank in range(fields["world_size"]) for kind in ("json", "bin")}
+    if not isinstance(files, dict) or set(files) != expected:
+        raise ValueError("its manifest does not list the two files of each rank")
+    return Manifest(**{**fields, "files": {name: _checked_record(name, record) for name, record in files.items()}})
+
+
+def _checked_record(name: str, record: Any) -> FileRecord:
+    if not _FILE.fullmatch(name) or not isinstance(record, dict) or set(record) != {"size", "crc32"}:
+        raise ValueError(f"its manifest has a record of {name!r:.40} that is none")
+    size, crc32 = record["size"], record["crc32"]
+    known = type(crc32) is int and 0 <= crc32 < 2**32
+    if type(size) is not int or not 0 <= size < 2**63 or not (known if name.endswith(".json") else crc32 is None):
+        raise ValueError(f"its manifest has a size or a checksum of {name} that cannot be")
+    return FileRecord(size, crc32)
+
+
+def one_line(error: Exception) -> str:
+    """What an error about a checkpoint says, without what a file could smuggle into a log: other lines, colours, a flood."""
+    text = f"it has no {Path(error.filename).name}" if isinstance(error, FileNotFoundError) else " ".join(str(error).split())
+    printable = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text[:_MAX_REASON_LENGTH])
+    return printable if len(text) <= _MAX_REASON_LENGTH else f"{printable}..."

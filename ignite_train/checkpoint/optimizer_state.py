@@ -1,0 +1,343 @@
+"""Whether the state of an optimizer that a checkpoint holds can be that of an optimizer in this run.
+
+torch's `load_state_dict` counts parameters and looks at nothing else. Moments of another parameter would be taken without a
+word, and a fused kernel that is given a moment of another shape reads and writes beyond its memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ignite_train.arguments import describe
+from ignite_train.checkpoint.reader import TensorClaim
+from ignite_train.checkpoint.tree import dtype_name
+from ignite_train.errors import CheckpointError
+
+__all__ = [
+    "Consolidates",
+    "check_optimizer_state",
+    "check_torch_shape",
+    "describe_optimizer",
+    "option_changes",
+    "script_options",
+]
+
+_NOT_OPTIONS = ("params", "param_names")
+_SCALARS = {"step", "eta", "mu", "mu_product"}
+_ADAM = ("step", "exp_avg", "exp_avg_sq")
+_REQUIRED: dict[type[Optimizer], tuple[str, ...]] = {
+    torch.optim.Adadelta: ("step", "square_avg", "acc_delta"),
+    torch.optim.Adafactor: ("step",),
+    torch.optim.Adagrad: ("step", "sum"),
+    torch.optim.Adam: _ADAM,
+    torch.optim.Adamax: ("step", "exp_avg", "exp_inf"),
+    torch.optim.ASGD: ("step", "eta", "mu", "ax"),
+    torch.optim.Muon: (),
+    torch.optim.NAdam: (*_ADAM, "mu_product"),
+    torch.optim.RAdam: _ADAM,
+    torch.optim.RMSprop: ("step", "square_avg"),
+    torch.optim.Rprop: ("step", "prev", "step_size"),
+    torch.optim.SGD: (),
+    torch.optim.SparseAdam: _ADAM,
+}
+"""What the step of each of torch's optimizers takes from the state of a parameter that has any."""
+_BY_OPTION: dict[type[Optimizer], dict[str, str]] = {
+    torch.optim.Adam: {"amsgrad": "max_exp_avg_sq"},
+    torch.optim.RMSprop: {"momentum": "momentum_buffer", "centered": "grad_avg"},
+}
+_LIKE_THE_PARAMETER = {
+    *(key for keys in _REQUIRED.values() for key in keys if key not in _SCALARS),
+    *(key for keys in _BY_OPTION.values() for key in keys.values()),
+    "momentum_buffer",
+}
+
+Shape = tuple[int, ...]
+
+
+@runtime_checkable
+class Consolidates(Protocol):
+    """An optimizer whose ranks hold a part each, such as `ZeroRedundancyOptimizer`: rank 0 gathers all parts to save them."""
+
+    def consolidate_state_dict(self, to: int) -> None:
+        """Gathers the parts on rank `to`. Collective."""
+
+
+def check_torch_shape(name: str, optimizer: Optimizer) -> None:
+    """Sees to it that the optimizer gives a state that can be checked when it is read back. Before the first batch.
+
+    Raises:
+        TypeError: its `state_dict` is not of torch's shape.
+    """
+    if isinstance(optimizer, Consolidates):
+        return
+    problem = _why_not_torch_shape(optimizer.state_dict(), [len(group["params"]) for group in optimizer.param_groups])
+    if problem:
+        raise TypeError(
+            f"{name} must have a state_dict as torch's optimizers have it, {{'state': ..., 'param_groups': [...]}}, to be "
+            f"saved; that of {type(optimizer).__name__} {problem}; return the state of all its parts in that form"
+        )
+
+
+def script_options(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The options of each parameter group as the script has set them; to be taken before anything was loaded or trained."""
+
+    def copied(value: Any) -> Any:
+        return value.detach().clone() if isinstance(value, Tensor) else value
+
+    return [{key: copied(value) for key, value in group.items() if key not in _NOT_OPTIONS} for group in optimizer.param_groups]
+
+
+def describe_optimizer(
+    optimizer: Optimizer, names: Mapping[int, Sequence[str]], options: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """What a checkpoint keeps beside the state, so that the next run can compare.
+
+    Args:
+        optimizer: the optimizer.
+        names: the names of each parameter, by its `id`.
+        options: what `script_options` gave.
+    """
+    groups = [group["params"] for group in optimizer.param_groups]
+    return {
+        "class": _class_name(optimizer),
+        "names": [[_first(names.get(id(parameter), ())) for parameter in group] for group in groups],
+        "shapes": [[list(parameter.shape) for parameter in group] for group in groups],
+        "dtypes": [[dtype_name(parameter.dtype) for parameter in group] for group in groups],
+        "options": [_plain_options(group) for group in options],
+    }
+
+
+def option_changes(name: str, saved: Any, current: Sequence[Mapping[str, Any]], script_wins: Sequence[str]) -> list[str]:
+    """What the script sets in another way than the script that wrote the checkpoint, and which of the two is used.
+
+    Args:
+        name: of the optimizer.
+        saved: the description in the checkpoint; without one nothing is known.
+        current: what `script_options` gave.
+        script_wins: the options that the script decides.
+    """
+    if not isinstance(saved, Mapping):
+        return []
+    changes: dict[str, list[int]] = {}
+    pairs = list(zip(saved["options"], (_plain_options(group) for group in current), strict=True))
+    for index, (before, now) in enumerate(pairs):
+        for key in (key for key in now if key in before and now[key] != before[key]):
+            if key != "initial_lr" or now.get("lr") == before.get("lr"):
+                kept = "the script's is used" if key in script_wins else f"the checkpoint's is used; script_wins=({key!r},) "
+                kept += "" if key in script_wins else "takes the script's"
+                changes.setdefault(f"{key}: {before[key]!r} -> {now[key]!r} ({kept})", []).append(index)
+    everywhere = [*range(len(pairs))]
+    return [
+        f"{name}.{text}" if groups == everywhere else f"{name}.param_groups{groups}.{text}" for text, groups in changes.items()
+    ]
+
+
+def check_optimizer_state(
+    path: str,
+    name: str,
+    optimizer: Optimizer,
+    saved: Any,
+    description: Any,
+    names: Mapping[int, Sequence[str]],
+    options: Sequence[Mapping[str, Any]],
+) -> None:
+    """Sees to it that a saved state is of this optimizer, before a number of it is read.
+
+    For an optimizer of torch each tensor of the state must have the shape of its parameter, or be a single number where torch
+    keeps one (Adafactor's factors have shapes of their own), and what its step takes must be there. Other classes may keep
+    what they want. Of theirs a tensor is refused only if it is the odd one: of at least two other parameters of that shape in
+    the group the entry has the shape of the parameter, and of this one it has not.
+
+    Args:
+        path: of the checkpoint.
+        name: of the optimizer.
+        optimizer: of this run.
+        saved: its state in the checkpoint, with a `TensorClaim` for each tensor.
+        description: what `describe_optimizer` gave for it; older checkpoints have none.
+        names: the names of each parameter of this run, by its `id`.
+        options: by group, the options that the script decides.
+
+    Raises:
+        CheckpointError: it is of another optimizer.
+    """
+    problem = (
+        _why_not_torch_shape(saved, None)
+        or _other_class(optimizer, saved, description)
+        or _why_not_torch_shape(saved, [len(group["params"]) for group in optimizer.param_groups])
+        or _other_parameters(optimizer, description, names)
+        or next(_other_state(_part(optimizer), _members(optimizer, saved, names, options)), "")
+    )
+    if problem:
+        raise CheckpointError(
+            f"{path} is of another {name}: {problem}; build the one that was saved, or start in another directory"
+        )
+
+
+class _Member(NamedTuple):
+    """A parameter and what the checkpoint holds of it."""
+
+    group: int
+    label: str
+    shape: Shape
+    dtype: torch.dtype
+    options: Mapping[str, Any]
+    state: Any
+
+
+def _members(
+    optimizer: Optimizer, saved: Any, names: Mapping[int, Sequence[str]], options: Sequence[Mapping[str, Any]]
+) -> list[_Member]:
+    members = []
+    for index, (group, other) in enumerate(zip(optimizer.param_groups, saved["param_groups"], strict=True)):
+        merged = {**other, **options[index]}
+        for parameter, key in zip(group["params"], other["params"], strict=True):
+            label = _first(names.get(id(parameter), ())) or f"parameter {key!r:.20}"
+            shape, state = tuple(parameter.shape), saved["state"].get(key, {})
+            members.append(_Member(index, label, shape, parameter.dtype, merged, state))
+    return members
+
+
+def _why_not_torch_shape(state: Any, lengths: list[int] | None) -> str:
+    """What is wrong with the outer form of a state; `lengths` are the numbers of parameters that its groups must have."""
+    if not isinstance(state, Mapping):
+        return f"is {describe(state)}"
+    if not isinstance(state.get("state"), Mapping) or not isinstance(state.get("param_groups"), list):
+        return f"has the keys {[*state]!r:.80}"
+    groups = state["param_groups"]
+    if not all(isinstance(group, Mapping) and isinstance(group.get("params"), list) for group in groups):
+        return "has parameter groups without a list of parameters"
+    keys = [key for group in groups for key in group["params"]]
+    if not all(isinstance(key, (int, str)) for key in keys) or len(set(keys)) < len(keys):
+        return "has parameter groups with a parameter twice, or one without a number"
+    found = [len(group["params"]) for group in groups]
+    if lengths is not None and found != lengths:
+        return f"its parameter groups have {found} parameters and not {lengths}"
+    return ""
+
+
+def _other_class(optimizer: Optimizer, saved: Any, description: Any) -> str:
+    """Whether the state is of an optimizer of another kind: by its class, or without that by its options."""
+    mine = _class_name(optimizer)
+    if isinstance(description, Mapping) and description["class"] != mine:
+        return f"{description['class']} wrote it, and this run has {mine}"
+    for group, other in zip(optimizer.param_groups, saved["param_groups"], strict=False):
+        lacking, foreign = [key for key in group if key not in other], [key for key in other if key not in group]
+        if lacking and set(foreign) - {"initial_lr"}:  # options may come with a new version, and a schedule adds its own
+            return f"it has {foreign[0]!r} and no {lacking[0]!r}"
+        decoupled = group.get("decoupled_weight_decay"), other.get("decoupled_weight_decay")
+        if None not in decoupled and decoupled[0] != decoupled[1]:  # Adam and AdamW are one class but for this
+            return f"its decoupled_weight_decay is {decoupled[1]!r}, and {mine} has {decoupled[0]!r}"
+    return ""
+
+
+def _other_parameters(optimizer: Optimizer, description: Any, names: Mapping[int, Sequence[str]]) -> str:
+    """Whether the parameters have other names, shapes or dtypes, or stand in another order."""
+    if not isinstance(description, Mapping):
+        return ""
+    saved = zip(description["names"], description["shapes"], description["dtypes"], strict=True)
+    for index, (group, found) in enumerate(zip(optimizer.param_groups, saved, strict=True)):
+        for place, (parameter, name, shape, dtype) in enumerate(zip(group["params"], *found, strict=True)):
+            mine = names.get(id(parameter), ())
+            if name and mine and name not in mine:
+                return f"parameter {place} of param_groups[{index}] was {name} and is {mine[0]} now"
+            label = _first(mine) or f"parameter {place} of param_groups[{index}]"
+            if tuple(shape) != tuple(parameter.shape):
+                return f"{label} had the shape {tuple(shape)} and has {tuple(parameter.shape)} now"
+            if dtype != dtype_name(parameter.dtype):
+                return f"{label} was {dtype} and is {dtype_name(parameter.dtype)} now"
+    return ""
+
+
+def _other_state(optimizer: Optimizer, members: list[_Member]) -> Iterator[str]:
+    """What in the state of single parameters cannot be."""
+    kind = next((known for known in type(optimizer).__mro__ if known in _REQUIRED), None)
+    strict = kind is not None and type(optimizer).__module__.startswith("torch.")
+    for member in members:
+        if kind is not None and member.state:
+            yield from _missing(kind, member)
+        if isinstance(member.state, Mapping):
+            for key, value in member.state.items():
+                if kind is not None and (strict or key in _LIKE_THE_PARAMETER or key in _SCALARS):
+                    yield from _wrong_value(kind, member, key, value)
+        elif strict:
+            yield f"the state of {member.label} is {describe(member.state)}"
+    if not strict:
+        yield from _odd_ones(members)
+
+
+def _missing(kind: type[Optimizer], member: _Member) -> Iterator[str]:
+    by_option = [key for option, key in _BY_OPTION.get(kind, {}).items() if member.options.get(option)]
+    for key in (*_REQUIRED[kind], *by_option):
+        if not isinstance(member.state, Mapping) or member.state.get(key) is None:
+            yield f"the state of {member.label} has no {key}"
+
+
+def _wrong_value(kind: type[Optimizer], member: _Member, key: Any, value: Any) -> Iterator[str]:
+    """Whether one entry of the state of a parameter has a shape, or a kind of numbers, that torch never gives it."""
+    what, shape = f"{key!s:.40} of {member.label}", member.shape
+    if key in _SCALARS:
+        if isinstance(value, TensorClaim) and (math.prod(value.shape) != 1 or not value.dtype.is_floating_point):
+            yield f"{what} has shape {value.shape} and dtype {dtype_name(value.dtype)}, and must be one number"
+        elif not isinstance(value, (TensorClaim, int, float)):
+            yield f"{what} is {describe(value)}, and must be one number"
+        return
+    factors = {"row_var": (*shape[:-1], 1), "col_var": (*shape[:-2], 1, *shape[-1:])}
+    wanted = factors[key] if kind is torch.optim.Adafactor and key in factors else shape
+    if isinstance(value, TensorClaim):
+        is_single = key not in _LIKE_THE_PARAMETER and math.prod(value.shape) == 1  # what another version of torch may keep
+        if value.shape != wanted and not is_single:
+            yield f"{what} has shape {value.shape} and not {wanted}"
+        elif (
+            value.dtype.is_floating_point != member.dtype.is_floating_point or value.dtype.is_complex != member.dtype.is_complex
+        ):
+            yield f"{what} is {dtype_name(value.dtype)}, and the parameter {dtype_name(member.dtype)}"
+    elif key in _LIKE_THE_PARAMETER and not (value is None and key == "momentum_buffer"):
+        yield f"{what} is {describe(value)} and no tensor"
+
+
+def _odd_ones(members: list[_Member]) -> Iterator[str]:
+    """Entries that have the shape of the parameter for all others of its shape in its group, at least two, and not for it."""
+    alike: dict[Any, list[tuple[_Member, Shape]]] = {}
+    for member in members:
+        for key, value in member.state.items() if isinstance(member.state, Mapping) else ():
+            if isinstance(value, TensorClaim):
+                alike.setdefault((member.group, member.shape, key), []).append((member, value.shape))
+    for (_, shape, key), found in alike.items():
+        odd = [(member, other) for member, other in found if other != shape]
+        if len(odd) == 1 and len(found) > 2:
+            yield f"{key!s:.40} of {odd[0][0].label} has shape {odd[0][1]} and not {shape}, as for all others of that shape"
+
+
+def _part(optimizer: Optimizer) -> Optimizer:
+    """The optimizer that steps: one that shards the state over the ranks has another inside."""
+    inner = vars(optimizer).get("optim")
+    return inner if isinstance(inner, Optimizer) else optimizer
+
+
+def _class_name(optimizer: Optimizer) -> str:
+    """Without its module, which may be renamed."""
+    inner = _part(optimizer)
+    own = type(optimizer).__qualname__
+    return own if inner is optimizer else f"{own} of {type(inner).__qualname__}"
+
+
+def _first(names: Sequence[str]) -> str:
+    return names[0] if names else ""
+
+
+def _plain_options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that can be written down and compared."""
+    plain = {key: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value for key, value in group.items()}
+    return {
+        str(key): list(value) if isinstance(value, tuple) else value
+        for key, value in plain.items()
+        if value is None
+        or isinstance(value, (bool, int, float, str))
+        or (isinstance(value, (list, tuple)) and all(isinstance(entry, (bool, int, float, str)) for entry in value))
+    }

@@ -1,0 +1,142 @@
+"""Whether the state of a learning-rate schedule that a checkpoint holds can be that of a schedule in this run.
+
+torch's `load_state_dict` of a schedule sets whatever attributes it is given and looks at none of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from torch.optim import Optimizer
+from torch.optim import lr_scheduler as schedulers
+from torch.optim.lr_scheduler import LRScheduler
+
+from ignite_train.arguments import describe
+from ignite_train.errors import CheckpointError
+
+__all__ = [
+    "check_schedule",
+    "describe_schedule",
+    "rescale_schedule",
+    "schedule_changes",
+    "schedules_of",
+    "why_not_rescaled",
+]
+
+_PROGRESS = {"last_epoch", "base_lrs", "verbose", "T_cur", "T_i", "best", "cooldown_counter", "num_bad_epochs"}
+_PROPORTIONAL = (
+    schedulers.ChainedScheduler,
+    schedulers.ConstantLR,
+    schedulers.CosineAnnealingLR,
+    schedulers.CosineAnnealingWarmRestarts,
+    schedulers.ExponentialLR,
+    schedulers.LambdaLR,
+    schedulers.LinearLR,
+    schedulers.MultiplicativeLR,
+    schedulers.MultiStepLR,
+    schedulers.PolynomialLR,
+    schedulers.SequentialLR,
+    schedulers.StepLR,
+)
+"""Those whose rate is a multiple of the base rate, if their `eta_min` is 0."""
+
+
+@runtime_checkable
+class _HasSchedule(Protocol):
+    """A handler that steps one of torch's schedules, such as `LearningRateSchedule`."""
+
+    scheduler: Any
+
+
+def schedules_of(entries: Mapping[str, Any]) -> dict[str, LRScheduler]:
+    """The schedules of torch among what is saved, by name."""
+    found = {name: entry.scheduler if isinstance(entry, _HasSchedule) else entry for name, entry in entries.items()}
+    return {name: schedule for name, schedule in found.items() if isinstance(schedule, LRScheduler)}
+
+
+def describe_schedule(schedule: LRScheduler) -> dict[str, Any]:
+    """What a checkpoint keeps beside the state, so that the next run can compare."""
+    return {"class": type(schedule).__qualname__, "options": _options(schedule.state_dict())}
+
+
+def check_schedule(path: str, name: str, schedule: LRScheduler, saved: Any, description: Any) -> None:
+    """Sees to it that a saved state is of this schedule.
+
+    Args:
+        path: of the checkpoint.
+        name: of the schedule.
+        schedule: of this run, fresh.
+        saved: its state in the checkpoint.
+        description: what `describe_schedule` gave for it; older checkpoints have none.
+
+    Raises:
+        CheckpointError: it is of another schedule.
+    """
+    problem = _why_other(schedule, saved, description)
+    if problem:
+        handler = name.partition("/")[2]
+        raise CheckpointError(
+            f"{path} is of another schedule at {name!r}: {problem}; build the one that was saved, or restart it with "
+            f"Checkpoint(..., leave_out=({handler!r},))"
+        )
+
+
+def schedule_changes(name: str, schedule: LRScheduler, description: Any) -> list[str]:
+    """What the script sets in another way than the script that wrote the checkpoint. What the checkpoint has is used."""
+    before = description.get("options") if isinstance(description, Mapping) else None
+    now = _options(schedule.state_dict())
+    return [
+        f"{name}.{key}: {before[key]!r} -> {now[key]!r} (the checkpoint's is used)"
+        for key in now
+        if isinstance(before, Mapping) and key in before and before[key] != now[key]
+    ]
+
+
+def why_not_rescaled(schedule: Any) -> str:
+    """Why the rates of a schedule cannot follow the optimizer's `lr` of the script; empty if they can."""
+    if not isinstance(schedule, _PROPORTIONAL):
+        return f"{type(schedule).__name__} does not compute its rates as multiples of lr"
+    values = schedule.state_dict()
+    if values.get("eta_min"):
+        return f"{type(schedule).__name__} has eta_min={values['eta_min']!r}, which is not a multiple of lr"
+    return next((reason for part in _parts(schedule) if (reason := why_not_rescaled(part))), "")
+
+
+def rescale_schedule(schedule: LRScheduler, optimizer: Optimizer, bases: Sequence[float]) -> None:
+    """Gives a schedule other base rates at its present place; the rates of `optimizer` are multiples of these already."""
+    schedule.base_lrs = list(bases)
+    schedule._last_lr = [float(group["lr"]) for group in optimizer.param_groups]
+    for part in _parts(schedule):
+        rescale_schedule(part, optimizer, bases)
+
+
+def _why_other(schedule: LRScheduler, saved: Any, description: Any) -> str:
+    mine = type(schedule).__qualname__
+    if isinstance(description, Mapping) and description.get("class") != mine:
+        return f"{description.get('class')!s:.60} wrote it, and this run has {mine}"
+    if not isinstance(saved, Mapping):
+        return f"it is {describe(saved)}"
+    current = schedule.state_dict()
+    public = {key for key in current if not key.startswith("_")} - _PROGRESS
+    found = {key for key in saved if isinstance(key, str) and not key.startswith("_")} - _PROGRESS
+    if public != found:
+        return f"it has {sorted(found)!r:.200}, and {mine} has {sorted(public)!r:.200}"
+    for key in ("base_lrs", "_last_lr"):
+        if key in current and (not isinstance(saved.get(key), list) or len(saved[key]) != len(current[key])):
+            return f"it has {saved.get(key)!r:.60} for the {len(current[key])} parameter groups"
+    return ""
+
+
+def _options(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What a script sets, as far as it is plain."""
+    return {
+        key: value
+        for key, value in state.items()
+        if not key.startswith("_") and key not in _PROGRESS and (value is None or isinstance(value, (bool, int, float, str)))
+    }
+
+
+def _parts(schedule: Any) -> list[LRScheduler]:
+    parts = vars(schedule).get("_schedulers", ())
+    return [part for part in parts if isinstance(part, LRScheduler)]

@@ -1,0 +1,219 @@
+"""Nested state as a tree of JSON and named tensors, and back: plain types only, nothing that could import or run anything."""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ignite_train.arguments import describe
+from ignite_train.errors import CheckpointError
+
+__all__ = ["DTYPES", "MAX_DEPTH", "MAX_NODES", "Path", "TreeEncoder", "decode", "dtype_name", "path_name"]
+
+MAX_DEPTH = 64
+MAX_NODES = 1_000_000
+DTYPES: dict[str, torch.dtype] = {
+    name: vars(torch)[name]
+    for name in (
+        *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
+        *("float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128"),
+        *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
+    )
+}
+"""The dtypes that a stored tensor may have, by name."""
+Path = tuple[Any, ...]
+"""Where a value is: the keys and indices that lead to it, the first of which names the object."""
+
+
+def path_name(path: Path) -> str:
+    """How a path is written in files and messages: `optimizer['state'][0]['exp_avg']`."""
+    return str(path[0]) + "".join(f"[{key!r}]" for key in path[1:])
+
+
+class TreeEncoder:
+    """Turns nested state into a tree for JSON; tensors are named by their path and kept aside.
+
+    None, bool, int, str, finite floats and lists stand for themselves in the tree; anything else is an object with one key that
+    says what it is. Two names for one tensor, as tied weights have, are stored once.
+
+    Attributes:
+        tensors: the tensors met, by the name of their path. Not copied.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self._met: dict[Any, str] = {}
+        self._nodes = 0
+
+    def encode(self, value: Any, path: Path) -> Any:
+        """The tree of `value`.
+
+        Raises:
+            CheckpointError: something in it is no plain value, or it is too large or too deep; the message says where.
+        """
+        self._nodes += 1
+        if len(path) > MAX_DEPTH or self._nodes > MAX_NODES:
+            raise CheckpointError(
+                f"{path_name(path[:4])}... cannot be stored: it is nested deeper than {MAX_DEPTH} or has more than {MAX_NODES} "
+                "values; hold numbers in a tensor, and nothing that contains itself"
+            )
+        if value is None or isinstance(value, (bool, np.bool_)):
+            return None if value is None else bool(value)
+        if isinstance(value, (int, np.integer)):
+            return int(value)
+        if isinstance(value, (float, np.floating)) and not isinstance(value, np.longdouble):
+            return float(value) if math.isfinite(value) else {"float": str(float(value))}
+        if isinstance(value, str):
+            return str(value)
+        if isinstance(value, (Tensor, np.ndarray)):
+            return self._encode_tensor(value, path)
+        return self._encode_container(value, path)
+
+    def encode_whole(self, value: Any, path: Path) -> Any:
+        """The tree of `value`, as `encode` gives it; if that fails, nothing of it is kept.
+
+        Raises:
+            CheckpointError: see `encode`.
+        """
+        before = dict(self.tensors), dict(self._met), self._nodes
+        try:
+            return self.encode(value, path)
+        except CheckpointError:
+            self.tensors, self._met, self._nodes = before
+            raise
+
+    def _encode_container(self, value: Any, path: Path) -> Any:
+        if isinstance(value, Mapping):
+            return {"dict": [[self._encode_key(key, path), self.encode(entry, (*path, key))] for key, entry in value.items()]}
+        if type(value) is list:
+            return [self.encode(entry, (*path, index)) for index, entry in enumerate(value)]
+        if type(value) in (tuple, torch.Size):
+            return {"tuple": [self.encode(entry, (*path, index)) for index, entry in enumerate(value)]}
+        if isinstance(value, (set, frozenset)):
+            kind, entries = "set" if isinstance(value, set) else "frozenset", sorted(value, key=repr)
+            return {kind: [self.encode(entry, (*path, index)) for index, entry in enumerate(entries)]}
+        if isinstance(value, (bytes, bytearray)):
+            return {"bytes": base64.b64encode(value).decode()}
+        if isinstance(value, complex):
+            return {"complex": [self.encode(part, (*path, index)) for index, part in enumerate((value.real, value.imag))]}
+        if isinstance(value, torch.dtype):
+            return {"dtype": dtype_name(value)}
+        raise CheckpointError(
+            f"{path_name(path)} cannot be stored: {describe(value)}; state_dict() must give numbers, strings, tensors, arrays, "
+            "and lists, tuples, sets and dicts of them"
+        )
+
+    def _encode_key(self, key: Any, path: Path) -> Any:
+        if isinstance(key, Tensor):
+            raise CheckpointError(f"{path_name(path)} cannot be stored: a tensor is a key in it; use numbers or strings")
+        return self.encode(key, (*path, "key"))
+
+    def _encode_tensor(self, value: Any, path: Path) -> Any:
+        if isinstance(value, np.ndarray):
+            if value.dtype.name not in DTYPES or isinstance(value, np.ma.MaskedArray):
+                raise CheckpointError(f"{path_name(path)} cannot be stored: an array of {value.dtype}, or masked; use numbers")
+            array = np.require(value, value.dtype.newbyteorder("="), ["C", "W"])
+            return {"array": self._keep(torch.from_numpy(array).reshape(value.shape), path)}
+        tensor = value.detach()
+        if tensor.layout is not torch.strided or tensor.is_meta or dtype_name(tensor.dtype) not in DTYPES:
+            raise CheckpointError(f"{path_name(path)} cannot be stored: a tensor that is sparse, quantized or without data")
+        if not isinstance(tensor, DTensor) and type(tensor) is not Tensor:
+            raise CheckpointError(f"{path_name(path)} cannot be stored: a tensor of type {type(tensor).__name__}")
+        return {"tensor": self._keep(tensor, path)}
+
+    def _keep(self, tensor: Tensor, path: Path) -> str:
+        name = path_name(path)
+        if name in self.tensors:
+            raise CheckpointError(f"{name} cannot be stored: two values have this name; use other keys")
+        if tensor.numel() and not isinstance(tensor, DTensor):
+            place = (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+            name = self._met.setdefault((*place, tensor.is_conj(), tensor.is_neg()), name)
+        self.tensors[name] = tensor
+        return name
+
+
+def _no_tensor(name: str, path: Path) -> Tensor:
+    raise ValueError(f"{path_name(path)} must hold no tensor, and has {name}")
+
+
+def decode(tree: Any, path: Path, tensor: Callable[[str, Path], Any] = _no_tensor) -> Any:
+    """The value that `tree` was made of.
+
+    Args:
+        tree: from `TreeEncoder.encode`, or from a file that nobody vouches for.
+        path: where it is.
+        tensor: gives the tensor of a name that stands at a path, or what is to stand for it; without it there must be none.
+
+    Raises:
+        ValueError: it is no such tree, or it is too large or too deep.
+        TypeError: something in it cannot be a key, an entry of a set, or an array.
+    """
+    return _Decoder(tensor).decode(tree, path)
+
+
+class _Decoder:
+    def __init__(self, tensor: Callable[[str, Path], Any]) -> None:
+        self._tensor = tensor
+        self._nodes = 0
+
+    def decode(self, tree: Any, path: Path) -> Any:
+        self._nodes += 1
+        if len(path) > MAX_DEPTH or self._nodes > MAX_NODES:
+            raise ValueError(f"nested deeper than {MAX_DEPTH}, or more than {MAX_NODES} values")
+        if tree is None or isinstance(tree, (bool, int, float, str)):
+            return tree
+        if isinstance(tree, list):
+            return [self.decode(entry, (*path, index)) for index, entry in enumerate(tree)]
+        if not isinstance(tree, dict) or len(tree) != 1:
+            raise ValueError(f"{path_name(path)} is no value")
+        ((kind, content),) = tree.items()
+        if kind == "dict":
+            return self._decode_dict(content, path)
+        if kind in ("tuple", "set", "frozenset", "complex"):
+            return self._decode_sequence(kind, content, path)
+        if not isinstance(content, str):
+            raise ValueError(f"{path_name(path)} is no value")
+        if kind in ("tensor", "array"):
+            found = self._tensor(content, path)
+            return found.numpy() if kind == "array" and isinstance(found, Tensor) else found
+        if kind == "float" and content in ("inf", "-inf", "nan"):
+            return float(content)
+        if kind == "bytes":
+            return base64.b64decode(content, validate=True)
+        if kind == "dtype" and content in DTYPES:
+            return DTYPES[content]
+        raise ValueError(f"{path_name(path)} is of the unknown kind {kind!r:.40}")
+
+    def _decode_sequence(self, kind: str, content: Any, path: Path) -> Any:
+        if not isinstance(content, list):
+            raise ValueError(f"{path_name(path)} is no {kind}")
+        entries = [self.decode(entry, (*path, index)) for index, entry in enumerate(content)]
+        if kind == "complex":
+            if [type(entry) for entry in entries] != [float, float]:
+                raise ValueError(f"{path_name(path)} is no complex number")
+            return complex(*entries)
+        make: Callable[[list[Any]], Any] = {"tuple": tuple, "set": set, "frozenset": frozenset}[kind]
+        return make(entries)
+
+    def _decode_dict(self, pairs: Any, path: Path) -> dict[Any, Any]:
+        if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+            raise ValueError(f"{path_name(path)} is no dict")
+        result: dict[Any, Any] = {}
+        for tree, value in pairs:
+            key = self.decode(tree, (*path, "key"))
+            if isinstance(key, Tensor) or key in result:
+                raise ValueError(f"{path_name(path)} has a key twice, or one that is none")
+            result[key] = self.decode(value, (*path, key))
+        return result
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`float32` for `torch.float32`."""
+    return str(dtype).removeprefix("torch.")

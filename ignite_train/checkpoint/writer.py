@@ -1,0 +1,194 @@
+"""Writing checkpoints behind the run: it is held for a copy of its state, and one thread does the rest."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ignite_train.checkpoint.directory import CheckpointDirectory, Contents, commit, together, try_out
+from ignite_train.checkpoint.disk import Disk
+from ignite_train.checkpoint.lock import DirectoryLock
+from ignite_train.checkpoint.manifest import Manifest
+from ignite_train.checkpoint.retention import Retention
+from ignite_train.checkpoint.tensor_files import Snapshot, await_devices
+from ignite_train.errors import CheckpointError
+from ignite_train.ranks import collectives
+
+__all__ = ["GIVE_UP_AFTER", "CheckpointWriter"]
+
+GIVE_UP_AFTER = 5
+
+_logger = logging.getLogger(__name__)
+
+
+class CheckpointWriter:
+    """Saves one checkpoint at a time. All ranks call it alike.
+
+    Args:
+        path: the directory of the checkpoints.
+        retention: which of them stay.
+        asynchronous: whether a thread writes while the run goes on.
+        warns: whether a failure is logged; or else it is raised.
+        give_up_after: that many failures in a row are raised all the same.
+
+    Attributes:
+        directory: what they are written to.
+        latest: the newest one that is committed.
+    """
+
+    def __init__(
+        self, path: Path, retention: Retention, *, asynchronous: bool, warns: bool, give_up_after: int = GIVE_UP_AFTER
+    ) -> None:
+        self.retention, self.asynchronous, self.warns, self.give_up_after = retention, asynchronous, warns, give_up_after
+        self.directory = CheckpointDirectory(path, Disk(), DirectoryLock(path))
+        self.latest: Path | None = None
+        self._is_taken_over = False
+        self._is_held = False  # by a run; or else each save takes the lock for itself
+        self._failures = 0  # in a row
+        self._snapshot = Snapshot()
+        self._group: Any = None
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    @property
+    def disk(self) -> Disk:
+        """What the directory is on."""
+        return self.directory.disk
+
+    @disk.setter
+    def disk(self, disk: Disk) -> None:
+        self.directory.disk = disk
+
+    @contextmanager
+    def holding(self) -> Iterator[None]:
+        """Keeps other runs from writing to the directory until the end of the `with`. Collective.
+
+        A directory that is not there, or cannot be written to, is taken by the first save.
+
+        Raises:
+            CheckpointError: another run writes to it.
+        """
+        self._is_held = True
+        try:
+            together(collectives.gather_objects, "taking the directory of the checkpoints", self._hold)
+            yield
+        finally:
+            self._is_held = False
+            self._release()
+
+    def _hold(self) -> None:
+        if collectives.is_main_rank():
+            with suppress(OSError):  # the first save reports it, and a run that saves nothing need not know
+                self._lock.hold()
+
+    def _release(self) -> None:
+        if collectives.is_main_rank():
+            self._lock.release()
+
+    @property
+    def _lock(self) -> DirectoryLock:
+        assert self.directory.lock is not None  # noqa: S101  # it is made with one
+        return self.directory.lock
+
+    def prepare(self) -> None:
+        """Makes the process group in which the threads of the ranks agree, beside the run's own collectives. Collective."""
+        if self._group is None:
+            self._group = collectives.own_group()
+
+    def go_on_from(self, path: Path) -> None:
+        """Takes over a checkpoint that every rank has read whole."""
+        self.latest, self._is_taken_over = path, True
+
+    def try_out(self, contents: Contents) -> None:
+        """Does all that a save does but for the tensors, so that what would make each save fail shows now. Collective.
+
+        Raises:
+            CheckpointError: it failed.
+        """
+        try:
+            try_out(self.directory, contents, collectives.gather_objects)
+        except CheckpointError as error:
+            self._report(error, is_last=False)
+
+    def save(self, contents: Contents, manifest: Manifest, *, is_last: bool = False) -> None:
+        """Waits for the save before, then takes a copy of the tensors and starts.
+
+        Args:
+            contents: what this rank writes.
+            manifest: see `commit`.
+            is_last: the run is over. It waits until all is written, so nothing is copied, and a failure is always raised.
+
+        Raises:
+            CheckpointError: the save before failed; or this one, if nothing is asynchronous or it is the last.
+        """
+        self.wait()
+        if self.asynchronous and not is_last:
+            contents = replace(contents, pieces=self._snapshot.take(contents.pieces))
+        else:
+            await_devices(contents.pieces)  # the thread that writes does not know the streams of this one
+        self._thread = threading.Thread(target=self._write, args=(contents, manifest), name="Checkpoint", daemon=True)
+        self._thread.start()
+        if not self.asynchronous or is_last:
+            self.wait(is_last=is_last)
+
+    def wait(self, *, is_last: bool = False) -> None:
+        """Returns when nothing is being written any more.
+
+        Args:
+            is_last: the run is over, and a failure is always raised.
+
+        Raises:
+            CheckpointError: the latest save failed, on all ranks alike.
+        """
+        if self._thread is None:
+            return
+        self._thread.join()
+        self._thread, error, self._error = None, self._error, None
+        if error is None:
+            self._failures = 0
+        else:
+            self._report(error, is_last=is_last)
+
+    def _report(self, error: BaseException, *, is_last: bool) -> None:
+        self._failures += 1
+        if not self.warns or not isinstance(error, CheckpointError):
+            raise CheckpointError(str(error)) from error
+        if is_last:
+            raise CheckpointError(f"{error}; the run is over, and its last state is not on the disk") from error
+        if self._failures >= self.give_up_after:
+            raise CheckpointError(
+                f"{error}; that is failure {self._failures} in a row, and give_up_after={self.give_up_after}: make the "
+                "directory writable, and start again"
+            ) from error
+        if collectives.is_main_rank():
+            _logger.warning(f"{error}; training goes on, and the older checkpoints are as they were")
+
+    def abandon(self, patience_seconds: float) -> None:
+        """Lets a save end, if it can, when the run has broken off; its failure is only logged."""
+        if self._thread is not None:
+            self._thread.join(patience_seconds)
+            if self._thread.is_alive() or self._error is not None:
+                _logger.warning(f"the last checkpoint was not written: {self._error or 'the other ranks do not answer'}")
+
+    def _write(self, contents: Contents, manifest: Manifest) -> None:
+        exchange = partial(collectives.gather_objects, group=self._group)
+        try:
+            self._remove_what_is_left()
+            self.latest = commit(self.directory, contents, manifest, self.retention, exchange)
+        except BaseException as error:
+            self._error = error
+        finally:
+            if not self._is_held:
+                self._release()
+
+    def _remove_what_is_left(self) -> None:
+        """Once, what the process before was killed before it could remove, lest that adds up; each save does so at its end."""
+        if self._is_taken_over and collectives.is_main_rank():
+            self.directory.prune(self.retention, newest=self.latest)
+        self._is_taken_over = False

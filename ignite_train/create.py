@@ -1,0 +1,370 @@
+"""Making trainers: the arguments, the checks that need no batch, and the parts put together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import torch
+from ignite.engine import _prepare_batch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+from torch.optim import LBFGS, Optimizer
+
+from ignite_train.arguments import describe, one_of, positive_int, real_number
+from ignite_train.carried import Carried
+from ignite_train.data.grouping import AccumulationSteps, MicroBatchGrouping, Uneven
+from ignite_train.device.to_device import ToDevice
+from ignite_train.events import TrainEvents
+from ignite_train.forward import Forward, ForwardOutput, check_forward
+from ignite_train.model.gradients import Gradients
+from ignite_train.model.learning_rates import LearningRates
+from ignite_train.model.precision import Precision, PrecisionName
+from ignite_train.model.stepping import Stepping
+from ignite_train.protection import Protect, protect_ranks
+from ignite_train.ranks import collectives
+from ignite_train.ranks.placeholder_reduction import PlaceholderReduction
+from ignite_train.ranks.reduction import Reduction
+from ignite_train.ranks.statistics import Statistics
+from ignite_train.ranks.wrapping import ReductionName, reduction_for
+from ignite_train.trainer import Trainer
+from ignite_train.update.compilation import Compile, compile_in_place
+from ignite_train.update.loss_declaration import warn_of_misdeclared_loss
+from ignite_train.update.loss_scaling import LossScaling, NoLossScaling, TorchLossScaling
+from ignite_train.update.out_of_memory import OnOutOfMemory, RaiseOutOfMemory, RecoverFromOutOfMemory, Recovery
+from ignite_train.update.queued_step import QueuedStep
+from ignite_train.update.update import Update
+
+__all__ = ["create_supervised_trainer", "create_trainer"]
+
+
+def create_trainer(
+    model: nn.Module,
+    optimizer: Optimizer,
+    forward: Forward,
+    *,
+    accumulation_steps: AccumulationSteps = 1,
+    max_grad_norm: float | None = None,
+    precision: PrecisionName = "fp32",
+    loss_scaling: LossScaling | None = None,
+    on_nonfinite: Literal["raise", "skip"] = "raise",
+    retain_graph: bool = False,
+    create_graph: bool = False,
+    reduction: ReductionName = "auto",
+    uneven: Uneven = "all",
+    on_out_of_memory: OnOutOfMemory = "raise",
+    give_up_after: int | None = 20,
+    compile: Compile = False,  # noqa: A002  # torch's name for it
+    compiled_autograd: bool = False,
+    protect: Protect = True,
+) -> Trainer:
+    """Makes a trainer: an Ignite engine whose one iteration is one optimizer update over a group of micro-batches.
+
+    The gradient of an update is Σ∇loss / Σsample_size over all micro-batches and ranks (fairseq's rule), however the samples
+    were cut. Micro-batches are moved to the device of the model.
+
+    Args:
+        model: a plain module in a single process; wrapped by `idist.auto_model` or `DistributedDataParallel` on several ranks.
+        optimizer: over all parameters of the model that require gradients.
+        forward: `forward(model, micro_batch)` returns `ForwardOutput(loss, sample_size, logs)` with the loss *summed*, a tuple
+            of these, or a bare scalar: a mean, which makes the update the mean of the micro-batch means.
+        accumulation_steps: micro-batches to an update: a number, one for each epoch (the last repeats), or a function of
+            the number of the update.
+        max_grad_norm: clip the gradient's L2 norm over all parameters to this; None leaves it alone.
+        precision: `"fp32"` computes in the model's own dtypes; `"bf16"` and `"fp16"` run `forward` under autocast.
+        loss_scaling: the policy; None means `TorchLossScaling()` for `"fp16"` and none otherwise.
+        on_nonfinite: without loss scaling, what a non-finite gradient or loss does on all ranks: `"raise"` a
+            `NonFiniteError` or `"skip"` the update. The parameters are untouched either way.
+        retain_graph: keep the graph of each micro-batch after its backward.
+        create_graph: make gradients differentiable, for handlers of BACKWARD_COMPLETED; what they hold is cut loose before
+            the next micro-batch. Not on several ranks.
+        reduction: how gradients cross ranks: `"auto"` is what the model is wrapped for, `"explicit"` sums those of plain
+            replicas after the last backward, which `"auto"` does for a very small DistributedDataParallel too.
+        uneven: what ranks with different numbers of micro-batches do: `"all"` go on until each micro-batch was used, those
+            that ran out with no weight; all stop once the `"shortest"` has run out; or it is an `"error"`. A `forward` with
+            collectives of its own hangs with `"all"`. For it `"shortest"` is exact; `"replay"` uses each micro-batch, and has
+            ranks that ran out run forward on a placeholder without weight, which other ranks' losses see.
+        on_out_of_memory: what a `torch.OutOfMemoryError` in forward or backward of one rank does: it is raised; the
+            micro-batch gets weight zero (`"skip"`); or it is halved along its batch dimension and tried again (`"split"`).
+            The latter two need a single process or `reduction="explicit"`.
+            The error is known by its type: for others that mean the same, such as the `RuntimeError` of the CPU allocator,
+            have `forward` catch them and raise a `torch.OutOfMemoryError`.
+        give_up_after: this many updates in a row that are skipped because they are not finite, or that run out of memory, end
+            the run with a `GaveUpError` on all ranks; None never gives up. An overflow counts only if it left the loss scale
+            where it was, as with `StaticLossScaling` and with `on_floor="hold"` at the floor: a high first scale may fall as
+            often as it must. A resumed run continues the count.
+        compile: compile the model in place: True, or a mapping of `torch.compile`'s options. Not with `create_graph`.
+        compiled_autograd: trace and compile backward too, with the options of `compile`. Not in DistributedDataParallel.
+        protect: with several ranks, whether `FailureBoard`, `HangWatch`, `GradNormConsistency` (in each update) and
+            `StateConsistency` (parameters, learning rates and counters, after the first 3 updates of a process and every 1000)
+            are attached: True, False, or a mapping of their settings by name in snake_case, such as
+            `{"hang_watch": {"timeout_seconds": 120}, "state_consistency": {"every": 500}, "failure_board": False}`. One that
+            you attach yourself replaces the default. All ranks pass the same.
+
+    Returns:
+        The trainer; start it with `trainer.run(loader, max_epochs=...)`.
+
+    Raises:
+        TypeError: an argument is of the wrong type, or the model is wrapped in a way that cannot be right.
+        ValueError: a value is out of range, or model and optimizer do not belong together.
+    """
+    _check_model(model)
+    _check_optimizer(model, optimizer)
+    check_forward(forward)
+    one_of("on_nonfinite", on_nonfinite, ("raise", "skip"))
+    one_of("on_out_of_memory", on_out_of_memory, ("raise", "skip", "split"))
+    if max_grad_norm is not None:
+        real_number("max_grad_norm", max_grad_norm, above=0)
+    carried, device = Carried(), next(model.parameters()).device
+    way = reduction_for(model, reduction, accumulates=accumulation_steps != 1, in_step=uneven == "replay", carried=carried)
+    if create_graph:
+        _check_second_order(compiled=compile is not False)
+    backward = compile_in_place(model, compile, backward=compiled_autograd)
+    gradients, statistics = Gradients(way.module, optimizer), Statistics(device)
+    stepping, rates = Stepping(optimizer, gradients), LearningRates(optimizer)
+    update = Update(
+        model=model,
+        optimizer=optimizer,
+        forward=forward,
+        backward=backward,
+        transfer=ToDevice(device),
+        precision=Precision(precision, device),
+        loss_scaling=_default_scaling(precision) if loss_scaling is None else _check_scaling(loss_scaling),
+        reduction=way,
+        statistics=statistics,
+        gradients=gradients,
+        learning_rates=rates,
+        stepping=stepping,
+        verdict=QueuedStep(gradients, statistics, stepping, rates, way.divisor, max_grad_norm),
+        max_grad_norm=max_grad_norm,
+        on_nonfinite=on_nonfinite,
+        retain_graph=retain_graph,
+        create_graph=create_graph,
+        recovery=_recovery(on_out_of_memory, way, gradients, statistics, carried),
+        give_up_after=None if give_up_after is None else positive_int("give_up_after", give_up_after),
+        carried=carried,
+    )
+    settings = _settings(accumulation_steps, max_grad_norm, precision, reduction)
+    grouping = MicroBatchGrouping(accumulation_steps, uneven, synchronised_norm=_synchronised_norm(model))
+    trainer = Trainer(update, grouping, {"model": way.module, "optimizer": optimizer}, settings, carried)
+    return protect_ranks(warn_of_misdeclared_loss(trainer), protect, model)
+
+
+def create_supervised_trainer(
+    model: nn.Module,
+    optimizer: Optimizer,
+    loss_fn: Callable[[Any, Any], Tensor],
+    device: str | torch.device | None = None,
+    non_blocking: bool = False,
+    prepare_batch: Callable[..., tuple[Any, Any]] = _prepare_batch,  # type: ignore[assignment]
+    model_transform: Callable[[Any], Any] = lambda output: output,
+    output_transform: None = None,
+    deterministic: bool = False,
+    amp_mode: Literal["amp"] | None = None,
+    scaler: bool = False,
+    gradient_accumulation_steps: AccumulationSteps = 1,
+    model_fn: Callable[[nn.Module, Any], Any] = lambda model, x: model(x),
+    *,
+    max_grad_norm: float | None = None,
+    precision: PrecisionName | None = None,
+    loss_scaling: LossScaling | None = None,
+    on_nonfinite: Literal["raise", "skip"] = "raise",
+    protect: Protect = True,
+) -> Trainer:
+    """Makes a trainer for batches `(x, y)`, with the signature of Ignite's function of this name.
+
+    Each micro-batch weighs as many samples as `y` is long, so that micro-batches and ranks of unequal size make the same
+    update as one large batch; Ignite's takes the mean of means.
+
+    Args:
+        model: as for `create_trainer`.
+        optimizer: as for `create_trainer`.
+        loss_fn: `loss_fn(y_pred, y)`, the mean over the samples; a torch loss module with `reduction="sum"` is taken as a sum.
+        device: where `prepare_batch` puts the batch; None leaves that to the trainer, which follows the model.
+        non_blocking: handed to `prepare_batch`.
+        prepare_batch: `prepare_batch(batch, device=, non_blocking=)` returns `(x, y)`.
+        model_transform: applied to what the model returns.
+        output_transform: not supported: `state.output` is an `UpdateOutput`.
+        deterministic: not supported: call `torch.use_deterministic_algorithms(True)`.
+        amp_mode: `"amp"` is Ignite's name for `precision="fp16"`.
+        scaler: True scales the loss by `TorchLossScaling()`.
+        gradient_accumulation_steps: `create_trainer`'s `accumulation_steps`.
+        model_fn: `model_fn(model, x)` calls the model.
+        max_grad_norm: as for `create_trainer`.
+        precision: as for `create_trainer`.
+        loss_scaling: as for `create_trainer`.
+        on_nonfinite: as for `create_trainer`.
+        protect: as for `create_trainer`.
+
+    Returns:
+        The trainer.
+
+    Raises:
+        TypeError, ValueError: as `create_trainer`, and for what is not supported.
+    """
+    if output_transform is not None:
+        raise ValueError(
+            "output_transform must be None: state.output is an UpdateOutput; return logs from create_trainer's forward"
+        )
+    if deterministic is not False:
+        raise ValueError("deterministic must be False: call torch.use_deterministic_algorithms(True) and give samplers a seed")
+    if not isinstance(scaler, bool):
+        raise TypeError(f"scaler must be a bool, got {type(scaler).__name__}; pass loss_scaling=TorchLossScaling(...)")
+    if amp_mode is not None:
+        one_of("amp_mode", amp_mode, ("amp",))
+        if precision not in (None, "fp16"):
+            raise ValueError(f"amp_mode='amp' means precision='fp16', got precision={precision!r} beside it; pass one of them")
+    if not callable(loss_fn):
+        raise TypeError(f"loss_fn must be callable as loss_fn(y_pred, y), got {loss_fn!r}")
+    is_sum = isinstance(loss_fn, nn.modules.loss._Loss) and loss_fn.reduction == "sum"
+
+    def forward(model: nn.Module, batch: Any) -> ForwardOutput:
+        x, y = prepare_batch(batch, device=device, non_blocking=non_blocking)
+        loss = loss_fn(model_transform(model_fn(model, x)), y)
+        return ForwardOutput(loss if is_sum else loss * len(y), sample_size=len(y))
+
+    scaling = TorchLossScaling() if scaler and loss_scaling is None else loss_scaling
+    if amp_mode is not None and scaling is None:
+        scaling = NoLossScaling()  # Ignite's amp_mode="amp" without a scaler
+    trainer = create_trainer(
+        model,
+        optimizer,
+        forward,
+        accumulation_steps=gradient_accumulation_steps,
+        max_grad_norm=max_grad_norm,
+        precision="fp16" if amp_mode is not None else precision or "fp32",
+        loss_scaling=scaling,
+        on_nonfinite=on_nonfinite,
+        protect=protect,
+    )
+    return _refuse_other_than_pairs(trainer) if prepare_batch is _prepare_batch else trainer
+
+
+def _refuse_other_than_pairs(trainer: Trainer) -> Trainer:
+    """Has `trainer` look at its first micro-batch: Ignite's way of preparing one takes the keys of a mapping for x and y."""
+
+    def look(trainer: Trainer) -> None:
+        batch = trainer.state.batch[0]
+        if isinstance(batch, Mapping) or (isinstance(batch, (list, tuple)) and len(batch) != 2):
+            what = (
+                f"one with the keys {list(batch)}"
+                if isinstance(batch, Mapping)
+                else f"a {type(batch).__name__} of {len(batch)}"
+            )
+            raise TypeError(
+                f"a micro-batch must be a pair (x, y), got {what:.80}; pass prepare_batch=lambda batch, device, non_blocking: "
+                "(x, y), or use create_trainer"
+            )
+        handle.remove()
+
+    handle = trainer.add_event_handler(TrainEvents.MICRO_BATCH_STARTED, look)
+    return trainer
+
+
+def _settings(accumulation_steps: AccumulationSteps, max_grad_norm: float | None, precision: str, reduction: str) -> Any:
+    """How a trainer was made, in plain types."""
+    steps = "a function" if callable(accumulation_steps) else accumulation_steps
+    return {"accumulation_steps": steps, "max_grad_norm": max_grad_norm, "precision": precision, "reduction": reduction}
+
+
+def _recovery(
+    on_out_of_memory: str, way: Reduction, gradients: Gradients, statistics: Statistics, carried: Carried
+) -> Recovery:
+    if on_out_of_memory == "raise":
+        return RaiseOutOfMemory()
+    if isinstance(way, PlaceholderReduction):
+        raise ValueError(
+            f"on_out_of_memory must be 'raise' with uneven='replay', got {on_out_of_memory!r}: a rank that drops or splits a "
+            "micro-batch no longer runs forward as often as the others, which wait for it in theirs"
+        )
+    if not way.may_drop_micro_batches:
+        raise ValueError(
+            f"on_out_of_memory must be 'raise' in DistributedDataParallel and fully_shard, got {on_out_of_memory!r}: "
+            "a rank that leaves its backward leaves the others waiting in theirs; pass a plain model and reduction='explicit'"
+        )
+    split = on_out_of_memory == "split"
+    return RecoverFromOutOfMemory(split=split, module=way.module, gradients=gradients, statistics=statistics, carried=carried)
+
+
+def _synchronised_norm(model: nn.Module) -> str | None:
+    """The name of a SyncBatchNorm, whose forward and backward are collective; None if the model has no such module."""
+    return next((name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)), None)
+
+
+def _default_scaling(precision: PrecisionName) -> LossScaling:
+    return TorchLossScaling() if precision == "fp16" else NoLossScaling()
+
+
+def _check_scaling(loss_scaling: Any) -> LossScaling:
+    if isinstance(loss_scaling, torch.amp.GradScaler):
+        raise TypeError(
+            "loss_scaling must be a policy such as TorchLossScaling(), which has GradScaler's rule; got a GradScaler"
+        )
+    if isinstance(loss_scaling, type) or not isinstance(loss_scaling, LossScaling):
+        raise TypeError(f"loss_scaling must be a policy such as TorchLossScaling(), got {describe(loss_scaling)}")
+    return loss_scaling
+
+
+def _check_second_order(*, compiled: bool) -> None:
+    if collectives.world_size() > 1:
+        raise ValueError(
+            "create_graph must be False on several ranks: DistributedDataParallel's gradients have no graph; take second "
+            "derivatives inside forward with torch.autograd.grad(..., create_graph=True)"
+        )
+    if compiled:
+        raise ValueError("create_graph must be False with compile: torch.compile has no second derivatives")
+
+
+def _check_model(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {describe(model)}")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError("model must have parameters that require gradients, got none; call requires_grad_(True) on some")
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, UninitializedParameter):
+            raise ValueError(
+                f"model must be initialised, got the lazy parameter {name!r}; run one batch through the model first"
+            )
+        is_expanded = any(stride == 0 and size > 1 for stride, size in zip(parameter.stride(), parameter.shape, strict=True))
+        if parameter.requires_grad and is_expanded:
+            raise ValueError(
+                f"model must hold each weight once, got {name!r} of shape {tuple(parameter.shape)} expanded from fewer; "
+                "build the parameter from a .clone() of them"
+            )
+        if parameter.is_meta:
+            raise ValueError(f"model must hold its weights, got {name!r} on the meta device; call to_empty() and initialise")
+        if parameter.requires_grad and parameter.dtype is torch.float16:
+            raise ValueError(
+                f"model must not be trained in float16 weights, got {name!r}; keep float32 and pass precision='fp16'"
+            )
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise ValueError(f"model must have dense gradients, got {name!r} with sparse=True; build it with sparse=False")
+
+
+def _check_optimizer(model: nn.Module, optimizer: Any) -> None:
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {describe(optimizer)}")
+    if isinstance(optimizer, LBFGS):
+        raise TypeError(
+            "optimizer must not be LBFGS, which calls the model several times a step; use one that steps on gradients"
+        )
+    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for index, group in enumerate(optimizer.param_groups):
+        rate = float(group.get("lr", 0.0))  # sync, once, if it lies on an accelerator
+        if not math.isfinite(rate):
+            raise ValueError(f"optimizer must have finite learning rates, got {rate!r} in param_groups[{index}]; set its 'lr'")
+        for parameter in group["params"]:
+            if id(parameter) not in names:
+                raise ValueError(
+                    f"optimizer must be over the parameters of model, got a foreign one of shape {tuple(parameter.shape)} in "
+                    f"param_groups[{index}]; build the optimizer after the model has its final device, dtype and layers"
+                )
+    missing = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in stepped]
+    if missing:
+        raise ValueError(
+            f"optimizer must be over all trainable parameters, got one without {missing[0]!r} and {len(missing) - 1} more; "
+            "add them, or freeze them with requires_grad_(False)"
+        )

@@ -1,0 +1,1 @@
+"""Groups of micro-batches, and the place in the data."""

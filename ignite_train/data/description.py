@@ -1,0 +1,116 @@
+"""What a loader gives in which order, in plain types: stored beside a place in the data, and compared when a run resumes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sized
+from typing import Any, Protocol, runtime_checkable
+
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from ignite_train.data.samplers import ShardedSampler
+
+__all__ = ["Seekable", "changes", "describe_data", "length_of"]
+
+
+@runtime_checkable
+class Seekable(Protocol):
+    """A loader that can start anywhere, such as `ResumableLoader`; the next pass does so, and `len()` counts what is left."""
+
+    samples_per_round: int
+
+    def seek(self, samples: int) -> None:
+        """Has the next pass start after so many samples of all ranks."""
+
+
+def length_of(loader: Iterable[Any]) -> int | None:
+    """Micro-batches in a pass over `loader`; None if it does not know."""
+    if not isinstance(loader, Sized):
+        return None
+    try:
+        return len(loader)
+    except TypeError:  # a DataLoader over an iterable dataset without a length
+        return None
+
+
+def describe_data(loader: Iterable[Any]) -> dict[str, Any]:
+    """The kind of a loader and what it is known to depend on: samples, batch size, order. Opens nothing and draws nothing."""
+    described: dict[str, Any] = {"loader": type(loader).__name__}
+    if isinstance(loader, DataLoader):
+        described |= _describe_batches(loader)
+    if "samples" not in described or described.get("batch_size") is None:
+        described["micro_batches"] = length_of(loader)
+    return described
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any], *, jumps: bool) -> tuple[list[str], list[str]]:
+    """What differs between two descriptions, a line each.
+
+    Args:
+        before: of the loader that gave the first part of an epoch.
+        now: of the one that is to give the rest.
+        jumps: whether the place is a number of samples, and not of micro-batches.
+
+    Returns:
+        What would make the rest miss samples, or use some twice; and what does not.
+    """
+    fixed = _has_fixed_order(before) and _has_fixed_order(now)
+    harmless = {"drop_last"}
+    if jumps:
+        harmless.add("batch_size")
+    if fixed:
+        harmless |= {"samples", "seed", "micro_batches"}
+    if fixed and not jumps and "seekable" not in (*before, *now):
+        harmless |= {"loader", "sampler", "shuffle"}
+    keys = [key for key in {**before, **now} if key != "seekable" and before.get(key) != now.get(key)]
+    refused = [_line(key, before, now) for key in keys if key not in harmless]
+    return refused, [_line(key, before, now) for key in keys if key in harmless and not (jumps and key == "batch_size")]
+
+
+def _describe_batches(loader: DataLoader[Any]) -> dict[str, Any]:
+    described: dict[str, Any] = {"batch_size": loader.batch_size}
+    if isinstance(loader, Seekable):
+        described["seekable"] = True
+    if isinstance(loader.dataset, IterableDataset):
+        return described
+    sampler: Any = loader.sampler
+    if loader.batch_size is None and loader.batch_sampler is not None:
+        batch_sampler: Any = loader.batch_sampler
+        described["batch_sampler"] = type(batch_sampler).__name__
+        sampler = batch_sampler.sampler if isinstance(batch_sampler, BatchSampler) else None
+        if sampler is None:
+            return described
+        described |= {"batch_size": batch_sampler.batch_size, "drop_last": batch_sampler.drop_last}
+    else:
+        described["drop_last"] = loader.drop_last
+    return described | {"samples": _length_of_dataset(loader)} | _describe_sampler(sampler)
+
+
+def _describe_sampler(sampler: Any) -> dict[str, Any]:
+    described: dict[str, Any] = {"sampler": type(sampler).__name__}
+    if isinstance(sampler, ShardedSampler):
+        described |= sampler.describe()
+    elif isinstance(sampler, RandomSampler):
+        described |= {"shuffle": True, "replacement": sampler.replacement, "num_samples": sampler.num_samples}
+    elif isinstance(sampler, SequentialSampler):
+        described["shuffle"] = False
+    elif isinstance(sampler, DistributedSampler):
+        options = vars(sampler)
+        described |= {name: options[name] for name in ("shuffle", "seed", "num_replicas")}
+    elif isinstance(sampler, Sized):
+        described["num_samples"] = len(sampler)
+    return described
+
+
+def _length_of_dataset(loader: DataLoader[Any]) -> int | None:
+    dataset: Any = loader.dataset
+    return len(dataset) if isinstance(dataset, Sized) else None
+
+
+def _has_fixed_order(described: Mapping[str, Any]) -> bool:
+    """Whether sample i of an epoch is the same in any longer dataset too."""
+    return described.get("shuffle") is False and described.get("sampler") != "DistributedSampler"
+
+
+def _line(key: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    return f"{key}: {before.get(key)!r} -> {now.get(key)!r}"

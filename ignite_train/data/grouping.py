@@ -1,0 +1,264 @@
+"""Grouping: how many micro-batches make an update, how many updates an epoch, and where in the data a rank stands."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, Literal
+
+from torch.utils.data import DataLoader
+
+from ignite_train.arguments import one_of, positive_int
+from ignite_train.data.description import length_of
+from ignite_train.data.position import DataPosition, open_loader
+from ignite_train.data.samplers import HasEpoch
+from ignite_train.ranks import collectives
+
+__all__ = ["POLICIES", "AccumulationSteps", "MicroBatchGrouping", "Uneven"]
+
+AccumulationSteps = int | Sequence[int] | Callable[[int], int]
+"""Micro-batches to an update: a number, one for each epoch (the last one repeats), or a function of the update's number."""
+
+Uneven = Literal["all", "shortest", "replay", "error"]
+"""What ranks with different numbers of micro-batches do: `"all"` go on until every one has been used, those that ran out with
+no weight; all end the epoch once the `"shortest"` has run out; with `"replay"` all are used as with `"all"`, and those that ran
+out run forward and backward on a placeholder with no weight; or it is an `"error"` at the start, which names each number."""
+POLICIES: tuple[Uneven, ...] = ("all", "shortest", "replay", "error")
+_logger = logging.getLogger(__name__)
+
+
+class MicroBatchGrouping:
+    """Cuts loaders of micro-batches into groups, one an update, that all ranks go through together.
+
+    The last group of an epoch may be smaller, and no group spans two epochs. With several ranks and loaders of known length
+    the ranks agree once an epoch on the longest; a rank that runs out gives empty groups, so that it takes part with no
+    weight. Without a known length each rank looks one micro-batch ahead, and whether anybody has more travels with the
+    update's statistics.
+
+    Args:
+        accumulation_steps: see `AccumulationSteps`.
+        uneven: see `Uneven`.
+        synchronised_norm: the name of a SyncBatchNorm in the model, if it has one: ranks that run it unequally often hang.
+
+    Raises:
+        TypeError, ValueError: `accumulation_steps` is neither of the three, or a number is below 1, or `uneven` is unknown.
+    """
+
+    def __init__(
+        self, accumulation_steps: AccumulationSteps, uneven: Uneven = "all", *, synchronised_norm: str | None = None
+    ) -> None:
+        self._steps, self._uneven = accumulation_steps, one_of("uneven", uneven, POLICIES)
+        self._synchronised_norm = synchronised_norm if uneven == "all" else None
+        if isinstance(accumulation_steps, bytes):
+            positive_int("accumulation_steps", accumulation_steps)
+        if isinstance(accumulation_steps, Sequence):
+            if not accumulation_steps:
+                raise ValueError("accumulation_steps must have an entry for the first epoch, got an empty sequence")
+            for index, steps in enumerate(accumulation_steps):
+                positive_int(f"accumulation_steps[{index}]", steps)
+        elif not callable(accumulation_steps):
+            positive_int("accumulation_steps", accumulation_steps)
+
+    def __call__(
+        self, loader: Iterable[Any], *, epoch: int, first_update: int, skip: int, position: Mapping[str, Any]
+    ) -> _Pass:
+        """Starts epoch `epoch` (1-based) over `loader`. Collective.
+
+        Samplers with `set_epoch` are told `epoch - 1`, so that each epoch has its own order.
+
+        Args:
+            loader: this rank's micro-batches.
+            epoch: number of the epoch.
+            first_update: number of the epoch's first update (1-based).
+            skip: updates of this epoch that are done already.
+            position: what `position` of the pass that did them gave; see `DataPosition`.
+        """
+        _set_epoch(loader, epoch - 1)
+        groups = _Pass(loader, lambda done: self._size(epoch, first_update + done), self._uneven, skip, position)
+        if self._synchronised_norm is not None:
+            self._check_in_step(self._synchronised_norm, groups.lengths)
+        return groups
+
+    def _check_in_step(self, name: str, lengths: list[int]) -> None:
+        """Raises, or warns once where the lengths are not known.
+
+        Raises:
+            ValueError: the ranks have different numbers of micro-batches.
+        """
+        remedy = "even out the shards, or pass uneven='shortest' or uneven='replay' to create_trainer"
+        if min(lengths) >= 0:
+            if len(set(lengths)) > 1:
+                table = ", ".join(f"rank {rank}: {length}" for rank, length in enumerate(lengths))
+                raise ValueError(
+                    f"data must be equally long on all ranks, because {name!r} in the model is a SyncBatchNorm, whose forward "
+                    f"waits for all ranks, got micro-batches on {table}; {remedy}"
+                )
+        elif len(lengths) > 1:
+            self._synchronised_norm = None
+            if collectives.is_main_rank():
+                _logger.warning(
+                    f"{name!r} in the model is a SyncBatchNorm, whose forward waits for all ranks, and the loader has no "
+                    f"length: if a rank has fewer micro-batches than others, the run hangs at the end of the epoch; {remedy}"
+                )
+
+    def _size(self, epoch: int, update: int) -> int:
+        if isinstance(self._steps, Sequence):
+            return self._steps[min(epoch, len(self._steps)) - 1]
+        if callable(self._steps):
+            try:
+                return positive_int(f"accumulation_steps({update})", self._steps(update))
+            except StopIteration as error:  # would look like the end of the data
+                raise RuntimeError(f"accumulation_steps({update}) raised StopIteration; only the data ends an epoch") from error
+        return self._steps
+
+
+class _Pass:
+    """One pass over a loader; `size(done)` says how many micro-batches the next group has after `done` groups."""
+
+    def __init__(
+        self, loader: Iterable[Any], size: Callable[[int], int], uneven: str, skip: int, position: Mapping[str, Any]
+    ) -> None:
+        self._size, self._done, self._position = size, skip, 0
+        self._place = DataPosition(loader)
+        self._place.find(position, skip)
+        self._before = 0  # micro-batches of this epoch that are done, where `len()` counts them too
+        if not self._place.jumps:
+            self._before = position.get("micro_batches", sum(map(size, range(skip)))) if skip else 0
+        self._announced = length_of(loader)  # what is left
+        if self._announced is not None:
+            self._before = min(self._before, self._announced)
+            self._announced -= self._before
+        self.lengths = [int(length) for length in collectives.everyones(-1 if self._announced is None else self._announced)]
+        self._against = -collectives.world_size() if uneven == "shortest" else 0
+        self.length = self._agree_on_length(uneven)
+        self._used = [min(self.lengths)] * len(self.lengths) if self._against else self.lengths  # of each rank's micro-batches
+        self.widest: int | None = None
+        self.more = 1
+        self._fills_up = collectives.world_size() > 1  # with empty groups, where other ranks have more
+        self._looks_ahead = self._fills_up and self.length is None
+        self._ahead: list[Any] = []
+        self._read = self._latest = 0  # micro-batches since the place was found, and in the group given last
+        self._ended = self._exhausted = False  # no group is left; the loader has said that nothing is
+        self._finished = False  # the epoch is over, and not only the run
+        self._surplus: bool | None = None  # whether the loader gave more than its length; None: not looked at yet
+        self._micro_batches = iter(()) if self._place.at_end else open_loader(loader)
+        if self._place.reads_past:
+            self._read = sum(1 for _ in islice(self._micro_batches, self._before)) - self._before
+        self._place.found()
+        if self._looks_ahead:
+            self._look_ahead()
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        return self
+
+    def __next__(self) -> list[Any]:
+        begin = self._position
+        group = self._take()
+        self._place.note(exhausted=self._exhausted)
+        if self.length is not None:
+            self.widest = max(min(length, self._position) for length in self._used) - begin
+        if self._fills_up:
+            self._leave_out(group, begin)
+        if not group and not self._fills_up:
+            self._ended = True
+            raise StopIteration
+        if self._looks_ahead:
+            self._look_ahead()
+        return group
+
+    def position(self, done: int) -> dict[str, Any]:
+        """Where this rank stands after the first `done` groups of the epoch: all that were given, or all but the last."""
+        latest = done >= self._done
+        rounds = self._position if latest else self._position - self._size(done)
+        given = self._before + self._read - (0 if latest else self._latest)
+        return self._place.saved(rounds, given, latest=latest)
+
+    def finish(self) -> None:
+        """To be called when the epoch is over, before anybody asks for the position there.
+
+        The loader is exhausted here, since samplers may draw from their generators after the last index, as torch's do.
+        """
+        self._finished = True
+        over = self._ended or (self._looks_ahead and not self._ahead)
+        if over or (self.length is not None and self._done >= self.length and not self._against and not self._has_surplus()):
+            self._place.note(exhausted=True)
+
+    def close(self, *, whole: bool) -> None:
+        """Ends the pass and lets go of the loader; warns if the loader's length was not what it had said."""
+        over = self.length is not None and not self._against and (self._ended or self._done >= self.length)
+        if whole and over and self._finished and self._announced is not None:  # or else the next run will finish the epoch
+            surplus = self._surplus
+            if surplus or self._read != self._announced:
+                warnings.warn(
+                    f"the loader has len() {self._before + self._announced} and gave "
+                    f"{'more' if surplus else self._before + self._read} micro-batches: "
+                    f"{'those after are left out of the epoch' if surplus else 'the epoch was shorter'}; mend its __len__",
+                    stacklevel=2,
+                )
+        self._micro_batches = iter(())
+
+    def _has_surplus(self) -> bool:
+        if self._surplus is None:
+            self._surplus = next(self._micro_batches, self) is not self
+        return self._surplus
+
+    def _leave_out(self, group: list[Any], begin: int) -> None:
+        """Drops what is beyond the loader's length or, if so asked, beyond what the rank with the fewest micro-batches has.
+
+        So with `"shortest"` all ranks have equally many micro-batches in the last group too. Without lengths, and with
+        several micro-batches to an update, that takes a collective.
+        """
+        if self.length is not None:
+            used = max(0, min(self._used[collectives.rank()], self._position) - begin)
+            if len(group) > used:
+                self._surplus = True
+        elif self._against and self._position - begin > 1:
+            used = -int(collectives.largest(-len(group))[0])
+        else:
+            return
+        del group[used:]
+
+    def _take(self) -> list[Any]:
+        size = self._size(self._done)
+        group = self._ahead + list(islice(self._micro_batches, size - len(self._ahead)))
+        self._ahead = []
+        self._done += 1
+        self._position += size
+        self._exhausted = len(group) < size
+        self._latest = len(group)
+        self._read += len(group)
+        for micro_batch in group:
+            if micro_batch is None:
+                raise TypeError("the loader gave None for a micro-batch; leave it out, or fix the dataset or collate_fn")
+        return group
+
+    def _look_ahead(self) -> None:
+        self._ahead = list(islice(self._micro_batches, 1))
+        self.more = 1 if self._ahead else self._against
+
+    def _agree_on_length(self, uneven: str) -> int | None:
+        """Updates of the longest rank, or the shortest; None if any rank does not know its own."""
+        if uneven == "error" and (min(self.lengths) < 0 or len(set(self.lengths)) > 1):
+            table = ", ".join(f"rank {rank}: {'unknown' if n < 0 else self._before + n}" for rank, n in enumerate(self.lengths))
+            raise ValueError(
+                f"data must be equally long on all ranks for uneven='error', got micro-batches on {table}; even out the shards "
+                "or pass uneven='all' or 'shortest'"
+            )
+        if min(self.lengths) < 0:
+            return None
+        groups, rest = self._done, min(self.lengths) if self._against else max(self.lengths)
+        while rest > 0:
+            rest -= self._size(groups)
+            groups += 1
+        return groups
+
+
+def _set_epoch(loader: Iterable[Any], epoch: int) -> None:
+    owners: list[Any] = [loader]
+    if isinstance(loader, DataLoader):
+        owners += [loader.sampler, loader.batch_sampler, loader.dataset]
+    for owner in owners:
+        if isinstance(owner, HasEpoch):
+            owner.set_epoch(epoch)

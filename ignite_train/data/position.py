@@ -1,0 +1,267 @@
+"""Where a rank stands in its data, in a form from which it can be found again, in another process too."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from ignite_train.data.description import Seekable, changes, describe_data, length_of
+from ignite_train.model.random_state import (
+    capture_random_state,
+    generators_within,
+    get_generator_state,
+    restore_random_state,
+    set_generator_state,
+)
+from ignite_train.ranks import collectives
+
+__all__ = ["DataPosition", "how_exact", "open_loader"]
+
+_logger = logging.getLogger(__name__)
+_GENERATORS_ONCE_LISTED = ("generator", "sampler.generator", "batch_sampler.generator")  # without names, in older checkpoints
+
+
+@runtime_checkable
+class _Stateful(Protocol):
+    """A loader that knows where it is, such as torchdata's StatefulDataLoader."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+def open_loader(loader: Iterable[Any]) -> Iterator[Any]:
+    """Starts a pass over `loader`, in the same way whether its persistent workers run already or not.
+
+    A DataLoader draws a seed when it starts its workers. Persistent ones start once in a process, so that the first pass of a
+    resumed process would draw once more than the same pass did before. That seed is drawn from a copy of the generator.
+    """
+    starts_workers = isinstance(loader, DataLoader) and loader.persistent_workers and loader._iterator is None
+    if not starts_workers:
+        return iter(loader)
+    assert isinstance(loader, DataLoader)  # noqa: S101  # seen above
+    own = loader.generator
+    loader.generator = torch.Generator()
+    loader.generator.set_state((torch.default_generator if own is None else own).get_state())
+    try:
+        return iter(loader)
+    finally:
+        loader.generator = own
+
+
+def how_exact(loader: Iterable[Any]) -> tuple[list[str], str]:
+    """How a run on `loader`, broken off in the middle of an epoch, will find its place again.
+
+    Returns:
+        What may not come back as it was, a sentence each; and what else is worth knowing, or nothing.
+    """
+    kind = type(loader).__name__
+    if isinstance(loader, (Seekable, list, tuple)):
+        return [], ""
+    workers = loader.num_workers if isinstance(loader, DataLoader) else 0
+    doubts, note = [], ""
+    if isinstance(loader, _Stateful):
+        if workers:
+            doubts.append(
+                f"the state of the {kind} has no random generators of its workers: what a dataset draws there will differ "
+                "after resuming; draw nothing, or use a ResumableLoader"
+            )
+    elif _is_stream(loader):
+        doubts.append(
+            f"the {kind} cannot say where it is: resumption reads past what was done and is exact only if the stream gives the "
+            "same again; use a ResumableLoader, or give it state_dict and load_state_dict"
+        )
+    else:
+        note = f"resumption reads past what was done of the {kind}; a ResumableLoader jumps there"
+        if isinstance(loader, DataLoader) and workers and loader.persistent_workers:
+            doubts.append(
+                f"the workers of the {kind} are persistent: what a dataset draws in them depends on the epochs before, and "
+                "will differ after resuming; use a ResumableLoader, or persistent_workers=False"
+            )
+    if length_of(loader) is None and not workers and collectives.world_size() > 1:
+        doubts.append(
+            f"the {kind} has no length, so {collectives.world_size()} ranks read it one micro-batch ahead: what it draws from "
+            "this process's random generators will differ after resuming; draw nothing, or fetch in workers"
+        )
+    return doubts, note
+
+
+class DataPosition:
+    """Finds the place in a loader at which a pass was left, in one of three ways.
+
+    A loader that can seek jumps there. One with a state is given it. Any other one is opened with the random generators as
+    they were when the pass began, so that it shuffles the same way, and read again up to there; then the generators are put
+    back to what they are. `how_exact` says what may differ all the same.
+
+    Args:
+        loader: this rank's loader.
+    """
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self._loader = loader
+        self._seekable = loader if isinstance(loader, Seekable) else None
+        self._stateful = loader if self._seekable is None and isinstance(loader, _Stateful) else None
+        self._description = describe_data(loader)
+        self._first_sample = 0
+        self._opening: dict[str, Any] = {}
+        self._states: list[Any] = [None, None]  # of a stateful loader, before and after the latest group
+        self._exhausted = False  # whether it had said then that nothing is left
+        self._own_after: Any = {}  # its own generators once the place is found
+        self._generators_before: dict[str, Any] | None = None
+        self.at_end = self.jumps = False
+        self.reads_past = False
+
+    def find(self, saved: Mapping[str, Any], skip: int) -> None:
+        """Prepares the loader for a pass that begins after `skip` groups, which `saved` was written after. Collective.
+
+        Afterwards `reads_past` says whether they still have to be read, `jumps` whether `len()` counts only what is left, and
+        `at_end` that the loader has nothing left for this pass.
+
+        Raises:
+            ValueError: other ranks than these wrote it, and the loader cannot seek; or it is another loader, so that samples
+                would be missed or used twice.
+        """
+        self._compare(saved, in_epoch=skip > 0)
+        if skip:
+            self._generators_before = capture_random_state()
+            self._go_to(saved)
+        else:
+            self._go_to_the_start(saved)
+        if self._seekable is None and not self._opening:
+            process = {} if self._stateful is not None else capture_random_state()  # one with a state finds its place without
+            self._opening = {**process, "own": self._own_generators()}
+        if self.reads_past and "opening" in saved:
+            restore_random_state(saved["opening"])
+            self._set_own_generators(saved["opening"]["own"])
+            self._opening = saved["opening"]
+
+    def found(self) -> None:
+        """To be called once what was to be read past is read: finding the place leaves no trace in the random generators."""
+        if self._generators_before is not None:
+            restore_random_state(self._generators_before)
+            self._set_own_generators(self._own_after)
+            self._generators_before = None
+
+    def note(self, *, exhausted: bool) -> None:
+        """To be called when a group is read, before anything is read ahead, and when the loader is known to be exhausted."""
+        if self._stateful is not None:
+            self._states, self._exhausted = [self._states[1], self._stateful.state_dict()], exhausted
+
+    def saved(self, rounds: int, given: int, *, latest: bool) -> dict[str, Any]:
+        """The position in plain types.
+
+        Args:
+            rounds: micro-batches that the rank with the most of them has been given since the place was found.
+            given: micro-batches that this rank has been given in this epoch.
+            latest: whether the group that was read last is among them.
+        """
+        position: dict[str, Any] = {"world_size": collectives.world_size(), "generators": self._own_generators()}
+        position["description"] = self._description
+        if self._seekable is not None:
+            return position | {"samples": self._first_sample + rounds * self._seekable.samples_per_round}
+        position["micro_batches"] = given
+        if self._stateful is not None:
+            state = {"loader": self._states[latest], "exhausted": self._exhausted and latest}
+            return position | state | {"opening": self._opening}
+        if isinstance(self._loader, DataLoader):
+            position["workers"] = self._loader.num_workers
+        return position | {"opening": self._opening}
+
+    def _compare(self, saved: Mapping[str, Any], *, in_epoch: bool) -> None:
+        """Refuses another loader within an epoch, on all ranks if any of them has one; at its beginning it is mentioned."""
+        if not isinstance(saved.get("description"), Mapping):  # by an earlier version, or nothing is resumed
+            return
+        jumps = self._seekable is not None and "samples" in saved
+        refused, harmless = changes(saved["description"], self._description, jumps=jumps)
+        accepted = not in_epoch or saved.get("on_changed_data") == "warn"
+        if accepted:
+            refused, harmless = [], [*refused, *harmless]
+        if harmless and collectives.is_main_rank():
+            _logger.warning(f"the data has changed since: {', '.join(harmless)}")
+        found = collectives.gather_objects(refused) if in_epoch and not accepted else []
+        reports = [f"{'; '.join(lines)} (rank {rank})" for rank, lines in enumerate(found) if lines]
+        if reports:
+            raise ValueError(
+                f"data must be as it was to resume in the middle of an epoch, got {reports[0]}: samples would be missed or "
+                "used twice; undo that, or resume from a checkpoint of the end of an epoch (resume=PATH), where any change is "
+                "allowed, or pass Checkpoint(..., on_changed_data='warn')"
+            )
+
+    def _go_to(self, saved: Mapping[str, Any]) -> None:
+        same_ranks = saved.get("world_size", collectives.world_size()) == collectives.world_size()
+        if self._seekable is not None and "samples" in saved:
+            self._first_sample = saved["samples"]
+            self._seekable.seek(self._first_sample)
+            self.jumps, self._own_after = True, saved["generators"] if same_ranks else {}
+            return
+        if not same_ranks:
+            raise ValueError(
+                f"data must be a loader that can seek, such as ResumableLoader, to go on in the middle of an epoch with "
+                f"{collectives.world_size()} ranks where {saved['world_size']} left off, got a {type(self._loader).__name__}; "
+                "or go on from a checkpoint of the end of an epoch"
+            )
+        if self._stateful is not None and saved.get("loader") is not None:
+            self._opening = dict(saved.get("opening", {}))
+            self._set_own_generators(self._opening.get("own", {}))  # its sampler may be opened anew, and read past
+            self._stateful.load_state_dict(saved["loader"])
+            self._states, self._own_after = [saved["loader"], saved["loader"]], saved["generators"]
+            self.at_end = saved["exhausted"]
+            if self.at_end:  # it must not go on: one has rolled over to the next pass, another would give a pass too many
+                open_loader(self._loader)
+            return
+        self.reads_past = True
+        self._warn_of_another_loader(saved)
+
+    def _go_to_the_start(self, saved: Mapping[str, Any]) -> None:
+        """A loader with a state, and generators of its own, remember the passes before."""
+        if self._seekable is not None:
+            self._seekable.seek(0)
+        state = saved.get("loader")
+        if self._stateful is not None and state is not None and saved["world_size"] == collectives.world_size():
+            before = capture_random_state()
+            self._stateful.load_state_dict(state)
+            open_loader(self._loader)  # which continues the pass before, so that the next one is a new pass
+            restore_random_state(before)
+        if saved.get("world_size", collectives.world_size()) == collectives.world_size():
+            self._set_own_generators(saved.get("generators", {}))
+
+    def _warn_of_another_loader(self, saved: Mapping[str, Any]) -> None:
+        kind = type(self._loader).__name__
+        if saved and "opening" not in saved and "description" not in saved:
+            _logger.warning(
+                f"another kind of loader was used before: other samples than those that are done may be left of a {kind}"
+            )
+        before, now = saved.get("workers"), self._loader.num_workers if isinstance(self._loader, DataLoader) else None
+        if before is not None and now is not None and before != now:
+            _logger.warning(
+                f"num_workers: {before} -> {now}: what a dataset draws will differ until the end of the epoch; with a "
+                "ResumableLoader it would not"
+            )
+
+    def _own_generators(self) -> dict[str, Any]:
+        return {name: get_generator_state(generator) for name, generator in self._find_own_generators().items()}
+
+    def _set_own_generators(self, states: Any) -> None:
+        found = self._find_own_generators()
+        if isinstance(states, list):
+            states = dict(zip((name for name in _GENERATORS_ONCE_LISTED if name in found), states, strict=False))
+        for name, state in states.items():
+            if name in found:
+                set_generator_state(found[name], state)
+
+    def _find_own_generators(self) -> dict[str, Any]:
+        """Those of the loader, its samplers and its dataset, unless it puts them into its own state."""
+        if self._stateful is not None and not isinstance(self._loader, DataLoader):
+            return {}
+        return generators_within(self._loader)
+
+
+def _is_stream(loader: Iterable[Any]) -> bool:
+    """Whether it gives what comes, and not the samples of something that can be opened again."""
+    if isinstance(loader, DataLoader):
+        return isinstance(loader.dataset, IterableDataset)
+    return isinstance(loader, Iterator) or not isinstance(loader, Sized)

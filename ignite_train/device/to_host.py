@@ -1,0 +1,78 @@
+"""Reading: how the host comes to know numbers that lie on a device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["ToHost", "is_on_host"]
+
+_HOST = "cpu"
+
+
+def is_on_host(device: torch.device) -> bool:
+    """Whether the host reads what lies there without waiting for anybody."""
+    return device.type == _HOST
+
+
+class ToHost:
+    """One transfer of a few numbers to the host, which waits for nothing that was given to the device after them.
+
+    On CUDA they are copied to pinned memory and an event is recorded behind the copy: the host waits for that event, while the
+    device goes on with what was queued since. Elsewhere they are read when they are asked for.
+
+    Args:
+        device: where the numbers are.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._numbers: Tensor | None = None
+        self._pinned: Tensor | None = None
+        self._event: Any = None
+
+    @property
+    def under_way(self) -> bool:
+        """Whether something was sent and not yet read."""
+        return self._numbers is not None
+
+    def send(self, numbers: Tensor) -> None:
+        """Starts the transfer of a vector, which nobody may change any more."""
+        self._numbers = numbers
+        if not _has_events(numbers.device):
+            return
+        if self._event is None:
+            self._event = _new_event(self._device)
+        if self._pinned is None or self._pinned.shape != numbers.shape or self._pinned.dtype != numbers.dtype:
+            self._pinned = torch.empty_like(numbers, device="cpu", pin_memory=numbers.is_cuda)
+        self._pinned.copy_(numbers, non_blocking=True)
+        self._event.record(_stream_of(self._device))
+        self._numbers = self._pinned
+
+    def receive(self) -> list[float]:
+        """Waits for what was sent."""
+        numbers = self._numbers
+        assert numbers is not None  # noqa: S101  # `send` comes before
+        self._numbers = None
+        if numbers is self._pinned:
+            self._event.synchronize()
+        values: list[float] = numbers.tolist()  # sync
+        return values
+
+    def forget(self) -> None:
+        """Leaves what was sent unread."""
+        self._numbers = None
+
+
+def _has_events(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
+def _new_event(device: torch.device) -> Any:
+    return torch.Event(device=device)
+
+
+def _stream_of(device: torch.device) -> Any:
+    return torch.cuda.current_stream(device)

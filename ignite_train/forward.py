@@ -1,0 +1,147 @@
+"""What the user's `forward` gives back for one micro-batch, and the check that it did."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from numbers import Real
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from ignite_train.arguments import describe
+from ignite_train.errors import ForwardContractError
+
+__all__ = ["RESERVED_NAMES", "Forward", "ForwardOutput", "as_forward_output", "check_forward", "is_declared"]
+
+_CONTRACT = "return ForwardOutput(loss, sample_size=..., logs={...}), (loss, sample_size) or a scalar mean loss"
+
+RESERVED_NAMES = frozenset(
+    {
+        "clipped",
+        "data_wait",
+        "grad_norm",
+        "learning_rate",
+        "loss",
+        "loss_scale",
+        "sample_size",
+        "samples_per_second",
+        "skipped",
+    }
+)
+"""The metrics that the evaluator, `TrainingMetrics` and `LossScaleLogger` publish, beside which the logs are put. With several
+parameter groups there are `"learning_rate/0"`, `"learning_rate/1"`, ... too."""
+
+_checked_names: set[str] = set()  # of logs, so that a name is looked at when it is new and not in each micro-batch
+
+
+class _NotDeclared(int):
+    """The 1 that stands for a sample size that `forward` did not give."""
+
+
+_NOT_DECLARED = _NotDeclared(1)
+
+
+class ForwardOutput(NamedTuple):
+    """The loss of one micro-batch and how much it weighs.
+
+    Attributes:
+        loss: the loss **summed** over the micro-batch, a scalar tensor with a graph.
+        sample_size: the weight of this micro-batch in the mean: its targets, tokens or samples. A number or a scalar tensor,
+            at least 0. The update's gradient is Σ∇loss / Σsample_size over all micro-batches and ranks.
+        logs: sums to be added up over micro-batches and ranks beside the loss; numbers or scalar tensors by name. The names of
+            metrics that are published anyway, such as `"loss"` and `"learning_rate"`, are refused.
+    """
+
+    loss: Tensor
+    sample_size: float | Tensor = _NOT_DECLARED
+    logs: Mapping[str, float | Tensor] = {}
+
+
+Forward = Callable[[nn.Module, Any], "ForwardOutput | tuple[Any, ...] | Tensor"]
+"""`forward(model, micro_batch)`: a `ForwardOutput`, a plain tuple of its fields, or a scalar: a mean loss of weight 1."""
+
+
+def check_forward(forward: Any) -> None:
+    """Refuses what cannot be called as `forward(model, micro_batch)`.
+
+    Raises:
+        TypeError: it is not callable, or takes other arguments.
+    """
+    if not callable(forward):
+        raise TypeError(f"forward must be callable as forward(model, micro_batch), got {describe(forward)}")
+    try:
+        signature = inspect.signature(forward)
+    except ValueError:  # some functions that are not written in Python have none
+        return
+    try:
+        signature.bind(None, None)
+    except TypeError:
+        raise TypeError(
+            f"forward must be callable as forward(model, micro_batch), got one with the parameters {signature!s:.80}"
+        ) from None
+
+
+def is_declared(output: ForwardOutput) -> bool:
+    """Whether `forward` gave a sample size. Where it did not, the loss is taken as a mean of weight 1."""
+    return output.sample_size is not _NOT_DECLARED
+
+
+def as_forward_output(returned: Any) -> ForwardOutput:
+    """Reads what `forward` returned. A bare scalar tensor is a mean of weight 1.
+
+    Raises:
+        ForwardContractError: it is nothing of what `Forward` allows; the message says what to return.
+    """
+    if isinstance(returned, Tensor):
+        output = ForwardOutput(returned)
+    elif isinstance(returned, tuple) and 1 <= len(returned) <= 3:
+        output = ForwardOutput(*returned)
+    else:
+        raise ForwardContractError(f"forward returned {_describe(returned)}; {_CONTRACT}")
+    loss, sample_size, logs = output
+    if not isinstance(loss, Tensor):
+        raise ForwardContractError(f"the loss that forward returned is {_describe(loss)}, not a tensor; {_CONTRACT}")
+    if loss.numel() != 1:
+        raise ForwardContractError(
+            f"the loss that forward returned has shape {tuple(loss.shape)}; reduce it to one number, say with .sum() "
+            "beside sample_size=number of targets, or .mean() alone"
+        )
+    if not loss.is_floating_point():
+        raise ForwardContractError(f"the loss that forward returned has dtype {loss.dtype}; it must be a real floating point")
+    _check_number("sample_size", sample_size)
+    if not isinstance(sample_size, Tensor) and not 0 <= sample_size < float("inf"):
+        raise ForwardContractError(f"sample_size must be finite and at least 0, forward returned {sample_size!r}")
+    if not isinstance(logs, (dict, Mapping)):  # a dict is told apart faster than any mapping
+        raise ForwardContractError(f"logs must be a mapping of names to numbers, forward returned {_describe(logs)}")
+    for name, value in logs.items():
+        if name not in _checked_names:
+            _check_name(name)
+        _check_number(f"logs[{name!r}]", value)
+    return output if loss.dim() == 0 else output._replace(loss=loss.reshape(()))
+
+
+def _check_name(name: Any) -> None:
+    """Called once for each name."""
+    if not isinstance(name, str):
+        raise ForwardContractError(f"the names in logs must be strings, forward returned {name!r}")
+    if name in RESERVED_NAMES or name.startswith("learning_rate/"):
+        raise ForwardContractError(
+            f"the names in logs must not be {name!r}, which is a metric that the trainer, the evaluator or a handler publishes "
+            f"itself; choose another, such as 'my_{name}'"
+        )
+    _checked_names.add(name)
+
+
+def _check_number(name: str, value: Any) -> None:
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise ForwardContractError(f"{name} must be one number, forward returned a tensor of shape {tuple(value.shape)}")
+    elif not isinstance(value, (int, float, Real)):
+        raise ForwardContractError(f"{name} must be a number or a scalar tensor, forward returned {_describe(value)}")
+
+
+def _describe(value: Any) -> str:
+    if value is None:
+        return "None (is a return statement missing?)"
+    return describe(value)

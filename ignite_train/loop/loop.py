@@ -1,0 +1,206 @@
+"""Ignite's Engine with a loop that survives exceptions, resumption, epochs of any length and a second `run`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
+
+from ignite.engine import Events, State
+
+from ignite_train.arguments import describe
+from ignite_train.loop.dispatch import Dispatcher, call
+
+__all__ = ["Batches", "Loop"]
+
+_END = object()
+
+
+class Batches(Protocol):
+    """One pass over the data: an iterator.
+
+    Attributes:
+        length: how many batches it will give; None: nobody knows yet.
+    """
+
+    length: int | None
+
+    def __next__(self) -> Any: ...
+
+    def close(self, *, whole: bool) -> None:
+        """Called once, when the pass ends: `whole` by itself or by a request, or else by an exception."""
+
+
+class Loop(Dispatcher):
+    """An Ignite engine with the loop, the exceptions and the bookkeeping of epochs done again.
+
+    Events and the state are Ignite's. What differs:
+
+    - An epoch is counted, never derived from `iteration // epoch_length`: it may have any number of iterations.
+    - An exception ends the run, always. Handlers of EXCEPTION_RAISED are observers: each is called once, none can swallow it
+      or hide it. The next `run` goes on where this one broke off: an iteration that did not finish is done again.
+    - The only thing that ends an epoch is the data: a StopIteration out of a handler is an error like any other.
+
+    Args:
+        process: called with the engine and a batch; what it returns becomes `state.output`.
+
+    Attributes:
+        on_exit: called without arguments when a run is over, however it ended, after the last handler.
+        fetch_started: when the latest batch was asked for, before GET_BATCH_STARTED; seconds of `time.perf_counter`.
+        fetch_ended: when it came, or is to come no more.
+    """
+
+    def __init__(self, process: Callable[[Any, Any], Any]) -> None:
+        super().__init__(process)
+        self.on_exit: list[Callable[[], None]] = []
+        self.fetch_started = self.fetch_ended = 0.0
+        self.settled = True  # whether the running iteration has had its effect, and must not be done again
+        self._running = False
+        self._iterating = False
+        self._epoch_open = False  # EPOCH_STARTED has been reached and EPOCH_COMPLETED has not
+        self._epoch_iteration = 0  # iterations of the open epoch that are done
+        self._ended = False  # the latest run has come to its closing events
+
+    def _open(self, data: Iterable[Any]) -> Batches:
+        """Starts the open epoch's pass over the data, past the `_epoch_iteration` batches that are done."""
+        raise NotImplementedError
+
+    def _run(self, data: Iterable[Any]) -> None:
+        """Runs epochs until the limits of the state are reached or somebody stops the run."""
+        self._refuse_nested_run()
+        state, started = self.state, time.perf_counter()
+        self.should_terminate = self.should_interrupt = False
+        self.should_terminate_single_epoch = self._epoch_open and self.should_terminate_single_epoch  # not done yet
+        state.dataloader = data
+        self._running, self._ended = True, False
+        try:
+            self.fire_event(Events.STARTED)
+            unclosed = self._epoch_open  # its last iteration may have been done, and EPOCH_COMPLETED not
+            while not self._stop_between_epochs() and (unclosed or not self._is_done(state)):
+                unclosed = False
+                self._run_epoch(data)
+            self._ended = bool(self.should_terminate or not self.should_interrupt)  # an interrupted run has COMPLETED to come
+            state.times[Events.COMPLETED.name] = time.perf_counter() - started
+            self._fire_closing_events()
+        except BaseException as error:
+            self._observe(error)
+            self._take_back()
+            if isinstance(error, StopIteration):
+                raise RuntimeError("a handler or the update raised StopIteration; only the data may end an epoch") from error
+            raise
+        finally:
+            self._running = self._iterating = self.should_interrupt = False
+            state.batch = None
+            for callback in self.on_exit:
+                callback()
+
+    def _refuse_nested_run(self) -> None:
+        if self._running:
+            raise RuntimeError("run was called inside a handler of the same run; call terminate() there, or use another engine")
+
+    def _as_loader(self, data: Any) -> Iterable[Any]:
+        if not isinstance(data, Iterable) or isinstance(data, (str, bytes, Mapping)):
+            raise TypeError(f"data must be a loader of micro-batches, got {describe(data)}")
+        return data
+
+    def _run_epoch(self, data: Iterable[Any]) -> None:
+        state, started = self.state, time.perf_counter()
+        if not self._epoch_open:
+            self._epoch_open, self._epoch_iteration = True, 0
+            state.epoch += 1
+        self.fire_event(Events.EPOCH_STARTED)
+        if self._stopping():
+            return
+        batches, whole = self._open(data), False
+        state.epoch_length = batches.length
+        try:
+            while not (over := self._epoch_is_over(batches)) and not self._stopping() and not self._reached_max_iters():
+                self.fetch_started = time.perf_counter()
+                self.fire_event(Events.GET_BATCH_STARTED)
+                batch = self._fetch(batches)
+                self.fetch_ended = time.perf_counter()
+                if batch is _END:
+                    over = True
+                    break
+                self._iterate(batch)
+                del batch  # not to be held while the next one is fetched
+            if over and not self._stopping():
+                self._close_epoch(started)
+            whole = True
+        finally:
+            batches.close(whole=whole)
+
+    def _fetch(self, batches: Batches) -> Any:
+        return next(batches, _END)
+
+    def _iterate(self, batch: Any) -> None:
+        state = self.state
+        state.batch = batch
+        self.fire_event(Events.GET_BATCH_COMPLETED)
+        state.iteration += 1
+        self._iterating, self.settled = True, False
+        self.fire_event(Events.ITERATION_STARTED)
+        state.output = self._process_function(self, batch)
+        self._iterating = False
+        self._epoch_iteration += 1
+        self.fire_event(Events.ITERATION_COMPLETED)
+        state.batch = None
+
+    def _close_epoch(self, started: float) -> None:
+        if self.should_terminate_single_epoch:
+            self._fire_event(Events.TERMINATE_SINGLE_EPOCH, iter_counter=self._epoch_iteration)
+        fires = self.should_terminate_single_epoch != "skip_epoch_completed"
+        self.should_terminate_single_epoch = False
+        self._epoch_open = False
+        self.state.times[Events.EPOCH_COMPLETED.name] = time.perf_counter() - started
+        if fires:
+            self.fire_event(Events.EPOCH_COMPLETED)
+        self.should_terminate_single_epoch = False  # what its handlers asked for is done already
+
+    def _fire_closing_events(self) -> None:
+        if self.should_terminate:
+            self.fire_event(Events.TERMINATE)
+        elif self.should_interrupt:
+            self.fire_event(Events.INTERRUPT)
+            return
+        if self.should_terminate != "skip_completed":
+            self.fire_event(Events.COMPLETED)
+
+    def _stopping(self) -> bool:
+        return bool(self.should_terminate or self.should_interrupt)
+
+    def _stop_between_epochs(self) -> bool:
+        return self._stopping()
+
+    def _epoch_is_over(self, batches: Batches) -> bool:
+        over = batches.length is not None and self._epoch_iteration >= batches.length
+        return over or bool(self.should_terminate_single_epoch)
+
+    def _reached_max_iters(self) -> bool:
+        limit = self.state.max_iters
+        return limit is not None and self.state.iteration >= limit
+
+    def _is_done(self, state: State) -> bool:  # type: ignore[override]  # Ignite's is static and divides by epoch_length
+        if state.max_iters is not None:
+            return state.iteration >= state.max_iters
+        return state.max_epochs is not None and state.epoch - self._epoch_open >= state.max_epochs
+
+    def _observe(self, error: BaseException) -> None:
+        """Shows `error` to every handler of EXCEPTION_RAISED, once."""
+        where = f"epoch {self.state.epoch}, iteration {self.state.iteration}"
+        self.logger.error(f"the run ended at {where} by {type(error).__name__}: {error}")
+        self.last_event_name = Events.EXCEPTION_RAISED
+        for entry in tuple(self._event_handlers.get(Events.EXCEPTION_RAISED, ())):
+            try:
+                call(entry, (error,), {})
+            except BaseException as raised:
+                if raised is not error:
+                    self.logger.exception("a handler of EXCEPTION_RAISED failed itself; the first error is the one raised")
+
+    def _take_back(self) -> None:
+        """Makes the counters say what was done: an iteration that broke off has not been."""
+        if self._iterating and self.settled:
+            self._epoch_iteration += 1
+        elif self._iterating:
+            self.state.iteration -= 1
+            self.should_terminate_single_epoch = False  # what the iteration asked for, it will ask for again

@@ -1,0 +1,1 @@
+"""What belongs to the model and its optimizer: gradients, steps, rates, precision, random state."""

@@ -1,0 +1,305 @@
+"""Fused kernels of torch: whether they are right, and whether what they are given lies in memory as they take it to."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import SGD, Adagrad, Adam, Optimizer
+from torch.optim.adagrad import adagrad
+from torch.optim.adam import adam
+from torch.optim.sgd import sgd
+
+from ignite_train.model.gradients import Gradients
+from ignite_train.model.memory_layout import is_dense, pairs_with
+
+__all__ = ["FusedKernels", "is_kernel_right"]
+
+_SIZE = 135  # elements of a trial step: at least two blocks of any CPU's vector instructions, and a tail
+_ROUNDINGS = 8  # how far a trial step may be off, in units of the last place; it moves by more than thirty, in bfloat16 too
+_RATE, _EPSILON = 0.5, 2.0**-6
+_DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+_OPTIONS = ("amsgrad", "dampening", "decoupled_weight_decay", "lr_decay", "maximize", "momentum", "nesterov", "weight_decay")
+
+
+class FusedKernels:
+    """Steps an optimizer, and takes the unfused step for a group whose fused kernel would get it wrong.
+
+    A fused kernel pairs a parameter, its gradient and its moments by their places in memory, not by their indices. And some
+    kernels are broken: with torch 2.13 the one of SGD leaves most of a bfloat16 parameter on the CPU where it is. So
+
+    - a trial step with the kernel must come to what float64 arithmetic comes to, see `is_kernel_right`, and parameters may
+      have no gaps in memory; otherwise the group takes the unfused step from then on;
+    - gradients must have the strides of their parameters. Backward makes such gradients. Where something else has put others
+      in their place, they are copied into those strides, and looked at in each step from then on;
+    - moments must have those strides too. Moments from a checkpoint that have others are laid out again.
+
+    Each of these is said in the log once. It is all looked at when the trainer is made, as far as it is known then; at the
+    first step; and again when other parameters have gradients, when the optimizer has loaded a state, and when groups become
+    fused. A group that SGD's kernel cannot step, because some of its parameters have momentum and others have their first
+    gradient, takes the unfused step this once.
+
+    The options of a group are switched while the optimizer steps only, so that a checkpoint stores what the user has set.
+
+    Args:
+        optimizer: which to step.
+        gradients: those of its parameters.
+    """
+
+    def __init__(self, optimizer: Optimizer, gradients: Gradients) -> None:
+        self._optimizer, self._gradients = optimizer, gradients
+        self._avoided: set[int] = set()  # indices of the groups whose kernel is not used any more
+        self._unfused: list[dict[str, Any]] = []  # the groups whose kernel is not used in the step to come
+        self._obstacle: str | None = None
+        self._watches = False  # whether gradients are looked at in each step
+        self._has_first = False  # whether the step to come is unfused for the sake of a first gradient alone
+        self._said: set[str] = set()
+        self._seen: tuple[Any, ...] = ()  # flags, state, number of gradients and parameters at the last look
+        self._present: list[bool] = []  # which parameters had a gradient then
+        for index, group in self._fused_groups():
+            self._check_kernel(index, group, [p for p in group["params"] if p.requires_grad])
+
+    def why_not_fused(self) -> str | None:
+        """Why some group does not take its fused step; asked before each step."""
+        flags = [group.get("fused") for group in self._optimizer.param_groups]
+        if not any(flags):
+            self._unfused = []
+            return None
+        if self._has_changed(flags):
+            self._look(flags)
+        return self._obstacle
+
+    def step(self) -> None:
+        """Steps, as `obstacle` has found."""
+        unfused = self._unfused
+        for group in unfused:
+            group["fused"] = None
+        try:
+            self._optimizer.step()
+        finally:
+            for group in unfused:
+                group["fused"] = True
+            if self._has_first:
+                self._seen = ()
+
+    def _has_changed(self, flags: list[Any]) -> bool:
+        """Whether there is anything to look at that was not there at the last look."""
+        if not self._seen or self._watches:
+            return True
+        then, state, count, total = self._seen
+        if then != flags or state is not self._optimizer.state or count != self._gradients.count:
+            return True
+        return count < total and self._present != [p.grad is not None for p in self._gradients.parameters()]
+
+    def _look(self, flags: list[Any]) -> None:
+        parameters = self._gradients.parameters()
+        self._seen = flags, self._optimizer.state, self._gradients.count, len(parameters)
+        self._present = [parameter.grad is not None for parameter in parameters]
+        self._unfused, self._obstacle, self._has_first = [], None, False
+        for index, group in self._fused_groups():
+            stepped = [parameter for parameter in group["params"] if parameter.grad is not None]
+            self._check_kernel(index, group, stepped)
+            self._check_gaps(index, stepped)
+            if index in self._avoided:
+                self._avoid(group, "the fused kernel would get it wrong, as logged before")
+            elif self._has_late(group, stepped):
+                self._has_first = True
+                self._avoid(group, "a parameter has its first gradient later than others, which the fused kernel cannot step")
+            else:
+                self._lay_out(stepped)
+
+    def _avoid(self, group: dict[str, Any], why: str) -> None:
+        self._unfused.append(group)
+        self._obstacle = self._obstacle or why
+
+    def _check_kernel(self, index: int, group: dict[str, Any], parameters: Sequence[nn.Parameter]) -> None:
+        kind = next((kind for kind in (Adagrad, Adam, SGD) if isinstance(self._optimizer, kind)), None)
+        if kind is None:
+            return
+        options = frozenset(name for name in _OPTIONS if group.get(name))
+        for dtype, device in sorted({(p.dtype, p.device) for p in parameters}, key=str):
+            if not is_kernel_right(kind, options, dtype, device, tensor_lr=isinstance(group["lr"], Tensor)):
+                self._avoided.add(index)
+                self._say(
+                    f"the fused kernel of {kind.__name__} steps {dtype} on {device} wrongly in torch {torch.__version__}, as a "
+                    f"trial step has shown; param_groups[{index}] takes the unfused step"
+                )
+
+    def _check_gaps(self, index: int, parameters: Sequence[nn.Parameter]) -> None:
+        for parameter in parameters:
+            if not is_dense(_local(parameter)):
+                self._avoided.add(index)
+                self._say(
+                    f"{self._gradients.name(parameter)} has gaps between its elements in memory, which a fused kernel would "
+                    f"write to; param_groups[{index}] takes the unfused step; build the parameter from a .clone()"
+                )
+
+    def _has_late(self, group: dict[str, Any], parameters: Sequence[nn.Parameter]) -> bool:
+        """Whether some of the parameters have momentum and others, whose first gradient this is, do not."""
+        if not isinstance(self._optimizer, SGD) or group["momentum"] == 0:
+            return False
+        states = self._optimizer.state
+        have = {states.get(parameter, {}).get("momentum_buffer") is not None for parameter in parameters}
+        return len(have) == 2
+
+    def _lay_out(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Copies what a kernel would pair wrongly into the strides of its parameter."""
+        for parameter in parameters:
+            gradient = parameter.grad
+            assert gradient is not None  # noqa: S101  # as the caller has seen
+            if not pairs_with(_local(gradient), _local(parameter)):
+                parameter.grad = torch.empty_like(parameter, requires_grad=False).copy_(gradient)
+                self._watches = True
+                self._say(
+                    f"the gradient of {self._gradients.name(parameter)} does not have the strides of its parameter, which a "
+                    "fused kernel takes for granted; such gradients are copied in each step; look for a hook or a handler that "
+                    "sets .grad, and have it keep the strides"
+                )
+            moments = self._optimizer.state.get(parameter, {})
+            for key, moment in moments.items():
+                alike = isinstance(moment, Tensor) and moment.shape == parameter.shape
+                if alike and not pairs_with(_local(moment), _local(parameter)):
+                    moments[key] = torch.empty_like(parameter, dtype=moment.dtype, requires_grad=False).copy_(moment)
+                    self._say("moments of the optimizer are laid out again, with the strides that the parameters have now")
+
+    def _fused_groups(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        return ((index, group) for index, group in enumerate(self._optimizer.param_groups) if group.get("fused"))
+
+    def _say(self, what: str) -> None:
+        if what not in self._said:
+            self._said.add(what)
+            logging.getLogger("ignite_train").warning(what)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@functools.cache
+@torch.no_grad()
+def is_kernel_right(
+    kind: type[Optimizer], options: frozenset[str], dtype: torch.dtype, device: torch.device, *, tensor_lr: bool = False
+) -> bool:
+    """Whether two trial steps with a fused kernel come to what arithmetic in float64 comes to.
+
+    Args:
+        kind: `SGD`, `Adam` (of which AdamW is a case) or `Adagrad`.
+        options: which of the options of a group are switched on, or not zero.
+        dtype: that of parameters, gradients and moments.
+        device: where they are. An accelerator is waited for.
+        tensor_lr: whether the learning rate is a tensor, for which there are kernels of their own.
+    """
+    if dtype not in _DTYPES:
+        return True  # torch refuses to step them
+    places = torch.arange(_SIZE, dtype=torch.float64, device="cpu")
+    signs = 1.0 - 2.0 * (places % 2)
+    parameter = (1.0 + places / _SIZE).to(device, dtype)
+    gradient = (signs * (1.0 - 0.25 * (places % 3))).to(device, dtype)  # 1, 0.75 and 0.5, and their negatives
+    rate = torch.tensor(_RATE, device=device) if tensor_lr else _RATE
+    trial = _TRIALS[kind]
+    right = trial(parameter, gradient, options, rate)
+    off = (parameter.cpu().double() - right).abs().max().item()  # sync, once for each kind of kernel
+    return off <= _ROUNDINGS * torch.finfo(dtype).eps
+
+
+def _scaled(gradient: Tensor) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Gradient and `grad_scale` of two trial steps: one into which a factor is folded, and one without a factor."""
+    yield 4.0 * gradient, torch.full((), 4.0, dtype=torch.float32, device=gradient.device)
+    yield gradient.clone(), None
+
+
+def _try_sgd(parameter: Tensor, gradient: Tensor, options: frozenset[str], rate: Any) -> Tensor:
+    """Steps twice, and gives what `parameter` should be then. The formulas are those in the documentation of torch."""
+    decay, momentum, dampening = (0.125 * (name in options) for name in ("weight_decay", "momentum", "dampening"))
+    nesterov, maximize = "nesterov" in options, "maximize" in options
+    right, moment = parameter.cpu().double(), torch.zeros(())
+    buffers: list[Tensor | None] = [None] if momentum else []
+    for number, (given, scale) in enumerate(_scaled(gradient)):
+        along = (-1.0 if maximize else 1.0) * gradient.cpu().double() + decay * right
+        moment = along if number == 0 else momentum * moment + (1.0 - dampening) * along
+        right = right - _RATE * (along + momentum * moment if nesterov else moment if momentum else along)
+        sgd(
+            [parameter],
+            [given],
+            buffers,
+            foreach=False,
+            fused=True,
+            grad_scale=scale,
+            weight_decay=decay,
+            momentum=momentum,
+            lr=rate,
+            dampening=dampening,
+            nesterov=nesterov,
+            maximize=maximize,
+        )
+    return right
+
+
+def _try_adam(parameter: Tensor, gradient: Tensor, options: frozenset[str], rate: Any) -> Tensor:
+    """As `_try_sgd`. The epsilon is one that float16 holds: at 1e-8, torch's default, any kernel divides zero by zero in it."""
+    decay = 0.125 * ("weight_decay" in options)
+    decoupled, maximize, amsgrad = (name in options for name in ("decoupled_weight_decay", "maximize", "amsgrad"))
+    right, first, second = parameter.cpu().double(), torch.zeros(()), torch.zeros(())
+    moments = [torch.zeros_like(parameter) for _ in range(3)]
+    steps = torch.zeros((), dtype=torch.float32, device=parameter.device)
+    for number, (given, scale) in enumerate(_scaled(gradient), start=1):
+        along = (-1.0 if maximize else 1.0) * gradient.cpu().double() + (0.0 if decoupled else decay) * right
+        first, second = 0.5 * first + 0.5 * along, 0.75 * second + 0.25 * along**2
+        root = (second / (1.0 - 0.75**number)).sqrt() + _EPSILON
+        right = right * (1.0 - _RATE * decay * decoupled) - _RATE * first / (1.0 - 0.5**number) / root
+        adam(
+            [parameter],
+            [given],
+            [moments[0]],
+            [moments[1]],
+            [moments[2]] if amsgrad else [],
+            [steps],
+            foreach=False,
+            fused=True,
+            grad_scale=scale,
+            decoupled_weight_decay=decoupled,
+            amsgrad=amsgrad,
+            beta1=0.5,
+            beta2=0.75,
+            lr=rate,
+            weight_decay=decay,
+            eps=_EPSILON,
+            maximize=maximize,
+        )
+    return right
+
+
+def _try_adagrad(parameter: Tensor, gradient: Tensor, options: frozenset[str], rate: Any) -> Tensor:
+    """As `_try_sgd`."""
+    decay, lr_decay = (0.125 * (name in options) for name in ("weight_decay", "lr_decay"))
+    maximize = "maximize" in options
+    right, total = parameter.cpu().double(), torch.zeros(())
+    sums = torch.zeros_like(parameter)
+    steps = torch.zeros((), dtype=torch.float32, device=parameter.device)
+    for number, (given, scale) in enumerate(_scaled(gradient)):
+        along = (-1.0 if maximize else 1.0) * gradient.cpu().double() + decay * right
+        total = total + along**2
+        right = right - _RATE / (1.0 + number * lr_decay) * along / (total.sqrt() + _EPSILON)
+        adagrad(
+            [parameter],
+            [given],
+            [sums],
+            [steps],
+            fused=True,
+            grad_scale=scale,
+            foreach=False,
+            lr=rate,
+            weight_decay=decay,
+            lr_decay=lr_decay,
+            eps=_EPSILON,
+            maximize=maximize,
+        )
+    return right
+
+
+_TRIALS = {SGD: _try_sgd, Adam: _try_adam, Adagrad: _try_adagrad}

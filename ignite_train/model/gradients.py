@@ -1,0 +1,283 @@
+"""The accumulated gradients of an optimizer: their norm, the one factor that makes them a mean, and clearing them."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from ignite_train.device.to_host import is_on_host
+from ignite_train.errors import GradientAccessError, NoGradientError
+from ignite_train.model.memory_layout import is_dense
+
+__all__ = ["SMALLEST_NORM", "Gradients", "clip_coefficient"]
+
+SMALLEST_NORM = 2.0**-40  # below it squares that float32 cannot hold may be more than a rounding of their sum
+
+_ROW = 2**14  # elements that are squared and added up in one go; their float32 sum is good to 2e-7
+_CUT = 2**18  # a gradient from this size on is read in rows: a float32 sum over all of it would be off by 1e-6 and more
+
+
+def clip_coefficient(norm: float, max_norm: float | None) -> float:
+    """What clips a gradient of L2 norm `norm` to `max_norm`: min(1, max_norm / (norm + 1e-6)), as `clip_grad_norm_`."""
+    return 1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6))
+
+
+class Gradients:
+    """The gradients of `optimizer`'s parameters, as backward left them: a sum, times the loss scale.
+
+    Args:
+        model: gives the parameters their names.
+        optimizer: whose parameters these are.
+
+    Attributes:
+        kinds: on which devices and in which dtypes they were when their norm was last taken.
+        count: how many there were then.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._model = model
+        self._factor: float | None = None  # what makes them the gradient of the mean; known in GRADIENTS_READY only
+        self.kinds: set[tuple[torch.device, torch.dtype]] = set()
+        self.count = 0
+
+    def clear(self) -> None:
+        """Drops all gradients; `.grad` is None afterwards."""
+        self._factor = None
+        optimizer = self._optimizer
+        if type(optimizer).zero_grad is not Optimizer.zero_grad or "zero_grad" in vars(optimizer):
+            optimizer.zero_grad(set_to_none=True)
+            return
+        for parameter in self.parameters():  # as torch's does, but for a profiler's range that costs more than all of it
+            parameter.grad = None
+
+    def clear_stale(self) -> None:
+        """Drops gradients that something else than an update left behind: they are no part of this update."""
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                self.clear()
+                break
+
+    def set_aside(self) -> list[Tensor | None]:
+        """Takes all gradients off their parameters."""
+        aside = []
+        for parameter in self.parameters():
+            aside.append(parameter.grad)
+            parameter.grad = None
+        return aside
+
+    def put_back(self, aside: list[Tensor | None]) -> None:
+        """Undoes `set_aside`, and whatever came since."""
+        for parameter, gradient in zip(self.parameters(), aside, strict=True):
+            parameter.grad = gradient
+
+    def add_back(self, aside: list[Tensor | None]) -> None:
+        """Adds what was set aside to what came since, as backward would have."""
+        for parameter, gradient in zip(self.parameters(), aside, strict=True):
+            if parameter.grad is None:
+                parameter.grad = gradient
+            elif gradient is not None:
+                parameter.grad = gradient.add_(parameter.grad)
+
+    def detach(self) -> None:
+        """Cuts the graphs that `create_graph=True` leaves on gradients, so that the next micro-batch does not grow them."""
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.detach()
+
+    def norm(self) -> float | Tensor:
+        """L2 norm over all of them as they are, accumulated in float32 or wider; on an accelerator a 0-d tensor, not read."""
+        gradients = self._existing()
+        kinds = _by_kind(gradients)
+        self.kinds, self.count = {*kinds}, len(gradients)
+        return _length(kinds)
+
+    def scaled_norm(self) -> float:
+        """The same norm for gradients whose squares float32 cannot hold. Takes more time, and waits for the device.
+
+        It is infinite or NaN only if an element is (or if float64 cannot hold the norm itself).
+        """
+        return _scaled_length(self._existing())
+
+    def scaled_shard_norm_squared(self) -> float:
+        """`shard_norm_squared` by way of `scaled_norm`."""
+        lengths = {replicas: _scaled_length(gradients) for replicas, gradients in self._shares().items()}
+        return sum(length * length / replicas for replicas, length in lengths.items())
+
+    def shard_norm_squared(self) -> float | Tensor:
+        """This rank's share of the squared norm, for gradients that are sharded over all ranks: Σ over ranks is the whole.
+
+        A shard that several ranks hold counts on each of them for its part.
+        """
+        self.kinds, self.count = set(), 0
+        squared: float | Tensor = 0.0
+        for replicas, gradients in self._shares().items():
+            kinds = _by_kind(gradients)
+            self.kinds |= {*kinds}
+            self.count += len(gradients)
+            length = _length(kinds)
+            squared += length * length / replicas  # a power of floats raises an OverflowError where a product is infinite
+        return squared
+
+    def _shares(self) -> dict[int, list[Tensor]]:
+        """This rank's shards, by how many ranks hold the same."""
+        shares: dict[int, list[Tensor]] = {}
+        for gradient in self._existing():
+            if not isinstance(gradient, DTensor):
+                raise TypeError("model must have all trainable parameters inside fully_shard; apply it to the root module last")
+            placements = zip(gradient.placements, gradient.device_mesh.shape, strict=True)
+            replicas = math.prod(size for placement, size in placements if placement.is_replicate())
+            shares.setdefault(replicas, []).append(gradient.to_local())
+        return shares
+
+    def first_sparse(self) -> str | None:
+        """The name of the first parameter whose gradient is sparse."""
+        named = self._model.named_parameters()
+        return next((name for name, p in named if p.grad is not None and p.grad.layout is not torch.strided), None)
+
+    def check(self) -> None:
+        """Sees to it that the norm was one of any gradient at all.
+
+        Raises:
+            NoGradientError: no parameter had one.
+        """
+        if not self.kinds:
+            raise NoGradientError(
+                "backward left no gradient on any parameter of the optimizer: the loss that forward returned does not depend "
+                "on them; return it with its graph (no .detach(), .item() or torch.no_grad())"
+            )
+
+    def ready(self, factor: float) -> None:
+        """From here until the next `factor` or `clear`, `named` gives the gradients times `factor`."""
+        self._factor = factor
+
+    def named(self) -> dict[str, Tensor]:
+        """Copies of the gradients of the mean loss, by parameter name.
+
+        Raises:
+            GradientAccessError: outside of GRADIENTS_READY.
+        """
+        if self._factor is None:
+            raise GradientAccessError(
+                "gradients are whole in GRADIENTS_READY only; call gradients() in a handler of TrainEvents.GRADIENTS_READY"
+            )
+        named = self._model.named_parameters()
+        return {name: p.grad.detach() * self._factor for name, p in named if p.grad is not None}
+
+    def refuse_dropped(self) -> None:
+        """Sees to it that a step will move something.
+
+        Raises:
+            NoGradientError: no gradient is left of those whose norm was taken.
+        """
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    return
+        raise NoGradientError(
+            "a handler of GRADIENTS_READY has dropped all gradients before the step; leave out its zero_grad(): the trainer "
+            "clears them after each update"
+        )
+
+    def factor(self) -> float:
+        """What makes them those of the mean loss; from here on they are the optimizer's, and `named` answers no more."""
+        factor, self._factor = self._factor, None
+        assert factor is not None  # noqa: S101  # `ready` comes before
+        return factor
+
+    def multiply(self, factor: float) -> None:
+        """Multiplies all of them, in one pass."""
+        torch._foreach_mul_(self._existing(), factor)
+
+    def name(self, parameter: nn.Parameter) -> str:
+        """What a message calls `parameter`."""
+        return next((f"{name!r}" for name, known in self._model.named_parameters() if known is parameter), "a parameter")
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Whose they are, in the optimizer's order."""
+        return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+
+    def _existing(self) -> list[Tensor]:
+        return [
+            parameter.grad
+            for group in self._optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None
+        ]
+
+
+def _by_kind(gradients: list[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
+    """Sorts them by device and dtype; as they mostly are of one kind, each is compared with the one before it."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    device, dtype, same = None, None, []
+    for gradient in gradients:
+        if gradient.dtype is not dtype or gradient.device != device:
+            device, dtype = gradient.device, gradient.dtype
+            same = kinds.setdefault((device, dtype), [])
+        same.append(gradient)
+    return kinds
+
+
+def _length(kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]]) -> float | Tensor:
+    """The L2 norm over all gradients of all kinds: a number if all are on the CPU, or else a tensor on one device, not read."""
+    on_host: list[float] = []
+    elsewhere: list[Tensor] = []
+    for (device, dtype), gradients in kinds.items():
+        wide = None if dtype.is_complex else torch.float64 if dtype is torch.float64 else torch.float32
+        if is_on_host(device):
+            left, tables = _cut(gradients)
+            for table in tables:
+                on_host += torch.linalg.vector_norm(table, dim=1, dtype=wide).tolist()
+            on_host += map(float, torch._foreach_norm(left, 2.0, dtype=wide))
+        else:
+            elsewhere.append(torch.stack(torch._foreach_norm(gradients, 2.0, dtype=wide)))
+    if not elsewhere:
+        return math.hypot(*on_host)
+    home = elsewhere[0].device
+    exact = torch.float32 if home.type == "mps" else torch.float64
+    norms = [part.to(home, exact) for part in elsewhere]
+    if on_host:
+        norms.append(torch.tensor(on_host, dtype=exact).to(home))
+    return torch.linalg.vector_norm(torch.cat(norms))  # type: ignore[no-any-return]
+
+
+def _scaled_length(gradients: list[Tensor]) -> float:
+    """The L2 norm over all of them, each divided by the largest element before it is squared."""
+    kinds = _by_kind([gradient for gradient in gradients if gradient.numel() > 0])
+    peaks: list[float] = []
+    for same in kinds.values():
+        peaks += torch.stack(torch._foreach_norm(same, math.inf)).tolist()  # sync
+    largest = max(peaks, default=0.0)
+    if largest == 0.0 or not all(map(math.isfinite, peaks)):
+        return sum(peaks)
+    lengths: list[float] = []
+    for (device, dtype), same in kinds.items():
+        wide = torch.promote_types(dtype, torch.float32)
+        exact = None if dtype.is_complex or device.type == "mps" else torch.float64
+        scaled = [torch.linalg.vector_norm(gradient.to(wide) / largest, dtype=exact) for gradient in same]
+        lengths += torch.stack(scaled).tolist()  # sync
+    return largest * math.hypot(*lengths)
+
+
+def _cut(gradients: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Cuts large ones into rows; gives what is left of each, and tables of rows.
+
+    The rows of a table are read by as many threads as there are; `_foreach_norm` reads with one. As the rows are always the
+    same, the sum is too, whatever the number of threads.
+    """
+    if max(map(Tensor.numel, gradients)) < _CUT:
+        return gradients, []
+    left, tables = [], []
+    for gradient in gradients:
+        part = gradient
+        if gradient.numel() >= _CUT and is_dense(gradient):
+            flat = gradient.as_strided((gradient.numel(),), (1,))  # in the order of memory, which a norm does not depend on
+            whole = flat.numel() // _ROW * _ROW
+            tables.append(flat[:whole].view(-1, _ROW))
+            part = flat[whole:]
+        left.append(part)
+    return left, tables

@@ -1,0 +1,83 @@
+"""The learning rates of an optimizer, as numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ignite_train.device.to_host import is_on_host
+from ignite_train.errors import LearningRateError
+
+__all__ = ["LearningRates", "are_of"]
+
+
+def are_of(parts: Mapping[str, Any], optimizer: Optimizer) -> bool:
+    """Whether the rates of `optimizer` are rates of a run with these `parts`: it is one of them, or shares a group with one."""
+    of_the_run = [part for part in parts.values() if isinstance(part, Optimizer)]
+    groups = {id(group) for part in of_the_run for group in part.param_groups}
+    return any(part is optimizer for part in of_the_run) or any(id(group) in groups for group in optimizer.param_groups)
+
+
+class LearningRates:
+    """The learning rates of `optimizer`'s groups, where those that lie on an accelerator are read with the update's numbers.
+
+    A rate that is a tensor there and has not changed since it was last read is not read again.
+
+    Args:
+        optimizer: whose rates these are.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._known: dict[int, tuple[Tensor, int, float]] = {}  # by group: the tensor, its version then, its value
+        self._asked: list[tuple[int, Tensor, int]] = []
+
+    def __call__(self) -> tuple[float, ...]:
+        """The rates as they are now. Waits for the device only for one that was set there since they were learned."""
+        groups = self._optimizer.param_groups
+        return tuple(
+            [self._number(i, g["lr"]) if isinstance(g["lr"], Tensor) else float(g["lr"]) for i, g in enumerate(groups)]
+        )
+
+    def check(self, rates: Sequence[float]) -> None:
+        """Sees to it that `rates`, which are those of the groups, are finite.
+
+        Raises:
+            LearningRateError: one of them is not.
+        """
+        for group, rate in enumerate(rates):
+            if not math.isfinite(rate):
+                raise LearningRateError(group, rate)
+
+    def may_be_finite(self) -> bool:
+        """Whether all rates are finite that the host knows. It does not wait for the device."""
+        rates = [
+            g["lr"] if not isinstance(g["lr"], Tensor) or is_on_host(g["lr"].device) else self._known.get(i, (None, 0, 0.0))[2]
+            for i, g in enumerate(self._optimizer.param_groups)
+        ]
+        return all(map(math.isfinite, rates))
+
+    def unknown(self) -> list[Tensor]:
+        """Those whose numbers only the device knows; `learn` is told them."""
+        rates = [(index, group["lr"]) for index, group in enumerate(self._optimizer.param_groups)]
+        tensors = [(index, rate) for index, rate in rates if isinstance(rate, Tensor) and not is_on_host(rate.device)]
+        self._asked = [(index, rate, rate._version) for index, rate in tensors if not self._is_known(index, rate)]
+        return [rate for _, rate, _ in self._asked]
+
+    def learn(self, numbers: Sequence[float]) -> None:
+        """Takes over what was read of `unknown`."""
+        for (index, rate, version), number in zip(self._asked, numbers, strict=True):
+            self._known[index] = rate, version, number
+
+    def _number(self, index: int, rate: float | Tensor) -> float:
+        if isinstance(rate, Tensor) and not is_on_host(rate.device) and self._is_known(index, rate):
+            return self._known[index][2]
+        return float(rate)  # sync, on an accelerator
+
+    def _is_known(self, index: int, rate: Tensor) -> bool:
+        tensor, version, _ = self._known.get(index, (None, 0, 0.0))
+        return tensor is rate and version == rate._version

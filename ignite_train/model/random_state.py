@@ -1,0 +1,169 @@
+"""The random generators that a training run draws from: Python's, NumPy's and torch's, on the CPU and on the accelerators.
+
+Those of the process are one thing; the other are those that a loader, its samplers and its dataset hold for themselves.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Mapping
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+__all__ = [
+    "capture_random_state",
+    "check_generators",
+    "generators_within",
+    "get_generator_state",
+    "restore_random_state",
+    "seed_random_state",
+    "set_generator_state",
+]
+
+Generator = torch.Generator | random.Random | np.random.Generator | np.random.RandomState
+_MAX_DEPTH, _MAX_OBJECTS, _MAX_ENTRIES = 5, 500, 32  # a dataset may hold millions of objects, which are not searched
+_NO_OWNERS = (
+    Tensor,
+    nn.Module,
+    np.ndarray,
+    str,
+    bytes,
+    int,
+    float,
+    type,
+    FunctionType,
+    MethodType,
+    ModuleType,
+    random.SystemRandom,
+)
+
+
+def capture_random_state(*, accelerators: bool = True) -> dict[str, Any]:
+    """The state of each default generator of this process, in plain types."""
+    numpy = np.random.get_state(legacy=False)
+    states: dict[str, Any] = {"python": random.getstate(), "numpy": numpy, "torch": torch.get_rng_state()}
+    if accelerators and torch.accelerator.is_available():
+        module = torch.get_device_module(torch.accelerator.current_accelerator())
+        states["accelerators"] = [module.get_rng_state(index) for index in range(torch.accelerator.device_count())]
+    return states
+
+
+def check_generators(states: Mapping[str, Any]) -> None:
+    """Tries `states` on generators that are thrown away, so that those in use change only if all of them can be restored.
+
+    Raises:
+        ValueError: one of them is not a state of its generator.
+    """
+    try:
+        _check_numpy_state(states["numpy"])
+        version, internal, gauss = states["python"]
+        random.Random().setstate((version, tuple(internal), gauss))  # noqa: S311
+        np.random.RandomState().set_state(states["numpy"])
+        torch.Generator().set_state(states["torch"])
+        if "accelerators" in states and torch.accelerator.is_available():
+            for state in states["accelerators"][: torch.accelerator.device_count()]:
+                torch.Generator(torch.accelerator.current_accelerator()).set_state(state)
+    except (KeyError, TypeError, RuntimeError, AttributeError) as error:
+        raise ValueError(f"the states of the random generators cannot be restored: {error}") from error
+
+
+def restore_random_state(states: Mapping[str, Any]) -> None:
+    """Goes back to `states`; accelerators of which nothing is in it are left alone.
+
+    Raises:
+        ValueError: NumPy's state has an invalid position, and NumPy would read beyond its table.
+    """
+    _check_numpy_state(states["numpy"])
+    version, internal, gauss = states["python"]
+    random.setstate((version, tuple(internal), gauss))
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(states["torch"])
+    if "accelerators" in states and torch.accelerator.is_available():
+        module = torch.get_device_module(torch.accelerator.current_accelerator())
+        for index, state in enumerate(states["accelerators"][: torch.accelerator.device_count()]):
+            module.set_rng_state(state, index)
+
+
+def seed_random_state(*key: int) -> None:
+    """Seeds those of the CPU with a hash of `key`; fast enough for each sample, which `torch.manual_seed` is not."""
+    seed = int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "big")
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)
+
+
+def generators_within(owner: Any) -> dict[str, Generator]:
+    """The generators that `owner`, a loader say, and the objects in its attributes hold, by the names that lead there.
+
+    The generators of the process are left out. So are those in closures, in large containers and in a pass that is under way.
+    """
+    found: dict[str, Generator] = {}
+    queue: list[tuple[tuple[str, ...], Any]] = [((), owner)]
+    seen = {id(torch.default_generator), id(vars(random)["_inst"]), id(np.random.mtrand._rand), id(owner)}
+    for path, value in queue:  # grows
+        if isinstance(value, Generator):
+            found[".".join(path)] = value
+            continue
+        for name, entry in _attributes(value).items() if len(path) < _MAX_DEPTH else ():
+            if len(queue) < _MAX_OBJECTS and entry is not None and id(entry) not in seen and not isinstance(entry, _NO_OWNERS):
+                seen.add(id(entry))
+                queue.append(((*path, name), entry))
+    return found
+
+
+def get_generator_state(generator: Generator) -> Any:
+    """The state of one generator, in plain types and tensors."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    return generator.bit_generator.state if isinstance(generator, np.random.Generator) else generator.get_state(legacy=False)
+
+
+def set_generator_state(generator: Generator, state: Any) -> None:
+    """Goes back to what `get_generator_state` gave.
+
+    Raises:
+        ValueError: it is the state of another kind of generator, or none that NumPy can be given.
+    """
+    if isinstance(generator, torch.Generator) and isinstance(state, Tensor):
+        generator.set_state(state)
+    elif isinstance(generator, random.Random) and isinstance(state, (tuple, list)):
+        version, internal, gauss = state
+        generator.setstate((version, tuple(internal), gauss))
+    elif isinstance(generator, (np.random.Generator, np.random.RandomState)) and isinstance(state, dict):
+        _check_numpy_state(state)
+        if isinstance(generator, np.random.Generator):
+            generator.bit_generator.state = state
+        else:
+            generator.set_state(state)
+    else:
+        raise ValueError(f"the state of a {type(generator).__name__} must not be of type {type(state).__name__}, got one")
+
+
+def _attributes(value: Any) -> Mapping[str, Any]:
+    """What an object consists of, by name; nothing of one that is too large or has no attributes.
+
+    A container of the user's own class is not iterated, because that may read its data; its attributes are looked at instead.
+    """
+    if type(value) in (list, tuple, dict):
+        if len(value) > _MAX_ENTRIES:
+            return {}
+        return {str(key): entry for key, entry in (value.items() if type(value) is dict else enumerate(value))}
+    try:
+        return {name: entry for name, entry in vars(value).items() if name != "_iterator"}  # of a DataLoader: the pass
+    except TypeError:
+        return {}
+
+
+def _check_numpy_state(state: Mapping[str, Any]) -> None:
+    """NumPy takes any position, and reads beyond its table at the next draw."""
+    for table, index, owner in (("key", "pos", state["state"]), ("buffer", "buffer_pos", state)):
+        position = owner.get(index, 0)
+        if type(position) is not int or not 0 <= position <= len(owner.get(table, ())):
+            raise ValueError(f"the state of NumPy's generator has the position {position!r:.40}, which cannot be")

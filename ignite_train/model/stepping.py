@@ -1,0 +1,123 @@
+"""Stepping: the optimizer moves the parameters, and the gradients become those of the clipped mean on the way."""
+
+from __future__ import annotations
+
+import logging
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from ignite_train.model.fused_kernels import FusedKernels
+from ignite_train.model.gradients import Gradients
+
+__all__ = ["LARGEST_DIVISOR", "SMALLEST_DIVISOR", "Stepping"]
+
+_FOLDING = (Adagrad, Adam, AdamW, SGD)  # with fused=True they divide by `grad_scale` while they read the gradient
+LARGEST_DIVISOR = torch.finfo(torch.float32).max  # in which the kernel holds it
+SMALLEST_DIVISOR = torch.finfo(torch.float32).tiny
+_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
+
+
+class Stepping:
+    """Steps `optimizer` along its gradients times a factor: unscaled, normalised and clipped at once.
+
+    The factor is folded into the optimizer's own kernel, so that it costs no pass over memory, if
+
+    - the optimizer is torch's own Adagrad, Adam, AdamW or SGD, with `fused=True` in all its groups;
+    - no parameter is wider than float32, which is what the kernel holds the factor in;
+    - the kernel is right, and can step all of the parameters; see `FusedKernels`;
+    - nothing looks at the gradients between here and there: no pre-hook of the step, no `step` of the user's own.
+
+    Otherwise the gradients are multiplied first. Which of the two, and why, is logged at the first step. Both are within one
+    unit in the last place of the gradient times the factor, and the same bits where the factor is a power of two. (In bfloat16
+    and float16 the kernel rounds after its own arithmetic, the multiplication before it.)
+
+    Args:
+        optimizer: which to step.
+        gradients: those of its parameters.
+    """
+
+    def __init__(self, optimizer: Optimizer, gradients: Gradients) -> None:
+        self._optimizer, self._gradients = optimizer, gradients
+        self._kernels = FusedKernels(optimizer, gradients)
+        self._logged = False
+
+    def __call__(self, coefficient: float) -> None:
+        """Steps along the mean gradients times `coefficient`."""
+        factor = self._gradients.factor() * coefficient
+        obstacle = self.why_not_fused()
+        if not self._logged:
+            self._log(obstacle)
+        if factor == 1.0:
+            self._kernels.step()
+        elif obstacle is None and factor > 0 and SMALLEST_DIVISOR <= 1.0 / factor <= LARGEST_DIVISOR:
+            device, _ = next(iter(self._gradients.kinds))  # torch copies it to the others
+            self._step_with(grad_scale=torch.full((), 1.0 / factor, dtype=torch.float32, device=device))
+        else:
+            self._gradients.multiply(factor)
+            self._kernels.step()
+
+    def step_if(self, withheld: Tensor, divisor: Tensor) -> None:
+        """Steps along the gradients divided by `divisor`, unless `withheld` is 1 rather than 0; both float32, on the device.
+
+        A step that is withheld leaves parameters, gradients, moments and numbers of steps as they are. Only where there is no
+        `obstacle`, and no `why_not_queued`.
+        """
+        self._step_with(grad_scale=divisor, found_inf=withheld)
+
+    def _step_with(self, **given: Tensor) -> None:
+        attributes: dict[str, Any] = vars(self._optimizer)
+        attributes.update(given)
+        try:
+            self._kernels.step()
+        finally:
+            for name in given:
+                del attributes[name]
+
+    def why_not_queued(self) -> str | None:
+        """Why a folded step could not be withheld on the device without a trace; asked at each step."""
+        optimizer = self._optimizer
+        if optimizer._optimizer_step_post_hooks or _global_optimizer_post_hooks:
+            return "a post-hook of its step would be called for a step that was withheld"
+        for group in optimizer.param_groups:
+            if type(optimizer) is SGD and group["momentum"] == 0:
+                continue  # has no state
+            key = "momentum_buffer" if type(optimizer) is SGD else "step"
+            for parameter in group["params"]:
+                if parameter.grad is not None and optimizer.state.get(parameter, {}).get(key) is None:
+                    return "a parameter has no moments yet, and a step that was withheld would leave some behind"
+        return None
+
+    def why_not_fused(self) -> str | None:
+        """Why the factor cannot be folded into the step; asked at each step, as hooks and groups come and go."""
+        optimizer = self._optimizer
+        wrong = self._kernels.why_not_fused()  # looks at what a subclass has of them too
+        if type(optimizer) not in _FOLDING:
+            return "it has no fused kernel that this library knows"
+        for group in optimizer.param_groups:
+            if not group["fused"]:
+                return "it was made without fused=True"
+        if optimizer._optimizer_step_pre_hooks or _global_optimizer_pre_hooks:
+            return "a pre-hook of its step may look at the gradients"
+        step = vars(optimizer).get("step")
+        if step is not None and not _is_wrapped_by_scheduler(step, type(optimizer)):
+            return "its step has been replaced"
+        if not all(dtype in _DTYPES for _, dtype in self._gradients.kinds):
+            return "there are gradients wider than float32, in which that kernel holds the factor"
+        return wrong
+
+    def _log(self, obstacle: str | None) -> None:
+        name = type(self._optimizer).__name__
+        how = "inside its fused kernel" if obstacle is None else f"in a pass over memory of their own, since {obstacle}"
+        logging.getLogger("ignite_train").info(f"gradients for {name} are unscaled, normalised and clipped {how}")
+        self._logged = True
+
+
+def _is_wrapped_by_scheduler(step: Any, kind: type[Optimizer]) -> bool:
+    """Whether `step` is what torch's schedulers put in its place, to count its calls, and nothing else."""
+    marks = vars(step) if isinstance(step, FunctionType) else {}
+    return "_wrapped_by_lr_sched" in marks and marks["__wrapped__"] is kind.step

@@ -1,0 +1,68 @@
+"""What ranks tell one another with the statistics of an update."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+__all__ = ["Outgoing", "Piggyback", "RankRequests"]
+
+
+@dataclass(slots=True)
+class RankRequests:
+    """What ranks tell one another; the update carries it on its packed statistics.
+
+    Attributes:
+        stop: end the run after this update.
+        stop_epoch: end the epoch after this update.
+        more_data: this rank's vote on another update: 1 for it, 0 if it has no more micro-batches, less to veto. In what was
+            agreed: whether there is one. Looked at only where the loader has no length.
+        interrupt: interrupt the run after this update; the next `run` continues in the same epoch.
+    """
+
+    stop: bool = False
+    stop_epoch: bool = False
+    more_data: int = 1
+    interrupt: bool = False
+
+
+class Piggyback(Protocol):
+    """A few numbers of this rank that travel with the next update's statistics and come back summed over the ranks.
+
+    Attributes:
+        payload_size: how many; the same on all ranks.
+    """
+
+    payload_size: int = 1
+
+    def payload(self) -> Sequence[float]:
+        """What travels. Called once an update, on every rank."""
+
+    def on_reduced(self, sums: list[float]) -> None:
+        """What came back: the same on every rank, so that an error raised here is raised on all of them."""
+
+    def vetoes(self, sums: Tensor) -> Tensor:
+        """Whether `arrived` is going to object to these sums, before the step: a bool tensor without dimensions, not read.
+
+        An accelerator asks before it makes the step without the host. Whoever subclasses this and never raises never objects.
+        """
+        return sums.new_zeros((), dtype=torch.bool)
+
+    def settle(self) -> None:
+        """Compares what no update has carried to the other ranks yet, where there is something to compare. Collective."""
+
+
+class Outgoing(NamedTuple):
+    """What a rank sends with the statistics of an update.
+
+    Attributes:
+        requests: what it asks for.
+        piggybacks: whose numbers travel too; attached alike on all ranks.
+    """
+
+    requests: RankRequests
+    piggybacks: Sequence[Piggyback]

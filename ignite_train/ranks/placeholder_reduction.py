@@ -1,0 +1,76 @@
+"""Ranks in step: each runs forward and backward equally often in an update, because forward has collectives of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import Tensor
+
+from ignite_train.model.gradients import Gradients
+from ignite_train.ranks import collectives
+from ignite_train.ranks.messages import Outgoing
+from ignite_train.ranks.placeholders import Placeholders
+from ignite_train.ranks.reduction import Reduction
+from ignite_train.ranks.statistics import Statistics
+
+__all__ = ["PlaceholderReduction"]
+
+
+class PlaceholderReduction:
+    """Has a rank with fewer micro-batches run placeholders, so that collectives inside the user's forward meet their like.
+
+    A placeholder has no sample size, no logs, and no gradient of its own loss. The update is the gradient of the losses that
+    count, and these have seen the placeholder in their collectives: as a negative example, say, or in a mean over the batch.
+
+    Args:
+        reduction: how gradients cross the ranks.
+        placeholders: what a rank runs on that has fewer micro-batches than others.
+    """
+
+    may_drop_micro_batches = False
+    forward_is_local = False
+
+    def __init__(self, reduction: Reduction, placeholders: Placeholders) -> None:
+        self.divisor, self.module = reduction.divisor, reduction.module
+        self._reduction, self._placeholders = reduction, placeholders
+        self._has_placeholder = False
+
+    def context(self, *, last: bool) -> AbstractContextManager[Any]:
+        """As without placeholders: gradients cross in the last backward, which may be that of a placeholder."""
+        return self._reduction.context(last=last)
+
+    def num_placeholders(self, group: list[Any], widest: int | None) -> int:
+        """As many as the rank with the most micro-batches has more.
+
+        Collective where the choice of placeholders is, and in every update if the loaders have no length.
+        """
+        self._has_placeholder = self._placeholders.choose(group)
+        if not self._has_placeholder:
+            return self._reduction.num_placeholders(group, widest)
+        if widest is None:
+            widest = int(collectives.largest(len(group))[0])
+        return widest - len(group)
+
+    def run_placeholder(self, loss_of: Callable[[Any], Tensor]) -> Tensor:
+        """Runs the forward of a placeholder. Collective, as the user's forward is."""
+        if not self._has_placeholder:
+            return self._reduction.run_placeholder(loss_of)
+        return self._placeholders.loss(loss_of)
+
+    def begin(self, outgoing: Outgoing, statistics: Statistics) -> None:
+        """As without placeholders."""
+        self._reduction.begin(outgoing, statistics)
+
+    def end(self, outgoing: Outgoing, statistics: Statistics, gradients: Gradients) -> float | Tensor | None:
+        """As without placeholders."""
+        return self._reduction.end(outgoing, statistics, gradients)
+
+    def scaled_norm(self, gradients: Gradients) -> float:
+        """As without placeholders."""
+        return self._reduction.scaled_norm(gradients)
+
+    def finish(self, *, applied: bool) -> None:
+        """Tells the placeholders."""
+        self._placeholders.finish(applied=applied)

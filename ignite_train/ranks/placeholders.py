@@ -1,0 +1,91 @@
+"""Placeholders: what a rank without data runs forward and backward on, so that it takes part in the others' collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ignite_train.carried import Carried
+from ignite_train.model.replay import SideEffects
+from ignite_train.ranks import collectives
+
+__all__ = ["Placeholders", "borrowed_micro_batch"]
+
+
+class Placeholders:
+    """Chooses the micro-batch that a rank without data runs on, and runs it so that it leaves no trace on this rank.
+
+    The gradient of its loss is zero, but zero times infinity is NaN. So the micro-batch must be one whose derivatives are
+    finite: it is the last one that this rank ran in an update that was applied. Before the first applied update, and after
+    an update that was skipped, a rank without data takes a micro-batch that another rank trains on in the same update. If
+    that one is not finite, the update is skipped anyway. So a bad micro-batch spoils no other update than its own.
+
+    Args:
+        module: whose buffers are put back.
+        carried: what forward carries, which is put back too.
+    """
+
+    def __init__(self, module: nn.Module, carried: Carried) -> None:
+        self._module, self._carried = module, carried
+        self._chosen: Any = None  # for the running update
+        self._applied: Any = None  # of the latest update that was applied
+        self._latest_was_applied = False  # the same on all ranks, because the verdicts are
+
+    def choose(self, group: list[Any]) -> bool:
+        """Chooses one for this update. Collective, unless the latest update was applied.
+
+        Args:
+            group: this rank's micro-batches.
+
+        Returns:
+            Whether a micro-batch was found: the same answer on all ranks. False means that no rank has had data so far.
+        """
+        own = group[-1] if group else None
+        if self._latest_was_applied:
+            self._chosen = self._applied if own is None else own
+        else:
+            self._chosen = borrowed_micro_batch(own, self._applied)
+        return self._chosen is not None
+
+    def finish(self, *, applied: bool) -> None:
+        """To be called after each update with its outcome, which is the same on all ranks."""
+        self._latest_was_applied = applied
+        if applied:
+            self._applied = self._chosen
+
+    def loss(self, loss_of: Callable[[Any], Tensor]) -> Tensor:
+        """Runs forward on the chosen micro-batch, whose loss has a gradient of zero.
+
+        What others' losses make of it, through collectives in forward, reaches this rank's parameters all the same.
+        """
+        side_effects = SideEffects(self._module, self._carried)
+        loss: Tensor = _WithoutGradient.apply(loss_of(self._chosen))  # type: ignore[no-untyped-call]
+        side_effects.undo()
+        return loss
+
+
+def borrowed_micro_batch(own: Any, earlier: Any = None) -> Any:
+    """This rank's own micro-batch, or another's if it has none. Collective; pickled between the ranks where one lacks one.
+
+    Args:
+        own: the one that this rank runs on now; None if it has none.
+        earlier: the one to fall back to if no rank has one now.
+    """
+    if not collectives.any_rank(own is None):
+        return own
+    offers = collectives.gather_objects((own, earlier))
+    candidates = (own, *(now for now, _ in offers), earlier, *(before for _, before in offers))
+    return next((candidate for candidate in candidates if candidate is not None), None)
+
+
+class _WithoutGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor) -> Tensor:  # noqa: ARG004
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Tensor:  # noqa: ARG004
+        return torch.zeros_like(grad_outputs[0])

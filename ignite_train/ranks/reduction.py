@@ -1,0 +1,195 @@
+"""When and how gradients and statistics cross ranks: what the update asks, and the ways that need no code of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ignite_train.model.gradients import Gradients
+from ignite_train.ranks.messages import Outgoing
+from ignite_train.ranks.statistics import Statistics
+
+__all__ = ["DDPReduction", "NoReduction", "PlainReduction", "Reduction"]
+
+_NOTHING = nullcontext()
+
+
+class Reduction(Protocol):
+    """What the update asks of the way in which gradients cross ranks.
+
+    Attributes:
+        divisor: what the reduced gradient is the sum over ranks divided by.
+        module: the model without a wrapper around it, whose parameters have the names the user gave them.
+        may_drop_micro_batches: whether a rank may drop a micro-batch on its own, since no collective is issued before all of
+            its backwards are done.
+        forward_is_local: whether a rank can run `module` on its own: its forward is no collective.
+    """
+
+    divisor: int
+    module: nn.Module
+    may_drop_micro_batches: bool
+    forward_is_local: bool
+
+    def context(self, *, last: bool) -> AbstractContextManager[Any]:
+        """The context of a forward and its backward, whose gradients stay on this rank unless it is the update's `last`."""
+
+    def num_placeholders(self, group: list[Any], widest: int | None) -> int:
+        """How often this rank has to run `run_placeholder` to take part in an update. May be collective.
+
+        Args:
+            group: this rank's micro-batches.
+            widest: how many the rank with the most of them has; None if nobody knows.
+        """
+
+    def run_placeholder(self, loss_of: Callable[[Any], Tensor]) -> Tensor:
+        """On a rank that lacks a micro-batch: a loss whose backward takes part in what others reduce in theirs. Collective.
+
+        `loss_of` runs the user's forward on a micro-batch, for those who cannot do without.
+        """
+
+    def begin(self, outgoing: Outgoing, statistics: Statistics) -> None:
+        """Before the last backward: starts what can overlap it. Collective."""
+
+    def end(self, outgoing: Outgoing, statistics: Statistics, gradients: Gradients) -> float | Tensor | None:
+        """After the last backward: reduces what is left. Collective.
+
+        Returns:
+            The gradients' norm, as `Gradients.norm` gives it; None if the statistics carry each rank's share of it.
+        """
+
+    def scaled_norm(self, gradients: Gradients) -> float:
+        """The norm of the reduced gradients where their squares are too large or too small for float32. May be collective."""
+
+    def finish(self, *, applied: bool) -> None:
+        """After the update: whether it was applied, which is the same on all ranks."""
+
+
+class PlainReduction:
+    """What the ways share in which forward and backward are all of one rank: nothing crosses before the last backward is done.
+
+    Args:
+        model: the model, without a wrapper.
+    """
+
+    divisor = 1
+    may_drop_micro_batches = True
+    forward_is_local = True
+
+    def __init__(self, model: nn.Module) -> None:
+        self.module = model
+
+    def context(self, *, last: bool) -> AbstractContextManager[Any]:  # noqa: ARG002
+        """Every backward is local."""
+        return _NOTHING
+
+    def num_placeholders(self, group: list[Any], widest: int | None) -> int:  # noqa: ARG002
+        """None: nobody waits in forward or backward."""
+        return 0
+
+    def run_placeholder(self, loss_of: Callable[[Any], Tensor]) -> Tensor:
+        """Never called, since nothing is missing."""
+        raise NotImplementedError
+
+    def begin(self, outgoing: Outgoing, statistics: Statistics) -> None:
+        """Nothing may start before the last backward."""
+
+    def scaled_norm(self, gradients: Gradients) -> float:
+        """The norm: the gradients are whole, and the same on all ranks."""
+        return gradients.scaled_norm()
+
+    def finish(self, *, applied: bool) -> None:
+        """Nothing is remembered."""
+
+
+class NoReduction(PlainReduction):
+    """One process: there is nobody to reduce with."""
+
+    def end(self, outgoing: Outgoing, statistics: Statistics, gradients: Gradients) -> float | Tensor:
+        """The norm."""
+        statistics.pack(*outgoing, alone=True)
+        return gradients.norm()
+
+
+class DDPReduction:
+    """`DistributedDataParallel`: its hooks average gradients in the last backward, overlapping it.
+
+    Args:
+        model: `ddp`, or what holds it.
+        ddp: the wrapped model.
+    """
+
+    may_drop_micro_batches = False
+    forward_is_local = True
+
+    def __init__(self, model: nn.Module, ddp: DistributedDataParallel) -> None:
+        self._ddp = ddp
+        self.module = ddp.module if model is ddp else model
+        self.divisor = torch.distributed.get_world_size(ddp.process_group)
+
+    def context(self, *, last: bool) -> AbstractContextManager[Any]:
+        """DDP's `no_sync`, which must cover forward and backward; none for the last."""
+        return _NOTHING if last else self._ddp.no_sync()
+
+    def num_placeholders(self, group: list[Any], widest: int | None) -> int:  # noqa: ARG002
+        """One without data, for the one backward that reduces."""
+        return 0 if group else 1
+
+    def run_placeholder(self, loss_of: Callable[[Any], Tensor]) -> Tensor:  # noqa: ARG002
+        """Goes through DDP's forward, with its collectives, to a graph that reaches each parameter without a gradient.
+
+        DDP takes what is missing for zero, or, where it looks for unused parameters, for unused on this rank. The module inside
+        is never called, so no data is needed, no hook of the user's runs and no buffer changes. Nothing is multiplied by zero
+        either: 0 · inf would be NaN.
+        """
+        ddp, module = self._ddp, self._ddp.module
+        parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        ddp.module = _NoData(module, parameters)
+        try:
+            loss: Tensor = ddp()
+        finally:
+            ddp.module = module
+        return loss
+
+    def begin(self, outgoing: Outgoing, statistics: Statistics) -> None:
+        """Starts the statistics, ahead of the gradients' buckets on every rank."""
+        statistics.start(*outgoing)
+
+    def end(self, outgoing: Outgoing, statistics: Statistics, gradients: Gradients) -> float | Tensor:  # noqa: ARG002
+        """The norm: the gradients are the same on all ranks by now."""
+        return gradients.norm()
+
+    def scaled_norm(self, gradients: Gradients) -> float:
+        """The norm: the gradients are whole, and the same on all ranks."""
+        return gradients.scaled_norm()
+
+    def finish(self, *, applied: bool) -> None:
+        """Nothing is remembered."""
+
+
+class _NoData(nn.Module):
+    """A module with the parameters and buffers of another, because DDP looks them up, and with a forward of its own."""
+
+    def __init__(self, module: nn.Module, parameters: list[nn.Parameter]) -> None:
+        super().__init__()
+        self._borrowed = tuple(parameters)
+        self._parameters, self._buffers, self._modules = module._parameters, module._buffers, module._modules
+
+    def forward(self) -> Tensor:
+        zero: Tensor = _NoGradients.apply(*self._borrowed)  # type: ignore[no-untyped-call]
+        return zero
+
+
+class _NoGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *parameters: Tensor) -> Tensor:
+        ctx.count = len(parameters)
+        return torch.zeros((), device=parameters[0].device)  # real, as a loss must be, whatever the parameters are
+
+    @staticmethod
+    def backward(ctx: Any, *_grad_outputs: Any) -> tuple[None, ...]:
+        return (None,) * int(ctx.count)

@@ -1,0 +1,262 @@
+"""The sums of one update, over its micro-batches and over the ranks, in one small vector."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ignite_train.device.to_host import ToHost, is_on_host
+from ignite_train.errors import ForwardContractError
+from ignite_train.forward import ForwardOutput
+from ignite_train.ranks import collectives
+from ignite_train.ranks.messages import Piggyback, RankRequests
+
+__all__ = ["Reduced", "Statistics", "Totals"]
+
+_OUT_OF_MEMORY, _FLAGS, _UNKNOWN, _NORM, _HEAD = 3, 4, 8, 9, 10
+
+
+class Reduced(NamedTuple):
+    """What a verdict rests on, over all ranks: float64 tensors without dimensions, on the device, not read.
+
+    Attributes:
+        sample_size: Σsample_size.
+        loss: Σloss.
+        norm: L2 norm of the gradients as they are.
+        obstacles: 0 if all names of logs are known to all ranks, none ran out of memory, and no piggyback objects.
+    """
+
+    sample_size: Tensor
+    loss: Tensor
+    norm: Tensor
+    obstacles: Tensor
+
+
+class Totals(NamedTuple):
+    """What all ranks did in this update, in float64; the same on every rank.
+
+    Attributes:
+        sample_size: Σsample_size.
+        loss: Σloss, not divided.
+        num_micro_batches: how many took part.
+        num_out_of_memory: how often forward or backward ran out of memory.
+        logs: the sum of each log by name.
+        signals: what any rank asked for.
+        norm: L2 norm of the gradients as they are.
+        more: what was sent beside them.
+    """
+
+    sample_size: float
+    loss: float
+    num_micro_batches: int
+    num_out_of_memory: int
+    logs: dict[str, float]
+    signals: RankRequests
+    norm: float
+    more: Sequence[float] = ()
+
+
+class Statistics:
+    """Adds up what `forward` returns and reduces it over the ranks: one all-reduce of a float64 vector, whatever is logged.
+
+    The names of the logs need not be known anywhere beforehand. A rank that meets a name for the first time says so in the
+    vector; then all ranks exchange their names (pickled, once) and repeat that one reduction.
+
+    Args:
+        device: where losses live. On the CPU sums are kept by the host; elsewhere they stay on the device until `finish`.
+
+    Attributes:
+        on_host: whether the host keeps them.
+        device: where they are.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.on_host = is_on_host(device)
+        self._reading = ToHost(device)
+        self._dtype = torch.float32 if device.type == "mps" else torch.float64
+        self._names: tuple[str, ...] = ()  # of the logs, agreed over the ranks
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets what was added since the last `finish`."""
+        self._sums: list[float | Tensor] = [0.0, 0.0]
+        self._logs: dict[str, float | Tensor] = {}
+        self._count = 0
+        self.num_out_of_memory = 0
+        self._flags = (False, False, 1, False)
+        self._norm_squared: float | Tensor = 0.0
+        self._piggybacks: Sequence[Piggyback] = ()
+        self._words: list[float] = []
+        self._vector: Tensor | None = None
+        self._work: dist.Work | None = None
+        self._reading.forget()
+
+    def add(self, output: ForwardOutput) -> None:
+        """Adds one micro-batch. On an accelerator nothing is read back."""
+        self._count += 1
+        self._sums[0] += self._number(output.sample_size)
+        self._sums[1] += self._number(output.loss)
+        for name, value in output.logs.items():
+            self._logs[name] = self._logs.get(name, 0.0) + self._number(value)
+
+    def mark(self) -> tuple[list[float | Tensor], dict[str, float | Tensor], int]:
+        """Where the sums stand, for `rewind`."""
+        return list(self._sums), dict(self._logs), self._count
+
+    def rewind(self, mark: tuple[list[float | Tensor], dict[str, float | Tensor], int]) -> None:
+        """Forgets what was added since `mark`."""
+        self._sums, self._logs, self._count = mark
+
+    def pack(
+        self,
+        signals: RankRequests,
+        piggybacks: Sequence[Piggyback] = (),
+        norm_squared: float | Tensor = 0.0,
+        *,
+        alone: bool = False,
+    ) -> Tensor | None:
+        """The vector to sum over the ranks, in place; None where nobody needs it. Nothing may be added after it.
+
+        Whoever knows that there is one rank says so by `alone`: to ask costs as much as all the rest.
+        """
+        self._norm_squared = norm_squared
+        self._flags = (signals.stop, signals.stop_epoch, signals.more_data, signals.interrupt)
+        self._piggybacks = piggybacks
+        self._words = [float(word) for piggyback in piggybacks for word in piggyback.payload()]
+        alone = alone or collectives.world_size() == 1
+        if alone and not self.on_host:
+            self._names = tuple(sorted({*self._names, *self._logs}))
+        if not (alone and self.on_host):
+            self._vector = self._as_vector()
+        return self._vector
+
+    def start(self, signals: RankRequests, piggybacks: Sequence[Piggyback] = (), norm_squared: float | Tensor = 0.0) -> None:
+        """Packs and starts the reduction, to overlap what follows. Collective."""
+        vector = self.pack(signals, piggybacks, norm_squared)
+        if vector is not None:
+            self._work = collectives.start_sum(vector)
+
+    def reduced(self, norm: float | Tensor | None) -> Reduced | None:
+        """What a verdict on the device can be made of; None where the host knows it, or the device has no float64.
+
+        Waits for the reduction, on an accelerator without holding the host. `norm`: as for `finish`.
+        """
+        if self.on_host or self._vector is None or self._dtype is not torch.float64 or isinstance(norm, float):
+            return None
+        self._wait()
+        vector = self._vector
+        length = vector[_NORM].sqrt() if norm is None else norm.to(vector.device, vector.dtype)
+        obstacles, begin = vector[_OUT_OF_MEMORY] + vector[_UNKNOWN], _HEAD
+        for piggyback in self._piggybacks:
+            obstacles = obstacles + piggyback.vetoes(vector[begin : begin + piggyback.payload_size])
+            begin += piggyback.payload_size
+        return Reduced(vector[0], vector[1], length, obstacles)
+
+    def send(self, norm: float | Tensor | None, more: Sequence[Tensor] = ()) -> None:
+        """Starts the one transfer to the host, which `finish` waits for. What is given to the device later does not delay it.
+
+        Args:
+            norm: as for `finish`.
+            more: tensors of one element that travel with it, for `Totals.more`.
+        """
+        if self._vector is None:
+            return
+        self._wait()
+        behind = [one for one in (norm, *more) if isinstance(one, Tensor)]
+        parts = [one.detach().reshape(1).to(self._vector.device, self._vector.dtype) for one in behind]
+        self._reading.send(torch.cat([self._vector, *parts]) if parts else self._vector)
+
+    def finish(self, norm: float | Tensor | None) -> Totals:
+        """Waits for the reduction, reads it in one transfer, and lets the piggybacks off. Synchronises with the device.
+
+        Args:
+            norm: the gradients' norm, read in the same transfer; None if its square is in what was packed.
+
+        Raises:
+            ForwardContractError: Σsample_size is negative or not finite.
+        """
+        totals, words = self._own(norm) if self._vector is None else self._reduced(norm)
+        if not 0 <= totals.sample_size < float("inf"):
+            raise ForwardContractError(
+                f"sample_size must sum to a finite number of at least 0, forward's sum to {totals.sample_size}"
+            )
+        piggybacks = self._piggybacks
+        self.reset()
+        for piggyback in piggybacks:
+            piggyback.on_reduced(words[: piggyback.payload_size])
+            words = words[piggyback.payload_size :]
+        return totals
+
+    def _own(self, norm: float | Tensor | None) -> tuple[Totals, list[float]]:
+        """The sums of this rank, which is alone, and its piggybacks' words."""
+        norm = math.sqrt(self._norm_squared) if norm is None else float(norm)
+        loss, logs = float(self._sums[1]), {name: float(value) for name, value in self._logs.items()}
+        flags = RankRequests(*self._flags)
+        sample_size = float(self._sums[0])
+        return Totals(sample_size, loss, self._count, self.num_out_of_memory, logs, flags, norm), self._words
+
+    def _reduced(self, norm: float | Tensor | None) -> tuple[Totals, list[float]]:
+        """The sums of all ranks, and what came back of their piggybacks' words."""
+        if not self._reading.under_way:
+            self.send(norm)
+        numbers, behind = self._read()
+        while numbers[_UNKNOWN] > 0:
+            known = collectives.gather_objects(sorted({*self._names, *self._logs}))
+            self._names = tuple(sorted({name for names in known for name in names}))
+            self._vector = self._as_vector()
+            self._work = collectives.start_sum(self._vector)
+            self.send(None)
+            numbers, _ = self._read()
+        sample_size, loss, count, num_out_of_memory = numbers[:_FLAGS]
+        stop, stop_epoch, more_data, interrupt = numbers[_FLAGS:_UNKNOWN]
+        words = numbers[_HEAD : _HEAD + len(self._words)]
+        logs = dict(zip(self._names, numbers[_HEAD + len(words) :], strict=True))
+        flags = RankRequests(stop > 0, stop_epoch > 0, round(more_data), interrupt > 0)
+        if norm is None:
+            norm = math.sqrt(numbers[_NORM])
+        elif isinstance(norm, Tensor):
+            norm, *behind = behind
+        return Totals(sample_size, loss, round(count), round(num_out_of_memory), logs, flags, norm, behind), words
+
+    def _number(self, value: float | Tensor) -> float | Tensor:
+        if isinstance(value, Tensor):
+            return float(value.item()) if self.on_host else value.detach().reshape(()).to(self.device, self._dtype)
+        return float(value)
+
+    def _entries(self, names: Iterable[str]) -> list[float | Tensor]:
+        unknown = float(not self._logs.keys() <= {*names})
+        head = [
+            *self._sums,
+            float(self._count),
+            float(self.num_out_of_memory),
+            *map(float, self._flags),
+            unknown,
+            self._norm_squared,
+        ]
+        return [*head, *self._words, *(self._logs.get(n, 0.0) for n in names)]
+
+    def _as_vector(self) -> Tensor:
+        entries = self._entries(self._names)
+        vector = torch.tensor([0.0 if isinstance(e, Tensor) else e for e in entries], dtype=self._dtype)
+        vector = vector.to(self.device, non_blocking=True)
+        for index, entry in enumerate(entries):
+            if isinstance(entry, Tensor):
+                vector[index] = entry
+        return vector
+
+    def _wait(self) -> None:
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+
+    def _read(self) -> tuple[list[float], list[float]]:
+        """The numbers in the vector, and those that were sent behind it."""
+        assert self._vector is not None  # noqa: S101  # it was sent
+        numbers, length = self._reading.receive(), len(self._vector)
+        return numbers[:length], numbers[length:]

@@ -1,0 +1,136 @@
+"""Recognising how a model is wrapped, and so how its gradients cross ranks."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from ignite_train.arguments import one_of
+from ignite_train.carried import Carried
+from ignite_train.ranks import collectives
+from ignite_train.ranks.fsdp import FSDPReduction
+from ignite_train.ranks.placeholder_reduction import PlaceholderReduction
+from ignite_train.ranks.placeholders import Placeholders
+from ignite_train.ranks.reduction import DDPReduction, NoReduction, Reduction
+from ignite_train.ranks.replicas import ExplicitReduction, SmallReplicas
+
+__all__ = ["ReductionName", "own_parameters", "reduction_for", "unwrap"]
+
+ReductionName = Literal["auto", "ddp", "explicit", "fsdp"]
+
+
+def reduction_for(
+    model: nn.Module,
+    name: ReductionName = "auto",
+    *,
+    accumulates: bool = True,
+    in_step: bool = False,
+    carried: Carried | None = None,
+) -> Reduction:
+    """Chooses how the gradients of `model` cross ranks. Collective.
+
+    Args:
+        model: a plain module, one in DistributedDataParallel, or one that `fully_shard` was applied to.
+        name: `"auto"` is what the model is wrapped for; the others insist on one way.
+        accumulates: whether an update may have several micro-batches.
+        in_step: whether all ranks are to run forward equally often, those with less data on placeholders.
+        carried: what forward carries from micro-batch to micro-batch.
+
+    Raises:
+        TypeError: the model is wrapped in a way that cannot be right.
+        ValueError: there are several ranks and parameters that nobody would synchronise; or torch cannot accumulate in the
+            way in which the model is wrapped.
+    """
+    one_of("reduction", name, ("auto", "ddp", "explicit", "fsdp"))
+    carried = Carried() if carried is None else carried
+    if isinstance(model, DataParallel):
+        raise TypeError("model must not be a DataParallel, whose replicas are threads; run one process for each device instead")
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        return _sharded(model, name, carried)
+    reduction = _replicated(model, name, accumulates=accumulates)
+    if not in_step or collectives.world_size() == 1:
+        return reduction
+    return PlaceholderReduction(reduction, Placeholders(reduction.module, carried))
+
+
+def _replicated(model: nn.Module, name: ReductionName, *, accumulates: bool) -> Reduction:
+    if name == "fsdp":
+        raise ValueError("model must be sharded for reduction='fsdp'; apply torch.distributed.fsdp.fully_shard to it")
+    ddp = _find_ddp(model)
+    if name == "explicit" and ddp is not None:
+        raise ValueError("model must be without DistributedDataParallel for reduction='explicit'; pass the module inside")
+    if name == "ddp" and ddp is None:
+        raise ValueError("model must be in DistributedDataParallel for reduction='ddp'; wrap it, say with idist.auto_model")
+    if ddp is not None:
+        if accumulates and ddp.static_graph:  # an assertion inside torch fails in the first backward under no_sync
+            raise ValueError(
+                "model must be in a DistributedDataParallel without static_graph=True for accumulation_steps other than 1; "
+                "leave it out, or pass the module inside with reduction='explicit'"
+            )
+        return _hooked(model, ddp, name)
+    if collectives.world_size() == 1:
+        return NoReduction(model)
+    if name == "explicit":
+        return ExplicitReduction(model)
+    raise ValueError(
+        f"model must be wrapped to train on {collectives.world_size()} ranks, got a bare {type(model).__name__}; pass "
+        "idist.auto_model(model) or DistributedDataParallel(model), or reduction='explicit'"
+    )
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The module inside a `DistributedDataParallel`: to run forward without a collective in it."""
+    ddp = _find_ddp(model)
+    if ddp is None:
+        return model
+    inside = {id(parameter) for parameter in ddp.parameters()}
+    if any(id(parameter) not in inside for parameter in model.parameters()):
+        raise TypeError("model must be a DistributedDataParallel or contain none; pass the modules without their wrappers")
+    module: nn.Module = ddp.module
+    return module
+
+
+def own_parameters(model: nn.Module) -> list[str]:
+    """Names of the parameters that `DistributedDataParallel` was told to ignore, so that each rank has its own."""
+    ddp = _find_ddp(model)
+    if ddp is None or not ddp.parameters_to_ignore:
+        return []
+    delayed = {id(parameter) for parameter in ddp._delay_all_reduce_params}  # which it ignores at first, and reduces later
+    named = ddp.module.named_parameters()
+    return [name for name, p in named if name in ddp.parameters_to_ignore and id(p) not in delayed]
+
+
+def _sharded(model: nn.Module, name: ReductionName, carried: Carried) -> FSDPReduction:
+    if name not in ("auto", "fsdp"):
+        raise ValueError(f"reduction must be 'auto' or 'fsdp' for a model that fully_shard was applied to, got {name!r}")
+    whole = [key for key, p in model.named_parameters() if p.requires_grad and not isinstance(p, DTensor)]
+    if whole or not isinstance(model, FSDPModule):
+        raise ValueError(
+            f"model must have fully_shard applied to the root module, last, got one where {(whole or ['the root'])[0]!r} is "
+            "not sharded; its gradient would not cross the ranks"
+        )
+    return FSDPReduction(model, Placeholders(model, carried))
+
+
+def _hooked(model: nn.Module, ddp: DistributedDataParallel, name: ReductionName) -> Reduction:
+    covered = {id(parameter) for parameter in ddp.parameters()}
+    stray = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in covered]
+    if stray:
+        raise ValueError(f"model must have all trainable parameters inside DistributedDataParallel, got {stray[0]!r} outside")
+    reduction = DDPReduction(model, ddp)
+    if reduction.divisor != collectives.world_size():
+        raise ValueError(
+            f"model must be reduced over all {collectives.world_size()} ranks, got a process_group of {reduction.divisor}"
+        )
+    return SmallReplicas(model, ddp) if name == "auto" and SmallReplicas.suits(ddp) and reduction.divisor > 1 else reduction
+
+
+def _find_ddp(model: nn.Module) -> DistributedDataParallel | None:
+    wrapped = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+    if len(wrapped) > 1:
+        raise TypeError(f"model must hold one DistributedDataParallel at most, got {len(wrapped)}; wrap the whole model once")
+    return wrapped[0] if wrapped else None

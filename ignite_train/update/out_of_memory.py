@@ -1,0 +1,196 @@
+"""What happens when a micro-batch does not fit into memory."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ignite_train.carried import Carried
+from ignite_train.device.to_device import moves_itself
+from ignite_train.model.gradients import Gradients
+from ignite_train.model.replay import SideEffects
+from ignite_train.ranks.statistics import Statistics
+
+__all__ = ["OnOutOfMemory", "RaiseOutOfMemory", "RecoverFromOutOfMemory", "Recovery", "halves"]
+
+OnOutOfMemory = Literal["raise", "skip", "split"]
+"""What a `torch.OutOfMemoryError` in forward or backward does: it is raised, with advice; or the micro-batch gets weight zero
+(`"skip"`); or it is halved along its batch dimension and tried again (`"split"`). The error is known by its type, never by the
+text of its message."""
+
+
+class Recovery(Protocol):
+    """How the update goes through a micro-batch that may not fit."""
+
+    def parts(self, micro_batch: Any) -> Iterable[Any]:
+        """The micro-batch, or what it is cut into; longer by what an attempt had to cut."""
+
+    def attempt(self, part: Any) -> AbstractContextManager[Any]:
+        """The context of forward and backward of one part."""
+
+
+class RaiseOutOfMemory:
+    """Lets the error through, with a summary of the memory and what to do about it."""
+
+    def parts(self, micro_batch: Any) -> Iterable[Any]:
+        """The micro-batch as it is."""
+        return (micro_batch,)
+
+    def attempt(self, part: Any) -> RaiseOutOfMemory:  # noqa: ARG002
+        """Itself: there is nothing to remember."""
+        return self
+
+    def __enter__(self) -> None:
+        """Nothing to prepare."""
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: TracebackType | None) -> None:
+        """Adds advice to an error of memory."""
+        if isinstance(error, torch.OutOfMemoryError):
+            error.add_note(
+                "to fit: smaller micro-batches with more accumulation_steps (the update stays the same), precision='bf16', "
+                "activation checkpointing; or on_out_of_memory='skip' or 'split', with reduction='explicit' on several ranks"
+            )
+            if torch.cuda.is_available():
+                error.add_note(torch.cuda.memory_summary())
+
+
+class RecoverFromOutOfMemory:
+    """Takes back what a failed attempt has done, and drops the micro-batch or halves it.
+
+    Gradients, statistics, buffers and random state are as if the attempt had not been, so that the update is bitwise the one
+    in which that micro-batch had no weight; halves make the same sums as the whole, because their weights are sample sizes.
+    The price is a second buffer of gradients while a micro-batch runs.
+
+    Args:
+        split: halve, rather than drop; what fitted is remembered, so that later ones are cut beforehand.
+        module: whose buffers are put back.
+        gradients: which are put back.
+        statistics: which are put back, and told of each failure.
+        carried: what forward carries, which is put back.
+    """
+
+    def __init__(
+        self,
+        *,
+        split: bool,
+        module: nn.Module,
+        gradients: Gradients,
+        statistics: Statistics,
+        carried: Carried | None = None,
+    ) -> None:
+        self._split, self._module = split, module
+        self._carried = Carried() if carried is None else carried
+        self._gradients, self._statistics = gradients, statistics
+        self._fits: int | None = None
+        self._waiting: deque[Any] = deque()
+
+    def parts(self, micro_batch: Any) -> Iterator[Any]:
+        """The micro-batch, cut to what has been found to fit, and whatever further cutting adds."""
+        self._waiting = deque([micro_batch])
+        while self._waiting:
+            part = self._waiting.popleft()
+            size = _batch_size(part)
+            if self._fits is not None and size is not None and size > self._fits:
+                self._waiting.extendleft(reversed(halves(part)))
+            else:
+                yield part
+
+    def attempt(self, part: Any) -> _Attempt:
+        """Remembers how things are; puts them back if the part does not fit."""
+        return _Attempt(self, part)
+
+    def give_up_on(self, part: Any) -> None:
+        """Called for a part that did not fit, when everything is put back.
+
+        Raises:
+            ValueError: a single sample does not fit, or what does not fit cannot be halved.
+        """
+        self._statistics.num_out_of_memory += 1
+        if torch.accelerator.is_available():
+            torch.accelerator.empty_cache()
+        if not self._split:
+            return
+        size = _batch_size(part)
+        uncut = next((leaf for leaf in _leaves(part) if moves_itself(leaf)), None)
+        if uncut is not None:
+            raise ValueError(
+                f"on_out_of_memory='split' must be able to halve a micro-batch, and one with a {type(uncut).__name__} cannot "
+                "be halved along its batch dimension; use on_out_of_memory='skip', or smaller micro-batches"
+            )
+        if size is None or size < 2:
+            raise ValueError(
+                "on_out_of_memory='split' must be able to halve a micro-batch, and one of a single sample, or without tensors, "
+                "does not fit into memory; use a smaller model or shorter samples"
+            )
+        self._fits = (size + 1) // 2
+        self._waiting.extendleft(reversed(halves(part)))
+
+    def snapshot(self) -> tuple[Any, ...]:
+        """Gradients (set aside), statistics, buffers, random state and what forward carries."""
+        return self._gradients.set_aside(), self._statistics.mark(), SideEffects(self._module, self._carried)
+
+    def put_back(self, snapshot: tuple[Any, ...]) -> None:
+        """Forgets the attempt."""
+        aside, mark, side_effects = snapshot
+        self._gradients.put_back(aside)
+        self._statistics.rewind(mark)
+        side_effects.undo()
+
+    def keep(self, snapshot: tuple[Any, ...]) -> None:
+        """Adds the attempt's gradients to those set aside."""
+        self._gradients.add_back(snapshot[0])
+
+
+class _Attempt:
+    """One attempt at one part."""
+
+    def __init__(self, recovery: RecoverFromOutOfMemory, part: Any) -> None:
+        self._recovery, self._part = recovery, part
+
+    def __enter__(self) -> None:
+        self._snapshot = self._recovery.snapshot()
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: TracebackType | None) -> bool:
+        if error is None:
+            self._recovery.keep(self._snapshot)
+        if not isinstance(error, torch.OutOfMemoryError):
+            return False
+        error.__traceback__ = None  # its frames hold the memory that the next attempt needs
+        self._recovery.put_back(self._snapshot)
+        self._recovery.give_up_on(self._part)
+        return True
+
+
+def halves(micro_batch: Any) -> list[Any]:
+    """Both halves of a micro-batch along its batch dimension: the first of its first tensor, and of those as long as it."""
+    size = _batch_size(micro_batch)
+    assert size is not None  # noqa: S101  # whoever calls has looked
+    middle = (size + 1) // 2
+
+    def cut(part: slice) -> Any:
+        return pytree.tree_map(lambda leaf: leaf[part] if _length(leaf) == size else leaf, micro_batch)
+
+    return [cut(slice(0, middle)), cut(slice(middle, size))]
+
+
+def _batch_size(micro_batch: Any) -> int | None:
+    """The length of its first tensor; None without a tensor, and with a part that moves itself, which cannot be cut."""
+    leaves = _leaves(micro_batch)
+    if any(map(moves_itself, leaves)):
+        return None
+    return next((length for length in map(_length, leaves) if length is not None), None)
+
+
+def _leaves(micro_batch: Any) -> list[Any]:
+    return pytree.tree_leaves(micro_batch, is_leaf=moves_itself)
+
+
+def _length(leaf: Any) -> int | None:
+    return leaf.shape[0] if isinstance(leaf, Tensor) and leaf.dim() > 0 else None
