@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import logging
 import math
 import sys
@@ -10,6 +11,7 @@ import threading
 import time
 from itertools import count
 from pathlib import Path
+from types import FrameType
 from typing import NamedTuple
 
 from ignite.engine import Events
@@ -153,6 +155,22 @@ class _Report(NamedTuple):
         return self.update, self.where if self.waits else "at work"
 
 
+def _frame_of(thread: int) -> FrameType | None:
+    """What the thread of this number is doing.
+
+    Some versions of Python 3.11 and 3.12 hold the lock on their list of threads while they make the frames. Making one may
+    start a garbage collection, and a finaliser may let another thread run. If that one starts a thread, it waits for the same
+    lock for ever (python/cpython#106883). So the collector pauses meanwhile.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames().get(thread)
+    finally:
+        if collects:
+            gc.enable()
+
+
 class _Watch:
     """Two threads for one run: one talks with the store, and may get stuck in it; the other judges by what is known.
 
@@ -208,7 +226,7 @@ class _Watch:
 
     def _look(self, beat: int, *, over: bool) -> _Report:
         state, evaluator = self._trainer.state, self._evaluator
-        frame, waits, where = sys._current_frames().get(self._main), False, "nowhere"
+        frame, waits, where = _frame_of(self._main), False, "nowhere"
         if frame is not None:
             code = frame.f_code
             waits = any(place in Path(code.co_filename).as_posix() for place in _WAITING_PLACES)

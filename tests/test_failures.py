@@ -889,3 +889,39 @@ def test_timeouts_must_make_sense(arguments: dict[str, Any], message: str) -> No
     """The message names the argument, its value and what is allowed."""
     with pytest.raises(ValueError, match=message):
         HangWatch(**arguments)
+
+
+LOOKS_WHILE_THREADS_START = """
+import gc, sys, threading, time
+from ignite_train.handlers import hang_watch
+
+class Cycle:
+    def __init__(self):
+        self.me = self
+
+    def __del__(self):
+        time.sleep(0)  # lets another thread run
+
+def look():
+    while not over.is_set():
+        Cycle()
+        hang_watch._frame_of(threading.main_thread().ident)
+
+over = threading.Event()
+looking = threading.Thread(target=look, daemon=True)
+gc.set_threshold(1, 1, 1)
+looking.start()
+for _ in range(2000):
+    Cycle()
+    thread = threading.Thread(target=int)
+    thread.start()
+    thread.join()
+over.set()
+looking.join()
+"""
+
+
+def test_looking_at_the_main_thread_does_not_stop_threads_from_starting() -> None:
+    """Also where a garbage collection runs a finaliser in the middle of it, for which some versions of Python stood still."""
+    done = subprocess.run([sys.executable, "-c", LOOKS_WHILE_THREADS_START], timeout=100, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
