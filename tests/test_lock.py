@@ -378,7 +378,7 @@ def test_all_ranks_are_refused_alike(tmp_path, advances):
 
     assert first == second
     assert ("rank 0, CheckpointError: pid 123 on host 'elsewhere' writes checkpoints to" in first) == advances
-    assert names(tmp_path) == ([LOCK] if advances else ["update-00000001.1"])
+    assert names(tmp_path) == ([LOCK] if advances else [LOCK, "update-00000001.1"])  # a mark, for an owner who may wake up
 
 
 def test_a_second_start_of_a_running_job_is_refused(tmp_path: Path) -> None:
@@ -394,6 +394,25 @@ def test_a_second_start_of_a_running_job_is_refused(tmp_path: Path) -> None:
         assert first.wait() == [0], first.stderr()
     assert all(checkpoint.verify(path) is None for path in committed(job))
     assert all(path in committed(job) for path in job.checkpoints.iterdir())
+
+
+def test_an_owner_who_wakes_up_after_the_next_run_has_ended_is_told(tmp_path, taken, monkeypatch):
+    """The run that took over leaves a mark when it gives the lock back; the next start takes it without waiting."""
+    leave(tmp_path)
+    Clock(monkeypatch)
+    taken.hold()
+    taken.release()
+    sleeper = DirectoryLock(tmp_path)
+    sleeper.token = "f" * 16
+    with pytest.raises(CheckpointError, match="has taken over"):
+        sleeper.check()
+    clock = Clock(monkeypatch)
+    taken.hold()
+    assert clock.sleeps == 0
+    with pytest.raises(CheckpointError, match="has taken over"):
+        sleeper.check()
+    taken.release()
+    assert writer_of(tmp_path) == ""
 
 
 @pytest.mark.parametrize("stop", [Stop(0, "training", 4), Stop(0, "save", 8), Stop(0, "rename", 5)], ids=str)

@@ -48,6 +48,7 @@ class DirectoryLock:
     def __init__(self, directory: Path) -> None:
         self.directory, self.token = directory, ""
         self._beats = 0
+        self._owner_may_wake = False  # of the lock that this one took over
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -101,8 +102,13 @@ class DirectoryLock:
             self._thread.join(_JOIN_SECONDS)
         with suppress(OSError):
             if writer_of(self.directory) == token:
-                self.path.unlink()
+                self._leave_mark() if self._owner_may_wake else self.path.unlink()
         _held_here.discard(token)
+
+    def _leave_mark(self) -> None:
+        """Says in the file that the lock is free, so that an owner who wakes up later sees that it is no longer its own."""
+        descriptor = os.open(self.path, os.O_RDWR | os.O_NOFOLLOW)
+        _write_and_close(descriptor, json.dumps({"released": True}).encode().ljust(_SIZE - 1) + b"\n")
 
     def _take(self, token: str) -> None:
         seen, since = None, time.monotonic()
@@ -111,6 +117,10 @@ class DirectoryLock:
             if found is None:  # given back in between
                 continue
             holder = _parsed(found)
+            if holder.get("released"):
+                self._take_over(token, found, "")
+                self._owner_may_wake = True
+                return
             if holder.get("token") in _held_here:
                 raise CheckpointError(
                     f"another Checkpoint of this process is writing to {self.directory}; give each its own directory"
@@ -129,6 +139,7 @@ class DirectoryLock:
                 )
             elif time.monotonic() - since >= STALE_SECONDS:
                 self._take_over(token, found, f"has shown no sign of life for {STALE_SECONDS:g} s")
+                self._owner_may_wake = True
                 return
             time.sleep(_POLL_SECONDS)
 
@@ -158,7 +169,8 @@ class DirectoryLock:
             own.rename(self.path)
         finally:
             own.unlink(missing_ok=True)
-        _logger.warning(f"{_named(_parsed(found))} {why}: this run takes over {self.directory}")
+        if why:
+            _logger.warning(f"{_named(_parsed(found))} {why}: this run takes over {self.directory}")
 
     def _beat(self, token: str, over: threading.Event) -> None:
         while not over.wait(HEARTBEAT_SECONDS):
