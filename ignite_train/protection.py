@@ -35,7 +35,7 @@ def protect_ranks(trainer: Trainer, protect: Protect, model: nn.Module) -> Train
     """Attaches the handlers that `protect` asks for; none of them in a single process.
 
     Args:
-        trainer: the trainer; its `parts` have the model and the optimizer.
+        trainer: the trainer; its `_stateful_parts` have the model and the optimizer.
         protect: see `create_trainer`.
         model: the model with its wrapper. If some of its parameters are each rank's own by design, norms and states are
             compared only if `protect` names the check.

@@ -329,7 +329,6 @@ class RunState:
         trainer: the run it is for.
         to_save: the user's objects.
         evaluator: handlers of the evaluator.
-        drop_carried: leave out what forward carried from micro-batch to micro-batch; it is empty then.
 
     Raises:
         DamagedCheckpointError: it is not what was written.

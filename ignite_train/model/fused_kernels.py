@@ -75,7 +75,7 @@ class FusedKernels:
         return self._obstacle
 
     def step(self) -> None:
-        """Steps, as `obstacle` has found."""
+        """Steps, in the way that `why_not_fused` has found."""
         unfused = self._unfused
         for group in unfused:
             group["fused"] = None

@@ -65,7 +65,7 @@ class Stepping:
         """Steps along the gradients divided by `divisor`, unless `withheld` is 1 rather than 0; both float32, on the device.
 
         A step that is withheld leaves parameters, gradients, moments and numbers of steps as they are. Only where there is no
-        `obstacle`, and no `why_not_queued`.
+        `why_not_fused`, and no `why_not_queued`.
         """
         self._step_with(grad_scale=divisor, found_inf=withheld)
 

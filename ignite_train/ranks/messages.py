@@ -46,9 +46,10 @@ class Piggyback(Protocol):
         """What came back: the same on every rank, so that an error raised here is raised on all of them."""
 
     def vetoes(self, sums: Tensor) -> Tensor:
-        """Whether `arrived` is going to object to these sums, before the step: a bool tensor without dimensions, not read.
+        """Whether `on_reduced` is going to raise for these sums, before the step: a bool tensor without dimensions, not read.
 
-        An accelerator asks before it makes the step without the host. Whoever subclasses this and never raises never objects.
+        An accelerator asks before it makes the step without the host. The default never vetoes; override it if `on_reduced` can
+        raise.
         """
         return sums.new_zeros((), dtype=torch.bool)
 
