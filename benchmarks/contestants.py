@@ -353,7 +353,7 @@ def trainer_of(work: Work) -> Trainer:
 def run_trainer(work: Work, trainer: Trainer) -> Outcome:
     """Runs it once over the data and keeps what each update gave."""
     outputs: list[UpdateOutput] = []
-    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: outputs.append(trainer.state.output))
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: outputs.append(trainer.state.update_output))
     trainer.run(work.micro_batches, max_epochs=1)
     norms = [float(output.grad_norm) for output in outputs] if work.max_grad_norm is not None else []
     return Outcome([float(output.loss) for output in outputs], norms)

@@ -215,7 +215,7 @@ def train(_local_rank: int, settings: Settings) -> None:
         if idist.get_rank() == 0:
             print(f"stopped after update {trainer.state.iteration}; the same command goes on from there")
         return
-    held_out, output = evaluator.state.metrics or evaluator.run(held_out_loader).metrics, trainer.state.output
+    held_out, output = evaluator.state.metrics or evaluator.run(held_out_loader).metrics, trainer.state.update_output
     if idist.get_rank() == 0:
         print(f"last update: loss {output.loss:.6f} nats per byte, gradient norm {output.grad_norm:.6f}")
         print(f"held-out files: {held_out['bits_per_byte']:.4f} bits per byte, accuracy {held_out['accuracy']:.2%}")

@@ -125,8 +125,8 @@ class GradNormConsistency(Handler, Piggyback):
 
     def __call__(self, trainer: Trainer) -> None:
         """Puts the norm of the latest update aside."""
-        if trainer.state.output is not None:
-            self._due = trainer.state.iteration, trainer.state.output.grad_norm
+        if trainer.state.update_output is not None:
+            self._due = trainer.state.iteration, trainer.state.update_output.grad_norm
 
     def payload(self) -> Sequence[float]:
         """One for each rank: the norm in this rank's place."""
@@ -159,7 +159,7 @@ class GradNormConsistency(Handler, Piggyback):
             handle.remove()
             if trainer.state.iteration != noticed_in:  # another error ended that update, and the run has gone elsewhere
                 return
-            output = trainer.state.output
+            output = trainer.state.update_output
             gradients = trainer.gradients() if output is not None and output.sample_size > 0 else {}
             differing, common = self._differing(gradients)
             raise GradNormMismatchError(*mismatch, differing, all_differ=bool(differing) and not common)

@@ -38,7 +38,7 @@ class LossScaleLogger(Handler):
 
     def __call__(self, trainer: Trainer) -> None:
         """Publishes the scale of the latest update."""
-        output = trainer.state.output
+        output = trainer.state.update_output
         if output is None:
             return
         if self._latest is not None and output.loss_scale != self._latest:

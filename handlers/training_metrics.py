@@ -56,7 +56,7 @@ class TrainingMetrics(Handler):
 
     def __call__(self, trainer: Trainer) -> None:
         """Publishes and begins anew."""
-        metrics, output, steps = trainer.state.metrics, trainer.state.output, self._sums["steps"]
+        metrics, output, steps = trainer.state.metrics, trainer.state.update_output, self._sums["steps"]
         if output is None or self._sums["updates"] == 0:
             return
         if steps:
@@ -91,7 +91,7 @@ class TrainingMetrics(Handler):
         self._logs = {}
 
     def _add(self, trainer: Trainer) -> None:
-        output, sums = trainer.state.output, self._sums
+        output, sums = trainer.state.update_output, self._sums
         assert output is not None  # noqa: S101  # set before these events
         sums["updates"] += 1
         sums["seconds"] += time.perf_counter() - trainer.fetch_started

@@ -19,7 +19,7 @@ class TrainEvents(EventEnum):
     ``MICRO_BATCH_STARTED``  ``num_micro_batches``  gradients are accumulating; this micro-batch has not run
     ``FORWARD_COMPLETED``    ``num_micro_batches``  ``state.forward_output`` is known, no backward yet
     ``BACKWARD_COMPLETED``   ``num_micro_batches``  this micro-batch's gradients are added (times the loss scale, local)
-    ``GRADIENTS_READY``      ``iteration``          reduced over ranks, norm known in ``state.output``, not yet clipped;
+    ``GRADIENTS_READY``      ``iteration``          reduced over ranks, norm known in ``state.update_output``, not yet clipped;
                                                     read them with ``trainer.gradients()``
     ``STEP_COMPLETED``       ``num_steps``          the parameters moved; gradients are cleared
     ``STEP_SKIPPED``         ``num_skipped``        overflow, non-finite or no samples: nothing moved; gradients are cleared

@@ -80,7 +80,8 @@ class TrainState(_Carrying):
         num_micro_batches: micro-batches this rank has started.
         batch: the group of this update: a list of micro-batches.
         forward_output: what `forward` returned for the running micro-batch; None outside of it.
-        output: the latest `UpdateOutput`, set before GRADIENTS_READY; None before the first.
+        update_output: the record of the latest update, set before GRADIENTS_READY; None before the first.
+        output: what Ignite's handlers read: the same `UpdateOutput`.
         metrics: numbers that handlers publish, by name.
         carried: what forward carries from micro-batch to micro-batch on this rank; see `Carried`.
     """
@@ -89,13 +90,14 @@ class TrainState(_Carrying):
     num_skipped: int
     num_micro_batches: int
     forward_output: ForwardOutput | None
-    output: UpdateOutput | None  # type: ignore[assignment]  # Ignite declares int
+    update_output: UpdateOutput | None
+    output: Any
     batch: Any
 
     def __init__(self, carried: Carried | None = None) -> None:
         # Ignite keeps one map of events to counters for the whole process, which any other engine can re-point.
         self.event_to_attr = {**EVENT_COUNTERS}
-        super().__init__(num_steps=0, num_skipped=0, num_micro_batches=0, forward_output=None)
+        super().__init__(num_steps=0, num_skipped=0, num_micro_batches=0, forward_output=None, update_output=None)
         self._carried = Carried() if carried is None else carried
 
     def get_event_attrib_value(self, event_name: Any) -> int:

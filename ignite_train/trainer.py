@@ -206,7 +206,7 @@ class Trainer(Loop):
             self.state.num_steps += 1
             self.fire_event(TrainEvents.STEP_COMPLETED)
             return
-        state, output = self.state, self.state.output
+        state, output = self.state, self.state.update_output
         state.num_skipped += 1
         if output is not None and state.num_skipped & (state.num_skipped - 1) == 0:  # the 1st, 2nd, 4th, 8th, ...
             self.logger.warning(

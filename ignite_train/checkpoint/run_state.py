@@ -301,7 +301,7 @@ def _own_state(trainer: Trainer, objects: _Objects, *, main: bool) -> dict[str, 
     return {
         "trainer": trainer.state_dict(),
         "data": trainer.data_position(),
-        "results": {"output": state.output and asdict(state.output), "metrics": state.metrics},
+        "results": {"output": state.update_output and asdict(state.update_output), "metrics": state.metrics},
         "buffers": {} if main else dict(objects.model.buffers()),
         "generators": capture_random_state(),
     }
@@ -387,7 +387,7 @@ class RunState:
         state.carried.load_state_dict(self._own["trainer"].get("carried", Carried().state_dict()))
         for key in self._trainer.state_dict_user_keys:
             setattr(state, key, copy.deepcopy(self._own["trainer"][key]))
-        state.output = results["output"] and UpdateOutput(**results["output"])
+        state.update_output = state.output = results["output"] and UpdateOutput(**results["output"])
         state.metrics = copy.deepcopy(results["metrics"])
         for name, entry in self._objects.shared.items():
             _load(entry, self._shared[name])

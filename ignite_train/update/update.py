@@ -90,10 +90,10 @@ class Update:
             self._accumulate(trainer, micro_batches)
             norm = self.reduction.end(trainer._outgoing(), self.statistics, self.gradients)
             totals, stepped = self._totals(trainer, norm)
-            state.output = decided = self._decide(totals)
+            state.update_output = state.output = decided = self._decide(totals)
             self._announce(trainer, decided)
             if (rates := self.learning_rates()) != decided.learning_rates:  # a handler has set them
-                state.output = decided = replace(decided, learning_rates=rates)
+                state.update_output = state.output = decided = replace(decided, learning_rates=rates)
             self._step(state.iteration, decided, micro_batches, stepped=stepped)
             self._finish(decided)
         except BaseException as error:
