@@ -6,13 +6,15 @@ SEED ?= 0
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
+# On all cores, at most eight; a worker that has run out of tests takes over some of another's.
+PYTEST := $(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist worksteal
 BENCH_VENV := .venv-bench
 BENCH_INSTALLED := $(BENCH_VENV)/installed
 
 # Waiting threads that spin take the cores from those that work.
 export OMP_WAIT_POLICY = passive
 
-.PHONY: demo digits test check nightly mutants torch-versions wheel-test curve bench clean
+.PHONY: demo digits quick test slow test-all check nightly mutants torch-versions wheel-test curve bench clean
 
 demo: $(INSTALLED)  ## train the language model; NPROC=2 for two processes
 	$(BIN)/python examples/language_model.py --nproc $(NPROC)
@@ -20,8 +22,17 @@ demo: $(INSTALLED)  ## train the language model; NPROC=2 for two processes
 digits: $(INSTALLED)  ## classify handwritten digits
 	$(BIN)/python examples/digits.py --nproc $(NPROC)
 
-test: check  ## lint, types and tests
-	$(BIN)/python -m pytest -q
+quick: check  ## lint, types, and the tests that failed when they were last run
+	$(BIN)/python -m pytest -q -m 'not nightly' --last-failed --last-failed-no-failures none || test $$? -eq 5
+
+test: check  ## lint, types and tests, in two minutes on two cores
+	$(PYTEST)
+
+slow: $(INSTALLED)  ## the laws of `test` on all of their cases: what it leaves out
+	$(PYTEST) -m 'slow and not nightly'
+
+test-all: check  ## lint, types and all tests but the nightly ones
+	$(PYTEST) -m 'not nightly'
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -44,7 +55,7 @@ wheel-test: $(INSTALLED)  ## the tests against the built wheel, where no checkou
 	cp -R tests examples conftest.py pyproject.toml README.md "$$there" && \
 	cd "$$there" && export PYTHONPATH="$$there/installed" && \
 	"$$python" -c 'import ignite_train.handlers as h, sys; sys.exit(not h.__file__.startswith(sys.argv[1]))' "$$there" && \
-	"$$python" -m pytest -q -o pythonpath= tests && \
+	"$$python" -m pytest -q -n auto --maxprocesses 8 --dist worksteal -m 'not nightly' -o pythonpath= tests && \
 	"$$python" -m pytest -q -o pythonpath= --pyargs ignite_train
 
 curve: $(INSTALLED)  ## train and draw docs/curve.png

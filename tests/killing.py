@@ -36,24 +36,11 @@ from ignite_train.checkpoint.manifest import is_checkpoint_name, read_manifest
 from ignite_train.checkpoint.reader import CheckpointReader
 from ignite_train.checkpoint.retention import Retention
 from ignite_train.handlers import Checkpoint, LearningRateSchedule, StopOnSignal, TensorBoard, TrainingMetrics, Validation
-from processes import Processes
+from processes import Processes, forked
 
 DEADLINE = 60.0  # seconds for anything that ends by itself, on a machine that is busy with other things
 PHASES = ("save", "agreement", "rename", "prune")
 _BY_THE_CLOCK = ("samples_per_second", "data_wait", "seconds", "waited")  # metrics and sums that no run has twice
-
-_context = multiprocessing.get_context("forkserver")  # that of ranks.py
-_context.set_forkserver_preload(
-    [
-        "torch",
-        "torch._dynamo",
-        "torch.optim",
-        "torch.utils.tensorboard",
-        "pytest",
-        "ignite.distributed",
-        "ignite_train.handlers",
-    ]
-)
 
 
 # --- the job ----------------------------------------------------------------------------------------------------------------
@@ -393,7 +380,7 @@ class Life(Processes):
         job.directory.mkdir(parents=True, exist_ok=True)
         self.job, self.number = job, number
         super().__init__(
-            [_context.Process(target=_live, args=(job, rank, number, stop)) for rank in range(job.world_size)],
+            [forked.Process(target=_live, args=(job, rank, number, stop)) for rank in range(job.world_size)],
             [job.directory / f"stderr.{number}.{rank}" for rank in range(job.world_size)],
         )
 

@@ -148,7 +148,7 @@ def survives(mutant: Mutant) -> bool:
         for tests in test_files(mutant.path):
             # test_house and test_docs look at how a file is written, which unparsing changes.
             chosen = [test for test in tests if not test.endswith(("test_house.py", "test_docs.py", "test_wheel.py"))]
-            command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *chosen]
+            command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not nightly", "-p", "no:cacheprovider", *chosen]
             try:
                 done = subprocess.run(
                     command, cwd=copy, env={**os.environ, "PYTHONPATH": str(copy)}, capture_output=True, timeout=SECONDS

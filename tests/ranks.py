@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import multiprocessing
 import os
 import pickle
 import shutil
@@ -16,10 +15,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-_context = multiprocessing.get_context("forkserver")  # imports torch once; every rank is then forked in milliseconds
-_context.set_forkserver_preload(
-    ["torch", "torch._dynamo", "torch.optim", "pytest", "ignite.distributed", "ignite_train.handlers"]
-)
+from processes import forked
 
 
 class RanksFailedError(AssertionError):
@@ -35,9 +31,9 @@ def run_ranks(function: Callable[..., Any], *args: Any, world_size: int = 2, tim
     with _meeting_place() as directory:
         pipes, processes = [], []
         for rank in range(world_size):
-            ours, theirs = _context.Pipe(duplex=False)
+            ours, theirs = forked.Pipe(duplex=False)
             job = (theirs, function, args, rank, world_size, f"file://{directory}/store", timeout_seconds)
-            process = _context.Process(target=_run, args=job, daemon=True)
+            process = forked.Process(target=_run, args=job, daemon=True)
             process.start()
             theirs.close()
             pipes.append(ours)

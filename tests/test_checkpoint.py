@@ -182,7 +182,7 @@ def scored(directory: Path, scores: list[float], **options: Any) -> list[str]:
         ({"keep": 1, "keep_best": 2}, {"3", "5", "6"}),
         ({"keep": 2, "keep_best": 1, "keep_every": 4}, {"3", "4", "5", "6"}),
     ],
-    ids=str,
+    ids=["keep 1", "keep 1, highest", "keep 1, keep_best 2", "keep 2, keep_every 4"],
 )
 def test_the_best_stay(options: dict[str, Any], stays: set[str], tmp_path: Path) -> None:
     """Scores 5 4 1 9 2 nan: NaN is never best, and the best is kept beside the newest."""

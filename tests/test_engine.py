@@ -638,7 +638,7 @@ def counts(trainer: Any, event: Any, counter: str, data: list[float], max_epochs
         (Events.ITERATION_COMPLETED, "iteration", 8),
         (Events.EPOCH_COMPLETED, "epoch", 2),
     ],
-    ids=lambda value: getattr(value, "name", ""),
+    ids=lambda value: getattr(value, "name", str(value)),
 )
 @pytest.mark.parametrize(
     ("filters", "fires"),
@@ -653,7 +653,7 @@ def counts(trainer: Any, event: Any, counter: str, data: list[float], max_epochs
         ({"every": 3, "after": 2}, lambda n: n > 2 and n % 3 == 0),
         ({"event_filter": lambda engine, n: n in (2, 6)}, lambda n: n in (2, 6)),
     ],
-    ids=str,
+    ids=["every 2", "every 3", "once", "once twice", "before", "after", "between", "every after", "function"],
 )
 def test_filters(event, counter, total, filters, fires):
     """Ignite's filters work on every event, and count what the event is about: micro-batches, updates, steps or skips."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import multiprocessing
 import os
 import pickle
 import re
@@ -37,12 +36,9 @@ import ignite_train
 from ignite_train import ForwardOutput, NonFiniteError, Trainer, TrainEvents, TrainingError, create_evaluator, create_trainer
 from ignite_train.handlers import FailureBoard, HangWatch, PeerFailureError, Validation, failure_board, hang_watch
 from ignite_train.ranks.sealed_messages import SealedMessages
-from processes import Processes
+from processes import Processes, forked
 
 DEADLINE = 30.0  # seconds. The promise is two; what is tested is that no rank waits for ever, on a busy machine too
-
-_context = multiprocessing.get_context("forkserver")  # the one of ranks.py; what a first step imports takes half a second
-_context.set_forkserver_preload(["ignite.distributed", "ignite_train.handlers", "pytest", "torch._dynamo"])
 
 
 def until(condition: Callable[[], Any], what: str, seconds: float = 60.0) -> Any:
@@ -103,7 +99,7 @@ class Group(Processes):
             place["TORCHELASTIC_USE_AGENT_STORE"] = agent is not None
         jobs = [(directory, pickle.dumps((function, args)), rank, world_size, place) for rank in range(world_size)]
         super().__init__(
-            [_context.Process(target=_child, args=job, daemon=True) for job in jobs],
+            [forked.Process(target=_child, args=job, daemon=True) for job in jobs],
             [directory / f"stderr.{rank}" for rank in range(world_size)],
         )
 

@@ -795,7 +795,10 @@ _loop.append(_loop)
         (_loop, "nested deeper than 64"),
         ([0] * (MAX_NODES + 1), "more than 1000000 values"),
     ],
-    ids=str,
+    ids=[
+        *("object", "lambda", "named tuple", "sparse", "meta", "array of objects", "array of strings", "masked", "longdouble"),
+        *("longdouble scalar", "tensor as key", "two NaN keys", "loop", "too many"),
+    ],
 )
 def test_what_cannot_be_stored_is_refused_by_name(value, where):
     """Anything that would not come back as it was is refused when it is saved, and the message says where it is."""

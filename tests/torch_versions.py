@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     failed = 0
     for version in options.versions or dict.fromkeys([oldest(), newest()]):
-        command = [environment(version), "-m", "pytest", "-q", *options.tests]
+        command = [environment(version), "-m", "pytest", "-q", "-m", "not nightly", *options.tests]
         with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
             lines = [line for line in process.stdout or () if sys.stdout.write(line)]
         found = counts("".join(lines))
