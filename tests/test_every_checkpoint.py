@@ -202,6 +202,12 @@ class Job(NamedTuple):
         drawn = [torch.rand(3), np.random.random(3).tolist(), random.random()]  # noqa: S311
         return bit_by_bit([self.model.state_dict(), self.optimizer.state_dict(), counters, torch.get_rng_state(), *drawn])
 
+    def run(self, **limits: Any) -> None:
+        """Runs, and ends the persistent workers: if the garbage collector does, torch waits 5 s for each, as their queues go first."""
+        self.trainer.run(self.loader, **limits)
+        if isinstance(self.loader, DataLoader):
+            self.loader._iterator = None
+
 
 def forward(model: nn.Module, micro_batch: Tensor) -> ForwardOutput:
     x = micro_batch.float().unsqueeze(1) / SAMPLES
@@ -314,7 +320,7 @@ def checkpoints_of(kind: str, way: Way, accumulation_steps: int, directory: Path
     checkpoint.attach(job.trainer, evaluator=evaluator)
     way.always(job.trainer)
     way.prepare(job.trainer, checkpoint)
-    job.trainer.run(job.loader, **way.limits)
+    job.run(**way.limits)
     return sorted(directory.glob("update-*"))
 
 
@@ -323,7 +329,7 @@ def check(kind: str, name: str, directory: Path, accumulation_steps: int = 1, le
     way = WAYS[name]
     whole = build(kind, accumulation_steps, seed=0)
     way.always(whole.trainer)
-    whole.trainer.run(whole.loader, max_epochs=EPOCHS)
+    whole.run(max_epochs=EPOCHS)
     expected = whole.result()
     found = checkpoints_of(kind, way, accumulation_steps, directory / "run")
     assert len(found) >= least
@@ -333,7 +339,7 @@ def check(kind: str, name: str, directory: Path, accumulation_steps: int = 1, le
         job = build(kind, accumulation_steps, seed=77 + number)
         Checkpoint(directory / f"resumed-{number}", **RARELY).attach(job.trainer)
         way.always(job.trainer)
-        job.trainer.run(job.loader, max_epochs=EPOCHS, resume=path)
+        job.run(max_epochs=EPOCHS, resume=path)
         rest = {update: samples for update, samples in whole.seen.items() if update in job.seen}
         assert job.seen == rest, path.name
         assert list(job.seen) == list(whole.seen)[len(whole.seen) - len(job.seen) :], path.name
