@@ -261,6 +261,11 @@ def _train(job: Job, rank: int, life: int, halt: Halt) -> None:
         os.write(history, (json.dumps(line) + "\n").encode())
 
     state = trainer.run(loader, max_epochs=job.epochs)
+    _leave(job, rank, state, model, optimizer)
+
+
+def _leave(job: Job, rank: int, state: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Writes what the run has ended with."""
     final = {
         "weights": digest(model.state_dict()),
         "optimizer": digest(optimizer.state_dict()),

@@ -76,11 +76,7 @@ def draw(seed: int, world_size: int) -> Case:
     implementation = rng.choice(implementations)
     if reduction == "fsdp" and implementation == "fused" and not optimizer.startswith("Adam"):
         implementation = "foreach"  # torch has no other fused kernel for sharded parameters
-    pieces = {piece for piece in PIECES if rng.random() < 0.4} | {rng.choice(("linear", "transposed", "conv"))}
-    if implementation == "fused" or optimizer in {"ASGD"}:
-        pieces -= {"complex"}
-    if reduction == "fsdp":  # needs whole floating-point tensors with one dimension at least, each with a gradient
-        pieces = (pieces & {"linear", "conv", "shared", "embedding"}) | {"linear"}
+    pieces = _draw_pieces(rng, complex_too=implementation != "fused" and optimizer != "ASGD", sharded=reduction == "fsdp")
     options = {"lr": rng.choice((0.01, 0.05)), **{name: rng.choice(values) for name, values in choices.items()}}
     if options.get("momentum") and optimizer == "SGD":
         options["nesterov"] = rng.random() < 0.5
@@ -112,6 +108,13 @@ def draw(seed: int, world_size: int) -> Case:
         on_out_of_memory=rng.choice(("skip", "split")) if may_drop_micro_batches and goes_wrong > 0.75 else "raise",
         too_large=(rank, rng.randrange(longest)) if may_drop_micro_batches and goes_wrong > 0.75 else None,
     )
+
+
+def _draw_pieces(rng: random.Random, *, complex_too: bool, sharded: bool) -> set[str]:
+    pieces = {piece for piece in PIECES if rng.random() < 0.4} | {rng.choice(("linear", "transposed", "conv"))}
+    if sharded:  # needs whole floating-point tensors with one dimension at least, each with a gradient
+        return (pieces & {"linear", "conv", "shared", "embedding"}) | {"linear"}
+    return pieces if complex_too else pieces - {"complex"}
 
 
 class Mixture(nn.Module):

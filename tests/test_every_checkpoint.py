@@ -203,7 +203,7 @@ class Job(NamedTuple):
         return bit_by_bit([self.model.state_dict(), self.optimizer.state_dict(), counters, torch.get_rng_state(), *drawn])
 
     def run(self, **limits: Any) -> None:
-        """Runs, and ends the persistent workers: if the garbage collector does, torch waits 5 s for each, as their queues go first."""
+        """Runs, and ends persistent workers: if the garbage collector does, their queues go first, and torch waits for each."""
         self.trainer.run(self.loader, **limits)
         if isinstance(self.loader, DataLoader):
             self.loader._iterator = None

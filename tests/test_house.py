@@ -276,6 +276,21 @@ def test_every_handler_is_exported():
     assert [name for name in package.__all__ if name not in vars(package)] == []
 
 
+# --- the tests ---
+
+
+def test_the_ids_of_tests_are_the_same_in_each_process(request):
+    """No id holds an address or a set, whose order changes: pytest-xdist runs tests only if all its processes have the same."""
+    given = {item.nodeid: item.callspec.params.values() for item in request.session.items if hasattr(item, "callspec")}
+    sets = {
+        name
+        for name, values in given.items()
+        if any(isinstance(value, set | frozenset) and str(value) in name for value in values)
+    }
+
+    assert [name for name in given if " at 0x" in name or name in sets] == []
+
+
 # --- how it is written ---
 
 
@@ -325,8 +340,8 @@ def _depth(node: ast.AST) -> int:
 
 
 def test_a_function_fits_on_a_screen():
-    """A function has at most 40 lines and 4 blocks inside one another; the accumulation loop of the update has 5."""
-    found = [function for path in LIBRARY for function in _functions(path)]
+    """A function has at most 40 lines and 4 blocks inside one another, a test too; the update's accumulation loop has 5."""
+    found = [function for path in [*LIBRARY, *TESTS] for function in _functions(path)]
 
     assert [function for function in found if function[1] > MAX_FUNCTION_LINES] == []
     assert [name for name, _, depth in found if depth > MAX_DEPTH + name.endswith(" _accumulate")] == []

@@ -416,16 +416,7 @@ def refused(honest, tmp_path, ear, monkeypatch, caplog) -> Iterator[Callable[[Fo
     before = [part.state_dict() for part in parts]
     before_text = repr(before)
     largest = [0]
-    empty, read = torch.empty, os.read
-
-    def measured(*arguments: Any, **keywords: Any) -> Tensor:
-        shape = arguments[0] if isinstance(arguments[0], (list, tuple)) else arguments
-        largest[0] = max(largest[0], math.prod(shape))
-        return empty(*arguments, **keywords)
-
-    def measured_read(descriptor: int, size: int) -> bytes:
-        largest[0] = max(largest[0], size)
-        return read(descriptor, min(size, 2**26))
+    measured, measured_read = _measuring(largest)
 
     def refused(forge: Forge, misfit: bool) -> None:
         path = tmp_path / "run" / honest.name
@@ -460,6 +451,22 @@ def refused(honest, tmp_path, ear, monkeypatch, caplog) -> Iterator[Callable[[Fo
 
     yield refused
     assert not canary.exists()
+
+
+def _measuring(largest: list[int]) -> tuple[Callable[..., Tensor], Callable[[int, int], bytes]]:
+    """`torch.empty` and `os.read` that note the largest size they were asked for."""
+    empty, read = torch.empty, os.read
+
+    def measured(*arguments: Any, **keywords: Any) -> Tensor:
+        shape = arguments[0] if isinstance(arguments[0], (list, tuple)) else arguments
+        largest[0] = max(largest[0], math.prod(shape))
+        return empty(*arguments, **keywords)
+
+    def measured_read(descriptor: int, size: int) -> bytes:
+        largest[0] = max(largest[0], size)
+        return read(descriptor, min(size, 2**26))
+
+    return measured, measured_read
 
 
 def _one_line(error: Exception) -> None:

@@ -110,6 +110,67 @@ def test_order_of_calls():
     ]
 
 
+COUNTERS: dict[Any, str] = {
+    Events.STARTED: "epoch",
+    Events.EPOCH_STARTED: "epoch",
+    Events.GET_BATCH_STARTED: "iteration",
+    Events.GET_BATCH_COMPLETED: "iteration",
+    Events.ITERATION_STARTED: "iteration",
+    TrainEvents.MICRO_BATCH_STARTED: "num_micro_batches",
+    TrainEvents.FORWARD_COMPLETED: "num_micro_batches",
+    TrainEvents.BACKWARD_COMPLETED: "num_micro_batches",
+    TrainEvents.GRADIENTS_READY: "iteration",
+    TrainEvents.STEP_COMPLETED: "num_steps",
+    TrainEvents.STEP_SKIPPED: "num_skipped",
+    TrainEvents.OUT_OF_MEMORY: "iteration",
+    Events.ITERATION_COMPLETED: "iteration",
+    Events.EPOCH_COMPLETED: "epoch",
+    Events.COMPLETED: "epoch",
+}
+ORDER = [
+    "STARTED 0",
+    "EPOCH_STARTED 1",
+    "GET_BATCH_STARTED 0",
+    "GET_BATCH_COMPLETED 0",
+    "ITERATION_STARTED 1",
+    "MICRO_BATCH_STARTED 1",
+    "FORWARD_COMPLETED 1",
+    "BACKWARD_COMPLETED 1",
+    "MICRO_BATCH_STARTED 2",
+    "FORWARD_COMPLETED 2",
+    "BACKWARD_COMPLETED 2",
+    "GRADIENTS_READY 1",
+    "STEP_COMPLETED 1",
+    "ITERATION_COMPLETED 1",
+    "GET_BATCH_STARTED 1",
+    "GET_BATCH_COMPLETED 1",
+    "ITERATION_STARTED 2",
+    "MICRO_BATCH_STARTED 3",
+    "FORWARD_COMPLETED 3",
+    "BACKWARD_COMPLETED 3",
+    "MICRO_BATCH_STARTED 4",
+    "FORWARD_COMPLETED 4",
+    "BACKWARD_COMPLETED 4",
+    "GRADIENTS_READY 2",
+    "STEP_SKIPPED 1",
+    "ITERATION_COMPLETED 2",
+    "GET_BATCH_STARTED 2",
+    "GET_BATCH_COMPLETED 2",
+    "ITERATION_STARTED 3",
+    "MICRO_BATCH_STARTED 5",
+    "FORWARD_COMPLETED 5",
+    "BACKWARD_COMPLETED 5",
+    "MICRO_BATCH_STARTED 6",
+    "FORWARD_COMPLETED 6",
+    "BACKWARD_COMPLETED 6",
+    "GRADIENTS_READY 3",
+    "STEP_COMPLETED 2",
+    "ITERATION_COMPLETED 3",
+    "EPOCH_COMPLETED 1",
+    "COMPLETED 1",
+]
+
+
 def test_order_of_events():
     """Each event fires at its place with its counter counted on, over two steps and the skip between them."""
     model = Weights(0.0)
@@ -120,74 +181,16 @@ def test_order_of_events():
         accumulation_steps=2,
         loss_scaling=TorchLossScaling(256.0),
     )
-    counters = {
-        Events.STARTED: "epoch",
-        Events.EPOCH_STARTED: "epoch",
-        Events.GET_BATCH_STARTED: "iteration",
-        Events.GET_BATCH_COMPLETED: "iteration",
-        Events.ITERATION_STARTED: "iteration",
-        TrainEvents.MICRO_BATCH_STARTED: "num_micro_batches",
-        TrainEvents.FORWARD_COMPLETED: "num_micro_batches",
-        TrainEvents.BACKWARD_COMPLETED: "num_micro_batches",
-        TrainEvents.GRADIENTS_READY: "iteration",
-        TrainEvents.STEP_COMPLETED: "num_steps",
-        TrainEvents.STEP_SKIPPED: "num_skipped",
-        TrainEvents.OUT_OF_MEMORY: "iteration",
-        Events.ITERATION_COMPLETED: "iteration",
-        Events.EPOCH_COMPLETED: "epoch",
-        Events.COMPLETED: "epoch",
-    }
     fired = []
 
     def note(engine: Any, event: Any, counter: str) -> None:
         fired.append(f"{event.name} {getattr(engine.state, counter)}")
 
-    for event, counter in counters.items():
+    for event, counter in COUNTERS.items():
         trainer.add_event_handler(event, note, event, counter)
     trainer.run([1.0, 1.0, 1.0, math.inf, 1.0, 1.0])
 
-    assert fired == [
-        "STARTED 0",
-        "EPOCH_STARTED 1",
-        "GET_BATCH_STARTED 0",
-        "GET_BATCH_COMPLETED 0",
-        "ITERATION_STARTED 1",
-        "MICRO_BATCH_STARTED 1",
-        "FORWARD_COMPLETED 1",
-        "BACKWARD_COMPLETED 1",
-        "MICRO_BATCH_STARTED 2",
-        "FORWARD_COMPLETED 2",
-        "BACKWARD_COMPLETED 2",
-        "GRADIENTS_READY 1",
-        "STEP_COMPLETED 1",
-        "ITERATION_COMPLETED 1",
-        "GET_BATCH_STARTED 1",
-        "GET_BATCH_COMPLETED 1",
-        "ITERATION_STARTED 2",
-        "MICRO_BATCH_STARTED 3",
-        "FORWARD_COMPLETED 3",
-        "BACKWARD_COMPLETED 3",
-        "MICRO_BATCH_STARTED 4",
-        "FORWARD_COMPLETED 4",
-        "BACKWARD_COMPLETED 4",
-        "GRADIENTS_READY 2",
-        "STEP_SKIPPED 1",
-        "ITERATION_COMPLETED 2",
-        "GET_BATCH_STARTED 2",
-        "GET_BATCH_COMPLETED 2",
-        "ITERATION_STARTED 3",
-        "MICRO_BATCH_STARTED 5",
-        "FORWARD_COMPLETED 5",
-        "BACKWARD_COMPLETED 5",
-        "MICRO_BATCH_STARTED 6",
-        "FORWARD_COMPLETED 6",
-        "BACKWARD_COMPLETED 6",
-        "GRADIENTS_READY 3",
-        "STEP_COMPLETED 2",
-        "ITERATION_COMPLETED 3",
-        "EPOCH_COMPLETED 1",
-        "COMPLETED 1",
-    ]
+    assert fired == ORDER
 
 
 def test_gradients_are_cleared_before_the_step_events(build, micro_batches):
