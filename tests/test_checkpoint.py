@@ -835,6 +835,7 @@ def command(*arguments: Any) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
+@pytest.mark.slow
 def test_the_command_in_a_process(tmp_path: Path) -> None:
     """Its exit status and output, and nothing on stderr, no RuntimeWarning of runpy either."""
     saves(tmp_path, every=4)

@@ -37,6 +37,7 @@ from ignite_train.checkpoint.manifest import Manifest
 from ignite_train.checkpoint.retention import Retention
 from ignite_train.handlers import Checkpoint, StopOnSignal, Validation
 from ranks import run_ranks
+from tiers import one_in
 
 SAMPLES, BATCH, EPOCHS = 8, 2, 3  # a last micro-batch that is full: the loader is not exhausted by fetching it
 
@@ -346,26 +347,27 @@ def check(kind: str, name: str, directory: Path, accumulation_steps: int = 1, le
         assert job.result() == expected, path.name
 
 
-@pytest.mark.parametrize("kind", [kind for kind in LOADERS if kind not in WITH_WORKERS])
+@pytest.mark.parametrize("kind", one_in(4, [kind for kind in LOADERS if kind not in WITH_WORKERS]))
 def test_goes_on_from_every_update_and_every_epoch(kind: str, tmp_path: Path) -> None:
     """Each update, each end of an epoch and the end of the run, with each kind of loader."""
     check(kind, "every update and epoch", tmp_path)
 
 
-@pytest.mark.parametrize("kind", WITH_WORKERS)
+@pytest.mark.parametrize("kind", one_in(3, WITH_WORKERS))
 def test_goes_on_with_workers(kind: str, tmp_path: Path) -> None:
     """In the middle of an epoch that is not the first, at the end of one, and at the end of the run."""
     check(kind, "few", tmp_path)
 
 
-@pytest.mark.parametrize(("name", "number"), [(name, number) for number, name in enumerate(WAYS)], ids=str)
-def test_goes_on_from_whatever_asked_for_a_checkpoint(name: str, number: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", one_in(4, WAYS))
+def test_goes_on_from_whatever_asked_for_a_checkpoint(name: str, tmp_path: Path) -> None:
     """Each cadence and each request in each event, with loaders that take turns."""
+    number = list(WAYS).index(name)
     kinds = ("shuffle, generator", "sampler with Python's", "stateful, shuffle, generator", "weighted", "stateful, sampler")
     check(kinds[number % len(kinds)], name, tmp_path, accumulation_steps=(1, 2, 4)[number % 3])
 
 
-@pytest.mark.parametrize("kind", LOADERS_OF_RANKS)
+@pytest.mark.parametrize("kind", one_in(2, LOADERS_OF_RANKS))
 def test_goes_on_with_two_ranks(kind: str, tmp_path: Path) -> None:
     """Each rank finds its own place and its own generators again, also where one has less data than the other."""
     run_ranks(check, kind, "every update and epoch", tmp_path, 2, timeout_seconds=100)

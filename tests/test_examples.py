@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tiers import slow
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
 TIMEOUT_SECONDS = 200.0
@@ -75,12 +77,14 @@ def test_the_language_model_trains(alone: str, log_dir: Path) -> None:
     assert f"tensorboard --logdir {log_dir}" in alone
 
 
+@pytest.mark.slow
 def test_the_language_model_has_the_same_losses_on_two_processes(alone: str, tmp_path: Path) -> None:
     """Cut over two processes, an update is the same up to rounding."""
     two = _run("language_model.py", *TINY, "--nproc", "2", "--log-dir", str(tmp_path))
     assert _losses(two) == pytest.approx(_losses(alone), rel=2e-5)
 
 
+@pytest.mark.slow
 def test_an_interrupted_language_model_goes_on(alone: str, tmp_path: Path) -> None:
     """Ctrl-C, the same command again: it ends where an uninterrupted run ends; and once more: there is nothing to do."""
     command = [sys.executable, str(EXAMPLES / "language_model.py"), *TINY, "--save-every", "1", "--log-dir", str(tmp_path)]
@@ -102,6 +106,7 @@ def test_an_interrupted_language_model_goes_on(alone: str, tmp_path: Path) -> No
     assert "finished after" not in once_more
 
 
+@pytest.mark.slow
 def test_the_curve_is_drawn(alone: str, log_dir: Path, tmp_path: Path) -> None:
     """From the event files of a run."""
     picture = tmp_path / "docs" / "curve.png"
@@ -109,13 +114,14 @@ def test_the_curve_is_drawn(alone: str, log_dir: Path, tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("launcher", [(), TORCHRUN], ids=["alone", "torchrun"])
+@pytest.mark.parametrize("launcher", [(), slow(TORCHRUN)], ids=["alone", "torchrun"])
 def test_digits_are_recognised(launcher: tuple[str, ...]) -> None:
     """The same script, unchanged, in one process and in two."""
     (accuracy,) = _numbers(r"held-out accuracy: ([\d.]+)% of 360 images", _run("digits.py", launcher=launcher))
     assert accuracy >= 97
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("example", ["language_model.py", "digits.py"])
 def test_help_names_the_options(example: str) -> None:
     printed = _run(example, "--help")
