@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -9,6 +11,10 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
 from ignite_train import Evaluator, ForwardOutput, Trainer, create_evaluator, create_trainer
+
+# One thread for this process and all that tests start: as many tests run at a time as there are cores.
+torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def _forward(model: nn.Module, micro_batch: tuple[Tensor, Tensor]) -> ForwardOutput:
