@@ -1,37 +1,32 @@
-"""Checkpoints that survive anything, and going on from them."""
+"""Checkpoints from which a run resumes bitwise, wherever it was killed."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 from ignite.engine import Events
-from torch import nn
 
-from ignite_train.arguments import did_you_mean, one_of, positive_int, real_number
+from ignite_train.arguments import one_of, positive_int
+from ignite_train.checkpoint.cadence import Cadence
+from ignite_train.checkpoint.capture import capture
+from ignite_train.checkpoint.config import plain_config, versions
 from ignite_train.checkpoint.directory import Contents, together
 from ignite_train.checkpoint.held_state import HeldState
 from ignite_train.checkpoint.manifest import Manifest
-from ignite_train.checkpoint.resume import (
-    checkpoint_to_resume,
-    log_how_exact,
-    log_resumption,
-    plain_config,
-    read_agreed,
-    versions,
-)
+from ignite_train.checkpoint.resume import Resumption, log_how_exact
 from ignite_train.checkpoint.retention import Retention
-from ignite_train.checkpoint.run_state import RunState, StateRules, capture, checked_objects, refuse_odd_optimizers
+from ignite_train.checkpoint.run_objects import SavedRun, checked_objects
+from ignite_train.checkpoint.state_rules import StateRules
 from ignite_train.checkpoint.writer import GIVE_UP_AFTER, CheckpointWriter
 from ignite_train.evaluator import Evaluator
 from ignite_train.handler import Handler
-from ignite_train.loop.dispatch import Dispatcher, Stateful
+from ignite_train.loop.dispatch import Stateful
 from ignite_train.ranks import collectives
-from ignite_train.ranks.messages import Piggyback
 from ignite_train.trainer import Trainer
 
 __all__ = ["Checkpoint"]
@@ -39,64 +34,75 @@ __all__ = ["Checkpoint"]
 _PATIENCE_SECONDS = 30.0  # for a save in flight, when the run breaks off
 
 
-class Checkpoint(Handler, Piggyback):
-    """Saves all that a run is made of, and brings it back: killed anywhere, a run goes on bitwise as if nothing had happened.
+class Checkpoint(Handler):
+    """Saves the whole run during training, and lets `trainer.run` resume it: killed at any moment, it ends with the same bits.
 
     Saved are model, optimizer, loss scaling, counters, the place in the data, metrics, every handler attached to the trainer
     or the evaluator that has a `state_dict`, the random generators of every rank (Python, NumPy, torch on the CPU and on
-    accelerators) and of the loader, and `to_save`. All ranks attach it alike; saving is collective, and so is `trainer.run`.
+    accelerators) and of the loader, and `to_save`. Attach it alike on all ranks; saving and `trainer.run` are collective.
 
     A checkpoint is a directory, `update-00000012`, that is renamed into place once each byte of it is on the disk, so it is
-    whole or not there; it is checked by its checksums when it is read, and an older one takes the place of one that is
-    damaged. It is taken after everything else that happens at the end of an update, an epoch or the run. The run waits only
-    for a copy of the state in the host's memory, which stays reserved; the rest is done by a thread, one save at a time. What
-    goes wrong is raised, on all ranks, at the next save or at the end.
+    whole or not there. Its checksums are compared when it is read; if it is damaged, the one before is used. It is taken after
+    everything else that happens at the end of an update, an epoch or the run. The run waits only for a copy of the state into
+    memory of the host, which stays reserved; a thread does the rest, one save at a time. An error of a save is raised at the
+    next save or at the end of the run, on all ranks.
 
-    Written by any number of ranks, it can be read by any other. Then a rank that was not there takes over what rank 0 had of
-    its own, with other random numbers. In the middle of an epoch that needs a `ResumableLoader`, and each sample is used once
-    all the same. What a loader may not give again as it was is logged when the run starts. Models sharded by `fully_shard`
-    are written in shards and come back with any sharding, or none.
+    Any number of ranks can read what another number wrote. A rank that did not exist then takes over the state of rank 0, with
+    other random numbers. In the middle of an epoch that needs a `ResumableLoader`, and each sample is still used once. What a
+    loader may not repeat exactly is logged when the run starts. Models sharded by `fully_shard` are written in shards and can
+    be read with any other sharding, or unsharded.
 
-    Nothing in a checkpoint is run when it is read: numbers, strings and tensors, no pickle. A run holds its directory: another
-    one there is refused while the first is alive. All machines of a run must see the same files in it.
+    Nothing in a checkpoint is executed when it is read: it holds numbers, strings and tensors, and no pickle. A run holds its
+    directory: a second run there is refused while the first is alive. All machines of a run must see the same files in it.
 
-    When a run starts, everything that a save does is tried but for the tensors, so that a state that cannot be stored, or a
-    directory that cannot be written to, is found before the first batch.
+    When a run starts, a save without the tensors is tried, so that a state that cannot be stored, or a directory that cannot be
+    written to, is found before the first batch.
 
     Args:
-        directory: of the checkpoints of this run.
-        every: save every so many updates.
-        every_seconds: save when the last one is so long ago, by the clock of rank 0.
-        every_epochs: save after every so many epochs; 1 if nothing else is given. The end of a run is always saved.
-        keep: how many of the newest stay.
-        keep_every: those whose update is a multiple of this stay for ever.
+        directory: where the checkpoints of this run are written.
+        every: save every N updates.
+        every_seconds: save when this many seconds have passed since the last save (rank 0's clock).
+        every_epochs: save every N epochs; 1 if neither this nor `every` nor `every_seconds` is given. The end of a run is
+            always saved.
+        keep: how many of the newest checkpoints stay.
+        keep_every: checkpoints whose update is a multiple of this stay for ever.
         best: name of a metric of the evaluator. Whenever it is the best so far, that state is saved too.
         mode: whether the best is the `"min"` or the `"max"`.
-        keep_best: how many of the best stay.
-        to_save: more objects with `state_dict` and `load_state_dict`, by name; the same on all ranks, so rank 0 writes them.
-        config: plain values; on resuming, what has changed is listed in the log.
-        asynchronous: False saves before the run goes on.
-        on_error: what happens when a save fails: `"raise"`, or `"warn"` and train on. The old ones stay either way. A failure
-            at the end of the run, whose last state then is not on the disk, is always raised.
-        give_up_after: with `on_error="warn"`, that many failures in a row are raised all the same.
-        leave_out: names of attached handlers whose state is neither saved nor read, such as `("LambdaStateScheduler",)`. A
-            handler whose state cannot be stored is left out anyway, with a warning. `"carried"` has a run begin without what
-            `state.carried` held, which another number of ranks cannot take over.
-        script_wins: options of the optimizer, such as `("lr", "weight_decay")`, that keep the script's value on resuming. All
-            others are those of the checkpoint, and the log lists what the script sets in another way. With `"lr"`, a schedule
-            whose state is restored keeps its place and its shape, over the script's rate.
-        on_changed_data: what happens if a run resumes in the middle of an epoch with another loader, so that samples would be
-            missed or used twice (another seed, length or batch size, say): `"raise"`, or `"warn"` and continue all the same.
+        keep_best: how many of the best checkpoints stay.
+        to_save: more objects with `state_dict` and `load_state_dict`, by name. They must be equal on all ranks: rank 0 writes
+            them.
+        config: plain values of the script. When the run resumes, the log lists which of them have changed.
+        asynchronous: False writes each checkpoint before training continues.
+        on_error: what happens when a save fails: `"raise"`, or `"warn"` and train on. The older checkpoints stay in both cases.
+            A failure to write the last state, at the end of the run, is always raised.
+        leave_out: names of attached handlers whose state is neither saved nor restored, such as `("LambdaStateScheduler",)`. A
+            handler whose state cannot be stored is left out too, with a warning. `"carried"` starts a run without the
+            values of `state.carried`, which another number of ranks cannot take over.
+        script_wins: options of the optimizer, such as `("lr", "weight_decay")`, that keep the script's value when the run
+            resumes. All others are taken from the checkpoint, and the log lists those that differ. With `"lr"`, a restored
+            schedule keeps its place and its shape, over the script's rate.
+        give_up_after: with `on_error="warn"`, this many failures in a row are raised.
+        on_changed_data: what happens if a run resumes in the middle of an epoch with another loader (another seed, length or
+            batch size, for example), so that samples would be missed or used twice: `"raise"`, or `"warn"` and continue.
 
     Attributes:
-        held_seconds: how long the latest save held the run.
+        held_seconds: how long the latest save held the run, in seconds.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument has an invalid value, or `directory` is a file.
 
     Example:
+        >>> import tempfile
+        >>> import torch
+        >>> from ignite_train import create_trainer
         >>> from ignite_train.handlers import Checkpoint
-        >>> trainer, directory = getfixture("trainer"), getfixture("tmp_path")
-        >>> checkpoint = Checkpoint(directory, every=3)
+        >>> model = torch.nn.Linear(4, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> trainer = create_trainer(model, optimizer, lambda model, x: model(x).square().mean())
+        >>> checkpoint = Checkpoint(tempfile.mkdtemp(), every=3)
         >>> checkpoint.attach(trainer)
-        >>> state = trainer.run(getfixture("loader"), max_epochs=1)
+        >>> state = trainer.run([torch.ones(2, 4)] * 4, max_epochs=1)  # started again, the same command would resume
         >>> checkpoint.latest.name
         'update-00000004'
     """
@@ -122,63 +128,68 @@ class Checkpoint(Handler, Piggyback):
         give_up_after: int = GIVE_UP_AFTER,
         on_changed_data: Literal["raise", "warn"] = "raise",
     ) -> None:
-        self.directory = Path(directory).absolute()
-        _check_directory(self.directory)
-        self.every = None if every is None else positive_int("every", every)
-        self.every_seconds = None if every_seconds is None else real_number("every_seconds", every_seconds, above=0)
-        self.every_epochs = None if every_epochs is None else positive_int("every_epochs", every_epochs)
-        if every is None and every_seconds is None and every_epochs is None:
-            self.every_epochs = 1
-        self.best = best
-        self.to_save = checked_objects(to_save or {})
-        self.config = dict(config or {})
-        self._rules, self._held = StateRules(leave_out, script_wins), HeldState()
+        self.directory = _checked_directory(Path(directory).absolute())
         retention = Retention(
             last=positive_int("keep", keep),
             best=positive_int("keep_best", keep_best),
             lower_is_better=one_of("mode", mode, ("min", "max")) == "min",
             every=None if keep_every is None else positive_int("keep_every", keep_every),
         )
+        self.cadence = Cadence(
+            every=every, every_seconds=every_seconds, every_epochs=every_epochs, best=best, retention=retention
+        )
+        self.saver = CheckpointWriter(
+            self.directory,
+            retention,
+            asynchronous=asynchronous,
+            warns=one_of("on_error", on_error, ("raise", "warn")) == "warn",
+            give_up_after=positive_int("give_up_after", give_up_after),
+        )
+        self.to_save, self.config = checked_objects(to_save or {}), dict(config or {})
         self.on_changed_data = one_of("on_changed_data", on_changed_data, ("raise", "warn"))
-        warns = one_of("on_error", on_error, ("raise", "warn")) == "warn"
-        patience = positive_int("give_up_after", give_up_after)
-        self.saver = CheckpointWriter(self.directory, retention, asynchronous=asynchronous, warns=warns, give_up_after=patience)
         self.held_seconds = 0.0
-        self._trainer: Trainer | None = None
-        self._evaluator: Evaluator | None = None
-        self._pending: RunState | None = None
-        self._score: tuple[int, float] | None = None  # the latest, and the update it is of
-        self._best: float | None = None
-        self._due = self._running = self._has_warned = False
-        self._clock = time.monotonic()
-        self._saved: Any = None  # the moment that was saved last
+        self._rules, self._held = StateRules(leave_out, script_wins), HeldState()
+        self._run: SavedRun | None = None
+        self._resumption: Resumption | None = None
+        self._is_running = self._has_warned = False
+
+    def __repr__(self) -> str:
+        latest = "" if self.latest is None else f", latest={self.latest.name!r}"
+        return f"Checkpoint({str(self.directory)!r}, {self.cadence!r}, keep={self.saver.retention.last}{latest})"
 
     @property
     def latest(self) -> Path | None:
-        """The newest checkpoint that this process has committed or gone on from; None before."""
+        """The newest checkpoint that this process has committed or resumed from; None if there is none yet."""
         return self.saver.latest
 
     def attach(self, trainer: Trainer, *, evaluator: Evaluator | None = None) -> None:
         """Saves during each run of `trainer`, and lets `trainer.run` resume.
 
         Args:
-            trainer: the trainer, with model and optimizer as they will be.
-            evaluator: whose metric decides what is `best`, and whose handlers are saved too.
+            trainer: the trainer, with its model and optimizer complete.
+            evaluator: its metric decides what is `best`, and its handlers are saved too.
+
+        Raises:
+            ValueError: the trainer has a `Checkpoint` already, or `best` is given without an evaluator.
+            TypeError: the `state_dict` of an optimizer does not have the form of torch's.
         """
         if trainer._resume_with is not None:
             raise ValueError("a trainer must have one Checkpoint at most, got a second; give the first more cadences")
-        if self.best is not None and evaluator is None:
-            raise ValueError(f"best={self.best!r} needs an evaluator; pass attach(trainer, evaluator=...)")
-        refuse_odd_optimizers(trainer, self.to_save)
-        trainer._resume_with, self._trainer, self._evaluator = self, trainer, evaluator
-        if self.every_seconds is not None:
-            trainer.piggybacks.append(self)
-        if evaluator is not None and self.best is not None:
-            evaluator.append_event_handler(Events.COMPLETED, self._note_score)
+        if self.cadence.best is not None and evaluator is None:
+            raise ValueError(f"best={self.cadence.best!r} needs an evaluator; pass attach(trainer, evaluator=...)")
+        run = SavedRun(trainer, self.to_save, evaluator)
+        run.refuse_odd_optimizers()
+        self._run = run
+        self._resumption = Resumption(run, self._rules, self.saver, self.config, self.on_changed_data)
+        trainer._resume_with = self._resuming
+        if self.cadence.every_seconds is not None:
+            trainer.piggybacks.append(self.cadence)
+        if evaluator is not None and self.cadence.best is not None:
+            evaluator.append_event_handler(Events.COMPLETED, self._after_evaluation)
         trainer.prepend_event_handler(Events.STARTED, self._start)
         trainer.append_event_handler(Events.STARTED, self._put_back)
         trainer.append_event_handler(Events.STARTED, self._try_out)
-        trainer.append_event_handler(Events.EPOCH_STARTED, self._put_back_in_epoch)
+        trainer.append_event_handler(Events.EPOCH_STARTED, self._resumption.put_back_objects)
         trainer.append_event_handler(Events.ITERATION_COMPLETED, self._after_update)
         trainer.append_event_handler(Events.EPOCH_COMPLETED, self._after_epoch)
         for event in (Events.TERMINATE, Events.INTERRUPT, Events.COMPLETED):
@@ -186,186 +197,156 @@ class Checkpoint(Handler, Piggyback):
         trainer.add_event_handler(Events.EXCEPTION_RAISED, self._abandon)
         trainer.on_exit.append(self._stop)
 
-    def holding(self) -> AbstractContextManager[None]:
-        """See `Restorer`: during a run no other one may write to the directory. Collective."""
-        return self.saver.holding()
+    # --- how the run resumes ----------------------------------------------------------------------------------------------
 
-    # --- resuming ---------------------------------------------------------------------------------------------------------
+    @contextmanager
+    def _resuming(self, resume: str | Path) -> Iterator[None]:
+        """`trainer.run` trains in this `with`: no other run writes to the directory, and the state is restored. Collective."""
+        with self.saver.holding():
+            self.restore(resume)
+            yield
 
     def restore(self, resume: str | Path) -> None:
-        """Goes back to what `resume` says; see `Trainer.run`, which calls it. Collective.
+        """Puts the run back to the state that `resume` names. `trainer.run` calls it; see there. Collective.
+
+        Args:
+            resume: `"auto"`, `"must"`, `"never"`, or a path.
 
         Raises:
-            ValueError: `resume` is nothing that is known, or must not be `"never"`.
-            CheckpointError: there is no checkpoint, none is whole, or it is of another model.
+            ValueError: `resume` has an unknown value, or it is `"never"` and the directory has checkpoints.
+            CheckpointError: no checkpoint was found where one must be, or none is whole, or it is of another run.
+            RuntimeError: `attach` was not called.
         """
-        trainer = self._attached()
+        run, resumption = self._attached()
         self.saver.wait()
-        self._rules.begin(trainer, self.to_save, self._evaluator_handlers(), self._held.names(self._engines()))
-        if resume in ("auto", "never") and (trainer.state.iteration or trainer.state.epoch):
-            return
-        root, names = checkpoint_to_resume(self.saver.directory, resume)
-        if not names:
-            return
-        disk = self.saver.disk if root == self.directory else None
-        state, manifest, path = read_agreed(
-            root, names, disk, lambda stored: RunState(stored, trainer, self.to_save, self._evaluator_handlers(), self._rules)
-        )
-        changed = state.changed
-        together(collectives.gather_objects, f"going on from {path}", state.restore)
-        trainer.load_data_position(trainer.data_position(), on_changed_data=self.on_changed_data)
-        self._pending, self._score = state, None if manifest.score is None else (manifest.update, manifest.score)
-        self.saver.go_on_from(path)
-        if collectives.is_main_rank():
-            config = plain_config(self.config, trainer._description)
-            log_resumption(path, manifest, config, changed=changed, fresh=state.fresh, unused=state.unused)
+        self._rules.begin(run, self._held.names(run.engines))
+        manifest = resumption.restore(resume)
+        if manifest is not None:
+            self.cadence.note_score(manifest.update, manifest.score)
 
     def _start(self, trainer: Trainer) -> None:
-        """Before all other handlers of STARTED: what needs all ranks, what is known of the scores, what will not be exact."""
-        self._running = True
+        """Before all other handlers of STARTED: prepares saving, and says what may not be exact."""
+        self._is_running = True
         self.saver.prepare()
         if collectives.is_main_rank() and not self._has_warned:
             log_how_exact(trainer.state.dataloader)
         self._has_warned = True
-        self._clock, self._due = time.monotonic(), False
-        if self.best is not None:
-            self._best = together(collectives.gather_objects, "looking for the best checkpoint", self._best_on_disk)[0]
+        best = None
+        if self.cadence.best is not None:
+            best = together(collectives.gather_objects, "looking for the best checkpoint", self._best_on_disk)[0]
+        self.cadence.start(best)
 
     def _best_on_disk(self) -> float | None:
         found = self.saver.directory.scan()[0] if collectives.is_main_rank() else []
         return self.saver.retention.best_of([manifest for _, manifest in found])
 
     def _put_back(self, trainer: Trainer) -> None:
-        """After all other handlers of STARTED; if an epoch goes on, after those of its EPOCH_STARTED, where metrics reset."""
-        self._held.note(self._engines())
-        if self._pending is not None and trainer.state_dict()["epoch_iteration"] == 0:
-            self._put_back_in_epoch()
+        """After all other handlers of STARTED. In the middle of an epoch EPOCH_STARTED follows, where metrics reset."""
+        run, resumption = self._attached()
+        self._held.note(run.engines)
+        if trainer.state_dict()["epoch_iteration"] == 0:
+            resumption.put_back_objects()
 
     def _try_out(self) -> None:
-        """After all other handlers of STARTED: what would make each save fail is found before the first batch."""
+        """After all other handlers of STARTED: an error that each save would meet is found before the first batch."""
         self.saver.try_out(self._capture())
 
-    def _put_back_in_epoch(self) -> None:
-        if self._pending is not None:
-            self._pending.restore_objects()
-            self._pending = None
+    # --- when the run is saved --------------------------------------------------------------------------------------------
 
-    # --- saving -----------------------------------------------------------------------------------------------------------
-
-    def payload(self) -> Sequence[float]:
-        """See `Piggyback`: whether it is time, by the clock of rank 0."""
-        late = self.every_seconds is not None and time.monotonic() - self._clock >= self.every_seconds
-        return [float(late and collectives.is_main_rank())]
-
-    def on_reduced(self, sums: list[float]) -> None:
-        """See `Piggyback`."""
-        self._due = self._due or sums[0] > 0
-
-    def _note_score(self, evaluator: Evaluator) -> None:
-        metrics = evaluator.state.metrics
-        if self.best not in metrics:
-            hint = did_you_mean(self.best, metrics)
-            raise ValueError(f"best must be one of the evaluator's metrics {sorted(metrics)}, got {self.best!r}{hint}")
-        score = float(metrics[self.best])
-        self._score = (self._attached().state.iteration, score)
-        if self.saver.retention.is_better(score, self._best):
-            self._best, self._due = score, True
+    def _after_evaluation(self, evaluator: Evaluator) -> None:
+        run, _ = self._attached()
+        self.cadence.note_evaluation(run.trainer.state.iteration, evaluator.state.metrics)
 
     def _after_update(self, trainer: Trainer) -> None:
-        if trainer.should_terminate:  # the next handlers are those of the end, which save
-            return
-        if self._due or (self.every is not None and trainer.state.iteration % self.every == 0):
+        is_last = trainer.should_terminate  # then the handlers of the end come next, and they save
+        if not is_last and self.cadence.is_due_after_update(trainer.state.iteration):
             self._save()
 
     def _after_epoch(self, trainer: Trainer) -> None:
-        if self._due or (self.every_epochs is not None and trainer.state.epoch % self.every_epochs == 0):
+        if self.cadence.is_due_after_epoch(trainer.state.epoch):
             self._save()
 
     def _at_end(self) -> None:
-        """Saves what was not saved yet, and waits until it is on the disk."""
-        if self._due or self._saved != self._moment():
+        """Saves the last state if it is not saved yet, and waits until it is on the disk."""
+        if self.cadence.is_due_at_end(self._moment()):
             self._save(is_last=True)
         self.saver.wait(is_last=True)
 
     def _stop(self) -> None:
-        self._running = False
+        self._is_running = False
 
     def _abandon(self, _error: BaseException) -> None:
         self.saver.abandon(_PATIENCE_SECONDS)
 
     def save(self) -> None:
-        """Saves the run: in a handler, at the end of the running update or epoch, after all else there; between runs at once.
+        """Saves the run: from a handler, at the end of the running update or epoch, after all else there; between runs at once.
 
         Collective.
 
         Raises:
-            CheckpointError: the save before failed, or some state is no plain value.
+            CheckpointError: the save before failed, or some state cannot be stored.
+            RuntimeError: `attach` was not called.
         """
-        if self._running:
-            self._due = True
+        if self._is_running:
+            self.cadence.request()
         else:
             self._save()
 
+    # --- saving -----------------------------------------------------------------------------------------------------------
+
     def _save(self, *, is_last: bool = False) -> None:
-        started, trainer = time.monotonic(), self._attached()
-        trainer.verify_ranks()  # what the ranks do not agree on must not be saved
-        state = trainer.state
-        score = None if self._score is None or self._score[0] != state.iteration else self._score[1]
-        contents = self._capture()
-        self.saver.save(
-            contents,
-            Manifest(
-                update=state.iteration,
-                epoch=state.epoch,
-                serial=0,
-                world_size=collectives.world_size(),
-                score=None if score is None or not math.isfinite(score) else score,
-                config=plain_config(self.config, trainer._description),
-                versions=versions(),
-                files={},
-            ),
-            is_last=is_last,
-        )
-        self._saved, self._due, self._clock = self._moment(), False, started
+        started = time.monotonic()
+        run, _ = self._attached()
+        run.trainer.verify_ranks()  # a state on which the ranks do not agree must not be saved
+        self.saver.save(self._capture(), self._manifest(run.trainer), is_last=is_last)
+        self.cadence.note_save(self._moment(), started)
         self.held_seconds = time.monotonic() - started
 
     def _capture(self) -> Contents:
-        """What this rank writes; warns of what no checkpoint will hold."""
-        trainer = self._attached()
-        contents = capture(trainer, self.to_save, self._evaluator_handlers(), self._rules)
+        """What this rank writes; warns of state that no checkpoint holds."""
+        run, _ = self._attached()
+        contents = capture(run, self._rules)
         if collectives.is_main_rank() and contents.failure is None:
-            modules = [
-                entry for entry in (*trainer._stateful_parts.values(), *self.to_save.values()) if isinstance(entry, nn.Module)
-            ]
             saved = [piece.data for piece in contents.pieces.values()]
-            self._held.warn(self._engines(), saved, modules, self._rules.leave_out)
+            self._held.warn(run.engines, saved, run.modules(), self._rules.leave_out)
         return contents
 
-    def _engines(self) -> list[Dispatcher]:
-        return [engine for engine in (self._attached(), self._evaluator) if engine is not None]
+    def _manifest(self, trainer: Trainer) -> Manifest:
+        """What is known of the checkpoint so far; the files and the serial number are added when it is committed."""
+        state = trainer.state
+        score = self.cadence.score_of(state.iteration)
+        return Manifest(
+            update=state.iteration,
+            epoch=state.epoch,
+            serial=0,
+            world_size=collectives.world_size(),
+            score=None if score is None or not math.isfinite(score) else score,
+            config=plain_config(self.config, trainer._description),
+            versions=versions(),
+            files={},
+        )
 
     def _moment(self) -> tuple[Any, ...]:
-        state = self._attached().state_dict()
+        """Where the run is: a state is saved once for each moment."""
+        state = self._attached()[0].trainer.state_dict()
         return state["iteration"], state["epochs_completed"], state["ended"]
 
-    def _attached(self) -> Trainer:
-        if self._trainer is None:
+    def _attached(self) -> tuple[SavedRun, Resumption]:
+        if self._run is None or self._resumption is None:
             raise RuntimeError("attach(trainer) must be called first")
-        return self._trainer
-
-    def _evaluator_handlers(self) -> Mapping[str, Stateful]:
-        return {} if self._evaluator is None else self._evaluator.stateful
+        return self._run, self._resumption
 
 
-def _check_directory(directory: Path) -> None:
+def _checked_directory(directory: Path) -> Path:
     """Raises ValueError if checkpoints can never be written there."""
     if directory.exists():
         if not directory.is_dir():
-            raise ValueError(f"directory must be a directory, or not be there yet, got the file {str(directory)!r}")
-        return
+            raise ValueError(f"directory must be a directory, or not exist yet, got the file {str(directory)!r}")
+        return directory
     for path in (directory, *directory.parents):
         if path.is_symlink() and not path.exists():
             raise ValueError(
-                f"directory must be a directory, or not be there yet, got {str(directory)!r}, where {str(path)!r} is a link to "
-                "what is not there; make its target, or remove the link"
+                f"directory must be a directory, or not exist yet, got {str(directory)!r}, where {str(path)!r} is a link to a "
+                "path that does not exist; create its target, or remove the link"
             )
+    return directory

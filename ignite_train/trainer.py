@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import MethodType
@@ -23,7 +23,7 @@ from ignite_train.ranks import collectives
 from ignite_train.ranks.messages import Outgoing, Piggyback, RankRequests
 from ignite_train.state import TrainState, UpdateOutput
 
-__all__ = ["DefaultHandler", "Process", "Restorer", "Trainer"]
+__all__ = ["DefaultHandler", "Process", "Trainer"]
 
 _COUNTERS = ("iteration", "num_steps", "num_skipped", "num_micro_batches")
 _LIMITS = ("epoch_length", "max_epochs", "max_iters")
@@ -45,16 +45,6 @@ class Process(Protocol):
         """Takes it over."""
 
 
-class Restorer(Protocol):
-    """What `run` asks to go back to where an earlier process was; see the handler `Checkpoint`."""
-
-    def restore(self, resume: str | Path) -> None:
-        """Does what `resume` says; see `Trainer.run`. Collective."""
-
-    def holding(self) -> AbstractContextManager[None]:
-        """Entered before `restore`, left when the run is over, also by an exception. Collective."""
-
-
 class DefaultHandler(Protocol):
     """A handler that is attached by default, and taken off where the user attaches one of its kind; see `protection.py`."""
 
@@ -72,7 +62,6 @@ class Trainer(Loop):
         piggybacks: whose numbers travel with the statistics of each update; attached alike on all ranks.
         parts: what the update moves, by name: `"model"` and `"optimizer"`.
         settings: how it was made, in plain types.
-        restorer: knows where to resume; a `Checkpoint` puts itself here.
         defaults: the handlers that were attached by default and not by the user.
     """
 
@@ -93,7 +82,7 @@ class Trainer(Loop):
         self._stateful_parts: dict[str, Stateful] = dict(parts or {})
         self._description = dict(settings or {})
         self.max_micro_batches: int | None = None
-        self._resume_with: Restorer | None = None
+        self._resume_with: Callable[[str | Path], AbstractContextManager[None]] | None = None  # of a `Checkpoint`
         self.defaults: list[DefaultHandler] = []
         self._update, self._open_groups = update, open_groups
         self._groups: Groups | None = None  # of the pass that is running or ran last
@@ -139,8 +128,7 @@ class Trainer(Loop):
         refuse_epoch_length(epoch_length)
         self._refuse_nested_run()
         loader, state = self._as_loader(data), self.state
-        with nullcontext() if self._resume_with is None else self._resume_with.holding():
-            self._resume(resume)
+        with self._resuming(resume):
             limits = checked_limits(state, max_epochs, max_iters)
             refuse_used_iterator(loader, limits[0], half_read=self._epoch_open and loader is state.dataloader)
             state.max_epochs, state.max_iters = limits
@@ -154,11 +142,13 @@ class Trainer(Loop):
             self._run(loader)
         return state
 
-    def _resume(self, resume: str | Path) -> None:
+    def _resuming(self, resume: str | Path) -> AbstractContextManager[None]:
+        """The `with` in which a run trains: its `Checkpoint`, if there is one, restores the state when it is entered."""
         if self._resume_with is not None:
-            self._resume_with.restore(resume)
-        elif resume not in ("auto", "never"):
+            return self._resume_with(resume)
+        if resume not in ("auto", "never"):
             raise ValueError(f"resume must be 'auto' or 'never' without checkpoints, got {resume!r}; attach a Checkpoint first")
+        return nullcontext()
 
     def terminate(self, skip_completed: bool = False, *, agreed: bool = False) -> None:
         """Ends the run on all ranks after the same update.

@@ -30,7 +30,9 @@ from ignite_train import (
 )
 from ignite_train.carried import Carried
 from ignite_train.checkpoint.reader import CheckpointReader
-from ignite_train.checkpoint.run_state import RunState, StateRules
+from ignite_train.checkpoint.run_objects import SavedRun
+from ignite_train.checkpoint.run_state import RunState
+from ignite_train.checkpoint.state_rules import StateRules
 from ignite_train.handlers import Checkpoint
 from ranks import RanksFailedError, run_ranks
 from tiers import one_in, only
@@ -149,9 +151,9 @@ def without_carried(directory: Path) -> tuple[Any, list[str]]:
     trainer.state.carried["seen"] = 7
     path = max(path for path in directory.iterdir() if path.name.startswith("update-"))
     rules = StateRules(leave_out=["carried"])
-    rules.begin(trainer, {}, {})
+    rules.begin(SavedRun(trainer))
     with CheckpointReader(path) as stored:
-        state = RunState(stored, trainer, {}, {}, rules)
+        state = RunState(stored, SavedRun(trainer), rules)
         state.restore()
     return dict(trainer.state.carried), state.unused
 

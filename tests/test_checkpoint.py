@@ -112,7 +112,7 @@ def test_cadences(options: dict[str, Any], expected: list[str], tmp_path: Path) 
 def test_every_seconds_by_the_clock(tmp_path: Path, monkeypatch: Any) -> None:
     """A clock that goes on by 10 seconds an update: 25 seconds are up at every third."""
     clock = [100.0]
-    monkeypatch.setattr("ignite_train.handlers.checkpoint.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("ignite_train.checkpoint.cadence.time.monotonic", lambda: clock[0])
     trainer, _ = make()
     checkpoint = Checkpoint(tmp_path, every_seconds=25, keep=99)
     checkpoint.attach(trainer)
@@ -313,12 +313,12 @@ def test_what_changed_is_listed(tmp_path: Path, caplog: Any) -> None:
     Checkpoint(tmp_path, config={"lr": 0.2, "data": {"name": "a", "path": Path("x")}, "steps": 3}).attach(trainer)
     caplog.clear()
     trainer.run(LOADER, max_epochs=2)
-    (line,) = [line for line in logged(caplog) if "going on from" in line]
+    (line,) = [line for line in logged(caplog) if "resuming from" in line]
     for part in ("update 6", "config.lr: 0.1 -> 0.2", "config.seed: 1 -> nothing", "config.steps: nothing -> 3"):
         assert part in line
     assert "trainer.max_grad_norm: None -> 1.0" in line
-    assert "begins anew, for there is no state that it could take over: handlers/TrainingMetrics" in line
-    assert "not used, for it is not attached: handlers/Remembers" in line
+    assert "starts from the beginning, because the checkpoint has no state for it: handlers/TrainingMetrics" in line
+    assert "in the checkpoint and not used, because it is not attached: handlers/Remembers" in line
     assert "data" not in line
 
 
@@ -327,8 +327,8 @@ def test_nothing_changed_is_no_warning(tmp_path: Path, caplog: Any) -> None:
     saves(tmp_path, epochs=1)
     with caplog.at_level(logging.INFO):
         saves(tmp_path, epochs=2)
-    assert not any("going on" in line for line in logged(caplog))
-    assert any("going on from" in line and "update 6" in line for line in logged(caplog, logging.INFO))
+    assert not any("resuming" in line for line in logged(caplog))
+    assert any("resuming from" in line and "update 6" in line for line in logged(caplog, logging.INFO))
 
 
 def test_a_finished_run_does_nothing_until_the_limit_is_raised(tmp_path: Path, caplog: Any) -> None:
@@ -596,7 +596,7 @@ def test_a_save_that_fails(on_error: str, asynchronous: bool, tmp_path: Path, ca
 def test_a_file_is_no_directory(tmp_path: Path) -> None:
     """Said before anything is trained."""
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="directory must be a directory, or not be there yet, got the file"):
+    with pytest.raises(ValueError, match="directory must be a directory, or not exist yet, got the file"):
         Checkpoint(tmp_path / "file")
 
 
@@ -604,7 +604,7 @@ def test_a_link_to_nothing_is_no_directory(tmp_path: Path) -> None:
     """Nor is a directory below one. Said when the handler is made, with the link."""
     (tmp_path / "link").symlink_to(tmp_path / "gone")
     for directory in (tmp_path / "link", tmp_path / "link/deep/run"):
-        with pytest.raises(ValueError, match=r"directory must be .*link' is a link to what is not there; make its target, or"):
+        with pytest.raises(ValueError, match=r"directory must be .*link' is a link to a path that does not exist; create its target, or"):
             Checkpoint(directory)
     (tmp_path / "gone").mkdir()
     Checkpoint(tmp_path / "link")
@@ -679,7 +679,7 @@ def test_what_may_not_be_exact_is_said_at_the_start(
     found = looped(loader(), caplog, tmp_path)
     assert len(found[0]) == len(warnings)
     assert all(re.search(pattern, line) for pattern, line in zip(warnings, found[0], strict=True))
-    found_notes = [line for line in found[1] if "going on from" not in line]
+    found_notes = [line for line in found[1] if "resuming from" not in line]
     assert len(found_notes) == len(notes)
     assert all(re.search(pattern, line) for pattern, line in zip(notes, found_notes, strict=True))
 

@@ -120,7 +120,7 @@ def falls_back(whole, tmp_path, caplog) -> Callable[[Callable[[Path], None], str
         assert "\n" not in reason, what
 
         caplog.clear()
-        run.checkpoint.directory = run.checkpoint.saver.directory.path = directory
+        run.checkpoint.saver.directory.path = directory
         run.checkpoint.restore("must")
         assert run.digest() == digests[OLD], what
         assert run.checkpoint.latest == directory / OLD, what

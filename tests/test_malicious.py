@@ -446,7 +446,7 @@ def refused(honest, tmp_path, ear, monkeypatch, caplog) -> Iterator[Callable[[Fo
         assert _heard == []
         assert largest[0] < 2**26, "asked for memory that no checkpoint of this size has use for"
         assert not canary.exists()
-        if not str(error.value).startswith("going on from"):
+        if not str(error.value).startswith("resuming from"):
             assert repr([part.state_dict() for part in parts]) == before_text
 
     yield refused

@@ -341,7 +341,7 @@ def test_what_the_script_sets_in_another_way_is_listed(tmp_path: Path, caplog: A
         trainer.run(LOADER, max_iters=updates)
         group = trainer._stateful_parts["optimizer"].param_groups[0]
         assert (group["lr"], group["amsgrad"]) == (0.01, False)
-        (line,) = [line for line in logged(caplog) if "going on from" in line]
+        (line,) = [line for line in logged(caplog) if "resuming from" in line]
         assert "changed since: optimizer.lr: 0.01 -> 0.5 (the checkpoint's is used; script_wins=('lr',) takes the " in line
         assert "optimizer.amsgrad: False -> True (the checkpoint's is used" in line
         assert line.count("->") == 2
@@ -377,7 +377,7 @@ def test_the_script_wins_where_it_is_told_to(tmp_path: Path, caplog: Any) -> Non
         trainer.run(LOADER, max_iters=updates)
         group = trainer._stateful_parts["optimizer"].param_groups[0]
         assert (group["lr"], group["weight_decay"], group["eps"]) == (0.5, 0.25, 1e-8)
-        (line,) = [line for line in logged(caplog) if "going on from" in line]
+        (line,) = [line for line in logged(caplog) if "resuming from" in line]
         assert ("optimizer.lr: 0.01 -> 0.5 (the script's is used)" in line) == changed
         assert "optimizer.eps: 1e-08 -> 0.001 (the checkpoint's is used" in line
 

@@ -113,8 +113,9 @@ def train(directory: str | None, way: str, seed: int, stop: int | None, epochs: 
 def load(directory: str, way: str) -> dict[str, Any]:
     """What a fresh trainer holds after it has gone back to the newest checkpoint."""
     trainer, model, optimizer = build(way, seed=50)
-    Checkpoint(directory).attach(trainer)
-    trainer._resume_with.restore("must")
+    checkpoint = Checkpoint(directory)
+    checkpoint.attach(trainer)
+    checkpoint.restore("must")
     return {"model": whole(model.state_dict()), "optimizer": whole(optimizer.state_dict()), "update": trainer.state.iteration}
 
 
@@ -205,9 +206,10 @@ def refused(directory: str) -> tuple[str, bool, list[str]]:
     logging.getLogger("ignite_train").addHandler(handler)
     trainer, model, _ = build("fsdp", seed=50)
     before = whole(model.state_dict())
-    Checkpoint(directory).attach(trainer)
+    checkpoint = Checkpoint(directory)
+    checkpoint.attach(trainer)
     try:
-        trainer._resume_with.restore("must")
+        checkpoint.restore("must")
         error = ""
     except CheckpointError as raised:
         error = str(raised)

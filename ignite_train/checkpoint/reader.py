@@ -16,12 +16,11 @@ from torch.distributed.tensor import DTensor
 from ignite_train.checkpoint.manifest import MAX_INDEX_BYTES, checked_json, read_file, read_manifest, reading_error
 from ignite_train.checkpoint.shards import Box, assemble, check_cover, local_box
 from ignite_train.checkpoint.tensor_files import Entry, TensorFile
-from ignite_train.checkpoint.tree import DTYPES, MAX_NODES, decode
-from ignite_train.checkpoint.tree import Path as StatePath
+from ignite_train.checkpoint.tree import DTYPES, MAX_NODES, KeyPath, decode
 
 __all__ = ["CheckpointReader", "Like", "TensorClaim"]
 
-Like = Callable[[StatePath, tuple[int, ...]], DTensor | None]
+Like = Callable[[KeyPath, tuple[int, ...]], DTensor | None]
 """Gives the sharded tensor that the one stored at a path, with a shape, is read for; None: the whole tensor is wanted."""
 
 
@@ -53,7 +52,7 @@ class _Part:
     tensors: TensorFile
 
 
-def _whole(_path: StatePath, _shape: tuple[int, ...]) -> None:
+def _whole(_path: KeyPath, _shape: tuple[int, ...]) -> None:
     """Every tensor is wanted whole."""
 
 
@@ -101,7 +100,7 @@ class CheckpointReader:
         """
         met: dict[str, Tensor] = {}
 
-        def tensor(key: str, path: StatePath) -> Tensor:
+        def tensor(key: str, path: KeyPath) -> Tensor:
             return met[key] if key in met else self._tensor(key, path, rank, like, met)
 
         try:
@@ -154,7 +153,7 @@ class CheckpointReader:
         entries = {key: Entry.from_json(values) for key, values in tensors.items()}
         return _Part(trees, TensorFile(self.path / f"{stem}.bin", files[f"{stem}.bin"].size, entries))
 
-    def _tensor(self, key: str, path: StatePath, rank: int, likes: Like, met: dict[str, Tensor]) -> Tensor:
+    def _tensor(self, key: str, path: KeyPath, rank: int, likes: Like, met: dict[str, Tensor]) -> Tensor:
         entry, holders = self._find(key, rank)
         like = likes(path, entry.whole)
         box = Box((0,) * len(entry.whole), entry.whole) if like is None else local_box(like)
@@ -183,7 +182,7 @@ class CheckpointReader:
             raise ValueError(f"{key} is missing, or of several kinds")
         return holders[0].entries[key], holders
 
-    def _claim(self, rank: int, key: str, _path: StatePath) -> TensorClaim:
+    def _claim(self, rank: int, key: str, _path: KeyPath) -> TensorClaim:
         """Looks only for the parts of a tensor, and whether they are all there."""
         entry, holders = self._find(key, rank)
         try:

@@ -1,43 +1,97 @@
-"""Choosing the checkpoint to go on from: the newest that is whole, the same one on every rank."""
+"""How a run resumes: from the newest checkpoint that is whole, the same one on every rank.
+
+`Resumption` chooses the checkpoint, reads it on every rank before anything of the run is changed, puts its state back, and logs
+what is different now.
+"""
 
 from __future__ import annotations
 
 import logging
-import platform
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import ignite
-import numpy as np
-import torch
-
 from ignite_train.arguments import did_you_mean
+from ignite_train.checkpoint.config import config_changes, plain_config, versions
 from ignite_train.checkpoint.directory import CheckpointDirectory, together
 from ignite_train.checkpoint.disk import Disk
 from ignite_train.checkpoint.manifest import MANIFEST, Manifest, one_line
 from ignite_train.checkpoint.reader import CheckpointReader
-from ignite_train.checkpoint.tree import TreeEncoder, decode
+from ignite_train.checkpoint.run_objects import SavedRun
+from ignite_train.checkpoint.run_state import RunState
+from ignite_train.checkpoint.state_rules import StateRules
+from ignite_train.checkpoint.writer import CheckpointWriter
 from ignite_train.data.position import how_exact
 from ignite_train.errors import CheckpointError, DamagedCheckpointError, UnreadableCheckpointError
 from ignite_train.ranks import collectives
 
-__all__ = [
-    "checkpoint_to_resume",
-    "differences",
-    "log_how_exact",
-    "log_resumption",
-    "plain_config",
-    "read_agreed",
-    "versions",
-]
+__all__ = ["Resumption", "checkpoint_to_resume", "log_how_exact", "read_agreed"]
 
 _logger = logging.getLogger(__name__)
 _WORDS = ("auto", "must", "never")
 T = TypeVar("T")
+
+
+class Resumption:
+    """Brings a run back to the state in a checkpoint.
+
+    Args:
+        run: the run.
+        rules: what the user decides about the state.
+        writer: of the run's own checkpoints.
+        config: the user's configuration; its changes are logged.
+        on_changed_data: what happens if a run resumes in the middle of an epoch with another loader: `"raise"` or `"warn"`.
+    """
+
+    def __init__(
+        self,
+        run: SavedRun,
+        rules: StateRules,
+        writer: CheckpointWriter,
+        config: Mapping[str, Any],
+        on_changed_data: str,
+    ) -> None:
+        self._run, self._rules, self._writer = run, rules, writer
+        self._config, self._on_changed_data = config, on_changed_data
+        self._state: RunState | None = None  # until its objects are put back for the second time
+
+    def restore(self, resume: str | Path) -> Manifest | None:
+        """Does what `resume` asks for; see `Trainer.run`. Collective.
+
+        Returns:
+            The manifest of the checkpoint that the run resumes from; None if it does not resume.
+
+        Raises:
+            ValueError: `resume` has an unknown value, or it is `"never"` and the directory has checkpoints.
+            CheckpointError: no checkpoint was found where one must be, or none is whole, or it is of another run.
+        """
+        trainer = self._run.trainer
+        if resume in ("auto", "never") and (trainer.state.iteration or trainer.state.epoch):
+            return None
+        root, names = checkpoint_to_resume(self._writer.directory, resume)
+        if not names:
+            return None
+        disk = self._writer.disk if root == self._writer.directory.path else None
+        state, manifest, path = read_agreed(root, names, disk, lambda reader: RunState(reader, self._run, self._rules))
+        together(collectives.gather_objects, f"resuming from {path}", state.restore)
+        trainer.load_data_position(trainer.data_position(), on_changed_data=self._on_changed_data)
+        self._state = state
+        self._writer.resume_from(path)
+        if collectives.is_main_rank():
+            _log_resumption(path, manifest, plain_config(self._config, trainer._description), state)
+        return manifest
+
+    def put_back_objects(self) -> None:
+        """Undoes what the handlers of STARTED and EPOCH_STARTED have done to a restored state. Does so once.
+
+        Handlers such as metrics reset themselves there. To be called after all of them.
+        """
+        if self._state is not None:
+            self._state.restore_objects()
+            self._state = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,87 +218,29 @@ def log_how_exact(loader: Any) -> None:
         _logger.info(note)
 
 
-def log_resumption(
-    path: Path,
-    manifest: Manifest,
-    config: Any,
-    *,
-    fresh: Sequence[str],
-    unused: Sequence[str],
-    changed: Sequence[str] = (),
-) -> None:
-    """Says where a run goes on, and what is not as it was.
+def _log_resumption(path: Path, manifest: Manifest, config: Any, state: RunState) -> None:
+    """Says where a run resumes, and what is different now.
 
     Args:
         path: the checkpoint.
         manifest: of it.
         config: what `plain_config` gives for this run.
-        fresh: what the checkpoint has no state for.
-        unused: what it has a state of, and the run has not.
-        changed: what the script sets in another way than the one that wrote the checkpoint, a line each.
+        state: what was read from it.
     """
-    changed = [*changed, *differences(manifest.config, config)]
+    changed = [*state.changed, *config_changes(manifest.config, config)]
     before, now = manifest.versions, versions()
     changed += [f"{name}: {before.get(name)} -> {now[name]}" for name in now if before.get(name) != now[name]]
     if manifest.world_size != collectives.world_size():
         changed.append(f"ranks: {manifest.world_size} -> {collectives.world_size()}")
-    notes = [f"going on from {path}: epoch {manifest.epoch}, update {manifest.update}"]
+    notes = [f"resuming from {path}: epoch {manifest.epoch}, update {manifest.update}"]
     for note, names in (
         ("changed since", changed),
-        ("begins anew, for there is no state that it could take over", fresh),
-        ("not used, for it is not attached", unused),
+        ("starts from the beginning, because the checkpoint has no state for it", state.fresh),
+        ("in the checkpoint and not used, because it is not attached", state.unused),
     ):
         if names:
             notes.append(f"{note}: {', '.join(names)}")
     _logger.log(logging.WARNING if len(notes) > 1 else logging.INFO, "; ".join(notes))
-
-
-def plain_config(config: Any, settings: Any) -> Any:
-    """The user's configuration and how the trainer was made, as a tree for the manifest; what is not plain, as text."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {str(key): plain(entry) for key, entry in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [plain(entry) for entry in value]
-        return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
-
-    return TreeEncoder().encode({"config": plain(config), "trainer": plain(settings)}, ("config",))
-
-
-def differences(saved: Any, current: Any) -> list[str]:
-    """What differs between two trees of `plain_config`, a line each."""
-
-    def flat(tree: Any) -> dict[str, Any]:
-        lines: dict[str, Any] = {}
-
-        def walk(value: Any, path: str) -> None:
-            if isinstance(value, dict):
-                for key, entry in value.items():
-                    walk(entry, f"{path}.{key}" if path else str(key))
-            else:
-                lines[path] = value
-
-        walk(decode(tree, ("config",)), "")
-        return lines
-
-    before, now = flat(saved), flat(current)
-    keys = [key for key in {**before, **now} if repr(before.get(key)) != repr(now.get(key)) or (key in before) != (key in now)]
-    return [f"{key}: {_shown(before, key)} -> {_shown(now, key)}" for key in keys]
-
-
-def versions() -> dict[str, str]:
-    """Of what a run's numbers depend on."""
-    return {
-        "python": platform.python_version(),
-        "torch": str(torch.__version__),
-        "pytorch-ignite": ignite.__version__,
-        "numpy": np.__version__,
-    }
-
-
-def _shown(values: dict[str, Any], key: str) -> str:
-    return repr(values[key]) if key in values else "nothing"
 
 
 def _main() -> bool:

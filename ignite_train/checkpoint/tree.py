@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from ignite_train.arguments import describe
 from ignite_train.errors import CheckpointError
 
-__all__ = ["DTYPES", "MAX_DEPTH", "MAX_NODES", "Path", "TreeEncoder", "decode", "dtype_name", "path_name"]
+__all__ = ["DTYPES", "MAX_DEPTH", "MAX_NODES", "KeyPath", "TreeEncoder", "decode", "dtype_name", "path_name"]
 
 MAX_DEPTH = 64
 MAX_NODES = 1_000_000
@@ -28,11 +28,11 @@ DTYPES: dict[str, torch.dtype] = {
     )
 }
 """The dtypes that a stored tensor may have, by name."""
-Path = tuple[Any, ...]
+KeyPath = tuple[Any, ...]
 """Where a value is: the keys and indices that lead to it, the first of which names the object."""
 
 
-def path_name(path: Path) -> str:
+def path_name(path: KeyPath) -> str:
     """How a path is written in files and messages: `optimizer['state'][0]['exp_avg']`."""
     return str(path[0]) + "".join(f"[{key!r}]" for key in path[1:])
 
@@ -52,7 +52,7 @@ class TreeEncoder:
         self._met: dict[Any, str] = {}
         self._nodes = 0
 
-    def encode(self, value: Any, path: Path) -> Any:
+    def encode(self, value: Any, path: KeyPath) -> Any:
         """The tree of `value`.
 
         Raises:
@@ -76,7 +76,7 @@ class TreeEncoder:
             return self._encode_tensor(value, path)
         return self._encode_container(value, path)
 
-    def encode_whole(self, value: Any, path: Path) -> Any:
+    def encode_whole(self, value: Any, path: KeyPath) -> Any:
         """The tree of `value`, as `encode` gives it; if that fails, nothing of it is kept.
 
         Raises:
@@ -89,7 +89,7 @@ class TreeEncoder:
             self.tensors, self._met, self._nodes = before
             raise
 
-    def _encode_container(self, value: Any, path: Path) -> Any:
+    def _encode_container(self, value: Any, path: KeyPath) -> Any:
         if isinstance(value, Mapping):
             return {"dict": [[self._encode_key(key, path), self.encode(entry, (*path, key))] for key, entry in value.items()]}
         if type(value) is list:
@@ -110,12 +110,12 @@ class TreeEncoder:
             "and lists, tuples, sets and dicts of them"
         )
 
-    def _encode_key(self, key: Any, path: Path) -> Any:
+    def _encode_key(self, key: Any, path: KeyPath) -> Any:
         if isinstance(key, Tensor):
             raise CheckpointError(f"{path_name(path)} cannot be stored: a tensor is a key in it; use numbers or strings")
         return self.encode(key, (*path, "key"))
 
-    def _encode_tensor(self, value: Any, path: Path) -> Any:
+    def _encode_tensor(self, value: Any, path: KeyPath) -> Any:
         if isinstance(value, np.ndarray):
             if value.dtype.name not in DTYPES or isinstance(value, np.ma.MaskedArray):
                 raise CheckpointError(f"{path_name(path)} cannot be stored: an array of {value.dtype}, or masked; use numbers")
@@ -128,7 +128,7 @@ class TreeEncoder:
             raise CheckpointError(f"{path_name(path)} cannot be stored: a tensor of type {type(tensor).__name__}")
         return {"tensor": self._keep(tensor, path)}
 
-    def _keep(self, tensor: Tensor, path: Path) -> str:
+    def _keep(self, tensor: Tensor, path: KeyPath) -> str:
         name = path_name(path)
         if name in self.tensors:
             raise CheckpointError(f"{name} cannot be stored: two values have this name; use other keys")
@@ -139,11 +139,11 @@ class TreeEncoder:
         return name
 
 
-def _no_tensor(name: str, path: Path) -> Tensor:
+def _no_tensor(name: str, path: KeyPath) -> Tensor:
     raise ValueError(f"{path_name(path)} must hold no tensor, and has {name}")
 
 
-def decode(tree: Any, path: Path, tensor: Callable[[str, Path], Any] = _no_tensor) -> Any:
+def decode(tree: Any, path: KeyPath, tensor: Callable[[str, KeyPath], Any] = _no_tensor) -> Any:
     """The value that `tree` was made of.
 
     Args:
@@ -159,11 +159,11 @@ def decode(tree: Any, path: Path, tensor: Callable[[str, Path], Any] = _no_tenso
 
 
 class _Decoder:
-    def __init__(self, tensor: Callable[[str, Path], Any]) -> None:
+    def __init__(self, tensor: Callable[[str, KeyPath], Any]) -> None:
         self._tensor = tensor
         self._nodes = 0
 
-    def decode(self, tree: Any, path: Path) -> Any:
+    def decode(self, tree: Any, path: KeyPath) -> Any:
         self._nodes += 1
         if len(path) > MAX_DEPTH or self._nodes > MAX_NODES:
             raise ValueError(f"nested deeper than {MAX_DEPTH}, or more than {MAX_NODES} values")
@@ -191,7 +191,7 @@ class _Decoder:
             return DTYPES[content]
         raise ValueError(f"{path_name(path)} is of the unknown kind {kind!r:.40}")
 
-    def _decode_sequence(self, kind: str, content: Any, path: Path) -> Any:
+    def _decode_sequence(self, kind: str, content: Any, path: KeyPath) -> Any:
         if not isinstance(content, list):
             raise ValueError(f"{path_name(path)} is no {kind}")
         entries = [self.decode(entry, (*path, index)) for index, entry in enumerate(content)]
@@ -202,7 +202,7 @@ class _Decoder:
         make: Callable[[list[Any]], Any] = {"tuple": tuple, "set": set, "frozenset": frozenset}[kind]
         return make(entries)
 
-    def _decode_dict(self, pairs: Any, path: Path) -> dict[Any, Any]:
+    def _decode_dict(self, pairs: Any, path: KeyPath) -> dict[Any, Any]:
         if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
             raise ValueError(f"{path_name(path)} is no dict")
         result: dict[Any, Any] = {}

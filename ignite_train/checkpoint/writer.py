@@ -101,7 +101,7 @@ class CheckpointWriter:
         if self._group is None:
             self._group = collectives.own_group()
 
-    def go_on_from(self, path: Path) -> None:
+    def resume_from(self, path: Path) -> None:
         """Takes over a checkpoint that every rank has read whole."""
         self.latest, self._is_taken_over = path, True
 

@@ -21,6 +21,7 @@ __all__ = [
     "generators_within",
     "get_generator_state",
     "restore_random_state",
+    "seed_new_rank",
     "seed_random_state",
     "set_generator_state",
 ]
@@ -87,6 +88,11 @@ def restore_random_state(states: Mapping[str, Any]) -> None:
         module = torch.get_device_module(torch.accelerator.current_accelerator())
         for index, state in enumerate(states["accelerators"][: torch.accelerator.device_count()]):
             module.set_rng_state(state, index)
+
+
+def seed_new_rank(rank: int) -> None:
+    """Gives a rank that took over the restored state of another one random numbers of its own, the same at each start."""
+    torch.manual_seed(torch.initial_seed() + int(torch.randint(2**40, ())) + rank)
 
 
 def seed_random_state(*key: int) -> None:

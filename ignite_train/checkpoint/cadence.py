@@ -1,0 +1,128 @@
+"""When a run is saved."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ignite_train.arguments import did_you_mean, positive_int, real_number
+from ignite_train.checkpoint.retention import Retention
+from ignite_train.ranks import collectives
+from ignite_train.ranks.messages import Piggyback
+
+__all__ = ["Cadence"]
+
+
+class Cadence(Piggyback):
+    """When a run is saved: every N updates, seconds or epochs, after the best evaluation so far, on request, and at its end.
+
+    All ranks decide alike: updates and epochs are counted by all of them, and whether the seconds have passed is decided by the
+    clock of rank 0 and travels with the statistics of an update.
+
+    Args:
+        every: save after each update whose number is a multiple of this.
+        every_seconds: save when this many seconds have passed since the last save began.
+        every_epochs: save after each epoch whose number is a multiple of this; 1 if none of the three is given.
+        best: name of the metric of the evaluator that decides which state is the best.
+        retention: says whether a lower or a higher value of it is better.
+
+    Raises:
+        TypeError, ValueError: an interval is not a positive number.
+    """
+
+    def __init__(
+        self,
+        *,
+        every: int | None,
+        every_seconds: float | None,
+        every_epochs: int | None,
+        best: str | None,
+        retention: Retention,
+    ) -> None:
+        self.every = None if every is None else positive_int("every", every)
+        self.every_seconds = None if every_seconds is None else real_number("every_seconds", every_seconds, above=0)
+        self.every_epochs = None if every_epochs is None else positive_int("every_epochs", every_epochs)
+        if every is None and every_seconds is None and every_epochs is None:
+            self.every_epochs = 1
+        self.best, self._retention = best, retention
+        self._best_score: float | None = None
+        self._score: tuple[int, float | None] = (-1, None)  # the update of the latest evaluation, and what it found
+        self._is_requested = False
+        self._last_save = time.monotonic()
+        self._saved_moment: Any = None
+
+    def __repr__(self) -> str:
+        intervals = {name: getattr(self, name) for name in ("every", "every_seconds", "every_epochs", "best")}
+        return ", ".join(f"{name}={value!r}" for name, value in intervals.items() if value is not None)
+
+    # --- what is due ------------------------------------------------------------------------------------------------------
+
+    def is_due_after_update(self, update: int) -> bool:
+        """Whether to save now that this update is done."""
+        return self._is_requested or (self.every is not None and update % self.every == 0)
+
+    def is_due_after_epoch(self, epoch: int) -> bool:
+        """Whether to save now that this epoch is done."""
+        return self._is_requested or (self.every_epochs is not None and epoch % self.every_epochs == 0)
+
+    def is_due_at_end(self, moment: Any) -> bool:
+        """Whether the last state of a run is not saved yet; `moment` is what `note_save` would be given."""
+        return self._is_requested or self._saved_moment != moment
+
+    # --- what decides it --------------------------------------------------------------------------------------------------
+
+    def start(self, best_score: float | None) -> None:
+        """A run starts: its seconds are counted from now.
+
+        Args:
+            best_score: the best score of the checkpoints in the directory; None if there is none.
+        """
+        self._last_save, self._is_requested, self._best_score = time.monotonic(), False, best_score
+
+    def request(self) -> None:
+        """Save at the end of the running update or epoch."""
+        self._is_requested = True
+
+    def note_save(self, moment: Any, started: float) -> None:
+        """The run is saved: nothing is due until the next interval is over.
+
+        Args:
+            moment: the counters of the run, which tell whether its last state is saved.
+            started: when the save began, by `time.monotonic`.
+        """
+        self._saved_moment, self._is_requested, self._last_save = moment, False, started
+
+    def note_evaluation(self, update: int, metrics: Mapping[str, Any]) -> None:
+        """An evaluation is done. If its score is the best so far, a save is requested.
+
+        Raises:
+            ValueError: `best` is not one of the metrics.
+        """
+        if self.best is None or self.best not in metrics:
+            hint = did_you_mean(self.best, metrics)
+            raise ValueError(f"best must be one of the evaluator's metrics {sorted(metrics)}, got {self.best!r}{hint}")
+        score = float(metrics[self.best])
+        self.note_score(update, score)
+        if self._retention.is_better(score, self._best_score):
+            self._best_score, self._is_requested = score, True
+
+    def note_score(self, update: int, score: float | None) -> None:
+        """The parameters after this update have this score."""
+        self._score = update, score
+
+    def score_of(self, update: int) -> float | None:
+        """The score of the parameters after this update; None if they were not evaluated."""
+        return self._score[1] if self._score[0] == update else None
+
+    def payload(self) -> Sequence[float]:
+        """See `Piggyback`: 1 if the seconds have passed by the clock of rank 0."""
+        is_time = self.every_seconds is not None and time.monotonic() - self._last_save >= self.every_seconds
+        return [float(is_time and collectives.is_main_rank())]
+
+    def on_reduced(self, sums: list[float]) -> None:
+        """See `Piggyback`."""
+        self._is_requested = self._is_requested or sums[0] > 0
+
+    def settle(self) -> None:
+        """See `Piggyback`: there is nothing to compare."""

@@ -1,0 +1,80 @@
+"""Taking the state of a run apart for a checkpoint.
+
+Some of it is the same on all ranks, or sharded over them: model, optimizer and the user's additional objects. The rest belongs
+to each rank: counters, its place in the data, its random generators, its handlers and the buffers of its model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from torch.optim import Optimizer
+
+from ignite_train.checkpoint.directory import Contents
+from ignite_train.checkpoint.optimizer_state import Consolidates
+from ignite_train.checkpoint.run_objects import RunObjects, SavedRun
+from ignite_train.checkpoint.shards import own_piece
+from ignite_train.checkpoint.state_rules import StateRules
+from ignite_train.checkpoint.tree import TreeEncoder
+from ignite_train.errors import CheckpointError
+from ignite_train.loop.dispatch import Stateful
+from ignite_train.model.random_state import capture_random_state
+from ignite_train.ranks import collectives
+from ignite_train.trainer import Trainer
+
+__all__ = ["capture"]
+
+
+def capture(run: SavedRun, rules: StateRules) -> Contents:
+    """The state of a run at the end of an update or an epoch, as this rank writes it. Tensors are not copied.
+
+    Collective where a `state_dict` is, as those of Ignite's metrics are. State that cannot be stored is a failure in the
+    result, so that all ranks learn of it; its message says where it is. A handler that cannot be stored is left out, with a
+    warning.
+    """
+    objects, encoder, main = rules.keep(run.objects()), TreeEncoder(), collectives.is_main_rank()
+    shared = {name: _state_of(entry, main=main) for name, entry in objects.shared.items()}
+    try:
+        trees = {name: encoder.encode(value, (name,)) for name, value in shared.items()}
+        trees["description"] = encoder.encode(rules.describe(objects), ("description",))
+        tensors = {name: own_piece(tensor, everything=main) for name, tensor in encoder.tensors.items()}
+        encoder = TreeEncoder()
+        own = {name: encoder.encode(value, (name,)) for name, value in _own_state(run.trainer, objects, main=main).items()}
+    except CheckpointError as error:
+        return Contents({}, {}, error)
+    own |= _handlers(objects, encoder, rules)
+    tensors |= {name: own_piece(tensor, everything=True) for name, tensor in encoder.tensors.items()}
+    pieces = {name: piece for name, piece in tensors.items() if piece is not None}
+    return Contents(own | trees if main else own, pieces)
+
+
+def _state_of(entry: Stateful, *, main: bool) -> Any:
+    """The state of an object that is the same on all ranks. Collective for an optimizer that divides it among the ranks."""
+    if isinstance(entry, Optimizer) and isinstance(entry, Consolidates):
+        entry.consolidate_state_dict(0)
+        return entry.state_dict() if main else {}
+    return entry.state_dict()
+
+
+def _own_state(trainer: Trainer, objects: RunObjects, *, main: bool) -> dict[str, Any]:
+    """What belongs to this rank, besides its handlers."""
+    state = trainer.state
+    return {
+        "trainer": trainer.state_dict(),
+        "data": trainer.data_position(),
+        "results": {"output": state.update_output and asdict(state.update_output), "metrics": state.metrics},
+        "buffers": {} if main else dict(objects.model.buffers()),
+        "generators": capture_random_state(),
+    }
+
+
+def _handlers(objects: RunObjects, encoder: TreeEncoder, rules: StateRules) -> dict[str, Any]:
+    """The trees of the handlers, without those that cannot be stored."""
+    trees = {}
+    for name, entry in objects.own.items():
+        try:
+            trees[name] = encoder.encode_whole(entry.state_dict(), (name,))
+        except Exception as error:  # whatever a handler raises: its state is not worth the run
+            rules.warn_left_out(name, error)
+    return trees

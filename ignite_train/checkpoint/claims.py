@@ -1,0 +1,154 @@
+"""Whether the state that a checkpoint claims to hold can be the state of this run.
+
+Names, shapes and dtypes decide it, before memory is allocated for a tensor and before anything of the run is changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from ignite_train.arguments import describe
+from ignite_train.checkpoint.optimizer_state import check_optimizer_state
+from ignite_train.checkpoint.reader import CheckpointReader, TensorClaim
+from ignite_train.checkpoint.run_objects import RunObjects, SavedModule
+from ignite_train.checkpoint.schedule_state import check_schedule, why_not_rescaled
+from ignite_train.checkpoint.state_rules import StateRules
+from ignite_train.errors import CheckpointError
+from ignite_train.state import UpdateOutput
+
+__all__ = ["EVERY_RANK", "Claims"]
+
+EVERY_RANK = ("trainer", "data", "results", "buffers", "generators")
+"""The states that each rank writes, besides its handlers."""
+_FREE_BYTES = 2**28  # what tensors of shapes that only the file knows may take in any case
+_MOST_PER_BYTE = 16  # and for each byte that is on the disk: file systems compress, and copies leave out zeros
+
+
+@dataclass(frozen=True, slots=True)
+class Claims:
+    """What a checkpoint says that it holds, with a `TensorClaim` in the place of each tensor.
+
+    Attributes:
+        shared: the states of the shared objects, by name.
+        own: the states of this rank, by name.
+        description: what `StateRules.describe` gave when it was written; empty if an older version wrote it.
+    """
+
+    shared: dict[str, Any]
+    own: dict[str, Any]
+    description: Mapping[str, Any]
+
+    def described(self, kind: str, name: str) -> Any:
+        """What is known of one optimizer or schedule; None if nothing is."""
+        return self.description.get(kind, {}).get(name)
+
+    def check(self, path: str, objects: RunObjects, rules: StateRules) -> None:
+        """Compares the state with the objects of this run.
+
+        Args:
+            path: of the checkpoint.
+            objects: of this run.
+            rules: what the user decides.
+
+        Raises:
+            CheckpointError: it is of another model, optimizer or schedule, or a part of it has an invalid form.
+        """
+        for name in EVERY_RANK:
+            if not isinstance(self.own[name], dict):
+                raise CheckpointError(f"{path} has an invalid state of {name!r}: {describe(self.own[name])}")
+        names = objects.parameter_names()
+        for name, entry in objects.shared.items():
+            if isinstance(entry, SavedModule):
+                _check_module(path, name, entry.state_dict(), self.shared[name])
+            elif isinstance(entry, Optimizer):
+                described, options = self.described("optimizers", name), rules.decided(name)
+                check_optimizer_state(path, name, entry, self.shared[name], described, names, options)
+        self._check_schedules(path, objects, rules)
+        self._check_this_rank(path, dict(objects.model.buffers()))
+
+    def check_size(self, reader: CheckpointReader, objects: RunObjects) -> None:
+        """Limits what is allocated for tensors whose shapes the run does not know, by what the checkpoint takes on the disk.
+
+        Raises:
+            CheckpointError: it claims more.
+        """
+        known = {
+            tuple(parameter.shape)
+            for optimizer in objects.optimizers.values()
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
+        unknown: dict[tuple[str, str], int] = {}
+        for name, value in {**self.shared, **self.own}.items():
+            entry = objects.shared.get(name)
+            if not isinstance(entry, SavedModule):
+                for claim in _tensors(value):
+                    if not isinstance(entry, Optimizer) or claim.shape not in known:
+                        unknown[name, claim.key] = claim.num_bytes
+        total, on_disk = sum(unknown.values()), reader.bytes_on_disk
+        if total > max(_FREE_BYTES, _MOST_PER_BYTE * on_disk):
+            name, _ = max(unknown, key=unknown.__getitem__)
+            raise CheckpointError(
+                f"{reader.path} claims {total} bytes of tensors that the model does not need, most of them for {name!r}, and "
+                f"takes {on_disk} bytes on the disk; copy it without holes, or leave that out"
+            )
+
+    def _check_schedules(self, path: str, objects: RunObjects, rules: StateRules) -> None:
+        for name, schedule in objects.schedules.items():
+            saved = {**self.shared, **self.own}.get(name)
+            if saved is None:
+                continue
+            check_schedule(path, name, schedule, saved, self.described("schedules", name))
+            if "lr" in rules.script_wins and (reason := why_not_rescaled(schedule)):
+                raise CheckpointError(
+                    f"script_wins must not name 'lr' where {name!r} is restored: {reason}; restart it with "
+                    f"leave_out=({name.partition('/')[2]!r},), or let the checkpoint win"
+                )
+
+    def _check_this_rank(self, path: str, buffers: Mapping[str, torch.Tensor]) -> None:
+        """Looks at what would otherwise be taken over unchecked: the buffers of this rank and its latest results."""
+        saved = {name: self.own["buffers"][name] for name in buffers if name in self.own["buffers"]}
+        _check_module(path, "model", {name: buffers[name] for name in saved}, saved)
+        output, metrics = self.own["results"].get("output"), self.own["results"].get("metrics")
+        known = {field.name for field in fields(UpdateOutput)}
+        if not isinstance(metrics, dict) or not (output is None or (isinstance(output, dict) and set(output) == known)):
+            raise CheckpointError(f"{path} has invalid results of an update: {describe(self.own['results'])}")
+
+
+def _check_module(path: str, name: str, current: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    def shape(value: Any) -> Any:
+        return tuple(value.shape) if isinstance(value, (torch.Tensor, TensorClaim)) else None
+
+    wrong = [f"{key!r} is missing" for key in current if key not in saved]
+    wrong += [f"{key!r} is not in the {name}" for key in saved if key not in current]
+    both = [key for key in current if key in saved]
+    wrong += [
+        f"{key!r} has the shape {shape(saved[key])} and not {shape(current[key])}"
+        for key in both
+        if shape(saved[key]) != shape(current[key])
+    ]
+    wrong += [
+        f"{key!r} is {saved[key].dtype} and not {current[key].dtype}"
+        for key in both
+        if shape(saved[key]) == shape(current[key]) is not None and saved[key].dtype != current[key].dtype
+    ]
+    if wrong:
+        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise CheckpointError(f"{path} is of another {name}: {', '.join(wrong[:3])}{more}; build the {name} that was saved")
+
+
+def _tensors(value: Any) -> Iterator[TensorClaim]:
+    """The tensors in a nested state."""
+    if isinstance(value, TensorClaim):
+        yield value
+    elif isinstance(value, Mapping):
+        for entry in value.values():
+            yield from _tensors(entry)
+    elif isinstance(value, (list, tuple)):
+        for entry in value:
+            yield from _tensors(entry)

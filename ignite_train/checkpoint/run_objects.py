@@ -1,0 +1,152 @@
+"""The objects of a run whose state is saved: which there are, and the name of each in a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from ignite_train.arguments import describe
+from ignite_train.checkpoint.optimizer_state import check_torch_shape
+from ignite_train.checkpoint.schedule_state import schedules_of
+from ignite_train.evaluator import Evaluator
+from ignite_train.loop.dispatch import Dispatcher, Stateful
+from ignite_train.trainer import Trainer
+
+__all__ = ["RunObjects", "SavedModule", "SavedRun", "checked_objects"]
+
+
+@dataclass(frozen=True, slots=True)
+class SavedRun:
+    """The run that a `Checkpoint` saves.
+
+    Attributes:
+        trainer: its trainer.
+        to_save: the user's additional objects, by name.
+        evaluator: the evaluator whose handlers are saved too.
+    """
+
+    trainer: Trainer
+    to_save: Mapping[str, Stateful] = field(default_factory=dict)
+    evaluator: Evaluator | None = None
+
+    @property
+    def engines(self) -> list[Dispatcher]:
+        """The trainer, and the evaluator if there is one."""
+        return [self.trainer] if self.evaluator is None else [self.trainer, self.evaluator]
+
+    def objects(self) -> RunObjects:
+        """All that has a state, besides the trainer itself, as attached by now. An object is listed once."""
+        shared = {**self.trainer._stateful_parts, **{f"to_save/{name}": entry for name, entry in self.to_save.items()}}
+        own = {f"handlers/{name}": entry for name, entry in self.trainer.stateful.items()}
+        known = {id(entry) for entry in (*shared.values(), *own.values())}
+        evaluator = {} if self.evaluator is None else self.evaluator.stateful
+        own |= {f"evaluator/{name}": entry for name, entry in evaluator.items() if id(entry) not in known}
+        listed = {id(entry) for entry in shared.values()}
+        own = {name: entry for name, entry in own.items() if id(entry) not in listed}
+        shared = {name: SavedModule(entry) if isinstance(entry, nn.Module) else entry for name, entry in shared.items()}
+        return RunObjects(shared, own)
+
+    def modules(self) -> list[nn.Module]:
+        """The modules that are saved."""
+        return [entry.module for entry in self.objects().shared.values() if isinstance(entry, SavedModule)]
+
+    def refuse_odd_optimizers(self) -> None:
+        """Looks at the state that the optimizers give, before the first batch: one that cannot be checked must not be saved.
+
+        Raises:
+            TypeError: the state of an optimizer does not have torch's form.
+        """
+        for name, entry in self.objects().optimizers.items():
+            check_torch_shape(name, entry)
+
+
+class SavedModule:
+    """A module, whose state has the same names whether it, or a part of it, is compiled or not."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def state_dict(self) -> dict[str, Any]:
+        """The module's."""
+        return {_plain(name): value for name, value in self.module.state_dict().items()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Hands it to the module."""
+        self.module.load_state_dict({name: state_dict[_plain(name)] for name in self.module.state_dict()})
+
+    def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The buffers in the state. Those of replicas may differ from rank to rank, unless they are broadcast."""
+        saved = self.module.state_dict()
+        return ((_plain(name), buffer) for name, buffer in self.module.named_buffers() if name in saved)
+
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters; one that has several names is given once for each of them."""
+        return ((_plain(name), value) for name, value in self.module.named_parameters(remove_duplicate=False))
+
+
+@dataclass(frozen=True, slots=True)
+class RunObjects:
+    """The objects with a state, by their names in a checkpoint. Those that the user names have a prefix.
+
+    Attributes:
+        shared: the same on all ranks, or sharded over them: rank 0 writes what is whole and each rank its shard.
+        own: of each rank, and written by each.
+    """
+
+    shared: dict[str, Stateful]
+    own: dict[str, Stateful]
+
+    @property
+    def optimizers(self) -> dict[str, Optimizer]:
+        """The optimizers among them."""
+        return {name: entry for name, entry in self.shared.items() if isinstance(entry, Optimizer)}
+
+    @property
+    def schedules(self) -> dict[str, LRScheduler]:
+        """The learning-rate schedules among them."""
+        return schedules_of({**self.shared, **self.own})
+
+    @property
+    def model(self) -> SavedModule:
+        """The model that is trained."""
+        model = self.shared["model"]
+        assert isinstance(model, SavedModule)  # noqa: S101  # create_trainer passes a module
+        return model
+
+    def parameter_names(self) -> dict[int, list[str]]:
+        """All names of each parameter of the modules, by its `id`; those of the trained model come first."""
+        names: dict[int, list[str]] = {}
+        for name, entry in self.shared.items():
+            if isinstance(entry, SavedModule):
+                prefix = "" if name == "model" else f"{name}."
+                for key, parameter in entry.parameters():
+                    names.setdefault(id(parameter), []).append(prefix + key)
+        return names
+
+
+def checked_objects(to_save: Mapping[str, Any]) -> dict[str, Stateful]:
+    """The additional objects that the user saves, by name.
+
+    Raises:
+        ValueError: a name is not a string, or contains `[`.
+        TypeError: an object has no `state_dict` or no `load_state_dict`.
+    """
+    for name, entry in to_save.items():
+        if not isinstance(name, str) or "[" in name:
+            raise ValueError(
+                f"to_save must have strings without '[' for names, got {name!r}; they become parts of longer names"
+            )
+        if not isinstance(entry, Stateful):
+            raise TypeError(f"to_save[{name!r}] must have state_dict and load_state_dict, got {describe(entry)}")
+    return dict(to_save)
+
+
+def _plain(name: str) -> str:
+    """The name of a parameter without what `torch.compile` adds to it."""
+    return name.replace("_orig_mod.", "")
