@@ -608,6 +608,32 @@ def test_a_check_survives_the_update_that_carries_it() -> None:
     assert run_ranks(go_on_after_a_failure) == [(3, ("optimizer exp_avg of first.weight",))] * 2
 
 
+def break_off_after_a_mismatch(way: Way) -> Any:
+    """The norms of update 3 differ, and update 4, which carries them, fails on both ranks after its last backward."""
+    job, failures = Broken(way, range(3, 4)).job, [1]
+
+    def fail() -> None:
+        if job.trainer.state.iteration == 4 and failures:
+            failures.pop()
+            raise RuntimeError("once")
+
+    job.trainer.add_event_handler(TrainEvents.BACKWARD_COMPLETED, fail)
+    GradNormConsistency().attach(job.trainer)
+    assert raised(RuntimeError, lambda: job.trainer.run(shard(6), max_epochs=1)).args == ("once",)
+    error = raised(GradNormMismatchError, lambda: job.trainer.run(shard(6), max_epochs=1))
+    return error and (error.update, error.norms)
+
+
+@each_way
+def test_a_norm_is_sent_again_after_an_update_that_was_broken_off(way: Way) -> None:
+    """The next update that goes through brings the verdict on the one before."""
+    first, second = run_ranks(break_off_after_a_mismatch, way)
+    assert first == second
+    update, norms = first
+    assert update == 3
+    assert norms[0] != norms[1]
+
+
 def test_a_single_process_carries_nothing(build: Callable[..., Any], micro_batches: list[Any]) -> None:
     """There is nobody to compare with: no piggyback, and the same training."""
     plain, checked = build(), build()

@@ -8,14 +8,18 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import ignite.distributed as idist
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.optim import SGD, Adagrad, Adam, AdamW
 
 from ignite_train import TrainEvents, create_trainer
 from ignite_train.model import fused_kernels
 from ignite_train.model.fused_kernels import is_kernel_right
+from ranks import run_ranks
 from textbook import Textbook
 
 CPU = torch.device("cpu")
@@ -166,6 +170,45 @@ def test_fused_can_be_switched_off_in_a_run(monkeypatch):
     optimizer.param_groups[0]["fused"] = False
     trainer.run([{"a": torch.ones(3)}], max_epochs=2)
     assert optimizer.param_groups[0]["fused"] is False
+
+
+def train_shards(name: str) -> tuple[Any, ...]:
+    """Three updates of a sharded model whose optimizer is made with fused=True."""
+    model = fully_shard(nn.Linear(4, 3), mesh=init_device_mesh("cpu", (2,)))
+    nn.init.ones_(model.weight)
+    nn.init.ones_(model.bias)
+    optimizer = OPTIMIZERS[name](model.parameters())
+    lines: list[str] = []
+    logger = logging.getLogger("ignite_train")
+    logger.addFilter(lambda record: not lines.append(record.getMessage()))
+    trainer = create_trainer(model, optimizer, shards_forward)
+    said = list(lines)
+    trainer.run([torch.full((2, 4), 1.0 + idist.get_rank())] * 3)
+    fused = [group["fused"] for group in optimizer.state_dict()["param_groups"]]
+    return [p.full_tensor().tolist() for p in model.parameters()], said, fused
+
+
+def shards_forward(model: nn.Module, x: Tensor) -> tuple[Tensor, int]:
+    return model(x).square().sum(), len(x)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_shards_are_stepped_without_a_kernel_that_torch_has_not_for_them(name):
+    """The steps are the textbook's; one line says so before the first batch, and the groups keep what the user has set."""
+    right = nn.Linear(4, 3)
+    nn.init.ones_(right.weight)
+    nn.init.ones_(right.bias)
+    book = Textbook(OPTIMIZERS[name](right.parameters()), list(right.parameters()))
+    for _ in range(3):
+        loss = sum(right(torch.full((2, 4), x)).square().sum() for x in (1.0, 2.0)) / 4
+        loss.backward()
+        book.step()
+        book.zero_grad()
+    for (weight, bias), said, fused in run_ranks(train_shards, name):
+        torch.testing.assert_close(torch.tensor(weight), right.weight.detach(), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(torch.tensor(bias), right.bias.detach(), rtol=1e-5, atol=1e-6)
+        assert ["cannot apply the fused kernel" in line for line in said] == ([] if name == "adamw" else [True])
+        assert fused == [True]
 
 
 # --- what a kernel cannot step ---

@@ -347,6 +347,26 @@ def test_min_learning_rate() -> None:
     assert len(used) == 5  # running a finished job adds nothing
 
 
+@pytest.mark.parametrize("broken_off_after", [1, 3, 4, 5], ids=["in the warm-up", "above", "before the last", "at the end"])
+def test_min_learning_rate_over_a_resume(tmp_path: Path, broken_off_after: int) -> None:
+    """Whether the rate has been above the minimum is resumed: the run ends where it would have, also if it has ended before."""
+    rates = [0.0, 0.0, 1.0, 0.5, 0.1, *[1e-3] * 20]  # five updates, of which two are the warm-up
+
+    def used(stop_after: int) -> list[float]:
+        trainer, _, optimizer = make()
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rates[step])
+        LearningRateSchedule(scheduler).attach(trainer)
+        MinLearningRate(optimizer, minimum=0.0005).attach(trainer)
+        Checkpoint(tmp_path, every=1, asynchronous=False).attach(trainer)
+        seen: list[float] = []
+        trainer.add_event_handler(TrainEvents.GRADIENTS_READY, lambda: seen.append(trainer.state.output.learning_rates[0]))
+        trainer.run(DATA, max_iters=stop_after)
+        return seen
+
+    assert used(broken_off_after) == [0.05 * rate for rate in rates[:broken_off_after]]
+    assert used(12) == [0.05 * rate for rate in rates[broken_off_after:5]]
+
+
 def test_time_limit() -> None:
     """No update begins after the limit; the time of earlier runs counts; a job that is out of time adds nothing."""
     trainer, _, _ = make()
@@ -554,6 +574,46 @@ def test_tensorboard_has_what_was_written_before_a_checkpoint(tmp_path: Path, mo
 
     trainer.run(DATA, max_epochs=1)
     assert seen == [[1, 2, 3]]
+
+
+class FakeClock:
+    """Stands for the module `time`."""
+
+    def __init__(self, now: float) -> None:
+        self.now, self.slept = now, 0.0
+
+    def time(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        assert seconds > 0
+        self.now, self.slept = self.now + seconds / 2, self.slept + seconds / 2  # as a sleep may, it ends too early
+
+
+@pytest.mark.parametrize(
+    ("newest", "slept", "warns"),
+    [(None, 0.0, False), (1699999999, 0.0, False), (1700000000, 0.5, False), (1700000001, 1.5, False), (1700000009, 0.0, True)],
+    ids=["none", "earlier", "this second", "the next", "far ahead"],
+)
+def test_tensorboard_waits_for_a_later_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any, newest: int | None, slept: float, warns: bool
+) -> None:
+    """A file is made in a later second than the newest one, and with a word where that one is of a time to come."""
+    clock, made = FakeClock(1700000000.5), list[float]()
+    monkeypatch.setattr("ignite_train.handlers.tensorboard.time", clock)
+    monkeypatch.setattr(
+        "ignite_train.handlers.tensorboard.TensorboardLogger", lambda **_: made.append(clock.now) or HoldingLogger()
+    )
+    for name in ("1600000000.host.7.0", "abc.host", *([] if newest is None else [f"{newest}.host.1.0"])):
+        (tmp_path / f"events.out.tfevents.{name}").touch()
+    trainer, _, _ = make()
+    TensorBoard(tmp_path).attach(trainer, Events.ITERATION_COMPLETED(every=1))
+    TrainingMetrics().attach(trainer, Events.ITERATION_COMPLETED(every=1))
+    trainer.run(DATA, max_epochs=1)
+    assert clock.slept == pytest.approx(slept, abs=1e-6)
+    assert len(made) == 1
+    assert warns or made[0] >= (newest or 0) + 1
+    assert ("is of a time to come" in caplog.text) == warns
 
 
 def test_tensorboard_has_no_file_of_a_run_that_does_nothing(tmp_path: Path) -> None:

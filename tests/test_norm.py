@@ -166,8 +166,8 @@ class Table(nn.Module):
 
 
 def sparse_message(way: Any) -> str:
-    model = Table()
-    wrapped: nn.Module = DistributedDataParallel(model) if way == "ddp" else model
+    model: nn.Module = Table() if way != "fsdp" else fully_shard(Table(), mesh=init_device_mesh("cpu", (2,)))
+    wrapped = DistributedDataParallel(model) if way == "ddp" else model
     trainer = create_trainer(wrapped, SGD(model.parameters(), lr=0.1), lambda m, x: m(x), reduction=way, accumulation_steps=2)
     with pytest.raises(SparseGradientError) as caught:
         trainer.run([torch.tensor([1, 2])] * 2)
@@ -176,10 +176,10 @@ def sparse_message(way: Any) -> str:
 
 
 def test_a_sparse_gradient_is_refused_in_one_line():
-    """Wherever torch fails over it, with the name of the parameter."""
+    """Wherever torch fails over it, with the name of the parameter; and before it fails where the model is sharded."""
     right = "model must have dense gradients, got a sparse one for 'table'; call the embedding with sparse=False"
     assert sparse_message("auto") == right
-    for way in ("ddp", "explicit"):
+    for way in ("ddp", "explicit", "fsdp"):
         assert run_ranks(sparse_message, way) == [right] * 2
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import SGD, Adagrad, Adam, Optimizer
 from torch.optim.adagrad import adagrad
 from torch.optim.adam import adam
@@ -18,7 +19,7 @@ from torch.optim.sgd import sgd
 from ignite_train.model.gradients import Gradients
 from ignite_train.model.memory_layout import is_dense, pairs_with
 
-__all__ = ["FusedKernels", "is_kernel_right"]
+__all__ = ["FusedKernels", "can_step_shards", "is_kernel_right"]
 
 _SIZE = 135  # elements of a trial step: at least two blocks of any CPU's vector instructions, and a tail
 _ROUNDINGS = 8  # how far a trial step may be off, in units of the last place; it moves by more than thirty, in bfloat16 too
@@ -33,8 +34,9 @@ class FusedKernels:
     A fused kernel pairs a parameter, its gradient and its moments by their places in memory, not by their indices. And some
     kernels are broken: with torch 2.13 the one of SGD leaves most of a bfloat16 parameter on the CPU where it is. So
 
-    - a trial step with the kernel must come to what float64 arithmetic comes to, see `is_kernel_right`, and parameters may
-      have no gaps in memory; otherwise the group takes the unfused step from then on;
+    - a trial step with the kernel must come to what float64 arithmetic comes to, see `is_kernel_right`; torch must have a way
+      to apply it to shards, where parameters are sharded; and parameters may have no gaps in memory. Otherwise the group takes
+      the unfused step from then on;
     - gradients must have the strides of their parameters. Backward makes such gradients. Where something else has put others
       in their place, they are copied into those strides, and looked at in each step from then on;
     - moments must have those strides too. Moments from a checkpoint that have others are laid out again.
@@ -121,6 +123,14 @@ class FusedKernels:
         kind = next((kind for kind in (Adagrad, Adam, SGD) if isinstance(self._optimizer, kind)), None)
         if kind is None:
             return
+        for mesh in {p.device_mesh for p in parameters if isinstance(p, DTensor)}:
+            if not can_step_shards(kind, mesh):
+                self._avoided.add(index)
+                self._say(
+                    f"torch {torch.__version__} cannot apply the fused kernel of {kind.__name__} to the shards of fully_shard; "
+                    f"param_groups[{index}] takes the unfused step; build the optimizer with foreach=True"
+                )
+                return
         options = frozenset(name for name in _OPTIONS if group.get(name))
         for dtype, device in sorted({(p.dtype, p.device) for p in parameters}, key=str):
             if not is_kernel_right(kind, options, dtype, device, tensor_lr=isinstance(group["lr"], Tensor)):
@@ -182,6 +192,27 @@ def _local(tensor: Tensor) -> Tensor:
 
 @functools.cache
 @torch.no_grad()
+def can_step_shards(kind: type[Optimizer], mesh: DeviceMesh) -> bool:
+    """Whether torch can apply a fused kernel to DTensors: with torch 2.13 it can apply that of Adam only. No collective.
+
+    Args:
+        kind: as for `is_kernel_right`.
+        mesh: of the parameters.
+    """
+
+    def as_shard(tensor: Tensor) -> Tensor:
+        return DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+    parameter = torch.ones(1, device=mesh.device_type)
+    try:
+        _TRIALS[kind](parameter, torch.ones_like(parameter), frozenset(), _RATE, as_shard)
+    except NotImplementedError:  # "does not have a sharding strategy registered"
+        return False
+    return True
+
+
+@functools.cache
+@torch.no_grad()
 def is_kernel_right(
     kind: type[Optimizer], options: frozenset[str], dtype: torch.dtype, device: torch.device, *, tensor_lr: bool = False
 ) -> bool:
@@ -207,14 +238,23 @@ def is_kernel_right(
     return off <= _ROUNDINGS * torch.finfo(dtype).eps
 
 
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
+
+
 def _scaled(gradient: Tensor) -> Iterator[tuple[Tensor, Tensor | None]]:
     """Gradient and `grad_scale` of two trial steps: one into which a factor is folded, and one without a factor."""
     yield 4.0 * gradient, torch.full((), 4.0, dtype=torch.float32, device=gradient.device)
     yield gradient.clone(), None
 
 
-def _try_sgd(parameter: Tensor, gradient: Tensor, options: frozenset[str], rate: Any) -> Tensor:
-    """Steps twice, and gives what `parameter` should be then. The formulas are those in the documentation of torch."""
+def _try_sgd(
+    parameter: Tensor, gradient: Tensor, options: frozenset[str], rate: Any, wrap: Callable[[Tensor], Tensor] = _as_it_is
+) -> Tensor:
+    """Steps twice, and gives what `parameter` should be then. The formulas are those in the documentation of torch.
+
+    The kernel is given what `wrap` makes of parameter, gradient and moments.
+    """
     decay, momentum, dampening = (0.125 * (name in options) for name in ("weight_decay", "momentum", "dampening"))
     nesterov, maximize = "nesterov" in options, "maximize" in options
     right, moment = parameter.cpu().double(), torch.zeros(())
@@ -224,8 +264,8 @@ def _try_sgd(parameter: Tensor, gradient: Tensor, options: frozenset[str], rate:
         moment = along if number == 0 else momentum * moment + (1.0 - dampening) * along
         right = right - _RATE * (along + momentum * moment if nesterov else moment if momentum else along)
         sgd(
-            [parameter],
-            [given],
+            [wrap(parameter)],
+            [wrap(given)],
             buffers,
             foreach=False,
             fused=True,
@@ -240,12 +280,14 @@ def _try_sgd(parameter: Tensor, gradient: Tensor, options: frozenset[str], rate:
     return right
 
 
-def _try_adam(parameter: Tensor, gradient: Tensor, options: frozenset[str], rate: Any) -> Tensor:
+def _try_adam(
+    parameter: Tensor, gradient: Tensor, options: frozenset[str], rate: Any, wrap: Callable[[Tensor], Tensor] = _as_it_is
+) -> Tensor:
     """As `_try_sgd`. The epsilon is one that float16 holds: at 1e-8, torch's default, any kernel divides zero by zero in it."""
     decay = 0.125 * ("weight_decay" in options)
     decoupled, maximize, amsgrad = (name in options for name in ("decoupled_weight_decay", "maximize", "amsgrad"))
     right, first, second = parameter.cpu().double(), torch.zeros(()), torch.zeros(())
-    moments = [torch.zeros_like(parameter) for _ in range(3)]
+    moments = [wrap(torch.zeros_like(parameter)) for _ in range(3)]
     steps = torch.zeros((), dtype=torch.float32, device=parameter.device)
     for number, (given, scale) in enumerate(_scaled(gradient), start=1):
         along = (-1.0 if maximize else 1.0) * gradient.cpu().double() + (0.0 if decoupled else decay) * right
@@ -253,8 +295,8 @@ def _try_adam(parameter: Tensor, gradient: Tensor, options: frozenset[str], rate
         root = (second / (1.0 - 0.75**number)).sqrt() + _EPSILON
         right = right * (1.0 - _RATE * decay * decoupled) - _RATE * first / (1.0 - 0.5**number) / root
         adam(
-            [parameter],
-            [given],
+            [wrap(parameter)],
+            [wrap(given)],
             [moments[0]],
             [moments[1]],
             [moments[2]] if amsgrad else [],
@@ -274,20 +316,22 @@ def _try_adam(parameter: Tensor, gradient: Tensor, options: frozenset[str], rate
     return right
 
 
-def _try_adagrad(parameter: Tensor, gradient: Tensor, options: frozenset[str], rate: Any) -> Tensor:
+def _try_adagrad(
+    parameter: Tensor, gradient: Tensor, options: frozenset[str], rate: Any, wrap: Callable[[Tensor], Tensor] = _as_it_is
+) -> Tensor:
     """As `_try_sgd`."""
     decay, lr_decay = (0.125 * (name in options) for name in ("weight_decay", "lr_decay"))
     maximize = "maximize" in options
     right, total = parameter.cpu().double(), torch.zeros(())
-    sums = torch.zeros_like(parameter)
+    sums = wrap(torch.zeros_like(parameter))
     steps = torch.zeros((), dtype=torch.float32, device=parameter.device)
     for number, (given, scale) in enumerate(_scaled(gradient)):
         along = (-1.0 if maximize else 1.0) * gradient.cpu().double() + decay * right
         total = total + along**2
         right = right - _RATE / (1.0 + number * lr_decay) * along / (total.sqrt() + _EPSILON)
         adagrad(
-            [parameter],
-            [given],
+            [wrap(parameter)],
+            [wrap(given)],
             [sums],
             [steps],
             fused=True,
