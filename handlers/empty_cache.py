@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from ignite.engine import Events, RemovableEventHandle
 
-from ignite_train.events import Event
+from ignite_train.events import Event, every
 from ignite_train.handler import Handler
 from ignite_train.trainer import Trainer
 
@@ -25,7 +25,7 @@ class EmptyCache(Handler):
         >>> handle = EmptyCache().attach(trainer, Events.ITERATION_COMPLETED(every=500))  # after updates 500, 1000, ...
     """
 
-    def attach(self, trainer: Trainer, event: Event = Events.ITERATION_COMPLETED(every=1000)) -> RemovableEventHandle:
+    def attach(self, trainer: Trainer, event: Event = every(1000, Events.ITERATION_COMPLETED)) -> RemovableEventHandle:
         """Empties the cache at `event`."""
         return trainer.add_event_handler(event, self)
 

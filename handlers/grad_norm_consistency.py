@@ -15,9 +15,8 @@ from torch import Tensor
 from ignite_train.arguments import real_number
 from ignite_train.errors import TrainingError
 from ignite_train.events import Event, TrainEvents
-from ignite_train.handler import Handler
+from ignite_train.handler import PiggybackHandler
 from ignite_train.ranks import collectives
-from ignite_train.ranks.messages import Piggyback
 from ignite_train.trainer import Trainer
 
 __all__ = ["GradNormConsistency", "GradNormMismatchError"]
@@ -74,7 +73,7 @@ class GradNormMismatchError(TrainingError, RuntimeError):
         return partial(type(self), all_differ=self.all_differ), (self.update, self.norms, self.parameters)
 
 
-class GradNormConsistency(Handler, Piggyback):
+class GradNormConsistency(PiggybackHandler):
     """Compares the gradient norms of all ranks and raises `GradNormMismatchError` on each of them when they differ.
 
     After the reduction all ranks must hold the same gradient, so different norms mean that it is broken: a parameter outside
@@ -102,26 +101,11 @@ class GradNormConsistency(Handler, Piggyback):
         self.tolerance = real_number("tolerance", tolerance, above=0)
         self._due: tuple[int, float] | None = None  # update and norm, not yet sent
         self._sent: tuple[int, float] | None = None  # on its way
-        self._trainer: Trainer
-        self._handle: RemovableEventHandle
 
     def attach(self, trainer: Trainer, event: Event = Events.ITERATION_COMPLETED) -> RemovableEventHandle:
         """Compares the norm of each update in which `event` fires, which must be the same updates on all ranks."""
-        trainer.replace_default(self)
-        self._trainer, self.payload_size = trainer, collectives.world_size()
-        if self.payload_size > 1 and self not in trainer.piggybacks:
-            trainer.piggybacks.append(self)
-            trainer.prepend_event_handler(Events.COMPLETED, self.settle)
-        self._handle = trainer.prepend_event_handler(event, self)
-        return self._handle
-
-    def detach(self, trainer: Trainer) -> None:
-        """Compares no norm of later updates. All ranks call it alike."""
-        self._handle.remove()
-        if self in trainer.piggybacks:
-            # A new list: an update that is under way still needs the one from which it has sent the words.
-            trainer.piggybacks = [piggyback for piggyback in trainer.piggybacks if piggyback is not self]
-            trainer.remove_event_handler(self.settle, Events.COMPLETED)
+        self.payload_size = collectives.world_size()
+        return super().attach(trainer, event)
 
     def __call__(self, trainer: Trainer) -> None:
         """Puts the norm of the latest update aside."""

@@ -20,10 +20,9 @@ from torch.optim import Optimizer
 
 from ignite_train.arguments import did_you_mean
 from ignite_train.errors import TrainingError
-from ignite_train.events import Event
-from ignite_train.handler import Handler
+from ignite_train.events import Event, every
+from ignite_train.handler import PiggybackHandler
 from ignite_train.ranks import collectives
-from ignite_train.ranks.messages import Piggyback
 from ignite_train.trainer import Trainer
 
 __all__ = ["StateConsistency", "StateMismatchError", "tensor_digests"]
@@ -82,7 +81,7 @@ class _Schedule(Protocol):
     def state_dict(self) -> Mapping[str, Any]: ...
 
 
-class StateConsistency(Handler, Piggyback):
+class StateConsistency(PiggybackHandler):
     """Compares, bit by bit, what all ranks must hold alike, and raises `StateMismatchError` on each of them if they do not.
 
     That is: parameters, buffers, the optimizer's state and settings, the schedule, the loss scale and the counters
@@ -140,28 +139,12 @@ class StateConsistency(Handler, Piggyback):
                 raise ValueError(f"own_buffers must be names of buffers of model, got {name!r}{did_you_mean(name, buffers)}")
         self.own_buffers = frozenset(own_buffers)
         self.payload_size = 2 * _WORDS + 1
-        self._trainer: Trainer
-        self._handle: RemovableEventHandle
         self._due: _Check | None = None  # not yet sent
         self._sent: _Check | None = None  # on its way
 
-    def attach(self, trainer: Trainer, event: Event = Events.ITERATION_COMPLETED(every=100)) -> RemovableEventHandle:
+    def attach(self, trainer: Trainer, event: Event = every(100, Events.ITERATION_COMPLETED)) -> RemovableEventHandle:
         """Takes the digest at `event`, which must fire in the same updates on all ranks, before other handlers there."""
-        trainer.replace_default(self)
-        self._trainer = trainer
-        if collectives.world_size() > 1 and self not in trainer.piggybacks:
-            trainer.piggybacks.append(self)
-            trainer.prepend_event_handler(Events.COMPLETED, self.settle)
-        self._handle = trainer.prepend_event_handler(event, self)
-        return self._handle
-
-    def detach(self, trainer: Trainer) -> None:
-        """Takes no digest of later updates. All ranks call it alike."""
-        self._handle.remove()
-        if self in trainer.piggybacks:
-            # A new list: an update that is under way still needs the one from which it has sent the words.
-            trainer.piggybacks = [piggyback for piggyback in trainer.piggybacks if piggyback is not self]
-            trainer.remove_event_handler(self.settle, Events.COMPLETED)
+        return super().attach(trainer, event)
 
     def __call__(self, trainer: Trainer) -> None:
         """Takes the digest. Synchronises with the device."""

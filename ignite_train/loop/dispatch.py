@@ -148,7 +148,9 @@ class Dispatcher(Engine):
             if event_filter(engine, getattr(engine.state, attribute)):
                 handler(*args, **kwargs)
 
-        filtered._parent = weakref.ref(handler)  # type: ignore[attr-defined]  # what Ignite knows the handler by
+        filtered._parent = weakref.ref(handler)  # type: ignore[attr-defined]  # by which Ignite finds the handler
+        if handler in self._last:
+            self._last.append(filtered)
         return filtered
 
 
