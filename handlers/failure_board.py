@@ -144,7 +144,7 @@ class _Watch(threading.Thread):
     - `process of <rank>`: with it ranks on the same machine can check whether the process is running;
     - `first`: the first failure;
     - `ended by <rank>`: the run of this rank has ended normally;
-    - `first heard by <rank>`, `end heard by <rank>`: this rank knows of the first failure, or that the rank that hosts the store ends;
+    - `first heard by <rank>`, `end heard by <rank>`: this rank knows of the first failure, or that the store ends;
     - `roll called by <rank>`: this rank knows which ranks have heard of the first failure;
     - `news`: there is something to read. Only this key is polled.
 

@@ -41,8 +41,8 @@ class GradNormMismatchError(TrainingError, RuntimeError):
         table = "\n".join(f"  rank {rank}: {norm:.9g}" for rank, norm in enumerate(norms))
         super().__init__(
             f"update {update}: the gradient norm differs between the ranks:\n{table}\n{self._finding()}; "
-            f"{self._likely_cause()}, and resume from a checkpoint before update {update}: the parameters may differ between the "
-            "ranks since then"
+            f"{self._likely_cause()}, and resume from a checkpoint before update {update}: since then the parameters may "
+            "differ between the ranks"
         )
 
     def _finding(self) -> str:

@@ -63,8 +63,8 @@ class HangWatch(Handler):
     The micro-batches of an evaluator that is attached too count as progress. A process that is suspended and woken again, with
     or without the others, continues: the clock of its watch stands still meanwhile.
 
-    A single process watches itself, and acts when it has made no progress for `timeout_seconds`. Tried with gloo over a file and
-    over TCP; not with NCCL, whose own watchdog may be faster.
+    A single process watches itself, and acts when it has made no progress for `timeout_seconds`. Tried with gloo over a file
+    and over TCP; not with NCCL, whose own watchdog may be faster.
 
     Args:
         timeout_seconds: how long a rank may be silent or keep other ranks waiting.
@@ -162,8 +162,8 @@ def _frame_of(thread: int) -> FrameType | None:
     """The frame in which the thread of this number is.
 
     Some versions of Python 3.11 and 3.12 hold the lock on their list of threads while they make the frames. Making one may
-    start a garbage collection, and a finaliser may let another thread run. If that thread starts a thread, it waits for the same
-    lock forever (python/cpython#106883). So the collector pauses meanwhile.
+    start a garbage collection, and a finaliser may let another thread run. If that thread starts a thread, it waits forever for
+    the same lock (python/cpython#106883). So the collector pauses meanwhile.
     """
     collects = gc.isenabled()
     gc.disable()

@@ -58,7 +58,7 @@ class StateMismatchError(TrainingError, RuntimeError):
         question = "does forward call the model it is given as its argument? If it does, " if most_parameters_differ else ""
         super().__init__(
             f"update {update}: the ranks differ in {', '.join(names[:_NAMED])}{more}{own}; {who}; {question}look for code that "
-            "changes the state of one rank alone, and resume from a checkpoint that is not newer than the last check that passed"
+            "changes the state of one rank alone, and resume from a checkpoint no newer than the last check that passed"
         )
 
     def __reduce__(self) -> Any:
@@ -281,9 +281,9 @@ def tensor_digests(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 def _column_sums(tensor: Tensor) -> list[Tensor]:
     """A few int64 numbers, computed in one pass, of which at least one changes when a single bit of the tensor flips.
 
-    The bytes are arranged in rows of int64 words, and the columns are summed modulo 2^64. A flipped sign of a float64 adds 2^63 to
-    a column, so that two of them in one column cancel: hence short rows, and an odd number of them, so that flipping all signs
-    does not cancel. The rest, less than two rows and less than one word, is not summed.
+    The bytes are arranged in rows of int64 words, and the columns are summed modulo 2^64. A flipped sign of a float64 adds
+    2^63 to a column, so that two of them in one column cancel: hence short rows, and an odd number of them, so that flipping
+    all signs does not cancel. The rest, less than two rows and less than one word, is not summed.
     """
     tensor = (tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor).contiguous()
     data = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)  # reshape keeps the stride of a single element

@@ -105,7 +105,7 @@ class StopOnSignal(Handler):
         for number in self._requests:
             if signal.getsignal(number) is None:
                 _logger.warning(
-                    f"{number.name} has a handler that Python did not install, and keeps it: the signal will not end the run"
+                    f"{number.name} has a handler that Python did not install, and keeps it: it will not end the run"
                 )
             else:
                 self._previous[number] = signal.signal(number, receive)
@@ -127,7 +127,7 @@ class StopOnSignal(Handler):
 
 
 class _Watch(threading.Thread):
-    """Learns of signals from the file descriptor to which Python writes their numbers, also while the main thread is blocked."""
+    """Reads signals from the file descriptor to which Python writes their numbers, also while the main thread is blocked."""
 
     def __init__(self, trainer: Trainer, signals: tuple[signal.Signals, ...], grace_seconds: float) -> None:
         super().__init__(name="StopOnSignal", daemon=True)

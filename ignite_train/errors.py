@@ -147,8 +147,8 @@ class NonFiniteError(TrainingError, FloatingPointError):
             "at the data of this update, lower the learning rate or set max_grad_norm, or pass on_nonfinite='skip'"
             if not disagreeing
             else f"update {update}: gradient norm {grad_norm:g}, loss {loss:g}: not finite on this rank, but finite "
-            f"on {others}, which most likely made the step{origin}; look for a handler, a hook or a device that changes gradients "
-            f"after they were reduced, and resume from a checkpoint before update {update}"
+            f"on {others}, which most likely made the step{origin}; look for a handler, a hook or a device that changes "
+            f"gradients after they were reduced, and resume from a checkpoint before update {update}"
         )
 
     def __reduce__(self) -> tuple[type[NonFiniteError], tuple[int, float, float, tuple[str, ...], tuple[int, ...]]]:

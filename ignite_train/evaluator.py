@@ -72,8 +72,8 @@ class Evaluator(Loop):
 
         Raises:
             TypeError: `data` cannot be iterated.
-            ValueError: the sampler repeats samples, which would count twice; or no rank has a sample; or the ranks have different
-                numbers of micro-batches and the evaluator was made with `uneven="error"`.
+            ValueError: the sampler repeats samples, which would count twice; or no rank has a sample; or the ranks have
+                different numbers of micro-batches and the evaluator was made with `uneven="error"`.
         """
         self._refuse_nested_run()
         loader = self._as_loader(data)

@@ -670,7 +670,7 @@ PERSISTENT = {"num_workers": 1, "persistent_workers": True}
         (lambda: StatefulDataLoader(PAIRS, 2), [], []),
         (
             lambda: StatefulDataLoader(PAIRS, 2, num_workers=1),
-            ["StatefulDataLoader does not include the random generators of its w"],
+            ["StatefulDataLoader does not include the random generators"],
             [],
         ),
         (lambda: DataLoader(PAIRS, 2, **PERSISTENT), ["workers of the DataLoader are persistent"], ["up to its position"]),

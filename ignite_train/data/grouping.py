@@ -22,9 +22,11 @@ AccumulationSteps = int | Sequence[int] | Callable[[int], int]
 """Micro-batches to an update: a number, one for each epoch (the last one repeats), or a function of the update's number."""
 
 Uneven = Literal["all", "shortest", "replay", "error"]
-"""What ranks with different numbers of micro-batches do. `"all"`: every micro-batch is used; a rank that ran out takes part with
-weight zero. `"shortest"`: the epoch ends on all ranks when the first rank runs out. `"replay"`: as `"all"`, and a rank that ran out
-runs forward and backward on a placeholder with weight zero. `"error"`: unequal numbers are an error at the start of the epoch."""
+"""What ranks with different numbers of micro-batches do.
+
+`"all"`: every micro-batch is used; a rank that ran out takes part with weight zero. `"shortest"`: the epoch ends on all ranks
+when the first rank runs out. `"replay"`: as `"all"`, and a rank that ran out runs forward and backward on a placeholder with
+weight zero. `"error"`: unequal numbers are an error at the start of the epoch."""
 POLICIES: tuple[Uneven, ...] = ("all", "shortest", "replay", "error")
 _logger = logging.getLogger(__name__)
 
@@ -243,8 +245,8 @@ class _Pass:
         if uneven == "error" and (min(self.lengths) < 0 or len(set(self.lengths)) > 1):
             table = ", ".join(f"rank {rank}: {'unknown' if n < 0 else self._before + n}" for rank, n in enumerate(self.lengths))
             raise ValueError(
-                f"data must be equally long on all ranks for uneven='error', got micro-batches on {table}; make the shards equally "
-                "long, or pass uneven='all' or 'shortest'"
+                f"data must be equally long on all ranks for uneven='error', got micro-batches on {table}; make the shards "
+                "equally long, or pass uneven='all' or 'shortest'"
             )
         if min(self.lengths) < 0:
             return None

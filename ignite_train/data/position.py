@@ -187,8 +187,8 @@ class DataPosition:
         if reports:
             raise ValueError(
                 f"data must be unchanged to resume in the middle of an epoch, got {reports[0]}: samples would be missed or "
-                "used twice; undo the change, or resume from a checkpoint of the end of an epoch (resume=PATH), where any change is "
-                "allowed, or pass Checkpoint(..., on_changed_data='warn')"
+                "used twice; undo the change, or resume from a checkpoint of the end of an epoch (resume=PATH), where any "
+                "change is allowed, or pass Checkpoint(..., on_changed_data='warn')"
             )
 
     def _go_to(self, saved: Mapping[str, Any]) -> None:

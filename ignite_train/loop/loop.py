@@ -82,7 +82,7 @@ class Loop(Dispatcher):
                 self._run_epoch(data)
             self._ended = bool(
                 self.should_terminate or not self.should_interrupt
-            )  # COMPLETED of an interrupted run is still to fire
+            )  # an interrupted run has yet to fire COMPLETED
             state.times[Events.COMPLETED.name] = time.perf_counter() - started
             self._fire_closing_events()
         except BaseException as error:
