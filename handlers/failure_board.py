@@ -1,4 +1,4 @@
-"""A rank that fails takes nobody hostage."""
+"""When one rank raises, all ranks stop within seconds, naming the cause."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["FailureBoard", "PeerFailureError"]
 
 _logger = logging.getLogger(__name__)
 _POLL_SECONDS = 0.25  # between two looks at the board
-_PATIENCE_SECONDS = 1.0  # for the main thread to come out by itself
+_PATIENCE_SECONDS = 1.0  # for the main thread to end the run by itself
 _ROLL_CALL_SECONDS = 2.0  # for the other ranks to answer
 _LONGEST_MESSAGE = 2000  # characters of an exception's message
 _SAFE_POINTS = (
@@ -34,11 +34,11 @@ _SAFE_POINTS = (
 
 
 class PeerFailureError(TrainingError, RuntimeError):
-    """Another rank failed, so that the run cannot go on here either.
+    """Another rank failed, so that the run cannot continue on this one.
 
     Attributes:
         rank: the rank that failed first.
-        update: the update it was in, or had done last (`state.iteration`).
+        update: the update that was running there, or had run last (`state.iteration`).
         error: its exception, as `"type: message"`.
     """
 
@@ -53,41 +53,45 @@ class PeerFailureError(TrainingError, RuntimeError):
 class FailureBoard(Handler):
     """Ends all ranks within about two seconds, with a line that names the cause, when one of them raises in `trainer.run`.
 
-    Without it the others wait in their next collective until its timeout, 10 or 30 minutes, or until the failed process is
-    gone and a connection breaks. All ranks attach it alike: STARTED is collective. In a single process it does nothing.
+    Without it the other ranks wait in their next collective until its timeout (10 or 30 minutes), or until the failed process
+    ends and a connection breaks. All ranks attach it alike: STARTED is collective. In a single process it does nothing.
 
-    The rank that raises, wherever in the run that is, first writes its rank, update and exception to the store at which the
+    The rank that raises, anywhere in the run, first writes its rank, update and exception to the store at which the
     ranks met; then its exception is raised unchanged, as soon as all others have read that, at most four seconds later. Only
     the first failure of a run is kept: errors that follow from it are not written. On every rank a thread looks at the store
     four times a second, through a connection of its own. When it finds the failure of another rank it logs
     `rank 1 failed at update 5: RuntimeError: ...` as an error, and then
 
     - a main thread that is still running raises `PeerFailureError` at the next event of the trainer. The handler for that is
-      attached only now: an update costs nothing before. (An exception thrown into the main thread from outside would reach
-      more code, a long validation say, but it could strike inside any `finally` or `with`.)
-    - a main thread that comes out with an exception of its own, because the connection broke or because all ranks raise
-      alike, keeps that. A note about the first failure is added to it, unless it says the same.
-    - a main thread that does neither for a second waits in a collective, or is busy elsewhere. Nothing wakes gloo from
-      there, so the process ends with status 1: logs are flushed, but no `finally` and no `atexit` runs.
+      attached only then, so that it costs an update nothing. (An exception thrown into the main thread from outside would
+      also end, for example, a long validation, but it could be raised inside any `finally` or `with`.)
+    - a main thread that ends with an exception of its own, because the connection broke or because all ranks raise alike,
+      keeps it. A note about the first failure is added, unless it says the same.
+    - a main thread that does neither within a second waits in a collective, or is busy elsewhere. A wait in gloo cannot be
+      interrupted, so the process ends with status 1: logs are flushed, but no `finally` and no `atexit` runs.
 
     A process that is killed writes nothing. Its connections break, so that another rank fails, and each rank that fails or
-    hears of it waits for the answers of the others. A rank that does not answer is named, in the log and in a note on the
-    exception: `rank 1 is gone: no longer running` at once where its process can be looked up, that is on the same machine,
-    otherwise `rank 1 is gone or standing still: no answer came within 2 s`. If the process that holds the store was killed,
+    learns of it waits for the answers of the others. A rank that does not answer is named, in the log and in a note on the
+    exception: at once as `rank 1 is gone: no longer running` if its process is on the same machine and can be looked up,
+    otherwise as `rank 1 is gone or standing still: no answer came within 2 s`. If the process that holds the store was killed,
     which is rank 0's unless the ranks met in a file or torchrun started them, no rank can answer, and the line is
-    `rank 0, which hosts the store, is gone`. A rank whose run has ended in good order is left alone and is not named. A
-    launcher that sends SIGTERM to the others at once, as `idist.Parallel` and torchrun do, leaves no time for that and names
-    the rank itself; with `StopOnSignal` attached both happens.
+    `rank 0, which hosts the store, is gone`. A rank whose run ended normally is not named. A
+    launcher that sends SIGTERM to the other ranks at once, as `idist.Parallel` and torchrun do, leaves no time for that and
+    names the rank itself; with `StopOnSignal` attached both happen.
 
-    What the ranks write carries a code that only they can make, see `ignite_train.ranks.sealed_messages`. An error raised
-    before STARTED, such as a wrong argument on one rank alone, is not seen. Tried with gloo over a file, over TCP and under
+    The messages carry a code that only these ranks can make, see `ignite_train.ranks.sealed_messages`. An error raised
+    before STARTED, such as a wrong argument on one rank alone, is not noticed. Tried with gloo over a file, over TCP and under
     torchrun; not with NCCL.
 
     Example:
+        >>> import torch
+        >>> from ignite_train import create_trainer
         >>> from ignite_train.handlers import FailureBoard
-        >>> trainer = getfixture("trainer")
+        >>> model = torch.nn.Linear(3, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> trainer = create_trainer(model, optimizer, lambda model, x: model(x).square().mean())
         >>> FailureBoard().attach(trainer)
-        >>> trainer.run(getfixture("loader"), max_epochs=1).iteration
+        >>> trainer.run([torch.ones(8, 3)] * 4, max_epochs=1).iteration
         4
     """
 
@@ -133,23 +137,23 @@ class FailureBoard(Handler):
 
 
 class _Watch(threading.Thread):
-    """Looks at the board as long as one run lasts. Only this thread uses the store, so that the main thread cannot get stuck.
+    """Reads the store during one run. Only this thread uses the store, so that the main thread cannot get stuck in it.
 
-    On the board lie
+    The keys in the store are
 
-    - `process of <rank>`: by which ranks on the same machine see whether the process lives;
+    - `process of <rank>`: with it ranks on the same machine can check whether the process is running;
     - `first`: the first failure;
-    - `ended by <rank>`: the run of this rank has ended in good order;
-    - `first heard by <rank>`, `end heard by <rank>`: this rank knows of the first failure, or that the host of the store ends;
+    - `ended by <rank>`: the run of this rank has ended normally;
+    - `first heard by <rank>`, `end heard by <rank>`: this rank knows of the first failure, or that the store ends;
     - `roll called by <rank>`: this rank knows which ranks have heard of the first failure;
-    - `news`: there is something to read. Only this is asked for again and again.
+    - `news`: there is something to read. Only this key is polled.
 
     Args:
         trainer: whose run it is.
         messages: for this thread and this run.
 
     Attributes:
-        gone: which ranks are gone, as a sentence without its full stop; empty if all are there.
+        gone: which ranks are gone, as a sentence without its full stop; empty if none.
     """
 
     def __init__(self, trainer: Trainer, messages: SealedMessages) -> None:
@@ -181,7 +185,7 @@ class _Watch(threading.Thread):
         return self._cause
 
     def run(self) -> None:
-        """Watches, and writes this rank's own failure."""
+        """Reads the failures of other ranks, and writes this rank's own."""
         try:
             self._messages.write(f"process of {self._rank}", collectives.own_process())
             while not self._over.wait(_POLL_SECONDS):
@@ -196,7 +200,7 @@ class _Watch(threading.Thread):
             self._lose_store(error)
 
     def _write_end(self) -> None:
-        """Says that the run of this rank has ended in good order. The host of the store waits until the others know it."""
+        """Writes that the run of this rank has ended normally. The host of the store waits until the other ranks know it."""
         self._messages.write(f"ended by {self._rank}", value=True)
         if self._rank == self._messages.host_rank:
             self._messages.write("news", value=True)
@@ -229,21 +233,21 @@ class _Watch(threading.Thread):
         self._answer("first heard")
 
     def _insist(self) -> None:
-        """Gives the main thread a moment to come out, and ends the process if it does not."""
+        """Gives the main thread a second to end the run, and then ends the process."""
         deadline = time.monotonic() + _PATIENCE_SECONDS
         self._trainer.add_event_handler(_SAFE_POINTS, self._raise)
         self._call_roll()
         if not self._over.wait(deadline - time.monotonic()):
-            _logger.error(f"rank {self._rank} ends here: it would wait for ever for the rank that failed")
+            _logger.error(f"rank {self._rank} ends now: it would wait forever for the rank that failed")
             collectives.end_process(1)
 
-    # --- which ranks are there ---
+    # --- which ranks are still running ---
 
     def _answer(self, subject: str) -> None:
         self._messages.write(f"{subject} by {self._rank}", value=True)
 
     def _missing(self, subject: str, ranks: list[int]) -> list[int]:
-        """Waits until each of these has answered, has ended in good order or is dead; returns those that did not answer."""
+        """Waits until each of these has answered, has ended normally or is dead; returns those that did not answer."""
         missing, deadline = ranks, time.monotonic() + _ROLL_CALL_SECONDS
         while True:
             dead = self._dead(missing)  # before the answers are read: what a rank wrote before it died counts
@@ -255,7 +259,7 @@ class _Watch(threading.Thread):
             time.sleep(_POLL_SECONDS / 10)
 
     def _dead(self, ranks: list[int]) -> set[int]:
-        """Those of these ranks whose processes are known to have ended."""
+        """Those of `ranks` whose processes are known to have ended."""
         processes = self._messages.read_all(f"process of {rank}" for rank in ranks)
         return {rank for rank in ranks if collectives.has_ended(processes.get(f"process of {rank}", []))}
 
@@ -275,11 +279,11 @@ class _Watch(threading.Thread):
         self.gone = "; ".join(findings)
         if self.gone:
             _logger.error(self.gone)
-        if self._rank == self._messages.host_rank:  # the store may end with this process: the others are to be done with it
+        if self._rank == self._messages.host_rank:  # the store may end with this process: wait until the others have read it
             self._missing("roll called", [rank for rank in self._others if rank not in missing])
 
     def _lose_store(self, error: RuntimeError) -> None:
-        consequence = f"rank {self._rank} looks for failures of other ranks no longer: {error}"
+        consequence = f"rank {self._rank} no longer notices failures of other ranks: {error}"
         if self._host_ended or self._rank == self._messages.host_rank:
             _logger.warning(f"the store at which the ranks met has ended; {consequence}")
         else:

@@ -1,4 +1,4 @@
-"""Noticing that the ranks step along different gradients."""
+"""Checking that all ranks have the same gradient norm."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from torch import Tensor
 from ignite_train.arguments import real_number
 from ignite_train.errors import TrainingError
 from ignite_train.events import Event, TrainEvents
-from ignite_train.handler import Handler
+from ignite_train.handler import PiggybackHandler
 from ignite_train.ranks import collectives
-from ignite_train.ranks.messages import Piggyback
 from ignite_train.trainer import Trainer
 
 __all__ = ["GradNormConsistency", "GradNormMismatchError"]
@@ -32,8 +31,8 @@ class GradNormMismatchError(TrainingError, RuntimeError):
     Attributes:
         update: number of the update (`state.iteration`) whose norms differ.
         norms: its gradient norm on each rank.
-        parameters: those whose gradients differ in the update in which this was raised, in the order of the model; empty if
-            they agree there, if no update came after it, or if the norm is finite on some ranks only.
+        parameters: names of the parameters whose gradients differ in the update in which this was raised, in the order of the
+            model; empty if they agree there, if no later update came, or if the norm is finite on some ranks only.
         all_differ: whether no parameter has the same gradient on all ranks.
     """
 
@@ -42,15 +41,15 @@ class GradNormMismatchError(TrainingError, RuntimeError):
         table = "\n".join(f"  rank {rank}: {norm:.9g}" for rank, norm in enumerate(norms))
         super().__init__(
             f"update {update}: the gradient norm differs between the ranks:\n{table}\n{self._finding()}; "
-            f"{self._likely_cause()}, and resume from a checkpoint before update {update}: the parameters of the ranks may "
-            "differ since"
+            f"{self._likely_cause()}, and resume from a checkpoint before update {update}: since then the parameters may "
+            "differ between the ranks"
         )
 
     def _finding(self) -> str:
         skipped = [rank for rank, norm in enumerate(self.norms) if not math.isfinite(norm)]
         if 0 < len(skipped) < len(self.norms):
             stepped = [rank for rank in range(len(self.norms)) if rank not in skipped]
-            return f"{_ranks(skipped)} judged the update not finite and {_ranks(stepped)} made the step"
+            return f"{_ranks(skipped)} found the update not finite and {_ranks(stepped)} made the step"
         outliers = _outliers(self.norms)
         who = f"{_ranks(outliers)} differs from the majority; " if outliers else ""
         if not self.parameters:
@@ -74,57 +73,47 @@ class GradNormMismatchError(TrainingError, RuntimeError):
         return partial(type(self), all_differ=self.all_differ), (self.update, self.norms, self.parameters)
 
 
-class GradNormConsistency(Handler, Piggyback):
+class GradNormConsistency(PiggybackHandler):
     """Compares the gradient norms of all ranks and raises `GradNormMismatchError` on each of them when they differ.
 
-    After the reduction all ranks must hold the same gradient, so different norms mean that it is broken: a parameter outside
-    of it, a lossy hook, a rank that changed its gradients. Norms agree when they are finite and within `tolerance` of rank
-    0's, relatively, or when none is finite, which is for the trainer's own policy to judge. What the norm cannot show is
-    parameters, moments or learning rates that differ while gradients are averaged: that is for `StateConsistency`.
+    After the reduction all ranks must have the same gradient. Different norms mean that the reduction is broken: a parameter is
+    left out, a communication hook is not exact, or a rank changed its gradients. Norms agree if all are finite and differ from
+    that of rank 0 by at most `tolerance`, relatively, or if none is finite, which `on_nonfinite` handles. Parameters, moments
+    or learning rates that differ while gradients are averaged do not change the norm: `StateConsistency` finds those.
 
-    A norm travels with the statistics of the next update, so that the verdict comes one update late and costs no collective
-    of its own; what is left at the end of the run takes one. Parameters are named by the gradients of the update in which
-    the verdict comes, since those of the update that was compared are gone. All ranks attach it alike.
+    A norm travels with the statistics of the next update, so that the result is known one update later and costs no collective
+    of its own; the last norm of a run takes one. The parameters in the message are those whose gradients differ in the update
+    in which the result is known, since those of the compared update are gone. All ranks attach it alike. The check is that of
+    fairseq's trainer (`_check_grad_norms`).
 
     Args:
         tolerance: the largest relative difference, greater than 0.
 
     Example:
+        >>> import torch
         >>> from ignite.engine import Events
+        >>> from ignite_train import create_trainer
         >>> from ignite_train.handlers import GradNormConsistency
-        >>> trainer = getfixture("trainer")
-        >>> handle = GradNormConsistency().attach(trainer, Events.ITERATION_COMPLETED(every=10))
-        >>> trainer.run(getfixture("loader"), max_epochs=3).num_steps
-        12
+        >>> model = torch.nn.Linear(3, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> trainer = create_trainer(model, optimizer, lambda model, x: model(x).square().mean())
+        >>> handle = GradNormConsistency().attach(trainer, Events.ITERATION_COMPLETED(every=2))
+        >>> trainer.run([torch.ones(8, 3)] * 4, max_epochs=1).num_steps
+        4
     """
 
     def __init__(self, *, tolerance: float = 1e-6) -> None:
         self.tolerance = real_number("tolerance", tolerance, above=0)
         self._due: tuple[int, float] | None = None  # update and norm, not yet sent
         self._sent: tuple[int, float] | None = None  # on its way
-        self._trainer: Trainer
-        self._handle: RemovableEventHandle
 
     def attach(self, trainer: Trainer, event: Event = Events.ITERATION_COMPLETED) -> RemovableEventHandle:
         """Compares the norm of each update in which `event` fires, which must be the same updates on all ranks."""
-        trainer.replace_default(self)
-        self._trainer, self.payload_size = trainer, collectives.world_size()
-        if self.payload_size > 1 and self not in trainer.piggybacks:
-            trainer.piggybacks.append(self)
-            trainer.prepend_event_handler(Events.COMPLETED, self.settle)
-        self._handle = trainer.prepend_event_handler(event, self)
-        return self._handle
-
-    def detach(self, trainer: Trainer) -> None:
-        """Compares no norm of later updates. All ranks call it alike."""
-        self._handle.remove()
-        if self in trainer.piggybacks:
-            # A new list: an update that is under way still needs the one from which it has sent the words.
-            trainer.piggybacks = [piggyback for piggyback in trainer.piggybacks if piggyback is not self]
-            trainer.remove_event_handler(self.settle, Events.COMPLETED)
+        self.payload_size = collectives.world_size()
+        return super().attach(trainer, event)
 
     def __call__(self, trainer: Trainer) -> None:
-        """Puts the norm of the latest update aside."""
+        """Notes the norm of the latest update, which travels with the next."""
         if trainer.state.update_output is not None:
             self._due = trainer.state.iteration, trainer.state.update_output.grad_norm
 
@@ -157,14 +146,14 @@ class GradNormConsistency(Handler, Piggyback):
 
         def judge(trainer: Trainer) -> None:
             handle.remove()
-            if trainer.state.iteration != noticed_in:  # another error ended that update, and the run has gone elsewhere
+            if trainer.state.iteration != noticed_in:  # another error ended that update
                 return
             output = trainer.state.update_output
             gradients = trainer.gradients() if output is not None and output.sample_size > 0 else {}
             differing, common = self._differing(gradients)
             raise GradNormMismatchError(*mismatch, differing, all_differ=bool(differing) and not common)
 
-        # Attached only now: on an accelerator an update is faster if nobody looks at its gradients.
+        # Attached only now: on an accelerator an update is faster without handlers of GRADIENTS_READY.
         handle = self._trainer.prepend_event_handler(TrainEvents.GRADIENTS_READY, judge)
 
     def _compare(self, sums: list[float]) -> tuple[int, tuple[float, ...]] | None:
@@ -172,13 +161,13 @@ class GradNormConsistency(Handler, Piggyback):
         without = [rank for rank, norm in enumerate(sums) if norm == _NO_CHECK]
         if without and len(without) < len(sums):
             raise ValueError(
-                "event must fire in the same updates on all ranks, got one that GradNormConsistency had a norm from on some "
-                f"ranks and not on {without}: attach it alike everywhere, to an event whose counter is the same on all ranks"
+                "event must fire in the same updates on all ranks, got one in which GradNormConsistency had no norm on "
+                f"ranks {without}: attach it alike on all ranks, to an event whose counter is the same on all ranks"
             )
         return None if sent is None or _agree(sums, self.tolerance) else (sent[0], tuple(sums))
 
     def settle(self) -> None:
-        """Compares a norm that no later update has brought to the ranks: after the last one, or before a save. Collective.
+        """Compares a norm that has not travelled yet: after the last update, or before a save. Collective.
 
         Raises:
             GradNormMismatchError: the norms differ.
@@ -188,7 +177,7 @@ class GradNormConsistency(Handler, Piggyback):
             raise GradNormMismatchError(*mismatch, ())
 
     def _differing(self, gradients: dict[str, Tensor]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The names of those whose norms differ, or that some rank has no gradient for, and the other names. Collective."""
+        """The names of gradients whose norms differ, or that are missing on some rank, and the other names. Collective."""
         ranks: list[dict[str, float]] = collectives.gather_objects({name: _norm(g) for name, g in gradients.items()})
         names = dict.fromkeys(name for norms in ranks for name in norms)
         missing = {name for name in names if any(name not in norms for norms in ranks)}
@@ -201,7 +190,7 @@ def _norm(gradient: Tensor) -> float:
 
 
 def _outliers(norms: Sequence[float]) -> list[int]:
-    """The ranks whose norm is not that of more than half of all ranks; an empty list without a majority."""
+    """The ranks whose norm differs from that of the majority; an empty list without a majority."""
     middle = statistics.median(norms)
     agreeing = [rank for rank, norm in enumerate(norms) if math.isclose(norm, middle, rel_tol=1e-6)]
     return [rank for rank in range(len(norms)) if rank not in agreeing] if 2 * len(agreeing) > len(norms) else []
@@ -212,7 +201,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _agree(norms: Sequence[float], tolerance: float) -> bool:
-    """Whether all are finite and near the first, or none is finite."""
+    """Whether all norms are finite and near the first, or none is finite."""
     finite = [math.isfinite(norm) for norm in norms]
     if not all(finite):
         return not any(finite)

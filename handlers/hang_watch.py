@@ -27,7 +27,7 @@ __all__ = ["HangWatch"]
 
 _logger = logging.getLogger(__name__)
 _STDERR = 2
-_PATIENCE_SECONDS = 2.0  # for a store that does not answer, when the run is over
+_PATIENCE_SECONDS = 2.0  # to wait for a store that does not answer, when the run is over
 
 _WAITING_PLACES = (
     "torch/distributed/",
@@ -41,43 +41,46 @@ _WAITING_PLACES = (
 class HangWatch(Handler):
     """Ends all ranks, each with its stacks on standard error, when one of them keeps the others waiting for `timeout_seconds`.
 
-    All ranks attach it alike: STARTED is collective. An update costs nothing. On every rank a thread reads the
-    trainer's counters, about once a second, and shows them to the others through the store at which the ranks met. With
-    several ranks it acts in two cases only:
+    All ranks attach it alike: STARTED is collective. It costs an update nothing. On every rank a thread reads the trainer's
+    counters about once a second and writes them to the store at which the ranks met. With several ranks it acts in two cases
+    only:
 
-    - A rank has been silent for `timeout_seconds`: its process is stopped, or code that never gives up Python's lock runs in
-      it.
+    - A rank has been silent for `timeout_seconds`: its process is stopped, or runs code that does not release Python's lock.
     - No rank has begun an update, a micro-batch or a collective for `timeout_seconds`, a rank has waited at one place in a
       collective or in backward for as long, and the ranks stand at different places: another rank does not wait, waits
       elsewhere, is in another update, or has left the run.
 
-    So a validation, a save or a rollout that all ranks do at the same time may take as long as it likes. One that a single
-    rank does while the others wait for it in a collective must end within `timeout_seconds`. If all ranks stand still
-    together, and none of them waits for another, nothing happens, unless `standstill_seconds` is given.
+    So a validation, a save or a rollout that all ranks do at the same time may take any time. One that a single rank does while
+    the others wait for it in a collective must end within `timeout_seconds`. If no rank makes progress and none waits for
+    another, nothing happens, unless `standstill_seconds` is given.
 
-    When it acts, every rank that still lives
+    When it acts, every rank that is still running
 
     - logs which ranks are behind and where each one is, as an error;
     - writes the stacks of all its threads to standard error, by `faulthandler`;
     - ends its process with status 1. A stopped process is left to the launcher.
 
     The micro-batches of an evaluator that is attached too count as progress. A process that is suspended and woken again, with
-    or without the others, goes on: time does not pass for its watch meanwhile.
+    or without the others, continues: the clock of its watch stands still meanwhile.
 
-    A single process watches itself, and acts when it has stood still for `timeout_seconds`, whatever it does. Tried with gloo
-    over a file and over TCP; not with NCCL, whose own watchdog may be faster.
+    A single process watches itself, and acts when it has made no progress for `timeout_seconds`. Tried with gloo over a file
+    and over TCP; not with NCCL, whose own watchdog may be faster.
 
     Args:
-        timeout_seconds: how long a rank may be silent or keep others waiting.
-        first_timeout_seconds: as long as the first update of a run may take, where workers start and code is compiled;
-            None means three times `timeout_seconds`.
-        standstill_seconds: how long several ranks may stand still together, whatever they do; None means without limit.
+        timeout_seconds: how long a rank may be silent or keep other ranks waiting.
+        first_timeout_seconds: the same for the first update of a run, in which workers start and code is compiled; None means
+            three times `timeout_seconds`.
+        standstill_seconds: how long several ranks may make no progress together; None means without limit.
 
     Example:
+        >>> import torch
+        >>> from ignite_train import create_trainer
         >>> from ignite_train.handlers import HangWatch
-        >>> trainer = getfixture("trainer")
-        >>> HangWatch(timeout_seconds=120).attach(trainer, evaluator=getfixture("evaluator"))
-        >>> trainer.run(getfixture("loader"), max_epochs=1).iteration
+        >>> model = torch.nn.Linear(3, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> trainer = create_trainer(model, optimizer, lambda model, x: model(x).square().mean())
+        >>> HangWatch(timeout_seconds=120).attach(trainer)
+        >>> trainer.run([torch.ones(8, 3)] * 4, max_epochs=1).iteration
         4
     """
 
@@ -100,14 +103,14 @@ class HangWatch(Handler):
         self._watch: _Watch | None = None
 
     def attach(self, trainer: Trainer, *, evaluator: Evaluator | None = None) -> None:
-        """Watches each run of `trainer` from STARTED until it is over; micro-batches of `evaluator` count as life."""
+        """Watches each run of `trainer` from STARTED until it is over; micro-batches of `evaluator` count as progress."""
         self._evaluator = evaluator
         trainer.replace_default(self)
         trainer.prepend_event_handler(Events.STARTED, self._start)
         trainer.on_exit.append(self._finish)
 
     def detach(self, trainer: Trainer) -> None:
-        """Watches no later run of `trainer`; one that is running is watched until it is over."""
+        """Stops watching later runs of `trainer`; a running one is watched until it is over."""
         trainer.remove_event_handler(self._start, Events.STARTED)
 
     def _start(self, trainer: Trainer) -> None:
@@ -122,16 +125,16 @@ class HangWatch(Handler):
 
 
 class _Report(NamedTuple):
-    """What a rank shows to the others.
+    """What a rank writes for the others.
 
     Attributes:
-        beat: counts up as long as the process lives.
-        update: number of the update it is in.
-        micro_batch: and of the micro-batch.
+        beat: counts up as long as the process is running.
+        update: number of the running update.
+        micro_batch: number of the running micro-batch.
         evaluated: micro-batches of the running evaluation.
-        collectives: how many collectives it has begun, in all process groups.
-        waits: whether its main thread is where one waits for other ranks.
-        where: the function, file and line its main thread is in.
+        collectives: collectives begun so far, in all process groups.
+        waits: whether its main thread is at a place where it waits for other ranks.
+        where: function, file and line of its main thread.
         over: whether its run has ended.
     """
 
@@ -146,21 +149,21 @@ class _Report(NamedTuple):
 
     @property
     def progress(self) -> tuple[int, ...]:
-        """What changes when the rank moves on."""
+        """The numbers that change when the rank makes progress."""
         return self.update, self.micro_batch, self.evaluated, self.collectives
 
     @property
     def place(self) -> tuple[int, str]:
-        """Where it stands. Ranks that do not wait for others are all taken to be at work, wherever that is."""
+        """Where the rank stands. All ranks that do not wait for others count as at work, wherever they are."""
         return self.update, self.where if self.waits else "at work"
 
 
 def _frame_of(thread: int) -> FrameType | None:
-    """What the thread of this number is doing.
+    """The frame in which the thread of this number is.
 
     Some versions of Python 3.11 and 3.12 hold the lock on their list of threads while they make the frames. Making one may
-    start a garbage collection, and a finaliser may let another thread run. If that one starts a thread, it waits for the same
-    lock for ever (python/cpython#106883). So the collector pauses meanwhile.
+    start a garbage collection, and a finaliser may let another thread run. If that thread starts a thread, it waits forever for
+    the same lock (python/cpython#106883). So the collector pauses meanwhile.
     """
     collects = gc.isenabled()
     gc.disable()
@@ -172,9 +175,9 @@ def _frame_of(thread: int) -> FrameType | None:
 
 
 class _Watch:
-    """Two threads for one run: one talks with the store, and may get stuck in it; the other judges by what is known.
+    """Two threads for one run: one exchanges reports through the store, and may get stuck in it; the other decides.
 
-    Their clock stands still while the process does: it would otherwise wake up and take the others for silent.
+    Their clock stands still while the process is suspended: otherwise it would find all others silent when it wakes up.
     """
 
     def __init__(
@@ -207,18 +210,18 @@ class _Watch:
         for thread in self._threads:
             thread.join(_PATIENCE_SECONDS)
 
-    # --- what goes on ---
+    # --- the reports of all ranks ---
 
     def _talk(self) -> None:
-        """Shows this rank's report and reads those of the others, once an interval, and a last time when the run is over."""
+        """Writes this rank's report and reads those of the others, once an interval and a last time when the run is over."""
         for beat in count():
             over = self._over.is_set()
             self._hear(self._rank, self._look(beat, over=over))
             try:
                 self._exchange()
-            except RuntimeError as error:  # the store is gone, and with it most likely the process that held it
+            except RuntimeError as error:  # the store is gone, most likely with the process that hosted it
                 host = "" if self._messages is None else f"{self._messages.host}, which hosts the store, has ended; "
-                _logger.warning(f"{host}rank {self._rank} watches only itself from here on: {error}")
+                _logger.warning(f"{host}rank {self._rank} watches only itself from now on: {error}")
                 self._messages = None
             if over:
                 return
@@ -258,7 +261,7 @@ class _Watch:
         if before is None or report.place != before.place:
             self._arrived[rank] = self._clock
 
-    # --- what it means ---
+    # --- whether the run hangs ---
 
     def _judge(self) -> None:
         latest = time.monotonic()
@@ -301,7 +304,7 @@ class _Watch:
         return one_waits and (some_have_left or len({report.place for _, report in reports}) > 1)
 
     def _behind(self, ranks: list[int]) -> str:
-        """Who is behind: in an earlier update or micro-batch, or at work where others wait."""
+        """Which ranks are behind: in an earlier update or micro-batch, or at work while others wait."""
         positions = {
             rank: (report.update, report.micro_batch, report.waits)
             for rank in ranks
@@ -321,7 +324,7 @@ class _Watch:
         )
 
     def _conclude(self) -> None:
-        """Says what is known, and ends the process when the others have had the time to read it and say it too."""
+        """Logs the finding and the stacks, waits until the others have had time to do so too, and ends the process."""
         _logger.error(f"training hangs: {self._verdict}. The stacks of rank {self._rank} follow; then it ends.")
         faulthandler.dump_traceback(_STDERR, all_threads=True)
         time.sleep(3 * self._interval)

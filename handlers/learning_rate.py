@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
 )
 
+from ignite_train.arguments import describe
 from ignite_train.events import Event, TrainEvents
 from ignite_train.handler import Handler
 from ignite_train.model.learning_rates import are_of
@@ -31,11 +32,11 @@ _LENGTHS: dict[type[LRScheduler], tuple[str, str]] = {
     OneCycleLR: ("total_steps", "it will raise an error at its next step"),
     PolynomialLR: ("total_iters", "its learning rate will stay at 0"),
 }
-"""Schedules that are made for a number of steps: the option that says it, and what happens after them."""
+"""Schedules that are made for a number of steps: the option with that number, and what happens after them."""
 
 
 class LearningRateSchedule(Handler):
-    """Steps one of torch's schedulers after each applied update; a skipped update leaves the learning rate as it is.
+    """Steps one of torch's schedulers after each applied update; a skipped update does not change the learning rate.
 
     It calls the scheduler's own `step()`: Ignite's wrapper computes the rates of many schedulers wrongly with current torch.
     If the limit of a finished run is raised beyond its schedule, a warning says what the schedule will do.
@@ -44,15 +45,18 @@ class LearningRateSchedule(Handler):
         scheduler: any scheduler of `torch.optim.lr_scheduler` whose `step` needs no argument, counted in steps.
 
     Raises:
-        TypeError: it is something else, or needs a score.
+        TypeError: `scheduler` is not one of these, or needs a score.
 
     Example:
         >>> import torch
+        >>> from ignite_train import create_trainer
         >>> from ignite_train.handlers import LearningRateSchedule
-        >>> trainer, optimizer = getfixture("trainer"), getfixture("optimizer")
+        >>> model = torch.nn.Linear(3, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> trainer = create_trainer(model, optimizer, lambda model, x: model(x).square().mean())
         >>> schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
         >>> handle = LearningRateSchedule(schedule).attach(trainer)
-        >>> state = trainer.run(getfixture("loader"), max_iters=4)
+        >>> state = trainer.run([torch.ones(8, 3)] * 4, max_epochs=1)
         >>> schedule.get_last_lr()
         [0.025]
     """
@@ -64,14 +68,14 @@ class LearningRateSchedule(Handler):
                 "handler that you attach to the evaluator's Events.COMPLETED"
             )
         if not isinstance(scheduler, LRScheduler):
-            raise TypeError(f"scheduler must be one of torch.optim.lr_scheduler, got {scheduler!r:.60}")
+            raise TypeError(f"scheduler must be a scheduler of torch.optim.lr_scheduler, got {describe(scheduler)}")
         self.scheduler = scheduler
 
     def attach(self, trainer: Trainer, event: Event = TrainEvents.STEP_COMPLETED) -> RemovableEventHandle:
         """Steps the schedule at `event`.
 
         Raises:
-            ValueError: the schedule sets the learning rates of another optimizer than that of `trainer`.
+            ValueError: the schedule is of another optimizer than that of `trainer`.
         """
         if not are_of(trainer._stateful_parts, self.scheduler.optimizer):
             raise ValueError(
@@ -86,15 +90,15 @@ class LearningRateSchedule(Handler):
         self.scheduler.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """The scheduler's."""
+        """The state of the scheduler."""
         return self.scheduler.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Hands it to the scheduler."""
+        """Loads it into the scheduler."""
         self.scheduler.load_state_dict(dict(state_dict))
 
     def _warn_of_the_end(self, trainer: Trainer) -> None:
-        """Says what the schedule does beyond its end, if that is where a run starts that was to end there."""
+        """Warns what the schedule does after its last step, if a finished run continues there."""
         state = trainer.state
         for scheduler in _parts(self.scheduler) if state.iteration > 0 and collectives.is_main_rank() else ():
             name, consequence = _LENGTHS.get(type(scheduler), ("", ""))
@@ -103,12 +107,12 @@ class LearningRateSchedule(Handler):
                 _logger.warning(
                     f"the schedule is at its end ({type(scheduler).__name__}: step {scheduler.last_epoch} of {name}={length}, "
                     f"which a checkpoint restores) and the run continues: {consequence}; leave the schedule out to keep the "
-                    "learning rate that was reached, or train anew with a schedule for the whole length"
+                    "present learning rate, or train from the beginning with a schedule for the whole length"
                 )
 
 
 def _parts(scheduler: LRScheduler) -> list[LRScheduler]:
-    """The schedules that decide on the rate from now on."""
+    """The schedules that determine the rate from now on."""
     if isinstance(scheduler, SequentialLR):
         return _parts(scheduler._schedulers[-1])
     if isinstance(scheduler, ChainedScheduler):

@@ -1,4 +1,4 @@
-"""Showing what the loss scale does."""
+"""Publishing the loss scale and logging its changes."""
 
 from __future__ import annotations
 
@@ -18,14 +18,18 @@ _logger = logging.getLogger(__name__)
 class LossScaleLogger(Handler):
     """Publishes the scale that each update used as `state.metrics["loss_scale"]`, and logs a line whenever it has changed.
 
-    Skipped updates count too: they are where the scale falls. The line goes to the logger `ignite_train.handlers.loss_scale`
+    Skipped updates count too: the scale falls in them. The line goes to the logger `ignite_train.handlers.loss_scale`
     at level INFO.
 
     Example:
+        >>> import torch
+        >>> from ignite_train import create_trainer
         >>> from ignite_train.handlers import LossScaleLogger
-        >>> trainer = getfixture("trainer")
+        >>> model = torch.nn.Linear(3, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> trainer = create_trainer(model, optimizer, lambda model, x: model(x).square().mean())
         >>> handle = LossScaleLogger().attach(trainer)
-        >>> trainer.run(getfixture("loader"), max_epochs=1).metrics["loss_scale"]
+        >>> trainer.run([torch.ones(8, 3)] * 4, max_epochs=1).metrics["loss_scale"]
         1.0
     """
 
@@ -33,7 +37,7 @@ class LossScaleLogger(Handler):
         self._latest: float | None = None
 
     def attach(self, trainer: Trainer, event: Event = Events.ITERATION_COMPLETED) -> RemovableEventHandle:
-        """Looks at `event`, before whatever reads the metrics there."""
+        """Publishes at `event`, before handlers that read the metrics there."""
         return trainer.prepend_event_handler(event, self)
 
     def __call__(self, trainer: Trainer) -> None:

@@ -1,4 +1,4 @@
-"""Stopping when the schedule has run out."""
+"""Ending a run when the learning rate has fallen to a minimum."""
 
 from __future__ import annotations
 
@@ -20,17 +20,25 @@ __all__ = ["MinLearningRate"]
 class MinLearningRate(Handler):
     """Ends the run before the first update whose learning rate would be at most `minimum` in all parameter groups.
 
-    A warm-up that starts lower does not count: the rate must have been above `minimum` once. Rates follow applied updates,
-    which all ranks decide alike, so that all of them stop here together. A run that is resumed past its end adds no update.
+    A warm-up that starts lower does not end the run: the rate must have been above `minimum` once. Rates change with applied
+    updates, which are the same on all ranks, so that all ranks stop together. A run that is resumed after its end adds no
+    update. fairseq has the same as `stop_min_lr`.
 
     Args:
-        optimizer: whose rates are watched.
-        minimum: the rate to stop at.
+        optimizer: the trainer's optimizer, whose rates are checked.
+        minimum: the rate at which the run ends; at least 0.
 
     Example:
-        >>> from ignite_train.handlers import MinLearningRate
-        >>> trainer, optimizer = getfixture("trainer"), getfixture("optimizer")
-        >>> handle = MinLearningRate(optimizer, minimum=1e-6).attach(trainer)
+        >>> import torch
+        >>> from ignite_train import create_trainer
+        >>> from ignite_train.handlers import LearningRateSchedule, MinLearningRate
+        >>> model = torch.nn.Linear(3, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> trainer = create_trainer(model, optimizer, lambda model, x: model(x).square().mean())
+        >>> handle = LearningRateSchedule(torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.1)).attach(trainer)
+        >>> handle = MinLearningRate(optimizer, minimum=2e-3).attach(trainer)
+        >>> trainer.run([torch.ones(8, 3)] * 4, max_epochs=1).iteration  # with learning rates 0.1 and 0.01
+        2
     """
 
     def __init__(self, optimizer: Optimizer, *, minimum: float) -> None:
@@ -41,10 +49,10 @@ class MinLearningRate(Handler):
         self._was_above = False
 
     def attach(self, trainer: Trainer, event: Event = Events.ITERATION_COMPLETED) -> RemovableEventHandle:
-        """Looks at the rates at `event`, and before the first update.
+        """Checks the rates at `event`, and before the first update.
 
         Raises:
-            ValueError: it watches another optimizer than that of `trainer`.
+            ValueError: `optimizer` is not that of `trainer`.
         """
         if not are_of(trainer._stateful_parts, self.optimizer):
             raise ValueError(
@@ -55,7 +63,7 @@ class MinLearningRate(Handler):
         return trainer.add_event_handler(event, self)
 
     def __call__(self, trainer: Trainer) -> None:
-        """Looks at the rates that the next update would use."""
+        """Checks the rates that the next update would use."""
         above = any(float(group["lr"]) > self.minimum for group in self.optimizer.param_groups)
         if self._was_above and not above:
             trainer.terminate(agreed=True)
@@ -66,5 +74,5 @@ class MinLearningRate(Handler):
         return {"was_above": self._was_above}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes it over."""
+        """Restores it."""
         self._was_above = state_dict["was_above"]

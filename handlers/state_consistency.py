@@ -1,4 +1,4 @@
-"""Noticing that the ranks hold different states."""
+"""Checking that all ranks have the same parameters, optimizer state and counters."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ from torch.optim import Optimizer
 
 from ignite_train.arguments import did_you_mean
 from ignite_train.errors import TrainingError
-from ignite_train.events import Event
-from ignite_train.handler import Handler
+from ignite_train.events import Event, every
+from ignite_train.handler import PiggybackHandler
 from ignite_train.ranks import collectives
-from ignite_train.ranks.messages import Piggyback
 from ignite_train.trainer import Trainer
 
 __all__ = ["StateConsistency", "StateMismatchError", "tensor_digests"]
@@ -35,12 +34,12 @@ _NAMED = 5  # tensors and values in the message
 
 
 class StateMismatchError(TrainingError, RuntimeError):
-    """The ranks do not hold the same state. Raised on every rank, in the update after the check.
+    """The state differs between the ranks. Raised on every rank, in the update after the check.
 
     Attributes:
         update: the update after which (`state.iteration` at which) the state differed.
         names: the tensors and values that differ, in the order of the state.
-        ranks: those that differ from the majority; empty if there is none, as with two ranks.
+        ranks: the ranks that differ from the majority; empty without a majority, as with two ranks.
         most_parameters_differ: whether more than half of the trainable parameters do, as when gradients were never reduced.
     """
 
@@ -53,13 +52,13 @@ class StateMismatchError(TrainingError, RuntimeError):
         who = (
             f"rank {', '.join(map(str, ranks))} differs from the majority"
             if ranks
-            else "there is no majority to tell which ranks are right"
+            else "no majority of the ranks agrees, so it is unknown which are right"
         )
-        own = " (own_buffers is for those that each rank fills from its own data)" if names[0].startswith("buffer ") else ""
+        own = " (name it in own_buffers if each rank fills it from its own data)" if names[0].startswith("buffer ") else ""
         question = "does forward call the model it is given as its argument? If it does, " if most_parameters_differ else ""
         super().__init__(
-            f"update {update}: the ranks differ in {', '.join(names[:_NAMED])}{more}{own}; {who}; {question}look for what one "
-            "rank alone does to its state, and resume from a checkpoint not younger than the last check that passed"
+            f"update {update}: the ranks differ in {', '.join(names[:_NAMED])}{more}{own}; {who}; {question}look for code that "
+            "changes the state of one rank alone, and resume from a checkpoint no newer than the last check that passed"
         )
 
     def __reduce__(self) -> Any:
@@ -67,14 +66,14 @@ class StateMismatchError(TrainingError, RuntimeError):
 
 
 class _Check(NamedTuple):
-    """What was compared: the update, and a digest of 64 bits for each tensor and value by name."""
+    """The update that was compared, and a digest of 64 bits for each tensor and value by name."""
 
     update: int
     digests: dict[str, int]
 
     @property
     def digest(self) -> int:
-        """One for all, whatever their order."""
+        """One digest of all, which does not depend on their order."""
         return sum(self.digests.values()) % 2**64
 
 
@@ -82,41 +81,46 @@ class _Schedule(Protocol):
     def state_dict(self) -> Mapping[str, Any]: ...
 
 
-class StateConsistency(Handler, Piggyback):
-    """Compares, bit by bit, what all ranks must hold alike, and raises `StateMismatchError` on each of them if they do not.
+class StateConsistency(PiggybackHandler):
+    """Compares the state of all ranks bit by bit, and raises `StateMismatchError` on each of them if it differs.
 
-    That is: parameters, buffers, the optimizer's state and settings, the schedule, the loss scale and the counters
-    `num_steps`, `num_skipped`, `iteration` and `epoch`. Gradients are averaged over ranks, so nothing else in training, no
-    gradient norm either, ever shows that a parameter, a moment or a learning rate has come to differ on one of them.
+    The state is: parameters, buffers, the optimizer's state and settings, the schedule, the loss scale and the counters
+    `num_steps`, `num_skipped`, `iteration` and `epoch`. Gradients are averaged over ranks, so no gradient norm and nothing else
+    in training shows that a parameter, a moment or a learning rate differs on one rank.
 
     A check reads the state once and makes a digest of it. The digest travels with the statistics of the next update, so that
-    the verdict comes one update late and costs no collective of its own; what is left at the end of the run takes one. A
-    single bit that differs is always seen, anything else as good as always; the digest is no protection against intent.
+    the result is known one update later and costs no collective of its own; the last check of a run takes one. A single bit
+    that differs is always found; for other differences two digests are equal with a probability of about 2⁻⁶⁴. The digest
+    does not protect against deliberate changes.
 
     What differs between ranks by design is left out: the running statistics of normalisation layers (each rank has those of
-    its own data, until DistributedDataParallel hands out those of rank 0), tensors that are sharded, and objects that are
+    its own data, until DistributedDataParallel copies those of rank 0 to all), tensors that are sharded, and objects that are
     neither tensors nor numbers nor strings. Optimizers must keep the same state on all ranks, as torch's do, except for
     `ZeroRedundancyOptimizer`. All ranks attach it alike.
 
     Args:
         model: the model, in `DistributedDataParallel` or not.
         optimizer: its optimizer.
-        scheduler: what sets the learning rate; anything with a `state_dict`.
+        scheduler: the learning-rate schedule; any object with a `state_dict`.
         own_buffers: names of buffers that each rank fills from its own data; they are left out too.
         optimizer_state: whether the optimizer's state is compared. Without it a check costs less, and a moment that differs is
-            seen by the parameters that it has moved.
+            found by the parameters that it has moved.
 
     Raises:
-        TypeError: model or optimizer are none.
-        ValueError: the model has no buffer of a name in `own_buffers`.
+        TypeError: `model` is not a module, or `optimizer` not an optimizer.
+        ValueError: a name in `own_buffers` is not a buffer of the model.
 
     Example:
+        >>> import torch
         >>> from ignite.engine import Events
+        >>> from ignite_train import create_trainer
         >>> from ignite_train.handlers import StateConsistency
-        >>> trainer, model, optimizer = getfixture("trainer"), getfixture("model"), getfixture("optimizer")
-        >>> handle = StateConsistency(model, optimizer).attach(trainer, Events.ITERATION_COMPLETED(every=10))
-        >>> trainer.run(getfixture("loader"), max_epochs=3).num_steps
-        12
+        >>> model = torch.nn.Linear(3, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> trainer = create_trainer(model, optimizer, lambda model, x: model(x).square().mean())
+        >>> handle = StateConsistency(model, optimizer).attach(trainer, Events.ITERATION_COMPLETED(every=2))
+        >>> trainer.run([torch.ones(8, 3)] * 4, max_epochs=1).num_steps
+        4
     """
 
     def __init__(
@@ -140,28 +144,12 @@ class StateConsistency(Handler, Piggyback):
                 raise ValueError(f"own_buffers must be names of buffers of model, got {name!r}{did_you_mean(name, buffers)}")
         self.own_buffers = frozenset(own_buffers)
         self.payload_size = 2 * _WORDS + 1
-        self._trainer: Trainer
-        self._handle: RemovableEventHandle
         self._due: _Check | None = None  # not yet sent
         self._sent: _Check | None = None  # on its way
 
-    def attach(self, trainer: Trainer, event: Event = Events.ITERATION_COMPLETED(every=100)) -> RemovableEventHandle:
+    def attach(self, trainer: Trainer, event: Event = every(100, Events.ITERATION_COMPLETED)) -> RemovableEventHandle:
         """Takes the digest at `event`, which must fire in the same updates on all ranks, before other handlers there."""
-        trainer.replace_default(self)
-        self._trainer = trainer
-        if collectives.world_size() > 1 and self not in trainer.piggybacks:
-            trainer.piggybacks.append(self)
-            trainer.prepend_event_handler(Events.COMPLETED, self.settle)
-        self._handle = trainer.prepend_event_handler(event, self)
-        return self._handle
-
-    def detach(self, trainer: Trainer) -> None:
-        """Takes no digest of later updates. All ranks call it alike."""
-        self._handle.remove()
-        if self in trainer.piggybacks:
-            # A new list: an update that is under way still needs the one from which it has sent the words.
-            trainer.piggybacks = [piggyback for piggyback in trainer.piggybacks if piggyback is not self]
-            trainer.remove_event_handler(self.settle, Events.COMPLETED)
+        return super().attach(trainer, event)
 
     def __call__(self, trainer: Trainer) -> None:
         """Takes the digest. Synchronises with the device."""
@@ -169,9 +157,9 @@ class StateConsistency(Handler, Piggyback):
             self._due = self._check(trainer)
 
     def payload(self) -> Sequence[float]:
-        """Each 16 bits of the digest and their square, and a 1 for having one; all zero where no check is due.
+        """The four 16-bit words of the digest, their squares, and a 1 for having a digest; all zero if no check is due.
 
-        W equal words w sum to W·w and their squares to W·w², and (Σw)² = W·Σw² for no others. Float64 adds both exactly.
+        Over W ranks, (Σw)² = W·Σw² holds if and only if all words w are equal (Cauchy–Schwarz). Float64 adds both exactly.
         """
         if self._due is not None:
             self._sent, self._due = self._due, None
@@ -182,13 +170,13 @@ class StateConsistency(Handler, Piggyback):
         return [*words, *(word * word for word in words), 1.0]
 
     def vetoes(self, sums: Tensor) -> Tensor:
-        """See `Piggyback`: whether the digests differ, or some rank has none."""
+        """See `Piggyback`: whether the digests differ, or are missing on some rank."""
         words, squares, present = sums[:_WORDS], sums[_WORDS:-1], sums[-1]
         world_size = collectives.world_size()
         return (words * words != world_size * squares).any() | ((present != 0) & (present != world_size))
 
     def on_reduced(self, sums: list[float]) -> None:
-        """Compares.
+        """Compares the digests.
 
         Raises:
             StateMismatchError: the digests differ, or some rank has none because its counters differ.
@@ -200,8 +188,8 @@ class StateConsistency(Handler, Piggyback):
             if present:
                 self._compare(self._check(self._trainer))
                 raise ValueError(
-                    f"event must fire in the same updates on all ranks, got one that StateConsistency had a digest from on "
-                    f"{present} of {world_size} ranks: attach it alike everywhere, to an event with the same counter on all"
+                    f"event must fire in the same updates on all ranks, got one in which StateConsistency had a digest on "
+                    f"{present} of {world_size} ranks: attach it alike on all ranks, to an event with the same counter on all"
                 )
             return
         words, squares = sums[:_WORDS], sums[_WORDS : 2 * _WORDS]
@@ -210,7 +198,7 @@ class StateConsistency(Handler, Piggyback):
             self._compare(sent)
 
     def settle(self) -> None:
-        """Compares a digest that no later update has brought to the ranks: after the last one, or before a save. Collective.
+        """Compares a digest that has not travelled yet: after the last update, or before a save. Collective.
 
         Raises:
             StateMismatchError: the digests differ, or some rank has none because its counters differ.
@@ -231,7 +219,7 @@ class StateConsistency(Handler, Piggyback):
             raise StateMismatchError(checks[0].update, differing, tuple(ranks), most_parameters_differ=widespread)
 
     def _check(self, trainer: Trainer) -> _Check:
-        """Digests of everything, as it is now."""
+        """Digests of the present state."""
         state = dict(self._state(trainer))
         digests = {name: _hash(name, repr(value).encode()) for name, value in state.items() if not isinstance(value, Tensor)}
         by_device: dict[torch.device, dict[str, Tensor]] = {}
@@ -277,7 +265,7 @@ def _flatten(entries: Mapping[Any, Any], before: str = "", after: str = "") -> I
 
 
 def tensor_digests(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """64 bits for the name and the content of each, all on one device, in one transfer."""
+    """Digests of 64 bits of the name and content of each tensor. All must be on one device; one transfer to the host."""
     parts = {name: _column_sums(tensor.detach()) for name, tensor in tensors.items()}
     numbers = torch.cat([part for several in parts.values() for part in several]).cpu()  # sync
     content = memoryview(ctypes.string_at(numbers.data_ptr(), numbers.nbytes))
@@ -291,11 +279,11 @@ def tensor_digests(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def _column_sums(tensor: Tensor) -> list[Tensor]:
-    """A few int64 numbers, made in one pass, that are not all the same once a single bit of the tensor is flipped.
+    """A few int64 numbers, computed in one pass, of which at least one changes when a single bit of the tensor flips.
 
-    The bytes are laid out in rows of int64 words; the sums of the columns wrap around. A flipped sign of a float64 adds 2^63
-    to one, so that two of them in a column would cancel: hence short rows, and an odd number of them, so that all signs
-    flipped cannot. What is left at the end is taken as it is: less than two rows, and less than one word.
+    The bytes are arranged in rows of int64 words, and the columns are summed modulo 2^64. A flipped sign of a float64 adds
+    2^63 to a column, so that two of them in one column cancel: hence short rows, and an odd number of them, so that flipping
+    all signs does not cancel. The rest, less than two rows and less than one word, is not summed.
     """
     tensor = (tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor).contiguous()
     data = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)  # reshape keeps the stride of a single element
@@ -312,7 +300,7 @@ def _column_sums(tensor: Tensor) -> list[Tensor]:
 
 
 def _hash(name: str, content: bytes | memoryview) -> int:
-    """64 bits of a name and what stands under it."""
+    """A hash of 64 bits of a name and its content."""
     hasher = hashlib.blake2b(f"{name}\0".encode(), digest_size=8)
     hasher.update(content)
     return int.from_bytes(hasher.digest())

@@ -1,4 +1,4 @@
-"""Ending a run in good order when a scheduler or a launcher asks for it."""
+"""Ending a run when a scheduler or a launcher sends a signal."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["StopOnSignal"]
 
 _logger = logging.getLogger(__name__)
 _STDERR = 2
-_SAME_REQUEST_SECONDS = 0.5  # scheduler and launcher both pass it on
+_SAME_REQUEST_SECONDS = 0.5  # the scheduler and the launcher may both send it
 _PATIENCE_SECONDS = 2.0  # for the thread to end
 _OVER = 0  # no signal has this number
 _SIGNALS = tuple(number for number in signal.Signals if number.name in ("SIGTERM", "SIGUSR1"))
@@ -35,34 +35,39 @@ _SIGNALS = tuple(number for number in signal.Signals if number.name in ("SIGTERM
 class StopOnSignal(Handler):
     """Ends the run on all ranks after the same update when any of them gets a signal, so that handlers of COMPLETED can save.
 
-    For torchrun, SLURM and all who send SIGTERM some time before SIGKILL. The signal may reach one rank or all. What runs in
-    the signal handler is two assignments; the request travels with the statistics of the running update or the next, as that
-    of `Trainer.terminate` does, and costs no collective. `run` then returns as usual, and `received` is the signal on the
-    ranks that got one, for a script that wants to end with status `128 + received`.
+    For torchrun, SLURM and others that send SIGTERM some time before SIGKILL. The signal may reach one rank or all. The signal
+    handler makes two assignments; the request travels with the statistics of the running update or the next, as that of
+    `Trainer.terminate` does, and costs no collective. `run` then returns as usual, and `received` is the signal on the ranks
+    that got one, for a script that ends with status `128 + received`.
 
-    Python runs no handler while the main thread is inside a collective or another call that does not return. A thread hears
-    of the signal all the same. If the run has not ended `grace_seconds` later, that thread logs so, writes the stacks of all
-    threads to standard error and ends the process with status `128 + signal`. A second signal, which comes half a second after
-    the first or later, ends the process at once.
+    Python runs no signal handler while the main thread is inside a collective or another call that does not return. A thread
+    learns of the signal nevertheless. If the run has not ended `grace_seconds` later, that thread logs it, writes the stacks of
+    all threads to standard error and ends the process with status `128 + signal`. A second signal, half a second or more after
+    the first, ends the process at once.
 
-    Handlers are installed at STARTED, in the main thread only, and what was installed before is back when the run is over,
-    however it ends. Processes forked in between, such as workers of a DataLoader, have the earlier handlers.
+    Signal handlers are installed at STARTED, in the main thread only. The earlier ones are put back when the run is over, also
+    after an exception. Processes forked in between, such as workers of a DataLoader, have the earlier handlers.
 
     Args:
-        signals: SIGTERM and SIGUSR1, where the system has them, or others.
-        grace_seconds: how long the end of the run may take, with all that is saved; a little less than the scheduler gives.
+        signals: SIGTERM and SIGUSR1 by default, if the system has them.
+        grace_seconds: how long the end of the run may take, with what is saved; a little less than the scheduler allows.
 
     Attributes:
-        received: the signal that asked for the end of the latest run, or None.
+        received: the signal that ended the latest run, or None.
 
     Example:
         >>> import signal
+        >>> import torch
         >>> from ignite.engine import Events
+        >>> from ignite_train import create_trainer
         >>> from ignite_train.handlers import StopOnSignal
-        >>> trainer, stop = getfixture("trainer"), StopOnSignal()
+        >>> model = torch.nn.Linear(3, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> trainer = create_trainer(model, optimizer, lambda model, x: model(x).square().mean())
+        >>> stop = StopOnSignal()
         >>> stop.attach(trainer)
         >>> handle = trainer.add_event_handler(Events.ITERATION_STARTED(once=2), lambda: signal.raise_signal(signal.SIGTERM))
-        >>> trainer.run(getfixture("loader"), max_epochs=1).iteration
+        >>> trainer.run([torch.ones(8, 3)] * 4, max_epochs=1).iteration
         2
         >>> stop.received.name
         'SIGTERM'
@@ -72,7 +77,7 @@ class StopOnSignal(Handler):
         self._requests = tuple(signal.Signals(number) for number in signals)
         for number in self._requests:
             if number.name in ("SIGKILL", "SIGSTOP"):
-                raise ValueError(f"signals must be such as a process can handle, got {number.name}; leave it out")
+                raise ValueError(f"signals must be signals that a process can handle, got {number.name}; leave it out")
         self.grace_seconds = real_number("grace_seconds", grace_seconds, above=0)
         self.received: signal.Signals | None = None
         self._previous: dict[signal.Signals, Any] = {}
@@ -90,7 +95,7 @@ class StopOnSignal(Handler):
             )
 
         def receive(number: int, _frame: FrameType | None) -> None:
-            """No lock, no log, no collective. `terminate` logs in a single process, so that it is not for a signal handler."""
+            """Takes no lock and does not log; `terminate` would log in a single process."""
             self.received = self.received or signal.Signals(number)
             trainer._requests.stop = True
 
@@ -99,7 +104,9 @@ class StopOnSignal(Handler):
         _listening.append(self)
         for number in self._requests:
             if signal.getsignal(number) is None:
-                _logger.warning(f"{number.name} has a handler that is not Python's, and keeps it: the run will not end by it")
+                _logger.warning(
+                    f"{number.name} has a handler that Python did not install, and keeps it: it will not end the run"
+                )
             else:
                 self._previous[number] = signal.signal(number, receive)
 
@@ -110,7 +117,7 @@ class StopOnSignal(Handler):
             watch.end()
 
     def _restore(self) -> None:
-        """Puts back what was before, in this process or in one that was forked from it."""
+        """Puts the earlier handlers back, in this process or in one that was forked from it."""
         for number, previous in self._previous.items():
             signal.signal(number, previous)
         if self._watch is not None:
@@ -120,7 +127,7 @@ class StopOnSignal(Handler):
 
 
 class _Watch(threading.Thread):
-    """Hears of signals through the file descriptor that Python writes their numbers to, whatever the main thread does."""
+    """Reads signals from the file descriptor to which Python writes their numbers, also while the main thread is blocked."""
 
     def __init__(self, trainer: Trainer, signals: tuple[signal.Signals, ...], grace_seconds: float) -> None:
         super().__init__(name="StopOnSignal", daemon=True)
@@ -160,17 +167,17 @@ class _Watch(threading.Thread):
         now = time.monotonic()
         if self._first is None:
             self._first = now, number
-            grace = f"it has {self._grace_seconds:g} s for that"
+            grace = f"this may take {self._grace_seconds:g} s"
             _logger.warning(f"{number.name}: the run ends after this update or the next, on all ranks; {grace}")
         elif now - self._first[0] >= _SAME_REQUEST_SECONDS:
             _logger.error(f"{number.name} again: {self._place()} ends at once")
             collectives.end_process(128 + number)
 
     def _give_up(self) -> NoReturn:
-        assert self._first is not None  # noqa: S101  # there is no timeout before
+        assert self._first is not None  # noqa: S101  # the timeout is set only after a signal
         _, number = self._first
         late = f"the run has not ended within grace_seconds={self._grace_seconds:g}"
-        _logger.error(f"{number.name}: {late}; {self._place()} ends, and its stacks follow")
+        _logger.error(f"{number.name}: {late}; {self._place()} ends; its stacks follow")
         faulthandler.dump_traceback(_STDERR, all_threads=True)
         collectives.end_process(128 + number)
 
@@ -182,7 +189,7 @@ _listening: list[StopOnSignal] = []
 
 
 def _forget_in_child() -> None:
-    """A forked process would pass its signals on to this one, through the file descriptor that both have."""
+    """Without this a forked process would pass its signals on to this one, through the file descriptor that both have."""
     for handler in _listening[::-1]:
         handler._restore()
 

@@ -1,4 +1,4 @@
-"""Stopping by the clock."""
+"""Ending a run after a time."""
 
 from __future__ import annotations
 
@@ -23,12 +23,18 @@ class TimeLimit(Handler):
     update begins after the limit; with several ranks, whose clocks differ, at most one.
 
     Args:
-        seconds: the limit.
+        seconds: the limit, greater than 0.
 
     Example:
+        >>> import torch
+        >>> from ignite_train import create_trainer
         >>> from ignite_train.handlers import TimeLimit
-        >>> trainer = getfixture("trainer")
+        >>> model = torch.nn.Linear(3, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> trainer = create_trainer(model, optimizer, lambda model, x: model(x).square().mean())
         >>> handle = TimeLimit(seconds=3600).attach(trainer)
+        >>> trainer.run([torch.ones(8, 3)] * 4, max_epochs=1).iteration
+        4
     """
 
     def __init__(self, seconds: float) -> None:
@@ -38,26 +44,26 @@ class TimeLimit(Handler):
 
     @property
     def elapsed_seconds(self) -> float:
-        """How long the run has taken, with the time of earlier runs."""
+        """Seconds that the run has taken, with the time of earlier runs."""
         return self._before + (0.0 if self._started is None else time.monotonic() - self._started)
 
     def attach(self, trainer: Trainer, event: Event = Events.ITERATION_COMPLETED) -> RemovableEventHandle:
-        """Looks at the clock at `event`, and before the first update."""
+        """Checks the clock at `event`, and before the first update."""
         trainer.prepend_event_handler(Events.STARTED, self._start)
         trainer.add_event_handler(Events.STARTED, self)
         return trainer.add_event_handler(event, self)
 
     def __call__(self, trainer: Trainer) -> None:
-        """Asks for the end of the run if the time is up."""
+        """Ends the run if the time is over."""
         if self.elapsed_seconds >= self.seconds:
             trainer.terminate()
 
     def state_dict(self) -> dict[str, Any]:
-        """The time taken so far."""
+        """The seconds taken so far."""
         return {"elapsed_seconds": self.elapsed_seconds}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Goes on counting from there."""
+        """Continues to count from there."""
         self._before = state_dict["elapsed_seconds"]
         self._started = None if self._started is None else time.monotonic()
 

@@ -23,29 +23,34 @@ _logger = logging.getLogger(__name__)
 class Validation(Handler):
     """Runs an evaluator over a loader and keeps the best score. Collective: all ranks attach it alike.
 
-    Results are in `evaluator.state.metrics`, where loggers that know the evaluator find them. Two events that meet in one
-    update, the end of an epoch and every N updates, say, validate once.
+    Results are in `evaluator.state.metrics`, from which loggers read that know the evaluator. If two events fire after the
+    same update, such as the end of an epoch and every N updates, it validates once.
 
     Args:
         evaluator: from `create_evaluator`.
         loader: held-out micro-batches; the ranks' shares may differ.
         score: the metric that decides which parameters are best.
-        mode: whether its best is the `"min"` or the `"max"`. Only a strictly better score is a new best; NaN never is.
+        mode: `"min"` if lower scores are better, `"max"` if higher. Only a strictly better score is a new best, NaN never.
 
     Attributes:
         best: the best score so far, or None.
-        best_update: the update it was reached in, or None.
+        best_update: the update in which it was reached, or None.
         is_best: whether the latest validation was the best.
 
     Example:
+        >>> import torch
         >>> from ignite.engine import Events
+        >>> from ignite_train import create_evaluator, create_trainer
         >>> from ignite_train.handlers import Validation
-        >>> trainer, evaluator, loader = getfixture("trainer"), getfixture("evaluator"), getfixture("loader")
-        >>> validation = Validation(evaluator, loader)
+        >>> def forward(model, x):
+        ...     return model(x).square().mean()
+        >>> model = torch.nn.Linear(3, 1)
+        >>> trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), forward)
+        >>> validation = Validation(create_evaluator(model, forward), [torch.ones(8, 3)])
         >>> handle = validation.attach(trainer, Events.ITERATION_COMPLETED(every=3) | Events.EPOCH_COMPLETED)
-        >>> state = trainer.run(loader, max_epochs=2)
-        >>> validation.best_update
-        6
+        >>> state = trainer.run([torch.ones(8, 3)] * 4, max_epochs=2)
+        >>> sorted(validation.evaluator.state.metrics), validation.best_update is not None
+        (['loss'], True)
     """
 
     def __init__(
@@ -94,6 +99,6 @@ class Validation(Handler):
         return {"best": self.best, "best_update": self.best_update, "latest_update": self._latest_update}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes them over."""
+        """Restores them."""
         self.best, self.best_update = state_dict["best"], state_dict["best_update"]
         self._latest_update = state_dict["latest_update"]

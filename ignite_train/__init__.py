@@ -22,6 +22,7 @@ from ignite_train.evaluator import Evaluator, create_evaluator
 from ignite_train.events import TrainEvents
 from ignite_train.forward import Forward, ForwardOutput
 from ignite_train.model.precision import PrecisionName
+from ignite_train.ranks.messages import Piggyback
 from ignite_train.state import TrainState, UpdateOutput
 from ignite_train.traffic import Counted, Traffic, count_traffic
 from ignite_train.trainer import Trainer
@@ -55,6 +56,7 @@ __all__ = [
     "NoGradientError",
     "NoLossScaling",
     "NonFiniteError",
+    "Piggyback",
     "PrecisionName",
     "ResumableLoader",
     "ShardedSampler",

@@ -12,11 +12,11 @@ __all__ = ["check_state_dict", "describe", "did_you_mean", "one_of", "positive_i
 
 
 def check_state_dict(owner: str, state_dict: Any, keys: Iterable[str], counters: Iterable[str]) -> None:
-    """Sees to it that `state_dict` has all `keys`, and that those named in `counters` are integers of at least 0.
+    """Checks that `state_dict` has all `keys`, and that those in `counters` are integers of at least 0.
 
     Raises:
-        TypeError: it is no mapping.
-        ValueError: a key is missing, or a counter is none.
+        TypeError: `state_dict` is not a mapping.
+        ValueError: a key is missing, or a counter is not an integer of at least 0.
     """
     if not isinstance(state_dict, Mapping):
         raise TypeError(f"state_dict must be what {owner}.state_dict() gave, got {describe(state_dict)}")
@@ -32,8 +32,8 @@ def positive_int(name: str, value: Any) -> int:
     """Returns `value` as an int of at least 1.
 
     Raises:
-        TypeError: it is no integer (a bool is none).
-        ValueError: it is below 1.
+        TypeError: `value` is not an integer, or is a bool.
+        ValueError: `value` is below 1.
     """
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name} must be a positive integer, got {describe(value)}")
@@ -46,8 +46,8 @@ def real_number(name: str, value: Any, *, above: float = -math.inf, at_least: fl
     """Returns `value` as a finite float within the bounds.
 
     Raises:
-        TypeError: it is no real number (a bool is none).
-        ValueError: it is NaN, infinite or out of bounds.
+        TypeError: `value` is not a real number, or is a bool.
+        ValueError: `value` is NaN, infinite or out of bounds.
     """
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, got {describe(value)}")
@@ -65,7 +65,7 @@ def one_of(name: str, value: Any, choices: Iterable[str]) -> str:
     """Returns `value` if it is one of `choices`.
 
     Raises:
-        ValueError: it is none of them; the message names the nearest.
+        ValueError: `value` is not one of them; the message names the nearest.
     """
     choices = tuple(choices)
     if isinstance(value, str) and value in choices:
@@ -75,12 +75,12 @@ def one_of(name: str, value: Any, choices: Iterable[str]) -> str:
 
 
 def describe(value: Any) -> str:
-    """Returns the value and its type for a message: one line, however the value prints, and a short one."""
+    """Returns the value, cut to 60 characters on one line, and its type, for a message."""
     return f"{' '.join(repr(value).split()):.60} of type {type(value).__name__}"
 
 
 def did_you_mean(value: Any, choices: Iterable[str]) -> str:
-    """Returns `"; did you mean '...'?"` for a misspelt name, or nothing if no choice is near."""
+    """Returns `"; did you mean '...'?"` for a misspelt name, and `""` if no choice is near."""
     by_folded = {choice.lower(): choice for choice in choices}
     matches = difflib.get_close_matches(str(value).lower(), by_folded, n=1, cutoff=0.5)
     return f"; did you mean {by_folded[matches[0]]!r}?" if matches else ""

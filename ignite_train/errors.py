@@ -1,15 +1,15 @@
-"""What can go wrong while training, as types that carry the values they speak of.
+"""The errors of training, as types that carry the values in their messages.
 
 A caller's mistake that is known before the first batch is a plain `ValueError` or `TypeError`. What shows only in a run::
 
     TrainingError
-    ├── ForwardContractError   (TypeError)           your `forward` returned something else than it promises
+    ├── ForwardContractError   (TypeError)           `forward` did not return a loss, sample size and logs
     ├── NoGradientError        (RuntimeError)        backward reached no parameter of the optimizer
     ├── SparseGradientError    (ValueError)          backward left a sparse gradient
     ├── LearningRateError      (ValueError)          a learning rate is NaN or infinite
     ├── GradientAccessError    (RuntimeError)        gradients were asked for outside of GRADIENTS_READY
     ├── CheckpointError        (RuntimeError)        a checkpoint could not be written, found or read
-    │   ├── DamagedCheckpointError                   what is on disk is not what was written
+    │   ├── DamagedCheckpointError                   a file is missing, cut short or altered
     │   └── UnreadableCheckpointError                the disk gave an error while a checkpoint was read
     ├── NonFiniteError         (FloatingPointError)  the reduced gradient norm or loss is inf or NaN
     ├── GaveUpError            (RuntimeError)        too many updates in a row were skipped or ran out of memory
@@ -39,7 +39,7 @@ class TrainingError(Exception):
 
 
 class ForwardContractError(TrainingError, TypeError):
-    """The user's `forward` returned something that is no loss, sample size and logs."""
+    """The user's `forward` did not return a loss, sample size and logs."""
 
 
 class NoGradientError(TrainingError, RuntimeError):
@@ -83,15 +83,15 @@ class LearningRateError(TrainingError, ValueError):
 
 
 class GradientAccessError(TrainingError, RuntimeError):
-    """Gradients were asked for at a moment when they are not whole."""
+    """Gradients were asked for outside of GRADIENTS_READY, where they are not complete."""
 
 
 class CheckpointError(TrainingError, RuntimeError):
-    """A checkpoint could not be written, found or read; those already on disk are as they were."""
+    """A checkpoint could not be written, found or read; those already on disk have not changed."""
 
 
 class DamagedCheckpointError(CheckpointError):
-    """What is on disk is not what was written: a file is missing, cut short or altered, or it is no checkpoint at all.
+    """A file of the checkpoint is missing, cut short or altered, or the path is not a checkpoint.
 
     Attributes:
         path: of the checkpoint.
@@ -107,7 +107,7 @@ class DamagedCheckpointError(CheckpointError):
 
 
 class UnreadableCheckpointError(CheckpointError):
-    """The disk gave an error while a checkpoint was read, which says nothing about the checkpoint: nothing is renamed.
+    """The disk gave an error while a checkpoint was read. The checkpoint itself may be intact, and nothing is renamed.
 
     Attributes:
         path: of the checkpoint, or of the directory of checkpoints.
@@ -125,15 +125,15 @@ class UnreadableCheckpointError(CheckpointError):
 class NonFiniteError(TrainingError, FloatingPointError):
     """The gradient norm or the loss of an update, reduced over all ranks, is inf or NaN.
 
-    It is raised on every rank, before the optimizer step: parameters, moments and schedules have not changed. Only where a
-    replica's gradients were spoiled after the reduction it is raised on that rank alone; `disagreeing` then has the others.
+    It is raised on every rank, before the optimizer step: parameters, moments and schedules have not changed. If the gradients
+    of one replica were changed after the reduction, it is raised on that rank alone, and `disagreeing` lists the others.
 
     Attributes:
         update: number of the update (`state.iteration`).
         loss: loss per sample, over all ranks.
         grad_norm: L2 norm of the gradient before clipping.
         where: what each rank found when it ran its micro-batches again: the first module or parameter that is not finite.
-        disagreeing: the ranks that did not judge the update so, and have most likely made the step.
+        disagreeing: the ranks on which the update was finite; they have most likely made the step.
     """
 
     def __init__(
@@ -146,9 +146,9 @@ class NonFiniteError(TrainingError, FloatingPointError):
             f"update {update}: gradient norm {grad_norm:g}, loss {loss:g}: not finite, so no parameter was moved{origin}; look "
             "at the data of this update, lower the learning rate or set max_grad_norm, or pass on_nonfinite='skip'"
             if not disagreeing
-            else f"update {update}: gradient norm {grad_norm:g}, loss {loss:g}: not finite on this rank, but {others} did not "
-            f"judge so and most likely made the step{origin}; look for a handler, a hook or a device that changes gradients "
-            f"after they were reduced, and resume from a checkpoint before update {update}"
+            else f"update {update}: gradient norm {grad_norm:g}, loss {loss:g}: not finite on this rank, but finite "
+            f"on {others}, which most likely made the step{origin}; look for a handler, a hook or a device that changes "
+            f"gradients after they were reduced, and resume from a checkpoint before update {update}"
         )
 
     def __reduce__(self) -> tuple[type[NonFiniteError], tuple[int, float, float, tuple[str, ...], tuple[int, ...]]]:
@@ -156,7 +156,7 @@ class NonFiniteError(TrainingError, FloatingPointError):
 
 
 class GaveUpError(TrainingError, RuntimeError):
-    """Too many updates in a row were skipped, or lost micro-batches for want of memory.
+    """Too many updates in a row were skipped or ran out of memory.
 
     Attributes:
         update: number of the last of them.
@@ -166,7 +166,7 @@ class GaveUpError(TrainingError, RuntimeError):
     def __init__(self, update: int, in_a_row: int, why: str) -> None:
         self.update, self.in_a_row, self.why = update, in_a_row, why
         super().__init__(
-            f"update {update} is number {in_a_row} in a row that {why}: this will not mend itself; look at the data and the "
+            f"update {update} is number {in_a_row} in a row that {why}: more updates will not help; look at the data and the "
             "learning rate, use smaller micro-batches, or raise give_up_after"
         )
 
@@ -175,7 +175,7 @@ class GaveUpError(TrainingError, RuntimeError):
 
 
 class LossScaleFloorError(TrainingError, FloatingPointError):
-    """An overflow asks for a loss scale below the floor; the scale is left as it was.
+    """An overflow requires a loss scale below the floor; the scale is not changed.
 
     Attributes:
         loss_scale: the scale that overflowed.
@@ -187,7 +187,7 @@ class LossScaleFloorError(TrainingError, FloatingPointError):
         self.loss_scale, self.floor, self.where = loss_scale, floor, where
         origin = f" ({'; '.join(where)})" if where else ""
         super().__init__(
-            f"gradients overflow at loss scale {loss_scale:g} and it may not go below {floor:g}{origin}: the loss has most "
+            f"gradients overflow at loss scale {loss_scale:g}, which must not fall below {floor:g}{origin}: the loss has most "
             "likely diverged; lower the learning rate, set max_grad_norm, or train with precision='bf16'"
         )
 

@@ -1,4 +1,4 @@
-"""Evaluation: the same sample-weighted mean as in training, over all ranks, whatever their shares of the data."""
+"""Evaluation: the same sample-weighted mean as in training, over all ranks, also if their shares of the data differ."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Evaluator(Loop):
 
     After `run`, `state.metrics` has `"loss"` = Σloss / Σsample_size and, for each log, Σlog / Σsample_size: a count of correct
     answers becomes the accuracy. All sums are over all ranks, reduced once at the end. `state.output` is the
-    `ForwardOutput` of the latest micro-batch. `state.carried` is for what forward carries from micro-batch to micro-batch; each
-    run begins with an empty one, and a trainer's is another.
+    `ForwardOutput` of the latest micro-batch. `state.carried` holds what forward carries from micro-batch to micro-batch; it is
+    empty at the start of each run and separate from that of a trainer.
     """
 
     state: EvaluatorState
@@ -59,7 +59,7 @@ class Evaluator(Loop):
         max_iters: int | None = None,
         epoch_length: int | None = None,
     ) -> EvaluatorState:
-        """Evaluates once over `data`. Collective: all ranks call it, also those without data.
+        """Evaluates once over `data`. Collective: all ranks call it, also a rank without data.
 
         Args:
             data: a loader of micro-batches; ranks may have different numbers, or none.
@@ -72,8 +72,8 @@ class Evaluator(Loop):
 
         Raises:
             TypeError: `data` cannot be iterated.
-            ValueError: its sampler repeats samples, which would count twice; or no rank has a sample; or ranks have different
-                numbers of micro-batches, and the evaluator was made with `uneven="error"`.
+            ValueError: the sampler repeats samples, which would count twice; or no rank has a sample; or the ranks have
+                different numbers of micro-batches and the evaluator was made with `uneven="error"`.
         """
         self._refuse_nested_run()
         loader = self._as_loader(data)
@@ -113,7 +113,7 @@ class Evaluator(Loop):
 
 
 class _Whole:
-    """One pass over micro-batches, as they come."""
+    """One pass over micro-batches, one at a time."""
 
     length: int | None = None
 
@@ -128,13 +128,13 @@ class _Whole:
 
 
 class _Borrowed(NamedTuple):
-    """A micro-batch that does not count, for a forward in which only the others' matter."""
+    """A micro-batch that does not count: a rank runs forward on it only so that the others' collectives complete."""
 
     micro_batch: Any
 
 
 def _in_step(micro_batches: Iterator[Any], uneven: Uneven) -> Iterator[Any]:
-    """As many on every rank as on each other, because forward has collectives. Collective, once for each micro-batch.
+    """Gives every rank equally many micro-batches, because forward has collectives. Collective, once for each micro-batch.
 
     Raises:
         ValueError: one rank has run out and another has not, and `uneven` is `"error"`.
@@ -148,8 +148,8 @@ def _in_step(micro_batches: Iterator[Any], uneven: Uneven) -> Iterator[Any]:
             return
         if some_lack and uneven == "error":
             raise ValueError(
-                f"data must be equally long on all ranks for uneven='error', got micro-batch {number} on some ranks only; even "
-                "out the shards, or pass uneven='shortest' or uneven='replay' to create_evaluator"
+                f"data must be equally long on all ranks for uneven='error', got micro-batch {number} on some ranks only; make "
+                "the shards equally long, or pass uneven='shortest' or uneven='replay' to create_evaluator"
             )
         spare = spare if lacks else micro_batch
         if number == 1 and some_lack:
@@ -179,7 +179,7 @@ def _refuse_padding(data: Iterable[Any]) -> None:
         surplus = sampler.total_size - len(sampler.dataset)  # type: ignore[arg-type]
         if surplus > 0:
             raise ValueError(
-                f"data must hold each sample once, got a DistributedSampler that repeats {surplus} to even out the ranks; "
+                f"data must hold each sample once, got a DistributedSampler that repeats {surplus} to make the ranks equal; "
                 "use ShardedSampler(dataset, shuffle=False), whose shards may differ by one"
             )
 
@@ -189,21 +189,34 @@ def create_evaluator(
 ) -> Evaluator:
     """Makes an engine that evaluates `model`.
 
-    The model is put into eval mode for the run and each of its modules back into the mode it had. A model wrapped in
-    DistributedDataParallel is run without its wrapper, after the buffers of rank 0 were given to all.
+    The model is put into eval mode for the run; afterwards each module is back in the mode that it had. A model in
+    DistributedDataParallel is run without its wrapper, after the buffers of rank 0 were copied to all ranks.
 
     Args:
         model: the model; it may be the one that is being trained.
         forward: as for `create_trainer`; the same function can serve both.
         precision: as for `create_trainer`.
-        uneven: what ranks with different numbers of micro-batches do. With `"all"` each evaluates what it has, without a
-            collective until the end; a `forward` with collectives of its own, other than SyncBatchNorm's, which has none in
-            eval mode, then hangs. The other values cost a small collective for each micro-batch: `"replay"` has ranks that
-            ran out run forward on a placeholder that does not count, as sharded models always do; all stop once the
-            `"shortest"` has run out, so that samples are left out; or it is an `"error"`.
+        uneven: what ranks with different numbers of micro-batches do. With `"all"` each evaluates its own, without a collective
+            until the end; a `forward` with collectives of its own then hangs (SyncBatchNorm has none in eval mode). The other
+            values cost a small collective for each micro-batch. With `"replay"` ranks that ran out run forward on a
+            placeholder that does not count, as sharded models always do. With `"shortest"` all stop when the first rank runs
+            out, so that samples are left out. With `"error"` unequal numbers are an error.
 
     Returns:
         An engine whose `run(loader)` fills `state.metrics`.
+
+    Raises:
+        TypeError: `model` is not a module, or `forward` is not callable.
+        ValueError: `precision` or `uneven` is not one of the values above.
+
+    Example:
+        >>> import torch
+        >>> from ignite_train import ForwardOutput, create_evaluator
+        >>> def forward(model, x):
+        ...     return ForwardOutput(model(x).sum(), sample_size=len(x), logs={"positive": (x > 0).sum()})
+        >>> evaluator = create_evaluator(torch.nn.Linear(1, 1), forward)
+        >>> evaluator.run([torch.ones(6, 1), -torch.ones(2, 1)]).metrics["positive"]
+        0.75
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {describe(model)}")

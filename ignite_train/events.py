@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ignite.engine import CallableEventWithFilter, EventEnum, Events, EventsList
 
-__all__ = ["EVENT_COUNTERS", "Event", "TrainEvents"]
+__all__ = ["EVENT_COUNTERS", "Event", "TrainEvents", "every"]
 
 Event = CallableEventWithFilter | EventsList
 """An event, an event with a filter (`X(every=10)`), or several (`X | Y`)."""
@@ -38,6 +38,25 @@ class TrainEvents(EventEnum):
     STEP_COMPLETED = "step_completed"
     STEP_SKIPPED = "step_skipped"
     OUT_OF_MEMORY = "out_of_memory"
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+class _EveryNth(CallableEventWithFilter):
+    """An event whose filter can be read in a signature."""
+
+    def __init__(self, number: int, event: CallableEventWithFilter) -> None:
+        super().__init__(event.value, event(every=number).filter, event.name)
+        self._shown = f"{event!r}(every={number})"
+
+    def __repr__(self) -> str:
+        return self._shown
+
+
+def every(number: int, event: CallableEventWithFilter) -> CallableEventWithFilter:
+    """Returns `event(every=number)`, printed as such: for defaults, which `help()` shows."""
+    return _EveryNth(number, event)
 
 
 EVENT_COUNTERS: dict[str | CallableEventWithFilter, str] = {

@@ -1,4 +1,4 @@
-"""What the ready-made handlers share: they come onto their events by their own `attach`, whose arguments are checked."""
+"""What the ready-made handlers share: their own `attach` puts them on their events, and its arguments are checked."""
 
 from __future__ import annotations
 
@@ -6,20 +6,23 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from ignite.engine import CallableEventWithFilter, Engine, EventsList
+from ignite.engine import CallableEventWithFilter, Engine, Events, EventsList, RemovableEventHandle
 
 from ignite_train.arguments import describe
+from ignite_train.events import Event
 from ignite_train.loop.dispatch import Attachable
+from ignite_train.ranks import collectives
+from ignite_train.ranks.messages import Piggyback
 from ignite_train.trainer import Trainer
 
-__all__ = ["Handler"]
+__all__ = ["Handler", "PiggybackHandler"]
 
 
 class Handler(Attachable):
-    """A handler that is attached by `attach(trainer, ...)`, and refuses to be put on an event by itself.
+    """A handler that is attached by `attach(trainer, ...)` and refuses to be put on an event by itself.
 
-    Most need more than one event, so that one of them alone would do nothing, or little, without a word. A class that is
-    derived from this one defines `attach`; its arguments are checked before it is called.
+    Most handlers need more than one event. On one of them alone they would do nothing, or only a part, without a warning. A
+    derived class defines `attach`, whose arguments are checked before it is called.
     """
 
     def __init_subclass__(cls, **arguments: Any) -> None:
@@ -73,3 +76,36 @@ def _check_evaluator(name: str, evaluator: Any) -> None:
 
 def _is_event(value: Any) -> bool:
     return isinstance(value, (CallableEventWithFilter, EventsList))
+
+
+class PiggybackHandler(Handler, Piggyback):
+    """A handler whose numbers travel with the statistics of each update. All ranks attach it alike.
+
+    A derived class defines `__call__(trainer)`, which is called at the event that `attach` takes, and the methods of
+    `Piggyback`. What has not travelled at the end of the run is compared by `settle`.
+    """
+
+    _trainer: Trainer
+    _handle: RemovableEventHandle
+
+    def attach(self, trainer: Trainer, event: Event = Events.ITERATION_COMPLETED) -> RemovableEventHandle:
+        """Calls the handler at `event`, before other handlers there. It must fire in the same updates on all ranks."""
+        trainer.replace_default(self)
+        self._trainer = trainer
+        if collectives.world_size() > 1 and self not in trainer.piggybacks:
+            trainer.piggybacks.append(self)
+            trainer.prepend_event_handler(Events.COMPLETED, self.settle)
+        self._handle = trainer.prepend_event_handler(event, self)
+        return self._handle
+
+    def detach(self, trainer: Trainer) -> None:
+        """Does nothing in later updates. All ranks call it alike."""
+        self._handle.remove()
+        if self in trainer.piggybacks:
+            # A new list: an update that is under way still needs the one whose numbers it has sent.
+            trainer.piggybacks = [piggyback for piggyback in trainer.piggybacks if piggyback is not self]
+            trainer.remove_event_handler(self.settle, Events.COMPLETED)
+
+    def __call__(self, trainer: Trainer) -> None:
+        """Notes what is to travel."""
+        raise NotImplementedError

@@ -1,4 +1,4 @@
-"""Counting what an update costs besides arithmetic: how often the host reads the device, and the collectives."""
+"""Counting what an update costs besides arithmetic: reads of the device by the host, and collectives."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 __all__ = ["Counted", "Traffic", "count_traffic"]
 
 _TORCH = str(Path(torch.__file__).parent)
-_READS = {"tolist", "numpy", "__array__", "__dlpack__", "__repr__"}  # of these torch's dispatcher sees nothing, or half
+_READS = {"tolist", "numpy", "__array__", "__dlpack__", "__repr__"}  # torch's dispatcher does not see all of these
 _COLLECTIVES = {"c10d", "c10d_functional", "_c10d_functional"}
 _NO_COLLECTIVES = {"wait_tensor"}
 
@@ -26,7 +26,7 @@ class Counted(NamedTuple):
     """One read or collective.
 
     Attributes:
-        name: of the operation, as torch has it.
+        name: torch's name of the operation.
         where: file and line of the innermost frame outside of torch.
     """
 
@@ -36,10 +36,10 @@ class Counted(NamedTuple):
 
 @dataclass
 class Traffic:
-    """What was seen so far.
+    """The reads and collectives that were counted so far.
 
     Attributes:
-        host_reads: operations for whose result the host had to wait for the device, in order.
+        host_reads: operations whose result made the host wait for the device, in order.
         collectives: operations over ranks, in order.
     """
 
@@ -52,11 +52,11 @@ def count_traffic(device: str | torch.device | None = None) -> Iterator[Traffic]
     """Counts host reads and collectives that this thread, or backward for it, issues in the context.
 
     A host read is `item`, `tolist`, `numpy`, `float(tensor)`, `if tensor`, printing it, or a copy to the CPU. On a machine
-    without an accelerator tensors of the CPU are looked at, so that a test of "one read an update" needs none. Operations
-    that wait inside torch's kernels, as `nonzero` does, are not seen; `torch.cuda.set_sync_debug_mode` knows of those.
+    without an accelerator, reads of CPU tensors are counted, so that a test of "one read an update" runs there too. Operations
+    that wait inside torch's kernels, as `nonzero` does, are not counted; `torch.cuda.set_sync_debug_mode` reports those.
 
     Args:
-        device: reads of tensors on devices of this type are counted; None is the accelerator's, or else the CPU's.
+        device: the type of device whose tensors count; None means the accelerator, or the CPU if there is none.
 
     Example:
         >>> import torch
@@ -76,12 +76,12 @@ def count_traffic(device: str | torch.device | None = None) -> Iterator[Traffic]
 
 
 class _Calls(TorchFunctionMode):
-    """Sees what is asked of a tensor by name."""
+    """Counts reads that are calls of a named method of a tensor."""
 
     def __init__(self, traffic: Traffic, watched: str) -> None:
         super().__init__()
         self._traffic, self._watched = traffic, watched
-        self.name = ""  # of the method that is running, of which `_Operations` sees the insides
+        self.name = ""  # of the method that is running, whose operations `_Operations` sees
         self.counted = False
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -95,14 +95,14 @@ class _Calls(TorchFunctionMode):
             self.name, self.counted = outer
 
     def count(self, name: str = "") -> None:
-        """Counts one read, however many operations it takes."""
+        """Counts one read, also if it takes several operations."""
         if not self.counted:
             self._traffic.host_reads.append(Counted(self.name or name, _place()))
         self.counted = bool(self.name)
 
 
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees what is computed, whoever asked for it."""
+    """Counts collectives, and reads that are operations of their own, also those in backward."""
 
     def __init__(self, traffic: Traffic, watched: str, calls: _Calls) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -120,7 +120,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _place() -> str:
-    """File and line of the innermost frame that is neither torch's nor ours here."""
+    """File and line of the innermost frame outside of torch and this file."""
     frame = sys._getframe(1)
     while frame.f_back is not None and (frame.f_code.co_filename == __file__ or frame.f_code.co_filename.startswith(_TORCH)):
         frame = frame.f_back

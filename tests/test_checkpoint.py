@@ -662,14 +662,18 @@ PERSISTENT = {"num_workers": 1, "persistent_workers": True}
     [
         (lambda: LOADER, [], []),
         (lambda: ResumableLoader(PAIRS, 2, shuffle=True), [], []),
-        (lambda: DataLoader(PAIRS, 2, shuffle=True), [], ["reads past what was done of the DataLoader"]),
-        (unsized, ["list_iterator cannot say where it is: .* exact only if the stream gives the same again"], []),
-        (lambda: (entry for entry in LOADER), ["generator cannot say where it is"], []),
-        (Unsized, ["Unsized cannot say where it is"], []),
-        (lambda: DataLoader(Stream(), 2, collate_fn=pairs), ["DataLoader cannot say where it is"], []),
+        (lambda: DataLoader(PAIRS, 2, shuffle=True), [], ["resuming reads the DataLoader again up to its position"]),
+        (unsized, ["list_iterator cannot save its position: .* exact only if the stream gives the same data again"], []),
+        (lambda: (entry for entry in LOADER), ["generator cannot save its position"], []),
+        (Unsized, ["Unsized cannot save its position"], []),
+        (lambda: DataLoader(Stream(), 2, collate_fn=pairs), ["DataLoader cannot save its position"], []),
         (lambda: StatefulDataLoader(PAIRS, 2), [], []),
-        (lambda: StatefulDataLoader(PAIRS, 2, num_workers=1), ["StatefulDataLoader has no random generators of its w"], []),
-        (lambda: DataLoader(PAIRS, 2, **PERSISTENT), ["workers of the DataLoader are persistent"], ["reads past"]),
+        (
+            lambda: StatefulDataLoader(PAIRS, 2, num_workers=1),
+            ["StatefulDataLoader does not include the random generators"],
+            [],
+        ),
+        (lambda: DataLoader(PAIRS, 2, **PERSISTENT), ["workers of the DataLoader are persistent"], ["up to its position"]),
     ],
 )
 def test_what_may_not_be_exact_is_said_at_the_start(
@@ -686,7 +690,7 @@ def test_what_may_not_be_exact_is_said_at_the_start(
 
 def test_another_number_of_workers_in_the_middle_of_an_epoch(caplog: Any, tmp_path: Path) -> None:
     """What a dataset draws will differ, and that is said; other changes are looked at in test_changed_data.py."""
-    message = "num_workers: 1 -> 0: what a dataset draws will differ until the end of the epoch"
+    message = "num_workers: 1 -> 0: what a dataset draws differs until the end of the epoch"
     for options, limit in (({"num_workers": 1}, 2), ({}, 4)):
         trainer, _ = make()
         Checkpoint(tmp_path).attach(trainer)

@@ -560,7 +560,7 @@ def own_buffer(own: tuple[str, ...]) -> str:
 def test_a_buffer_of_a_ranks_own_can_be_left_out() -> None:
     """A buffer that forward fills from a rank's data is reported with the way out, and left alone once it is named."""
     for message in run_ranks(own_buffer, ()):
-        assert "differ in buffer seen (own_buffers is for those" in message
+        assert "differ in buffer seen (name it in own_buffers if" in message
     assert run_ranks(own_buffer, ("seen",)) == ["None", "None"]
 
 

@@ -386,7 +386,7 @@ def test_a_rank_that_alone_skips_ends_all_before_the_next_step(way: Way, policy:
     kind, message, steps = first
     assert kind == "GradNormMismatchError"
     assert message.startswith(f"update {update}: the gradient norm differs between the ranks:")
-    assert "rank 1 judged the update not finite and rank 0 made the step" in message
+    assert "rank 1 found the update not finite and rank 0 made the step" in message
     assert steps == list(range(1, update + 1))
     assert second[2] == list(range(1, update))
 
@@ -458,7 +458,7 @@ def test_a_rank_that_raises_alone_ends_all_and_is_named(tmp_path: Path, way: Way
         assert [group.status(rank) for rank in (0, 1)] == [1, 1]
         kind, message = group.board.read("raised.1")
         assert kind == "NonFiniteError"
-        assert "not finite on this rank, but rank 0 did not judge so and most likely made the step" in message
+        assert "not finite on this rank, but finite on rank 0, which most likely made the step" in message
         assert "rank 1 failed at update 2: NonFiniteError: update 2: gradient norm nan" in group.stderr(0)
         steps = sorted(path.name for path in tmp_path.glob("step.*"))
         assert steps == ["step.1.0", "step.1.1", "step.2.0"]

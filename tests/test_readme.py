@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -25,29 +26,46 @@ def blocks(text: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
 
 
-def test_the_quickstart_runs_as_printed(tmp_path: Path) -> None:
-    """The first block is at most 25 lines, on the first screen, and learns what its data hold; the others go on."""
-    quickstart, own_handler, going_on = blocks(README)
-    assert len(quickstart.splitlines()) <= 25
+def commands(text: str, beginning: str) -> list[list[str]]:
+    """The words of each command line that begins so, without its comment."""
+    return [
+        shlex.split(line, comments=True)
+        for line in re.findall(r"^\$ (.*)$", text, flags=re.MULTILINE)
+        if line.startswith(beginning)
+    ]
+
+
+def test_the_blocks_run_when_pasted_one_after_the_other(tmp_path: Path) -> None:
+    """The Python of README in one process from top to bottom, as printed, and then the commands on what it has saved.
+
+    The first block has at most 25 lines, on the first screen, and learns what its data hold.
+    """
+    assert len(blocks(README)[0].splitlines()) <= 25
     assert README[: README.index("```python")].count("\n") < 30
-    script = tmp_path / "quickstart.py"
-    go_on = (
-        "\nfrom ignite_train import TrainEvents\n"
-        + own_handler
-        + "\ntrainer.run(DataLoader(data, batch_size=32), max_epochs=4)\n"
-        + going_on.replace("max_epochs=3", "max_epochs=5")
+    pasted = "".join(blocks(README))
+    seeded = f"import torch\ntorch.manual_seed(0)\n{pasted}"
+    result = subprocess.run(
+        [sys.executable, "-c", seeded], capture_output=True, text=True, timeout=100, check=False, cwd=tmp_path
     )
-    script.write_text("import torch\ntorch.manual_seed(0)\n" + quickstart + go_on, encoding="utf-8")
-    result = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=100, check=True, cwd=tmp_path)
+
+    assert result.returncode == 0, result.stderr
     accuracies = [float(value) for value in re.findall(r"accuracy ([0-9.e-]+)", result.stdout)]
-    assert len(accuracies) == 5
-    assert accuracies[-1] > 0.9
+    assert len(accuracies) == 6  # each 32nd of 192 updates
+    assert accuracies[2] > 0.9
     assert "finished after 96 updates (96 steps, 0 skipped) in 3 epochs" in result.stdout
     assert "100 {'weight': " in result.stdout
-    assert [path.name for path in (tmp_path / "runs/first").iterdir()] == ["update-00000160"]
+    assert "nothing to do" not in result.stdout + result.stderr
+    assert sorted(path.name for path in (tmp_path / "runs/first").iterdir() if path.is_dir()) == [
+        "update-00000100",
+        "update-00000192",
+    ]
+    for words in (on_checkpoints := commands(README, "python -m ignite_train.checkpoint")):
+        subprocess.run([sys.executable, *words[1:]], capture_output=True, timeout=100, check=True, cwd=tmp_path)
+    assert len(on_checkpoints) == 3
+    assert (tmp_path / "model.pt").is_file()
 
 
-@pytest.mark.skipif(not PERFORMANCE.is_file(), reason="looks at a checkout, and this is none")
+@pytest.mark.skipif(not PERFORMANCE.is_file(), reason="looks at a checkout, and here is none")
 @pytest.mark.parametrize("compiler", ["quick", pytest.param("inductor", marks=pytest.mark.nightly)])
 def test_what_makes_it_fast_runs_as_printed(compiler: str, tmp_path: Path) -> None:
     """The blocks of docs/performance.md are one script; each `print(...)  # 1` in it prints what stands there."""

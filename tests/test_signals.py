@@ -147,7 +147,7 @@ def test_only_the_main_thread_can_listen() -> None:
 
 def test_arguments_must_make_sense() -> None:
     """What no process can handle is refused, and a grace of nothing."""
-    with pytest.raises(ValueError, match="signals must be such as a process can handle, got SIGKILL"):
+    with pytest.raises(ValueError, match="signals must be signals that a process can handle, got SIGKILL"):
         StopOnSignal([signal.SIGTERM, signal.SIGKILL])
     with pytest.raises(ValueError, match="grace_seconds must be greater than 0, got 0"):
         StopOnSignal(grace_seconds=0)

@@ -1,4 +1,4 @@
-"""What a loader gives in which order, in plain types: stored beside a place in the data, and compared when a run resumes."""
+"""A description of a loader and its order in plain types: saved with the position, and compared when a run resumes."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ __all__ = ["Seekable", "changes", "describe_data", "length_of"]
 
 @runtime_checkable
 class Seekable(Protocol):
-    """A loader that can start anywhere, such as `ResumableLoader`; the next pass does so, and `len()` counts what is left."""
+    """A loader whose next pass can start anywhere, such as `ResumableLoader`; `len()` then counts what is left."""
 
     samples_per_round: int
 
     def seek(self, samples: int) -> None:
-        """Has the next pass start after so many samples of all ranks."""
+        """Lets the next pass start after `samples` samples, counted over all ranks."""
 
 
 def length_of(loader: Iterable[Any]) -> int | None:
-    """Micro-batches in a pass over `loader`; None if it does not know."""
+    """Micro-batches in a pass over `loader`; None if it has no length."""
     if not isinstance(loader, Sized):
         return None
     try:
@@ -34,7 +34,7 @@ def length_of(loader: Iterable[Any]) -> int | None:
 
 
 def describe_data(loader: Iterable[Any]) -> dict[str, Any]:
-    """The kind of a loader and what it is known to depend on: samples, batch size, order. Opens nothing and draws nothing."""
+    """The type of a loader, its samples, batch size and order, as far as known. Does not open it or draw random numbers."""
     described: dict[str, Any] = {"loader": type(loader).__name__}
     if isinstance(loader, DataLoader):
         described |= _describe_batches(loader)
@@ -44,15 +44,15 @@ def describe_data(loader: Iterable[Any]) -> dict[str, Any]:
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any], *, jumps: bool) -> tuple[list[str], list[str]]:
-    """What differs between two descriptions, a line each.
+    """The differences between two descriptions, one line each.
 
     Args:
-        before: of the loader that gave the first part of an epoch.
-        now: of the one that is to give the rest.
-        jumps: whether the place is a number of samples, and not of micro-batches.
+        before: describes the loader that gave the first part of an epoch.
+        now: describes the loader that will give the rest.
+        jumps: whether the position is a number of samples and not of micro-batches.
 
     Returns:
-        What would make the rest miss samples, or use some twice; and what does not.
+        Those because of which the rest would miss samples or use some twice, and the harmless ones.
     """
     fixed = _has_fixed_order(before) and _has_fixed_order(now)
     harmless = {"drop_last"}

@@ -1,4 +1,4 @@
-"""Grouping: how many micro-batches make an update, how many updates an epoch, and where in the data a rank stands."""
+"""Grouping micro-batches: how many make an update, how many updates make an epoch."""
 
 from __future__ import annotations
 
@@ -22,28 +22,30 @@ AccumulationSteps = int | Sequence[int] | Callable[[int], int]
 """Micro-batches to an update: a number, one for each epoch (the last one repeats), or a function of the update's number."""
 
 Uneven = Literal["all", "shortest", "replay", "error"]
-"""What ranks with different numbers of micro-batches do: `"all"` go on until every one has been used, those that ran out with
-no weight; all end the epoch once the `"shortest"` has run out; with `"replay"` all are used as with `"all"`, and those that ran
-out run forward and backward on a placeholder with no weight; or it is an `"error"` at the start, which names each number."""
+"""What ranks with different numbers of micro-batches do.
+
+`"all"`: every micro-batch is used; a rank that ran out takes part with weight zero. `"shortest"`: the epoch ends on all ranks
+when the first rank runs out. `"replay"`: as `"all"`, and a rank that ran out runs forward and backward on a placeholder with
+weight zero. `"error"`: unequal numbers are an error at the start of the epoch."""
 POLICIES: tuple[Uneven, ...] = ("all", "shortest", "replay", "error")
 _logger = logging.getLogger(__name__)
 
 
 class MicroBatchGrouping:
-    """Cuts loaders of micro-batches into groups, one an update, that all ranks go through together.
+    """Cuts loaders of micro-batches into groups, one for each update, in step on all ranks.
 
     The last group of an epoch may be smaller, and no group spans two epochs. With several ranks and loaders of known length
-    the ranks agree once an epoch on the longest; a rank that runs out gives empty groups, so that it takes part with no
-    weight. Without a known length each rank looks one micro-batch ahead, and whether anybody has more travels with the
-    update's statistics.
+    the ranks agree once an epoch on the longest; a rank that runs out gives empty groups, so that it takes part with weight
+    zero. Without a known length each rank reads one micro-batch ahead, and whether any rank has more travels with the
+    statistics of the update.
 
     Args:
         accumulation_steps: see `AccumulationSteps`.
         uneven: see `Uneven`.
-        synchronised_norm: the name of a SyncBatchNorm in the model, if it has one: ranks that run it unequally often hang.
+        synchronised_norm: the name of a SyncBatchNorm in the model, or None: ranks that run one unequally often would hang.
 
     Raises:
-        TypeError, ValueError: `accumulation_steps` is neither of the three, or a number is below 1, or `uneven` is unknown.
+        TypeError, ValueError: `accumulation_steps` is not one of the three, or a number is below 1, or `uneven` is unknown.
     """
 
     def __init__(
@@ -73,7 +75,7 @@ class MicroBatchGrouping:
             epoch: number of the epoch.
             first_update: number of the epoch's first update (1-based).
             skip: updates of this epoch that are done already.
-            position: what `position` of the pass that did them gave; see `DataPosition`.
+            position: what `position` of the pass that did them returned; see `DataPosition`.
         """
         _set_epoch(loader, epoch - 1)
         groups = _Pass(loader, lambda done: self._size(epoch, first_update + done), self._uneven, skip, position)
@@ -82,12 +84,12 @@ class MicroBatchGrouping:
         return groups
 
     def _check_in_step(self, name: str, lengths: list[int]) -> None:
-        """Raises, or warns once where the lengths are not known.
+        """Raises, or warns once if the lengths are not known.
 
         Raises:
             ValueError: the ranks have different numbers of micro-batches.
         """
-        remedy = "even out the shards, or pass uneven='shortest' or uneven='replay' to create_trainer"
+        remedy = "make the shards equally long, or pass uneven='shortest' or uneven='replay' to create_trainer"
         if min(lengths) >= 0:
             if len(set(lengths)) > 1:
                 table = ", ".join(f"rank {rank}: {length}" for rank, length in enumerate(lengths))
@@ -123,7 +125,7 @@ class _Pass:
         self._size, self._done, self._position = size, skip, 0
         self._place = DataPosition(loader)
         self._place.find(position, skip)
-        self._before = 0  # micro-batches of this epoch that are done, where `len()` counts them too
+        self._before = 0  # micro-batches of this epoch that are done, if `len()` counts them too
         if not self._place.jumps:
             self._before = position.get("micro_batches", sum(map(size, range(skip)))) if skip else 0
         self._announced = length_of(loader)  # what is left
@@ -136,11 +138,11 @@ class _Pass:
         self._used = [min(self.lengths)] * len(self.lengths) if self._against else self.lengths  # of each rank's micro-batches
         self.widest: int | None = None
         self.more = 1
-        self._fills_up = collectives.world_size() > 1  # with empty groups, where other ranks have more
+        self._fills_up = collectives.world_size() > 1  # with empty groups, while other ranks have more
         self._looks_ahead = self._fills_up and self.length is None
         self._ahead: list[Any] = []
-        self._read = self._latest = 0  # micro-batches since the place was found, and in the group given last
-        self._ended = self._exhausted = False  # no group is left; the loader has said that nothing is
+        self._read = self._latest = 0  # micro-batches since the position was found, and in the latest group
+        self._ended = self._exhausted = False  # no group is left; the loader is exhausted
         self._finished = False  # the epoch is over, and not only the run
         self._surplus: bool | None = None  # whether the loader gave more than its length; None: not looked at yet
         self._micro_batches = iter(()) if self._place.at_end else open_loader(loader)
@@ -169,14 +171,14 @@ class _Pass:
         return group
 
     def position(self, done: int) -> dict[str, Any]:
-        """Where this rank stands after the first `done` groups of the epoch: all that were given, or all but the last."""
+        """The position of this rank after the first `done` groups of the epoch: all that were given, or all but the last."""
         latest = done >= self._done
         rounds = self._position if latest else self._position - self._size(done)
         given = self._before + self._read - (0 if latest else self._latest)
         return self._place.saved(rounds, given, latest=latest)
 
     def finish(self) -> None:
-        """To be called when the epoch is over, before anybody asks for the position there.
+        """Ends the epoch. Call it before the position at the end of the epoch is read.
 
         The loader is exhausted here, since samplers may draw from their generators after the last index, as torch's do.
         """
@@ -186,15 +188,15 @@ class _Pass:
             self._place.note(exhausted=True)
 
     def close(self, *, whole: bool) -> None:
-        """Ends the pass and lets go of the loader; warns if the loader's length was not what it had said."""
+        """Ends the pass and releases the loader; warns if the loader gave more or fewer micro-batches than its `len()`."""
         over = self.length is not None and not self._against and (self._ended or self._done >= self.length)
-        if whole and over and self._finished and self._announced is not None:  # or else the next run will finish the epoch
+        if whole and over and self._finished and self._announced is not None:  # otherwise the next run finishes the epoch
             surplus = self._surplus
             if surplus or self._read != self._announced:
                 warnings.warn(
                     f"the loader has len() {self._before + self._announced} and gave "
                     f"{'more' if surplus else self._before + self._read} micro-batches: "
-                    f"{'those after are left out of the epoch' if surplus else 'the epoch was shorter'}; mend its __len__",
+                    f"{'the surplus is left out of the epoch' if surplus else 'the epoch was shorter'}; correct its __len__",
                     stacklevel=2,
                 )
         self._micro_batches = iter(())
@@ -205,10 +207,10 @@ class _Pass:
         return self._surplus
 
     def _leave_out(self, group: list[Any], begin: int) -> None:
-        """Drops what is beyond the loader's length or, if so asked, beyond what the rank with the fewest micro-batches has.
+        """Drops micro-batches beyond the loader's length and, with `"shortest"`, beyond those of the rank with the fewest.
 
         So with `"shortest"` all ranks have equally many micro-batches in the last group too. Without lengths, and with
-        several micro-batches to an update, that takes a collective.
+        several micro-batches to an update, this takes a collective.
         """
         if self.length is not None:
             used = max(0, min(self._used[collectives.rank()], self._position) - begin)
@@ -231,7 +233,7 @@ class _Pass:
         self._read += len(group)
         for micro_batch in group:
             if micro_batch is None:
-                raise TypeError("the loader gave None for a micro-batch; leave it out, or fix the dataset or collate_fn")
+                raise TypeError("the loader gave None instead of a micro-batch; leave it out, or fix the dataset or collate_fn")
         return group
 
     def _look_ahead(self) -> None:
@@ -239,12 +241,12 @@ class _Pass:
         self.more = 1 if self._ahead else self._against
 
     def _agree_on_length(self, uneven: str) -> int | None:
-        """Updates of the longest rank, or the shortest; None if any rank does not know its own."""
+        """Updates of the longest rank, or of the shortest; None if the length of any rank is unknown."""
         if uneven == "error" and (min(self.lengths) < 0 or len(set(self.lengths)) > 1):
             table = ", ".join(f"rank {rank}: {'unknown' if n < 0 else self._before + n}" for rank, n in enumerate(self.lengths))
             raise ValueError(
-                f"data must be equally long on all ranks for uneven='error', got micro-batches on {table}; even out the shards "
-                "or pass uneven='all' or 'shortest'"
+                f"data must be equally long on all ranks for uneven='error', got micro-batches on {table}; make the shards "
+                "equally long, or pass uneven='all' or 'shortest'"
             )
         if min(self.lengths) < 0:
             return None

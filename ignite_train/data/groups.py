@@ -14,21 +14,21 @@ class Groups(Batches, Protocol):
     """One pass over the data of all ranks, in groups of micro-batches.
 
     Attributes:
-        more: this rank's vote on another group after the one given last; see `RankRequests`.
-        widest: micro-batches of the rank that had the most of them in the group given last; None if nobody knows.
+        more: this rank's vote on another group after the latest; see `RankRequests`.
+        widest: the largest number of micro-batches that any rank has in the latest group; None if unknown.
     """
 
     more: int
     widest: int | None
 
     def __next__(self) -> list[Any]:
-        """The micro-batches of the next update; empty where only other ranks have some."""
+        """The micro-batches of the next update; empty if only other ranks have some."""
 
     def position(self, done: int) -> dict[str, Any]:
-        """Where this rank stands after the first `done` groups of the epoch: all that were given, or all but the last."""
+        """The position of this rank after the first `done` groups of the epoch: all that were given, or all but the last."""
 
     def finish(self) -> None:
-        """To be called when the epoch is over, before anybody asks for the position there."""
+        """Ends the epoch. Call it before the position at the end of the epoch is read."""
 
 
 class OpenGroups(Protocol):

@@ -1,4 +1,4 @@
-"""Where a rank stands in its data, in a form from which it can be found again, in another process too."""
+"""The position of a rank in its data, in a form from which another process can resume."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _GENERATORS_ONCE_LISTED = ("generator", "sampler.generator", "batch_sampler.gene
 
 @runtime_checkable
 class _Stateful(Protocol):
-    """A loader that knows where it is, such as torchdata's StatefulDataLoader."""
+    """A loader that saves its own position, such as torchdata's StatefulDataLoader."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -35,10 +35,10 @@ class _Stateful(Protocol):
 
 
 def open_loader(loader: Iterable[Any]) -> Iterator[Any]:
-    """Starts a pass over `loader`, in the same way whether its persistent workers run already or not.
+    """Starts a pass over `loader`, with the same random draws whether its persistent workers run already or not.
 
-    A DataLoader draws a seed when it starts its workers. Persistent ones start once in a process, so that the first pass of a
-    resumed process would draw once more than the same pass did before. That seed is drawn from a copy of the generator.
+    A DataLoader draws a seed when it starts its workers. Persistent workers start once in a process, so that the first pass of
+    a resumed process would draw once more than the same pass did before. That seed is drawn from a copy of the generator.
     """
     starts_workers = isinstance(loader, DataLoader) and loader.persistent_workers and loader._iterator is None
     if not starts_workers:
@@ -54,10 +54,10 @@ def open_loader(loader: Iterable[Any]) -> Iterator[Any]:
 
 
 def how_exact(loader: Iterable[Any]) -> tuple[list[str], str]:
-    """How a run on `loader`, broken off in the middle of an epoch, will find its place again.
+    """How a run that was interrupted in the middle of an epoch finds its position in `loader` again.
 
     Returns:
-        What may not come back as it was, a sentence each; and what else is worth knowing, or nothing.
+        What may differ after resuming, one sentence each, and a note, which may be empty.
     """
     kind = type(loader).__name__
     if isinstance(loader, (Seekable, list, tuple)):
@@ -67,35 +67,35 @@ def how_exact(loader: Iterable[Any]) -> tuple[list[str], str]:
     if isinstance(loader, _Stateful):
         if workers:
             doubts.append(
-                f"the state of the {kind} has no random generators of its workers: what a dataset draws there will differ "
-                "after resuming; draw nothing, or use a ResumableLoader"
+                f"the state of the {kind} does not include the random generators of its workers: what a dataset draws there "
+                "differs after resuming; draw no random numbers there, or use a ResumableLoader"
             )
     elif _is_stream(loader):
         doubts.append(
-            f"the {kind} cannot say where it is: resumption reads past what was done and is exact only if the stream gives the "
-            "same again; use a ResumableLoader, or give it state_dict and load_state_dict"
+            f"the {kind} cannot save its position: resuming reads past what was done and is exact only if the stream gives the "
+            "same data again; use a ResumableLoader, or define state_dict and load_state_dict"
         )
     else:
-        note = f"resumption reads past what was done of the {kind}; a ResumableLoader jumps there"
+        note = f"resuming reads the {kind} again up to its position; a ResumableLoader jumps there"
         if isinstance(loader, DataLoader) and workers and loader.persistent_workers:
             doubts.append(
-                f"the workers of the {kind} are persistent: what a dataset draws in them depends on the epochs before, and "
-                "will differ after resuming; use a ResumableLoader, or persistent_workers=False"
+                f"the workers of the {kind} are persistent: what a dataset draws in them depends on earlier epochs and "
+                "differs after resuming; use a ResumableLoader, or persistent_workers=False"
             )
     if length_of(loader) is None and not workers and collectives.world_size() > 1:
         doubts.append(
             f"the {kind} has no length, so {collectives.world_size()} ranks read it one micro-batch ahead: what it draws from "
-            "this process's random generators will differ after resuming; draw nothing, or fetch in workers"
+            "this process's random generators differs after resuming; draw no random numbers, or fetch in workers"
         )
     return doubts, note
 
 
 class DataPosition:
-    """Finds the place in a loader at which a pass was left, in one of three ways.
+    """Finds the position in a loader at which a pass was interrupted, in one of three ways.
 
-    A loader that can seek jumps there. One with a state is given it. Any other one is opened with the random generators as
-    they were when the pass began, so that it shuffles the same way, and read again up to there; then the generators are put
-    back to what they are. `how_exact` says what may differ all the same.
+    A loader that can seek jumps there. A loader with a state gets it back. Any other loader is opened with the random
+    generators in the state that they had when the pass began, so that it shuffles the same way, and is read up to the
+    position; then the generators get their present state back. `how_exact` says what may still differ.
 
     Args:
         loader: this rank's loader.
@@ -109,20 +109,20 @@ class DataPosition:
         self._first_sample = 0
         self._opening: dict[str, Any] = {}
         self._states: list[Any] = [None, None]  # of a stateful loader, before and after the latest group
-        self._exhausted = False  # whether it had said then that nothing is left
-        self._own_after: Any = {}  # its own generators once the place is found
+        self._exhausted = False  # whether it was exhausted then
+        self._own_after: Any = {}  # its own generators once the position is found
         self._generators_before: dict[str, Any] | None = None
         self.at_end = self.jumps = False
         self.reads_past = False
 
     def find(self, saved: Mapping[str, Any], skip: int) -> None:
-        """Prepares the loader for a pass that begins after `skip` groups, which `saved` was written after. Collective.
+        """Prepares the loader for a pass that begins after the `skip` groups after which `saved` was written. Collective.
 
-        Afterwards `reads_past` says whether they still have to be read, `jumps` whether `len()` counts only what is left, and
-        `at_end` that the loader has nothing left for this pass.
+        Afterwards `reads_past` says whether these groups must still be read, `jumps` whether `len()` counts only what is left,
+        and `at_end` whether the loader has nothing left for this pass.
 
         Raises:
-            ValueError: other ranks than these wrote it, and the loader cannot seek; or it is another loader, so that samples
+            ValueError: another number of ranks wrote it and the loader cannot seek; or it is another loader, so that samples
                 would be missed or used twice.
         """
         self._compare(saved, in_epoch=skip > 0)
@@ -132,7 +132,7 @@ class DataPosition:
         else:
             self._go_to_the_start(saved)
         if self._seekable is None and not self._opening:
-            process = {} if self._stateful is not None else capture_random_state()  # one with a state finds its place without
+            process = {} if self._stateful is not None else capture_random_state()  # a stateful one does not need it
             self._opening = {**process, "own": self._own_generators()}
         if self.reads_past and "opening" in saved:
             restore_random_state(saved["opening"])
@@ -140,14 +140,14 @@ class DataPosition:
             self._opening = saved["opening"]
 
     def found(self) -> None:
-        """To be called once what was to be read past is read: finding the place leaves no trace in the random generators."""
+        """Call it once the groups were read past: finding the position leaves the random generators unchanged."""
         if self._generators_before is not None:
             restore_random_state(self._generators_before)
             self._set_own_generators(self._own_after)
             self._generators_before = None
 
     def note(self, *, exhausted: bool) -> None:
-        """To be called when a group is read, before anything is read ahead, and when the loader is known to be exhausted."""
+        """Call it when a group was read, before anything is read ahead, and when the loader is exhausted."""
         if self._stateful is not None:
             self._states, self._exhausted = [self._states[1], self._stateful.state_dict()], exhausted
 
@@ -155,9 +155,9 @@ class DataPosition:
         """The position in plain types.
 
         Args:
-            rounds: micro-batches that the rank with the most of them has been given since the place was found.
-            given: micro-batches that this rank has been given in this epoch.
-            latest: whether the group that was read last is among them.
+            rounds: the largest number of micro-batches that any rank was given since the position was found.
+            given: micro-batches that this rank was given in this epoch.
+            latest: whether the latest group is among them.
         """
         position: dict[str, Any] = {"world_size": collectives.world_size(), "generators": self._own_generators()}
         position["description"] = self._description
@@ -172,8 +172,8 @@ class DataPosition:
         return position | {"opening": self._opening}
 
     def _compare(self, saved: Mapping[str, Any], *, in_epoch: bool) -> None:
-        """Refuses another loader within an epoch, on all ranks if any of them has one; at its beginning it is mentioned."""
-        if not isinstance(saved.get("description"), Mapping):  # by an earlier version, or nothing is resumed
+        """Refuses another loader within an epoch, on all ranks if any of them has one; at the start of an epoch it warns."""
+        if not isinstance(saved.get("description"), Mapping):  # written by an earlier version, or a run that does not resume
             return
         jumps = self._seekable is not None and "samples" in saved
         refused, harmless = changes(saved["description"], self._description, jumps=jumps)
@@ -181,14 +181,14 @@ class DataPosition:
         if accepted:
             refused, harmless = [], [*refused, *harmless]
         if harmless and collectives.is_main_rank():
-            _logger.warning(f"the data has changed since: {', '.join(harmless)}")
+            _logger.warning(f"the data has changed since the checkpoint: {', '.join(harmless)}")
         found = collectives.gather_objects(refused) if in_epoch and not accepted else []
         reports = [f"{'; '.join(lines)} (rank {rank})" for rank, lines in enumerate(found) if lines]
         if reports:
             raise ValueError(
-                f"data must be as it was to resume in the middle of an epoch, got {reports[0]}: samples would be missed or "
-                "used twice; undo that, or resume from a checkpoint of the end of an epoch (resume=PATH), where any change is "
-                "allowed, or pass Checkpoint(..., on_changed_data='warn')"
+                f"data must be unchanged to resume in the middle of an epoch, got {reports[0]}: samples would be missed or "
+                "used twice; undo the change, or resume from a checkpoint of the end of an epoch (resume=PATH), where any "
+                "change is allowed, or pass Checkpoint(..., on_changed_data='warn')"
             )
 
     def _go_to(self, saved: Mapping[str, Any]) -> None:
@@ -200,31 +200,31 @@ class DataPosition:
             return
         if not same_ranks:
             raise ValueError(
-                f"data must be a loader that can seek, such as ResumableLoader, to go on in the middle of an epoch with "
-                f"{collectives.world_size()} ranks where {saved['world_size']} left off, got a {type(self._loader).__name__}; "
-                "or go on from a checkpoint of the end of an epoch"
+                f"data must be a loader that can seek, such as ResumableLoader, to resume in the middle of an epoch with "
+                f"{collectives.world_size()} ranks after {saved['world_size']}, got a {type(self._loader).__name__}; "
+                "or resume from a checkpoint of the end of an epoch"
             )
         if self._stateful is not None and saved.get("loader") is not None:
             self._opening = dict(saved.get("opening", {}))
-            self._set_own_generators(self._opening.get("own", {}))  # its sampler may be opened anew, and read past
+            self._set_own_generators(self._opening.get("own", {}))  # its sampler may be opened again and read past
             self._stateful.load_state_dict(saved["loader"])
             self._states, self._own_after = [saved["loader"], saved["loader"]], saved["generators"]
             self.at_end = saved["exhausted"]
-            if self.at_end:  # it must not go on: one has rolled over to the next pass, another would give a pass too many
+            if self.at_end:  # do not read on: some loaders have begun the next pass, others would repeat one
                 open_loader(self._loader)
             return
         self.reads_past = True
         self._warn_of_another_loader(saved)
 
     def _go_to_the_start(self, saved: Mapping[str, Any]) -> None:
-        """A loader with a state, and generators of its own, remember the passes before."""
+        """Puts back the state and the generators of a loader, which depend on earlier passes."""
         if self._seekable is not None:
             self._seekable.seek(0)
         state = saved.get("loader")
         if self._stateful is not None and state is not None and saved["world_size"] == collectives.world_size():
             before = capture_random_state()
             self._stateful.load_state_dict(state)
-            open_loader(self._loader)  # which continues the pass before, so that the next one is a new pass
+            open_loader(self._loader)  # this continues the earlier pass, so that the next one is new
             restore_random_state(before)
         if saved.get("world_size", collectives.world_size()) == collectives.world_size():
             self._set_own_generators(saved.get("generators", {}))
@@ -233,13 +233,13 @@ class DataPosition:
         kind = type(self._loader).__name__
         if saved and "opening" not in saved and "description" not in saved:
             _logger.warning(
-                f"another kind of loader was used before: other samples than those that are done may be left of a {kind}"
+                f"another kind of loader was used before: the {kind} may repeat samples that were done, or miss others"
             )
         before, now = saved.get("workers"), self._loader.num_workers if isinstance(self._loader, DataLoader) else None
         if before is not None and now is not None and before != now:
             _logger.warning(
-                f"num_workers: {before} -> {now}: what a dataset draws will differ until the end of the epoch; with a "
-                "ResumableLoader it would not"
+                f"num_workers: {before} -> {now}: what a dataset draws differs until the end of the epoch; a "
+                "ResumableLoader avoids that"
             )
 
     def _own_generators(self) -> dict[str, Any]:
@@ -254,14 +254,14 @@ class DataPosition:
                 set_generator_state(found[name], state)
 
     def _find_own_generators(self) -> dict[str, Any]:
-        """Those of the loader, its samplers and its dataset, unless it puts them into its own state."""
+        """The generators of the loader, its samplers and its dataset, unless they are in its own state."""
         if self._stateful is not None and not isinstance(self._loader, DataLoader):
             return {}
         return generators_within(self._loader)
 
 
 def _is_stream(loader: Iterable[Any]) -> bool:
-    """Whether it gives what comes, and not the samples of something that can be opened again."""
+    """Whether the loader is a stream, and not a pass over something that can be opened again."""
     if isinstance(loader, DataLoader):
         return isinstance(loader.dataset, IterableDataset)
     return isinstance(loader, Iterator) or not isinstance(loader, Sized)

@@ -1,4 +1,4 @@
-"""A DataLoader that any run can find its place in again, and whose samples are the same however they are fetched."""
+"""A DataLoader that can resume at any sample, and whose samples do not depend on the number of workers."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ __all__ = ["ResumableLoader"]
 
 
 class ResumableLoader(DataLoader[Any]):
-    """A DataLoader over this rank's share of a dataset, in which a resumed run jumps to where it was.
+    """A DataLoader over this rank's share of a dataset, in which a resumed run jumps to its position.
 
     The order is that of `ShardedSampler`: a function of (seed, epoch). Before each sample is fetched, Python's, NumPy's and
-    torch's generators are seeded with (seed, epoch, index of the sample), and put back afterwards: random augmentation is the
-    same in 0 or any number of workers, and nothing is drawn from the generators that the model uses. A random `collate_fn` is
-    not covered by that. It takes some 50 µs a sample; `seed_samples=False` saves them where a dataset draws no random numbers.
+    torch's generators are seeded with (seed, epoch, index of the sample), and afterwards they get their state back: random
+    augmentation is the same with any number of workers, and does not draw from the generators that the model uses. This does
+    not cover a random `collate_fn`. It takes about 50 µs a sample; `seed_samples=False` saves that if a dataset draws no
+    random numbers.
 
     Args:
         dataset: map-style.
@@ -30,8 +31,12 @@ class ResumableLoader(DataLoader[Any]):
         shuffle: a new order in each epoch.
         seed: of the order and of the samples; the same on all ranks.
         drop_last: leave out a last micro-batch that is not full.
-        seed_samples: see above.
-        options: `num_workers`, `collate_fn`, `pin_memory` and what else a DataLoader takes that is not about order.
+        seed_samples: seed the generators for each sample, see above.
+        options: `num_workers`, `collate_fn`, `pin_memory` and other options of a DataLoader, except those about order.
+
+    Raises:
+        ValueError: one of `options` is about order or seeds.
+        TypeError: the dataset has no length.
 
     Example:
         >>> import torch
@@ -61,7 +66,7 @@ class ResumableLoader(DataLoader[Any]):
             batch_size=positive_int("batch_size", batch_size),
             sampler=sampler,
             drop_last=drop_last,
-            generator=torch.Generator(),  # a pass draws its workers' seeds from here and not from the model's generator
+            generator=torch.Generator(),  # for the seeds of the workers, so that the model's generator is not used
             **options,
         )
         self._order, self._seed = sampler, seed
@@ -72,11 +77,11 @@ class ResumableLoader(DataLoader[Any]):
         return int(self.batch_size or 0) * collectives.world_size()
 
     def seek(self, samples: int) -> None:
-        """Has the next pass start after so many samples of all ranks, and `len()` until then count what is left."""
+        """Lets the next pass start after `samples` samples, counted over all ranks; `len()` then counts what is left."""
         self._order.seek(samples)
 
     def set_epoch(self, epoch: int) -> None:
-        """Chooses the order of the next pass; a trainer does so by itself."""
+        """Chooses the order of the next pass; a trainer calls it."""
         self._order.set_epoch(epoch)
 
     def __iter__(self) -> Any:
@@ -85,7 +90,7 @@ class ResumableLoader(DataLoader[Any]):
 
 
 class _KeySampler(ShardedSampler):
-    """Gives the epoch with each index, for workers that outlive it."""
+    """Gives the epoch with each index, because persistent workers do not learn it otherwise."""
 
     def __iter__(self) -> Iterator[Any]:
         epoch = self._epoch
@@ -105,7 +110,7 @@ class _Samples(Dataset[Any]):
         self._dataset, self._seed, self._seed_samples = dataset, seed, seed_samples
 
     def set_epoch(self, epoch: int) -> None:
-        """Hands it to a dataset that wants to know."""
+        """Passes it on to a dataset that has `set_epoch`."""
         if isinstance(self._dataset, HasEpoch):
             self._dataset.set_epoch(epoch)
 

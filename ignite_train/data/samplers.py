@@ -25,13 +25,22 @@ class HasEpoch(Protocol):
 class ShardedSampler(Sampler[int]):
     """Deals a dataset out to the ranks like cards: sample i of the epoch's order goes to rank i mod world size.
 
-    Nothing is repeated and nothing dropped, so shards differ by one at most; the trainer and the evaluator can take that.
-    Because of the dealing, W ranks with a batch of B see in each round the same samples as one process with a batch of W·B.
+    No sample is repeated or dropped, so shards differ by at most one sample, which trainer and evaluator allow. W ranks with a
+    batch of B see in each round the same samples as one process with a batch of W·B.
 
     Args:
         dataset: anything with a length.
-        shuffle: a new order in each epoch, from (seed, epoch) alone, by a generator of its own.
+        shuffle: a new order in each epoch, which depends on (seed, epoch) only.
         seed: of the order; the same on all ranks.
+
+    Raises:
+        TypeError: the dataset has no length.
+        ValueError: `seed` is negative or not a whole number.
+
+    Example:
+        >>> from ignite_train import ShardedSampler
+        >>> list(ShardedSampler("abcd", shuffle=False))  # in a single process
+        [0, 1, 2, 3]
     """
 
     def __init__(self, dataset: Sized, *, shuffle: bool, seed: int = 0) -> None:
@@ -45,14 +54,14 @@ class ShardedSampler(Sampler[int]):
         self._rank, self._world_size = collectives.rank(), collectives.world_size()
 
     def set_epoch(self, epoch: int) -> None:
-        """Chooses the order of the next pass; a trainer does so by itself."""
+        """Chooses the order of the next pass; a trainer calls it."""
         self._epoch = epoch
 
     def seek(self, samples: int) -> None:
-        """Has the next pass start after the first `samples` of the epoch's order, counted over all ranks.
+        """Lets the next pass start after the first `samples` of the epoch's order, counted over all ranks.
 
-        Since the order does not depend on the number of ranks, another number of them can go on there: each sample that is
-        left is still used once.
+        The order does not depend on the number of ranks, so another number of ranks can continue there: each sample that is
+        left is used once.
         """
         self._start = min(samples, self._length)
 

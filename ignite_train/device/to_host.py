@@ -1,4 +1,4 @@
-"""Reading: how the host comes to know numbers that lie on a device."""
+"""Device-to-host copies that do not wait for later work of the device."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ _HOST = "cpu"
 
 
 def is_on_host(device: torch.device) -> bool:
-    """Whether the host reads what lies there without waiting for anybody."""
+    """Whether the host reads tensors there without waiting for a device."""
     return device.type == _HOST
 
 
 class ToHost:
-    """One transfer of a few numbers to the host, which waits for nothing that was given to the device after them.
+    """One transfer of a few numbers to the host, which does not wait for work that was queued on the device later.
 
-    On CUDA they are copied to pinned memory and an event is recorded behind the copy: the host waits for that event, while the
-    device goes on with what was queued since. Elsewhere they are read when they are asked for.
+    On CUDA the numbers are copied to pinned memory and an event is recorded after the copy: the host waits for that event,
+    while the device continues with what was queued later. On other devices they are read in `receive`.
 
     Args:
         device: where the numbers are.
@@ -39,7 +39,7 @@ class ToHost:
         return self._numbers is not None
 
     def send(self, numbers: Tensor) -> None:
-        """Starts the transfer of a vector, which nobody may change any more."""
+        """Starts the transfer of a vector, which must not be changed until it was received."""
         self._numbers = numbers
         if not _has_events(numbers.device):
             return
@@ -52,7 +52,7 @@ class ToHost:
         self._numbers = self._pinned
 
     def receive(self) -> list[float]:
-        """Waits for what was sent."""
+        """Waits for the numbers that were sent and returns them. Synchronises with the device."""
         numbers = self._numbers
         assert numbers is not None  # noqa: S101  # `send` comes before
         self._numbers = None
@@ -62,7 +62,7 @@ class ToHost:
         return values
 
     def forget(self) -> None:
-        """Leaves what was sent unread."""
+        """Drops what was sent without reading it."""
         self._numbers = None
 
 

@@ -1,4 +1,4 @@
-"""Ignite's Engine with handlers that are called by a shorter way, in an order that does not depend on who came first."""
+"""Ignite's Engine with cheaper calls of handlers, and three stages of an event whose order does not depend on attaching."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Attachable", "Dispatcher", "Stateful", "call"]
 
 @runtime_checkable
 class Stateful(Protocol):
-    """What has a state to save."""
+    """An object with a state to save."""
 
     def state_dict(self) -> Any:
         """The state, in plain types and tensors."""
@@ -30,7 +30,7 @@ class Stateful(Protocol):
 
 
 class Attachable:
-    """A handler that only its own `attach` may put on an event; see `Handler`.
+    """A handler that only its own `attach` may put on events; see `Handler`.
 
     Attributes:
         is_attaching: whether its `attach` is running.
@@ -40,12 +40,13 @@ class Attachable:
 
 
 class Dispatcher(Engine):
-    """An Ignite engine that calls its handlers by a shorter way.
+    """An Ignite engine with cheaper calls of handlers, and stages of an event.
 
     Handlers, events and filters are Ignite's. What differs:
 
-    - Firing an event that nobody listens to costs one look-up.
-    - A handler can be put before all others of its event, or after them.
+    - Firing an event without handlers costs one look-up.
+    - An event has three stages: measure (`prepend_event_handler`), react (`add_event_handler`) and save
+      (`append_event_handler`).
     - Handlers that have a state are listed.
 
     Args:
@@ -79,7 +80,7 @@ class Dispatcher(Engine):
         return handle
 
     def append_event_handler(self, event: Event, handler: Callable[..., Any]) -> RemovableEventHandle:
-        """Adds a handler that runs after all others of `event`, also those attached later: for what saves their work."""
+        """Adds a handler that runs after all others of `event`, also those attached later: for saving their work."""
         self._last.append(handler)
         return self.add_event_handler(event, handler)
 
@@ -93,7 +94,7 @@ class Dispatcher(Engine):
             self.stateful[key] = owner
 
     def prepend_event_handler(self, event: Event, handler: Callable[..., Any]) -> RemovableEventHandle:
-        """Adds a handler that runs before all those already attached to `event`: for what others on it will read."""
+        """Adds a handler that runs before all others of `event` that `add_event_handler` adds: for what these read."""
         handle = self.add_event_handler(event, handler)
         for single in event if isinstance(event, EventsList) else [event]:
             handlers = self._event_handlers[single]
@@ -102,18 +103,18 @@ class Dispatcher(Engine):
         return handle
 
     def attached(self) -> Iterator[tuple[Any, tuple[Any, ...]]]:
-        """The attached handlers, without their filters, and what each is called with besides the engine."""
+        """The attached handlers, without their filters, and the arguments of each apart from the engine."""
         for entries in self._event_handlers.values():
             for handler, args, kwargs in entries:
                 given = (*args, *kwargs.values())
                 yield inspect.unwrap(handler), tuple(value for value in given if not isinstance(value, weakref.ref))
 
     def has_handlers(self, event: Any) -> bool:
-        """Whether anybody listens to `event`, with whatever filter."""
+        """Whether `event` has handlers, with or without a filter."""
         return bool(self._event_handlers.get(event))
 
     def fire_event(self, event_name: Any) -> None:
-        """Calls the handlers of `event_name`; without any it costs one look-up."""
+        """Calls the handlers of `event_name`; without handlers it costs one look-up."""
         handlers = self._event_handlers.get(event_name)
         if handlers:
             self.last_event_name = event_name
@@ -135,12 +136,12 @@ class Dispatcher(Engine):
             raise ValueError(f"event must be one registered on this {type(self).__name__}, got {name!r}{hint}")
 
     def _handler_wrapper(self, handler: Callable[..., Any], event_name: Any, event_filter: Any) -> Callable[..., Any]:
-        """As in Ignite, but without the cycle from engine to handler to engine: filters see a proxy of the engine.
+        """As in Ignite, but filters get a proxy of the engine, so that engine and handler do not form a cycle.
 
-        Nor is the counter looked up by its event each time: the hash of an event is computed in Python.
+        The counter is looked up once and not at each event, because the hash of an event is computed in Python.
         """
         self._assert_allowed_event(event_name)
-        self.state.get_event_attrib_value(event_name)  # or an error that says what is missing
+        self.state.get_event_attrib_value(event_name)  # raises an error if the event has no counter
         engine, attribute = weakref.proxy(self), self.state.event_to_attr[event_name]
 
         @functools.wraps(handler)
@@ -148,7 +149,9 @@ class Dispatcher(Engine):
             if event_filter(engine, getattr(engine.state, attribute)):
                 handler(*args, **kwargs)
 
-        filtered._parent = weakref.ref(handler)  # type: ignore[attr-defined]  # what Ignite knows the handler by
+        filtered._parent = weakref.ref(handler)  # type: ignore[attr-defined]  # by which Ignite finds the handler
+        if handler in self._last:
+            self._last.append(filtered)
         return filtered
 
 
@@ -156,7 +159,7 @@ def _refuse_unattached(handler: Any) -> None:
     kind = handler if isinstance(handler, type) else type(handler)
     if issubclass(kind, Attachable) and (kind is handler or not handler.is_attaching):
         raise TypeError(
-            f"handler must not be a {kind.__name__}, which puts itself on the events that it needs; "
+            f"handler must not be a {kind.__name__}, which attaches itself to the events that it needs; "
             f"use {kind.__name__}(...).attach(trainer)"
         )
 

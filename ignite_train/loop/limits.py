@@ -1,4 +1,4 @@
-"""How long a run may last: what its limits may be, and whether the data can last as long."""
+"""The limits of a run: which values are allowed, and whether the data lasts that long."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ __all__ = ["checked_limits", "refuse_ended_iterator", "refuse_epoch_length", "re
 
 
 def refuse_used_iterator(loader: Iterable[Any], max_epochs: int | None, *, half_read: bool) -> None:
-    """An iterator can be gone through once.
+    """Refuses an iterator that a run would have to read more than once.
 
     Args:
-        loader: what a run is to train on.
-        max_epochs: how often it would be gone through.
-        half_read: whether the run goes on in the middle of it.
+        loader: the data of the run.
+        max_epochs: the number of passes over it.
+        half_read: whether the run continues in the middle of a pass.
 
     Raises:
-        TypeError: it is an iterator, and once is not enough.
+        TypeError: it is an iterator, and more than one pass is needed.
     """
     if isinstance(loader, Iterator) and (half_read or (max_epochs or 1) > 1):
         why = "is half read" if half_read else f"can be iterated once, not {max_epochs} times"

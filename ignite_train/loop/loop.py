@@ -20,7 +20,7 @@ class Batches(Protocol):
     """One pass over the data: an iterator.
 
     Attributes:
-        length: how many batches it will give; None: nobody knows yet.
+        length: how many batches it will give; None if unknown.
     """
 
     length: int | None
@@ -28,33 +28,34 @@ class Batches(Protocol):
     def __next__(self) -> Any: ...
 
     def close(self, *, whole: bool) -> None:
-        """Called once, when the pass ends: `whole` by itself or by a request, or else by an exception."""
+        """Called once, when the pass ends: with `whole` unless an exception ended it."""
 
 
 class Loop(Dispatcher):
-    """An Ignite engine with the loop, the exceptions and the bookkeeping of epochs done again.
+    """An Ignite engine with its own loop, exceptions and bookkeeping of epochs.
 
     Events and the state are Ignite's. What differs:
 
     - An epoch is counted, never derived from `iteration // epoch_length`: it may have any number of iterations.
-    - An exception ends the run, always. Handlers of EXCEPTION_RAISED are observers: each is called once, none can swallow it
-      or hide it. The next `run` goes on where this one broke off: an iteration that did not finish is done again.
-    - The only thing that ends an epoch is the data: a StopIteration out of a handler is an error like any other.
+    - An exception always ends the run. Handlers of EXCEPTION_RAISED are observers: each is called once and cannot suppress
+      it. The next `run` continues where this one ended: an iteration that did not finish is repeated.
+    - Only the data can end an epoch: a StopIteration raised by a handler is an error like any other.
 
     Args:
         process: called with the engine and a batch; what it returns becomes `state.output`.
 
     Attributes:
-        on_exit: called without arguments when a run is over, however it ended, after the last handler.
-        fetch_started: when the latest batch was asked for, before GET_BATCH_STARTED; seconds of `time.perf_counter`.
-        fetch_ended: when it came, or is to come no more.
+        on_exit: functions that are called without arguments when a run is over, after its last handler: at a limit, after a
+            request to stop, and after an exception.
+        fetch_started: when the latest batch was requested, before GET_BATCH_STARTED; seconds of `time.perf_counter`.
+        fetch_ended: when it was there, or when the data had ended.
     """
 
     def __init__(self, process: Callable[[Any, Any], Any]) -> None:
         super().__init__(process)
         self.on_exit: list[Callable[[], None]] = []
         self.fetch_started = self.fetch_ended = 0.0
-        self.settled = True  # whether the running iteration has had its effect, and must not be done again
+        self.settled = True  # whether the running iteration has had its effect and must not be repeated
         self._running = False
         self._iterating = False
         self._epoch_open = False  # EPOCH_STARTED has been reached and EPOCH_COMPLETED has not
@@ -62,11 +63,11 @@ class Loop(Dispatcher):
         self._ended = False  # the latest run has come to its closing events
 
     def _open(self, data: Iterable[Any]) -> Batches:
-        """Starts the open epoch's pass over the data, past the `_epoch_iteration` batches that are done."""
+        """Starts the pass of the open epoch over the data, after the `_epoch_iteration` batches that are done."""
         raise NotImplementedError
 
     def _run(self, data: Iterable[Any]) -> None:
-        """Runs epochs until the limits of the state are reached or somebody stops the run."""
+        """Runs epochs until a limit of the state is reached or the run is stopped."""
         self._refuse_nested_run()
         state, started = self.state, time.perf_counter()
         self.should_terminate = self.should_interrupt = False
@@ -79,7 +80,9 @@ class Loop(Dispatcher):
             while not self._stop_between_epochs() and (unclosed or not self._is_done(state)):
                 unclosed = False
                 self._run_epoch(data)
-            self._ended = bool(self.should_terminate or not self.should_interrupt)  # an interrupted run has COMPLETED to come
+            self._ended = bool(
+                self.should_terminate or not self.should_interrupt
+            )  # an interrupted run has yet to fire COMPLETED
             state.times[Events.COMPLETED.name] = time.perf_counter() - started
             self._fire_closing_events()
         except BaseException as error:
@@ -123,7 +126,7 @@ class Loop(Dispatcher):
                     over = True
                     break
                 self._iterate(batch)
-                del batch  # not to be held while the next one is fetched
+                del batch  # free it before the next one is fetched
             if over and not self._stopping():
                 self._close_epoch(started)
             whole = True
@@ -155,7 +158,7 @@ class Loop(Dispatcher):
         self.state.times[Events.EPOCH_COMPLETED.name] = time.perf_counter() - started
         if fires:
             self.fire_event(Events.EPOCH_COMPLETED)
-        self.should_terminate_single_epoch = False  # what its handlers asked for is done already
+        self.should_terminate_single_epoch = False  # its handlers can only ask for what is done already
 
     def _fire_closing_events(self) -> None:
         if self.should_terminate:
@@ -195,12 +198,12 @@ class Loop(Dispatcher):
                 call(entry, (error,), {})
             except BaseException as raised:
                 if raised is not error:
-                    self.logger.exception("a handler of EXCEPTION_RAISED failed itself; the first error is the one raised")
+                    self.logger.exception("a handler of EXCEPTION_RAISED failed too; the first error is raised")
 
     def _take_back(self) -> None:
-        """Makes the counters say what was done: an iteration that broke off has not been."""
+        """Takes back the counters of an iteration that did not finish."""
         if self._iterating and self.settled:
             self._epoch_iteration += 1
         elif self._iterating:
             self.state.iteration -= 1
-            self.should_terminate_single_epoch = False  # what the iteration asked for, it will ask for again
+            self.should_terminate_single_epoch = False  # the repeated iteration asks again
