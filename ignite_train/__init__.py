@@ -34,6 +34,7 @@ from ignite_train.update.loss_scaling import (
     StaticLossScaling,
     TorchLossScaling,
 )
+from ignite_train.update.options import UpdateOptions
 
 __all__ = [
     "AccumulationSteps",
@@ -67,6 +68,7 @@ __all__ = [
     "Trainer",
     "TrainingError",
     "UnreadableCheckpointError",
+    "UpdateOptions",
     "UpdateOutput",
     "count_traffic",
     "create_evaluator",
