@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector
 from torch.optim.lr_scheduler import LambdaLR
 
-from ignite_train import ForwardOutput, Trainer, UpdateOutput, create_trainer
+from ignite_train import ForwardOutput, Trainer, UpdateOptions, UpdateOutput, create_trainer
 from ignite_train.handlers import (
     EmptyCache,
     FailureBoard,
@@ -346,7 +346,7 @@ def trainer_of(work: Work) -> Trainer:
         accumulation_steps=work.accumulation_steps,
         max_grad_norm=work.max_grad_norm,
         precision=work.precision,
-        reduction=work.reduction,
+        options=UpdateOptions(reduction=work.reduction),
     )
 
 

@@ -35,6 +35,7 @@ from ignite_train.update.loss_scaling import (
     StaticLossScaling,
     TorchLossScaling,
 )
+from ignite_train.update.options import UpdateOptions
 
 __all__ = [
     "AccumulationSteps",
@@ -69,6 +70,7 @@ __all__ = [
     "Trainer",
     "TrainingError",
     "UnreadableCheckpointError",
+    "UpdateOptions",
     "UpdateOutput",
     "count_traffic",
     "create_evaluator",

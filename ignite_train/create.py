@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from dataclasses import fields
+from functools import wraps
+from typing import Any, Literal, ParamSpec
 
 import torch
 from ignite.engine import _prepare_batch
@@ -12,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import LBFGS, Optimizer
 
-from ignite_train.arguments import describe, one_of, positive_int, real_number
+from ignite_train.arguments import describe, one_of, real_number
 from ignite_train.carried import Carried
-from ignite_train.data.grouping import AccumulationSteps, MicroBatchGrouping, Uneven
+from ignite_train.data.grouping import AccumulationSteps, MicroBatchGrouping
 from ignite_train.device.to_device import ToDevice
 from ignite_train.events import TrainEvents
 from ignite_train.forward import Forward, ForwardOutput, check_forward
@@ -27,19 +29,37 @@ from ignite_train.ranks import collectives
 from ignite_train.ranks.placeholder_reduction import PlaceholderReduction
 from ignite_train.ranks.reduction import Reduction
 from ignite_train.ranks.statistics import Statistics
-from ignite_train.ranks.wrapping import ReductionName, reduction_for
+from ignite_train.ranks.wrapping import reduction_for
 from ignite_train.trainer import Trainer
 from ignite_train.update.compilation import Compile, compile_in_place
 from ignite_train.update.loss_declaration import warn_of_misdeclared_loss
 from ignite_train.update.loss_scaling import LossScaling, NoLossScaling, TorchLossScaling
-from ignite_train.update.out_of_memory import OnOutOfMemory, RaiseOutOfMemory, RecoverFromOutOfMemory, Recovery
+from ignite_train.update.options import UpdateOptions
+from ignite_train.update.out_of_memory import RaiseOutOfMemory, RecoverFromOutOfMemory, Recovery
 from ignite_train.update.queued_step import QueuedStep
 from ignite_train.update.sparse_gradients import refuse_sparse_shards
 from ignite_train.update.update import Update
 
 __all__ = ["create_supervised_trainer", "create_trainer"]
 
+_Parameters = ParamSpec("_Parameters")
+_RARE = frozenset(field.name for field in fields(UpdateOptions))
 
+
+def _names_the_options(create: Callable[_Parameters, Trainer]) -> Callable[_Parameters, Trainer]:
+    """Has `create` answer a rare setting that is passed as an argument of its own with where it belongs."""
+
+    @wraps(create)
+    def checked(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> Trainer:
+        misplaced = next((name for name in kwargs if name in _RARE), None)
+        if misplaced is not None:
+            raise TypeError(f"{create.__name__} takes {misplaced} in its options: pass options=UpdateOptions({misplaced}=...)")
+        return create(*args, **kwargs)
+
+    return checked
+
+
+@_names_the_options
 def create_trainer(
     model: nn.Module,
     optimizer: Optimizer,
@@ -49,16 +69,9 @@ def create_trainer(
     max_grad_norm: float | None = None,
     precision: PrecisionName = "fp32",
     loss_scaling: LossScaling | None = None,
-    on_nonfinite: Literal["raise", "skip"] = "raise",
-    retain_graph: bool = False,
-    create_graph: bool = False,
-    reduction: ReductionName = "auto",
-    uneven: Uneven = "all",
-    on_out_of_memory: OnOutOfMemory = "raise",
-    give_up_after: int | None = 20,
     compile: Compile = False,  # noqa: A002  # torch's name for it
-    compiled_autograd: bool = False,
     protect: Protect = True,
+    options: UpdateOptions | None = None,
 ) -> Trainer:
     """Makes a trainer: an Ignite engine whose one iteration is one optimizer update over a group of micro-batches.
 
@@ -75,33 +88,13 @@ def create_trainer(
         max_grad_norm: clip the gradient's L2 norm over all parameters to this; None leaves it alone.
         precision: `"fp32"` computes in the model's own dtypes; `"bf16"` and `"fp16"` run `forward` under autocast.
         loss_scaling: the policy; None means `TorchLossScaling()` for `"fp16"` and none otherwise.
-        on_nonfinite: without loss scaling, what a non-finite gradient or loss does on all ranks: `"raise"` a
-            `NonFiniteError` or `"skip"` the update. The parameters are untouched either way.
-        retain_graph: keep the graph of each micro-batch after its backward.
-        create_graph: make gradients differentiable, for handlers of BACKWARD_COMPLETED; what they hold is cut loose before
-            the next micro-batch. Not on several ranks.
-        reduction: how gradients cross ranks: `"auto"` is what the model is wrapped for, `"explicit"` sums those of plain
-            replicas after the last backward, which `"auto"` does for a very small DistributedDataParallel too.
-        uneven: what ranks with different numbers of micro-batches do: `"all"` go on until each micro-batch was used, those
-            that ran out with no weight; all stop once the `"shortest"` has run out; or it is an `"error"`. A `forward` with
-            collectives of its own hangs with `"all"`. For it `"shortest"` is exact; `"replay"` uses each micro-batch, and has
-            ranks that ran out run forward on a placeholder without weight, which other ranks' losses see.
-        on_out_of_memory: what a `torch.OutOfMemoryError` in forward or backward of one rank does: it is raised; the
-            micro-batch gets weight zero (`"skip"`); or it is halved along its batch dimension and tried again (`"split"`).
-            The latter two need a single process or `reduction="explicit"`.
-            The error is known by its type: for others that mean the same, such as the `RuntimeError` of the CPU allocator,
-            have `forward` catch them and raise a `torch.OutOfMemoryError`.
-        give_up_after: this many updates in a row that are skipped because they are not finite, or that run out of memory, end
-            the run with a `GaveUpError` on all ranks; None never gives up. An overflow counts only if it left the loss scale
-            where it was, as with `StaticLossScaling` and with `on_floor="hold"` at the floor: a high first scale may fall as
-            often as it must. A resumed run continues the count.
         compile: compile the model in place: True, or a mapping of `torch.compile`'s options. Not with `create_graph`.
-        compiled_autograd: trace and compile backward too, with the options of `compile`. Not in DistributedDataParallel.
         protect: with several ranks, whether `FailureBoard`, `HangWatch`, `GradNormConsistency` (in each update) and
             `StateConsistency` (parameters, learning rates and counters, after the first 3 updates of a process and every 1000)
             are attached: True, False, or a mapping of their settings by name in snake_case, such as
             `{"hang_watch": {"timeout_seconds": 120}, "state_consistency": {"every": 500}, "failure_board": False}`. One that
             you attach yourself replaces the default. All ranks pass the same.
+        options: the rare settings, such as `UpdateOptions(reduction="explicit", on_nonfinite="skip")`; None means the defaults.
 
     Returns:
         The trainer; start it with `trainer.run(loader, max_epochs=...)`.
@@ -110,48 +103,45 @@ def create_trainer(
         TypeError: an argument is of the wrong type, or the model is wrapped in a way that cannot be right.
         ValueError: a value is out of range, or model and optimizer do not belong together.
     """
+    options = _checked_options(options)
     _check_model(model)
     _check_optimizer(model, optimizer)
     check_forward(forward)
-    one_of("on_nonfinite", on_nonfinite, ("raise", "skip"))
-    one_of("on_out_of_memory", on_out_of_memory, ("raise", "skip", "split"))
     if max_grad_norm is not None:
         real_number("max_grad_norm", max_grad_norm, above=0)
-    carried, device = Carried(), next(model.parameters()).device
-    way = reduction_for(model, reduction, accumulates=accumulation_steps != 1, in_step=uneven == "replay", carried=carried)
-    if create_graph:
+    if options.create_graph:
         _check_second_order(compiled=compile is not False)
-    backward = compile_in_place(model, compile, backward=compiled_autograd)
-    gradients, statistics = Gradients(way.module, optimizer), Statistics(device)
+    carried, device = Carried(), next(model.parameters()).device
+    accumulates, replays = accumulation_steps != 1, options.uneven == "replay"
+    reduction = reduction_for(model, options.reduction, accumulates=accumulates, in_step=replays, carried=carried)
+    gradients, statistics = Gradients(reduction.module, optimizer), Statistics(device)
     stepping, rates = Stepping(optimizer, gradients), LearningRates(optimizer)
     update = Update(
         model=model,
-        optimizer=optimizer,
         forward=forward,
-        backward=backward,
+        backward=compile_in_place(model, compile, backward=options.compiled_autograd),
         transfer=ToDevice(device),
         precision=Precision(precision, device),
-        loss_scaling=_default_scaling(precision) if loss_scaling is None else _check_scaling(loss_scaling),
-        reduction=way,
+        loss_scaling=_loss_scaling(loss_scaling, precision),
+        reduction=reduction,
         statistics=statistics,
         gradients=gradients,
         learning_rates=rates,
         stepping=stepping,
-        verdict=QueuedStep(gradients, statistics, stepping, rates, way.divisor, max_grad_norm),
-        max_grad_norm=max_grad_norm,
-        on_nonfinite=on_nonfinite,
-        retain_graph=retain_graph,
-        create_graph=create_graph,
-        recovery=_recovery(on_out_of_memory, way, gradients, statistics, carried),
-        give_up_after=None if give_up_after is None else positive_int("give_up_after", give_up_after),
+        queued_step=QueuedStep(gradients, statistics, stepping, rates, reduction.divisor, max_grad_norm),
+        recovery=_recovery(options.on_out_of_memory, reduction, gradients, statistics, carried),
         carried=carried,
+        max_grad_norm=max_grad_norm,
+        options=options,
     )
-    settings = _settings(accumulation_steps, max_grad_norm, precision, reduction)
-    grouping = MicroBatchGrouping(accumulation_steps, uneven, synchronised_norm=_synchronised_norm(model))
-    trainer = Trainer(update, grouping, {"model": way.module, "optimizer": optimizer}, settings, carried)
+    grouping = MicroBatchGrouping(accumulation_steps, options.uneven, synchronised_norm=_synchronised_norm(model))
+    parts = {"model": reduction.module, "optimizer": optimizer}
+    description = _description(accumulation_steps, max_grad_norm, precision, options.reduction)
+    trainer = Trainer(update, grouping, parts, description, carried)
     return protect_ranks(refuse_sparse_shards(warn_of_misdeclared_loss(trainer), model), protect, model)
 
 
+@_names_the_options
 def create_supervised_trainer(
     model: nn.Module,
     optimizer: Optimizer,
@@ -170,8 +160,9 @@ def create_supervised_trainer(
     max_grad_norm: float | None = None,
     precision: PrecisionName | None = None,
     loss_scaling: LossScaling | None = None,
-    on_nonfinite: Literal["raise", "skip"] = "raise",
+    compile: Compile = False,  # noqa: A002  # torch's name for it
     protect: Protect = True,
+    options: UpdateOptions | None = None,
 ) -> Trainer:
     """Makes a trainer for batches `(x, y)`, with the signature of Ignite's function of this name.
 
@@ -195,8 +186,9 @@ def create_supervised_trainer(
         max_grad_norm: as for `create_trainer`.
         precision: as for `create_trainer`.
         loss_scaling: as for `create_trainer`.
-        on_nonfinite: as for `create_trainer`.
+        compile: as for `create_trainer`.
         protect: as for `create_trainer`.
+        options: as for `create_trainer`.
 
     Returns:
         The trainer.
@@ -236,8 +228,9 @@ def create_supervised_trainer(
         max_grad_norm=max_grad_norm,
         precision="fp16" if amp_mode is not None else precision or "fp32",
         loss_scaling=scaling,
-        on_nonfinite=on_nonfinite,
+        compile=compile,
         protect=protect,
+        options=options,
     )
     return _refuse_other_than_pairs(trainer) if prepare_batch is _prepare_batch else trainer
 
@@ -263,29 +256,41 @@ def _refuse_other_than_pairs(trainer: Trainer) -> Trainer:
     return trainer
 
 
-def _settings(accumulation_steps: AccumulationSteps, max_grad_norm: float | None, precision: str, reduction: str) -> Any:
+def _checked_options(options: Any) -> UpdateOptions:
+    if options is None:
+        return UpdateOptions()
+    if not isinstance(options, UpdateOptions):
+        raise TypeError(f"options must be UpdateOptions(...), got {describe(options)}")
+    return options
+
+
+def _description(
+    accumulation_steps: AccumulationSteps, max_grad_norm: float | None, precision: str, reduction: str
+) -> dict[str, Any]:
     """How a trainer was made, in plain types."""
     steps = "a function" if callable(accumulation_steps) else accumulation_steps
     return {"accumulation_steps": steps, "max_grad_norm": max_grad_norm, "precision": precision, "reduction": reduction}
 
 
 def _recovery(
-    on_out_of_memory: str, way: Reduction, gradients: Gradients, statistics: Statistics, carried: Carried
+    on_out_of_memory: str, reduction: Reduction, gradients: Gradients, statistics: Statistics, carried: Carried
 ) -> Recovery:
     if on_out_of_memory == "raise":
         return RaiseOutOfMemory()
-    if isinstance(way, PlaceholderReduction):
+    if isinstance(reduction, PlaceholderReduction):
         raise ValueError(
             f"on_out_of_memory must be 'raise' with uneven='replay', got {on_out_of_memory!r}: a rank that drops or splits a "
             "micro-batch no longer runs forward as often as the others, which wait for it in theirs"
         )
-    if not way.may_drop_micro_batches:
+    if not reduction.may_drop_micro_batches:
         raise ValueError(
             f"on_out_of_memory must be 'raise' in DistributedDataParallel and fully_shard, got {on_out_of_memory!r}: "
             "a rank that leaves its backward leaves the others waiting in theirs; pass a plain model and reduction='explicit'"
         )
     split = on_out_of_memory == "split"
-    return RecoverFromOutOfMemory(split=split, module=way.module, gradients=gradients, statistics=statistics, carried=carried)
+    return RecoverFromOutOfMemory(
+        split=split, module=reduction.module, gradients=gradients, statistics=statistics, carried=carried
+    )
 
 
 def _synchronised_norm(model: nn.Module) -> str | None:
@@ -293,11 +298,10 @@ def _synchronised_norm(model: nn.Module) -> str | None:
     return next((name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)), None)
 
 
-def _default_scaling(precision: PrecisionName) -> LossScaling:
-    return TorchLossScaling() if precision == "fp16" else NoLossScaling()
-
-
-def _check_scaling(loss_scaling: Any) -> LossScaling:
+def _loss_scaling(loss_scaling: Any, precision: PrecisionName) -> LossScaling:
+    """The policy that was given, or else the one that belongs to the precision: float16 has 5 bits of exponent."""
+    if loss_scaling is None:
+        return TorchLossScaling() if precision == "fp16" else NoLossScaling()
     if isinstance(loss_scaling, torch.amp.GradScaler):
         raise TypeError(
             "loss_scaling must be a policy such as TorchLossScaling(), which has GradScaler's rule; got a GradScaler"

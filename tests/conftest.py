@@ -12,6 +12,7 @@ from torch.nn.functional import mse_loss
 
 from bits import bit_by_bit
 from ignite_train import ForwardOutput, Trainer, create_trainer
+from update_options import with_options
 
 Batch = tuple[Tensor, Tensor]
 
@@ -56,7 +57,7 @@ def build() -> Callable[..., Setup]:
             torch.manual_seed(0)
             model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).to(dtype)
         built = optimizer(model.parameters())
-        return Setup(model, built, create_trainer(model, built, forward, **arguments))
+        return Setup(model, built, create_trainer(model, built, forward, **with_options(**arguments)))
 
     return build
 

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ignite_train import ForwardOutput, StaticLossScaling, create_trainer
+from ignite_train import ForwardOutput, StaticLossScaling, UpdateOptions, create_trainer
 
 FEATURES = 8
 PIECES = ("linear", "conv", "transposed", "gain", "shared", "unused", "frozen", "complex", "embedding")
@@ -222,9 +222,7 @@ def train(case: Case) -> tuple[dict[str, Tensor], list[tuple[float, float, float
         accumulation_steps=case.accumulation_steps,
         max_grad_norm=case.max_grad_norm,
         loss_scaling=None if case.loss_scale is None else StaticLossScaling(case.loss_scale),
-        on_nonfinite=case.on_nonfinite,
-        reduction=case.reduction,
-        on_out_of_memory=case.on_out_of_memory,
+        options=UpdateOptions(on_nonfinite=case.on_nonfinite, reduction=case.reduction, on_out_of_memory=case.on_out_of_memory),
     )
     records: list[tuple[float, float, float, bool]] = []
 

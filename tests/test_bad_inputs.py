@@ -25,6 +25,7 @@ from ignite_train import (
     StaticLossScaling,
     TorchLossScaling,
     TrainEvents,
+    UpdateOptions,
     create_evaluator,
     create_supervised_trainer,
     create_trainer,
@@ -38,6 +39,7 @@ from ignite_train.handlers import (
     TimeLimit,
     TrainingMetrics,
 )
+from update_options import with_options
 
 
 class Case:
@@ -97,7 +99,7 @@ def arguments(**changes: Any) -> dict[str, Any]:
 
 
 def trainer_with(forward: Any = None, **changes: Any) -> Any:
-    return create_trainer(**arguments(forward=forward or Calls(), **changes))
+    return create_trainer(**with_options(**arguments(forward=forward or Calls(), **changes)))
 
 
 # --- construction ----------------------------------------------------------------------------------------------------------
@@ -182,15 +184,49 @@ def test_arguments_of_create_trainer(case):
     """A bad argument is refused when the trainer is made, before any data is seen."""
     given = arguments(**case.make)
     with answered(case):
-        create_trainer(**given)
+        create_trainer(**with_options(**given))
     assert not isinstance(given["forward"], Calls) or given["forward"].number == 0
+
+
+@cases(
+    Case("reduction", {"reduction": "dpp"}, ValueError, "reduction", "'dpp'", "did you mean 'ddp'"),
+    Case("uneven", {"uneven": "short"}, ValueError, "uneven", "'short'", "did you mean 'shortest'"),
+    Case("on-nonfinite", {"on_nonfinite": "ignore"}, ValueError, "on_nonfinite", "'raise', 'skip'", "'ignore'"),
+    Case("out-of-memory", {"on_out_of_memory": "spilt"}, ValueError, "on_out_of_memory", "'spilt'", "did you mean 'split'"),
+    Case("give-up-0", {"give_up_after": 0}, ValueError, "give_up_after", "at least 1", "0"),
+    Case("give-up-true", {"give_up_after": True}, TypeError, "give_up_after", "a positive integer", "True"),
+    Case("retain-graph", {"retain_graph": 1}, TypeError, "retain_graph", "True or False", "1 of type int"),
+    Case("create-graph", {"create_graph": None}, TypeError, "create_graph", "True or False", "None"),
+    Case("compiled-autograd", {"compiled_autograd": "yes"}, TypeError, "compiled_autograd", "True or False", "'yes'"),
+)
+def test_settings_of_update_options(case):
+    """A bad setting is refused where it is written, before there is a trainer."""
+    with answered(case):
+        UpdateOptions(**case.make)
+
+
+@cases(
+    Case("mapping", {"options": {"uneven": "all"}}, TypeError, "options", "UpdateOptions(...)", "'uneven'"),
+    Case("class", {"options": UpdateOptions}, TypeError, "options", "UpdateOptions(...)", "class"),
+    Case("misplaced", {"on_nonfinite": "skip"}, TypeError, "on_nonfinite", "options=UpdateOptions(on_nonfinite=...)"),
+    Case("unknown", {"on_nonfinit": "skip"}, TypeError, "on_nonfinit"),
+)
+@pytest.mark.parametrize("supervises", [False, True])
+def test_where_settings_belong(case, supervises):
+    """A rare setting that is passed as an argument of its own is answered with where it belongs, by both functions."""
+    given = arguments()
+    with answered(case):
+        if supervises:
+            create_supervised_trainer(given["model"], given["optimizer"], nn.MSELoss(), **case.make)
+        else:
+            create_trainer(**given, **case.make)
 
 
 def supervised(**changes: Any) -> Callable[[], Any]:
     def make() -> Any:
         model = linear()
         given = {"loss_fn": nn.MSELoss()} | changes
-        return create_supervised_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), **given)
+        return create_supervised_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), **with_options(**given))
 
     return make
 
@@ -563,7 +599,7 @@ def test_a_handler_that_is_derived_from_a_ready_made_one_attaches():
 def test_a_schedule_is_of_the_optimizer_that_steps(build):
     """Of the trainer's own, or of one that shares its groups with it; one of any other would do nothing."""
     given = arguments()
-    trainer, optimizer = create_trainer(**given), given["optimizer"]
+    trainer, optimizer = create_trainer(**with_options(**given)), given["optimizer"]
     part = torch.optim.SGD(given["model"].parameters(), lr=0.1)
     LearningRateSchedule(build(optimizer)).attach(trainer)
     with pytest.raises(ValueError, match="scheduler must be of the trainer's optimizer"):

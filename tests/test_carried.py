@@ -25,6 +25,7 @@ from ignite_train import (
     ResumableLoader,
     StaticLossScaling,
     TrainEvents,
+    UpdateOptions,
     create_evaluator,
     create_trainer,
 )
@@ -36,6 +37,7 @@ from ignite_train.checkpoint.state_rules import StateRules
 from ignite_train.handlers import Checkpoint
 from ranks import RanksFailedError, run_ranks
 from tiers import one_in, only
+from update_options import with_options
 
 # --- a recurrent network whose hidden state is carried from segment to segment -----------------------------------------------
 
@@ -73,7 +75,7 @@ def truncated_bptt(directory: Path, killed_at: int) -> dict[str, Any]:
         return ForwardOutput(mse_loss(predicted, y, reduction="sum"), y.numel())
 
     reduction = "explicit" if idist.get_world_size() > 1 else "auto"
-    trainer = create_trainer(model, optimizer, forward, accumulation_steps=2, reduction=reduction)
+    trainer = create_trainer(model, optimizer, forward, accumulation_steps=2, options=UpdateOptions(reduction=reduction))
 
     def kill() -> None:
         if trainer.state.iteration == killed_at:
@@ -119,7 +121,7 @@ def counting(directory: Path, updates: int, carries_on: int) -> Any:
         model,
         torch.optim.SGD(model.parameters(), lr=0.1),
         forward,
-        reduction="explicit" if idist.get_world_size() > 1 else "auto",
+        options=UpdateOptions(reduction="explicit" if idist.get_world_size() > 1 else "auto"),
     )
     Checkpoint(directory, every=1).attach(trainer)
     try:
@@ -179,7 +181,7 @@ class Journal:
         self.trouble: dict[int, Any] = {}  # by the number of the call: what happens in it
         self.calls = 0
         optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
-        self.trainer = create_trainer(self.model, optimizer, self.forward, accumulation_steps=2, **arguments)
+        self.trainer = create_trainer(self.model, optimizer, self.forward, accumulation_steps=2, **with_options(**arguments))
         self.trainer.state.carried.update(queue=torch.zeros(3), hidden=[torch.zeros(1), {"n": 0}])
 
     def forward(self, model: nn.Module, micro_batch: Tensor) -> ForwardOutput:

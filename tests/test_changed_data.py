@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from ignite_train import ResumableLoader, ShardedSampler, create_trainer
+from ignite_train import ResumableLoader, ShardedSampler, UpdateOptions, create_trainer
 from ignite_train.handlers import Checkpoint
 from ranks import RanksFailedError, run_ranks
 
@@ -224,7 +224,7 @@ def two_ranks(directory: str, batch_sizes: list[int], to: int | None) -> None:
         model,
         torch.optim.SGD(model.parameters(), lr=1e-3),
         lambda model, x: model(x.float()[:, None]).mean(),
-        reduction="explicit",
+        options=UpdateOptions(reduction="explicit"),
     )
     Checkpoint(directory).attach(trainer)
     trainer.run(plain(batch_size=batch_sizes[idist.get_rank()]), **({"max_epochs": 1} if to is None else {"max_iters": to}))

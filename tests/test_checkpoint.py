@@ -28,6 +28,7 @@ from ignite_train import CheckpointError, ResumableLoader, Trainer, TrainEvents,
 from ignite_train.checkpoint.inspection import find, main
 from ignite_train.handlers import Checkpoint, LearningRateSchedule, TrainingMetrics, Validation
 from ranks import run_ranks
+from update_options import with_options
 
 X = torch.linspace(-1, 1, 24).reshape(12, 2)
 LOADER = [(X[i : i + 2], X[i : i + 2].sum(1, keepdim=True)) for i in range(0, 12, 2)]  # six micro-batches
@@ -66,7 +67,7 @@ def make(
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             model = nn.Linear(2, 1)
-    return create_trainer(model, optimizer(model.parameters(), lr=0.05), forward, **options), model
+    return create_trainer(model, optimizer(model.parameters(), lr=0.05), forward, **with_options(**options)), model
 
 
 def names(directory: Path) -> list[str]:
@@ -604,7 +605,9 @@ def test_a_link_to_nothing_is_no_directory(tmp_path: Path) -> None:
     """Nor is a directory below one. Said when the handler is made, with the link."""
     (tmp_path / "link").symlink_to(tmp_path / "gone")
     for directory in (tmp_path / "link", tmp_path / "link/deep/run"):
-        with pytest.raises(ValueError, match=r"directory must be .*link' is a link to a path that does not exist; create its target, or"):
+        with pytest.raises(
+            ValueError, match=r"directory must be .*link' is a link to a path that does not exist; create its target, or"
+        ):
             Checkpoint(directory)
     (tmp_path / "gone").mkdir()
     Checkpoint(tmp_path / "link")

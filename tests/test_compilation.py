@@ -14,9 +14,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from ignite_train import ForwardOutput, NonFiniteError, Trainer, create_evaluator, create_trainer
+from ignite_train import (
+    ForwardOutput,
+    NonFiniteError,
+    Trainer,
+    UpdateOptions,
+    create_evaluator,
+    create_trainer,
+)
 from ranks import run_ranks
 from tiers import one_in
+from update_options import with_options
 
 Batch = tuple[Tensor, Tensor]
 
@@ -76,7 +84,7 @@ def make(**arguments: Any) -> Setup:
     torch.manual_seed(0)
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    return Setup(model, optimizer, create_trainer(model, optimizer, summed_loss, **arguments))
+    return Setup(model, optimizer, create_trainer(model, optimizer, summed_loss, **with_options(**arguments)))
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -166,7 +174,7 @@ def train_on_two_ranks(backend: str | None) -> list[float]:
         optimizer,
         summed_loss,
         accumulation_steps=2,
-        reduction="ddp",
+        options=UpdateOptions(reduction="ddp"),
         compile={"backend": backend} if backend is not None else False,
     )
     batches = equal_batches(8)
@@ -224,7 +232,9 @@ def train_block_by_block(wrapping: str, *, compiled: bool) -> tuple[list[float],
     wrapped = DistributedDataParallel(model) if wrapping == "ddp" else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     reduction = "auto" if wrapping == "plain" else wrapping
-    trainer = create_trainer(wrapped, optimizer, summed_loss, accumulation_steps=3, max_grad_norm=0.1, reduction=reduction)
+    trainer = create_trainer(
+        wrapped, optimizer, summed_loss, accumulation_steps=3, max_grad_norm=0.1, options=UpdateOptions(reduction=reduction)
+    )
     evaluator = create_evaluator(wrapped, summed_loss)
     losses: list[float] = []
     graphs: list[int] = []

@@ -13,9 +13,18 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
 
-from ignite_train import ForwardOutput, StaticLossScaling, Trainer, TrainEvents, create_evaluator, create_trainer
+from ignite_train import (
+    ForwardOutput,
+    StaticLossScaling,
+    Trainer,
+    TrainEvents,
+    UpdateOptions,
+    create_evaluator,
+    create_trainer,
+)
 from ranks import run_ranks
 from tiers import only
+from update_options import with_options
 
 Batch = tuple[Tensor, Tensor]
 
@@ -67,7 +76,7 @@ def make(*, backward: bool, backend: Any = "aot_eager", **arguments: Any) -> Set
     model = Net().double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     compiling = {"compile": {"backend": backend}, "compiled_autograd": True} if backward else {}
-    return Setup(model, optimizer, create_trainer(model, optimizer, summed_loss, **arguments, **compiling))
+    return Setup(model, optimizer, create_trainer(model, optimizer, summed_loss, **with_options(**arguments, **compiling)))
 
 
 def captures() -> int:
@@ -252,14 +261,16 @@ def refusal_in_ddp() -> str:
     model = DistributedDataParallel(Net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ValueError, match="compiled_autograd") as raised:
-        create_trainer(model, optimizer, summed_loss, compile=True, compiled_autograd=True)
+        create_trainer(model, optimizer, summed_loss, compile=True, options=UpdateOptions(compiled_autograd=True))
     return str(raised.value)
 
 
 def test_what_cannot_be_traced_is_refused():
     """Before the first batch, with what to do instead."""
     with pytest.raises(ValueError, match="compiled_autograd must be False without compile; pass compile=True"):
-        create_trainer(model := Net(), torch.optim.SGD(model.parameters()), summed_loss, compiled_autograd=True)
+        create_trainer(
+            model := Net(), torch.optim.SGD(model.parameters()), summed_loss, options=UpdateOptions(compiled_autograd=True)
+        )
     with pytest.raises(ValueError, match="create_graph must be False with compile"):
         make(backward=True, create_graph=True)
     assert run_ranks(refusal_in_ddp, world_size=1) == [

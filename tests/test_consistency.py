@@ -34,6 +34,7 @@ from ignite_train.handlers import (
 from ignite_train.handlers.state_consistency import tensor_digests
 from ranks import run_ranks
 from tiers import one_in, slow
+from update_options import with_options
 
 Way = Literal["ddp", "explicit"]
 EVERY_UPDATE = Events.ITERATION_COMPLETED
@@ -65,7 +66,7 @@ class Job:
         self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=0.01)
         self.scaling = TorchLossScaling(8.0, growth_interval=50)
         options = {"reduction": way, "loss_scaling": self.scaling, "protect": False, **options}  # each check is tried alone
-        self.trainer = create_trainer(wrapped, self.optimizer, forward or weighted, **options)
+        self.trainer = create_trainer(wrapped, self.optimizer, forward or weighted, **with_options(**options))
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, T_max=5000)
         LearningRateSchedule(self.scheduler).attach(self.trainer)
         self.state = StateConsistency(wrapped, self.optimizer, scheduler=self.scheduler)

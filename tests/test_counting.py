@@ -29,6 +29,7 @@ from ignite_train.handlers import (
     TrainingMetrics,
 )
 from ranks import run_ranks
+from update_options import with_options
 
 HERE = Path(__file__).name
 UPDATES = 6
@@ -130,7 +131,9 @@ def trainer_with(wrap: Callable[[nn.Module], nn.Module], handlers: str, rate: fl
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
     fused = arguments.pop("fused", True)
     optimizer = AdamW(model.parameters(), lr=rate, fused=True) if fused else SGD(model.parameters(), lr=rate, momentum=0.9)
-    trainer = create_trainer(wrap(model), optimizer, forward, accumulation_steps=2, max_grad_norm=0.1, **arguments)
+    trainer = create_trainer(
+        wrap(model), optimizer, forward, accumulation_steps=2, max_grad_norm=0.1, **with_options(**arguments)
+    )
     if handlers != "none":
         TrainingMetrics().attach(trainer, Events.ITERATION_COMPLETED)
         ProgressLog().attach(trainer, Events.ITERATION_COMPLETED(every=2))

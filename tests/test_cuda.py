@@ -22,6 +22,7 @@ from ignite_train.handlers import (
     StateConsistency,
     TrainingMetrics,
 )
+from update_options import with_options
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -50,7 +51,7 @@ def make(device: str = "cuda", **options: Any) -> tuple[Trainer, nn.Module, torc
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, 10)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    trainer = create_trainer(model, optimizer, forward, accumulation_steps=STEPS, max_grad_norm=1.0, **options)
+    trainer = create_trainer(model, optimizer, forward, accumulation_steps=STEPS, max_grad_norm=1.0, **with_options(**options))
     return trainer, model, optimizer
 
 

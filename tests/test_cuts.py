@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import cuts
-from ignite_train import Trainer, create_trainer
+from ignite_train import Trainer, UpdateOptions, create_trainer
 from ranks import run_ranks
 from tiers import one_in
 
@@ -36,7 +36,11 @@ def train(loader: Any, accumulation_steps: Any, *, dtype: torch.dtype, epochs: i
         fully_shard(model, mesh=init_device_mesh("cpu", (idist.get_world_size(),)))
     optimizer = torch.optim.SGD(model.parameters(), lr=cuts.LEARNING_RATE)
     trainer = create_trainer(
-        wrapped, optimizer, cuts.forward, accumulation_steps=accumulation_steps, reduction=way if several else "auto"
+        wrapped,
+        optimizer,
+        cuts.forward,
+        accumulation_steps=accumulation_steps,
+        options=UpdateOptions(reduction=way if several else "auto"),
     )
     outputs = []
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import ignite_train
-from ignite_train import CheckpointError, ForwardOutput, Trainer, create_trainer
+from ignite_train import CheckpointError, ForwardOutput, Trainer, UpdateOptions, create_trainer
 from ignite_train.checkpoint import inspection as checkpoint
 from ignite_train.errors import DamagedCheckpointError, UnreadableCheckpointError
 from ignite_train.handlers import Checkpoint
@@ -70,7 +70,9 @@ def start(directory: Path) -> Run:
     torch.manual_seed(7)
     model = nn.Sequential(nn.Linear(40, 60), nn.Dropout(0.5), nn.Linear(60, 40), nn.BatchNorm1d(40))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    trainer = create_trainer(model, optimizer, _forward, reduction="explicit" if collectives.world_size() > 1 else "auto")
+    trainer = create_trainer(
+        model, optimizer, _forward, options=UpdateOptions(reduction="explicit" if collectives.world_size() > 1 else "auto")
+    )
     saver = Checkpoint(directory, every=2, keep=9)
     saver.attach(trainer)
     return Run(model, optimizer, trainer, saver)

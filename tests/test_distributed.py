@@ -29,6 +29,7 @@ from ignite_train import (
     TorchLossScaling,
     Trainer,
     TrainEvents,
+    UpdateOptions,
     create_evaluator,
     create_trainer,
 )
@@ -42,6 +43,7 @@ from ignite_train.handlers import (
     Validation,
 )
 from ranks import RanksFailedError, run_ranks
+from update_options import with_options
 
 
 def make(
@@ -50,7 +52,7 @@ def make(
     """A trainer with SGD and momentum around a model in DDP, whose hooks reduce, and the model inside."""
     model = cuts.linear() if model is None else model
     optimizer = torch.optim.SGD(model.parameters(), lr=cuts.LEARNING_RATE, momentum=0.9)
-    return create_trainer(DistributedDataParallel(model), optimizer, forward, reduction="ddp", **options), model
+    return create_trainer(DistributedDataParallel(model), optimizer, forward, **with_options(reduction="ddp", **options)), model
 
 
 def flat(model: nn.Module) -> list[float]:
@@ -74,7 +76,7 @@ def count_collectives(way: str, accumulation_steps: int) -> dict[str, Any]:
         cuts.forward,
         accumulation_steps=accumulation_steps,
         max_grad_norm=1.0,
-        reduction=way,  # type: ignore[arg-type]
+        options=UpdateOptions(reduction=way),  # type: ignore[arg-type]
     )
     TrainingMetrics().attach(trainer, Events.ITERATION_COMPLETED)
     TimeLimit(seconds=1000).attach(trainer)

@@ -26,7 +26,8 @@ from ignite.handlers import (
 from torch import nn
 from torch.utils.data import DataLoader
 
-from ignite_train import TrainEvents, TrainState, create_evaluator, create_trainer
+from ignite_train import TrainEvents, TrainState, UpdateOptions, create_evaluator, create_trainer
+from update_options import with_options
 
 
 class Weight(nn.Module):
@@ -79,7 +80,7 @@ def along(model: Weight, number: float) -> torch.Tensor:
 def make(**arguments: Any) -> Any:
     """A trainer of one weight, and the list of the groups that it updated with."""
     model = Weight()
-    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=1.0), along, **arguments)
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=1.0), along, **with_options(**arguments))
     groups: list[list[float]] = []
     trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda engine: groups.append(list(engine.state.batch)))
     return trainer, groups
@@ -561,7 +562,11 @@ def test_state_saved_by_any_handler_is_whole(event):
     def train(saved: Any) -> Any:
         model = Weight()
         trainer = create_trainer(
-            model, torch.optim.SGD(model.parameters(), lr=1.0), along, accumulation_steps=BY_EPOCH, on_nonfinite="skip"
+            model,
+            torch.optim.SGD(model.parameters(), lr=1.0),
+            along,
+            accumulation_steps=BY_EPOCH,
+            options=UpdateOptions(on_nonfinite="skip"),
         )
         if saved is not None:
             trainer.load_state_dict(saved["trainer"])

@@ -32,7 +32,15 @@ from torch.utils.data import (
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from bits import bit_by_bit
-from ignite_train import ForwardOutput, ResumableLoader, Trainer, TrainEvents, create_evaluator, create_trainer
+from ignite_train import (
+    ForwardOutput,
+    ResumableLoader,
+    Trainer,
+    TrainEvents,
+    UpdateOptions,
+    create_evaluator,
+    create_trainer,
+)
 from ignite_train.checkpoint.manifest import Manifest
 from ignite_train.checkpoint.retention import Retention
 from ignite_train.handlers import Checkpoint, StopOnSignal, Validation
@@ -222,7 +230,9 @@ def build(kind: str, accumulation_steps: int, seed: int) -> Job:
     model = nn.Sequential(nn.Linear(1, 6), nn.Tanh(), nn.Dropout(0.3), nn.Linear(6, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     reduction: Any = "explicit" if idist.get_world_size() > 1 else "auto"
-    trainer = create_trainer(model, optimizer, forward, accumulation_steps=accumulation_steps, reduction=reduction)
+    trainer = create_trainer(
+        model, optimizer, forward, accumulation_steps=accumulation_steps, options=UpdateOptions(reduction=reduction)
+    )
     seen: dict[int, Any] = {}
 
     @trainer.on(Events.ITERATION_COMPLETED)

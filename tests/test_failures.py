@@ -37,6 +37,7 @@ from ignite_train import ForwardOutput, NonFiniteError, Trainer, TrainEvents, Tr
 from ignite_train.handlers import FailureBoard, HangWatch, PeerFailureError, Validation, failure_board, hang_watch
 from ignite_train.ranks.sealed_messages import SealedMessages
 from processes import Processes, forked
+from update_options import with_options
 
 DEADLINE = 30.0  # seconds. The promise is two; what is tested is that no rank waits for ever, on a busy machine too
 
@@ -165,7 +166,7 @@ def make(reduction: str, forward: Callable[..., Any] = cuts.forward, **options: 
             fully_shard(module, mesh=init_device_mesh("cpu", (idist.get_world_size(),)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     options = {"protect": False, **options}  # each handler is tried alone
-    return create_trainer(model, optimizer, forward, reduction=reduction, **options)  # type: ignore[arg-type]
+    return create_trainer(model, optimizer, forward, **with_options(reduction=reduction, **options))  # type: ignore[arg-type]
 
 
 # --- FailureBoard ---
@@ -212,7 +213,7 @@ def fail_on_one_rank(board: Board, site: str, failing: int, reduction: str, prot
     trainer = make(reduction, forward)
     first = next(iter(trainer._update.model.parameters()))  # type: ignore[attr-defined]
     first.register_hook(lambda _gradient: boom("backward"))
-    trainer._update.optimizer.register_step_pre_hook(lambda *_: boom("step"))  # type: ignore[attr-defined]
+    trainer._stateful_parts["optimizer"].register_step_pre_hook(lambda *_: boom("step"))  # type: ignore[attr-defined]
     if protected:
         FailureBoard().attach(trainer)
     for name, event in EVENTS.items():

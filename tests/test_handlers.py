@@ -42,6 +42,7 @@ from ignite_train.handlers import (
     TrainingMetrics,
     Validation,
 )
+from update_options import with_options
 
 DATA = cuts.cut(cuts.samples(), [4, 12, 7, 9, 16, 16])  # six micro-batches
 
@@ -53,7 +54,7 @@ def make(
     optimizer = torch.optim.SGD(
         [{"params": [model.weight]}, {"params": [model.bias], "lr": 0.01}] if groups == 2 else model.parameters(), lr=0.05
     )
-    return create_trainer(model, optimizer, forward, **options), model, optimizer
+    return create_trainer(model, optimizer, forward, **with_options(**options)), model, optimizer
 
 
 def overflow_at(*updates: int) -> Callable[[Trainer], Callable[..., ForwardOutput]]:

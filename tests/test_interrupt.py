@@ -11,7 +11,7 @@ from ignite.engine import Events
 from torch import nn
 
 from bits import bit_by_bit
-from ignite_train import ForwardOutput, Trainer, TrainEvents, create_trainer
+from ignite_train import ForwardOutput, Trainer, TrainEvents, UpdateOptions, create_trainer
 from ranks import run_ranks
 
 UPDATES, EPOCHS = 4, 2
@@ -26,7 +26,7 @@ def build() -> tuple[Trainer, nn.Module, list[torch.Tensor], list[str]]:
         model,
         torch.optim.SGD(model.parameters(), lr=0.1),
         lambda model, x: ForwardOutput(model(x).square().sum(), len(x)),
-        reduction="explicit" if several else "auto",
+        options=UpdateOptions(reduction="explicit" if several else "auto"),
     )
     fired: list[str] = []
 

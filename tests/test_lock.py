@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from ignite_train import CheckpointError
+from ignite_train import CheckpointError, UpdateOptions
 from ignite_train.checkpoint import inspection as checkpoint
 from ignite_train.checkpoint import lock
 from ignite_train.checkpoint.directory import CheckpointDirectory
@@ -361,7 +361,10 @@ def _refused(directory: Path, advances: bool) -> str:
             )
     model = torch.nn.Linear(1, 1)
     trainer = create_trainer(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), lambda model, x: model(x).sum(), reduction="explicit"
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        lambda model, x: model(x).sum(),
+        options=UpdateOptions(reduction="explicit"),
     )
     Checkpoint(directory).attach(trainer)
     try:

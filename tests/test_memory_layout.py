@@ -17,11 +17,12 @@ from torch.nn.functional import conv2d
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adagrad, AdamW
 
-from ignite_train import ForwardOutput, TrainEvents, create_trainer
+from ignite_train import ForwardOutput, TrainEvents, UpdateOptions, create_trainer
 from ignite_train.model.memory_layout import as_gradient_of, is_dense, pairs_with
 from ignite_train.ranks import collectives, replicas
 from ranks import run_ranks
 from textbook import Textbook, norm_of
+from update_options import with_options
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "contiguous": lambda w: w,
@@ -106,7 +107,12 @@ def error_of(way: str, layout: str, name: str, how: str, **arguments: Any) -> fl
     reduction: Any = way if way in ("ddp", "explicit", "fsdp") else "auto"
     ranks = 1 if way == "alone" else 2
     trainer = create_trainer(
-        wrapped, optimizer, forward, accumulation_steps=4 // ranks, max_grad_norm=MAX_NORM, reduction=reduction, **arguments
+        wrapped,
+        optimizer,
+        forward,
+        accumulation_steps=4 // ranks,
+        max_grad_norm=MAX_NORM,
+        **with_options(reduction=reduction, **arguments),
     )
     strange: list[str] = []
 
@@ -189,7 +195,7 @@ def begin_with_other_strides() -> list[float]:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.0 + rank)
-    create_trainer(model, SGD(model.parameters(), lr=0.1), forward, reduction="explicit")
+    create_trainer(model, SGD(model.parameters(), lr=0.1), forward, options=UpdateOptions(reduction="explicit"))
     return [value for parameter in model.parameters() for value in parameter.detach().flatten().tolist()]
 
 

@@ -15,7 +15,14 @@ from torch.nn.functional import embedding
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
 
-from ignite_train import LearningRateError, NonFiniteError, SparseGradientError, TrainEvents, create_trainer
+from ignite_train import (
+    LearningRateError,
+    NonFiniteError,
+    SparseGradientError,
+    TrainEvents,
+    UpdateOptions,
+    create_trainer,
+)
 from ignite_train.ranks import collectives
 from ranks import run_ranks
 
@@ -82,7 +89,11 @@ def norms_on_ranks() -> dict[str, list[Any]]:
         wrapped = DistributedDataParallel(model) if way in ("ddp", "auto") else model
         optimizer = AdamW(model.parameters(), lr=0.0, fused=True)
         trainer = create_trainer(
-            wrapped, optimizer, lambda m, x: (m(x), 1), reduction=way, on_nonfinite="skip", max_grad_norm=1.0
+            wrapped,
+            optimizer,
+            lambda m, x: (m(x), 1),
+            options=UpdateOptions(reduction=way, on_nonfinite="skip"),
+            max_grad_norm=1.0,
         )
         found = seen[way] = []
         trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda t, f=found: f.append(t.state.output.grad_norm))
@@ -168,7 +179,9 @@ class Table(nn.Module):
 def sparse_message(way: Any) -> str:
     model: nn.Module = Table() if way != "fsdp" else fully_shard(Table(), mesh=init_device_mesh("cpu", (2,)))
     wrapped = DistributedDataParallel(model) if way == "ddp" else model
-    trainer = create_trainer(wrapped, SGD(model.parameters(), lr=0.1), lambda m, x: m(x), reduction=way, accumulation_steps=2)
+    trainer = create_trainer(
+        wrapped, SGD(model.parameters(), lr=0.1), lambda m, x: m(x), options=UpdateOptions(reduction=way), accumulation_steps=2
+    )
     with pytest.raises(SparseGradientError) as caught:
         trainer.run([torch.tensor([1, 2])] * 2)
     assert model.table.grad is None
@@ -199,7 +212,9 @@ def train_complex(way: Any) -> list[Any]:
     """Two updates, for the second of which rank 1 has no data."""
     model = Complex()
     wrapped = model if way == "explicit" else DistributedDataParallel(model)
-    trainer = create_trainer(wrapped, SGD(model.parameters(), lr=0.1), lambda m, x: (m(x), 1), reduction=way)
+    trainer = create_trainer(
+        wrapped, SGD(model.parameters(), lr=0.1), lambda m, x: (m(x), 1), options=UpdateOptions(reduction=way)
+    )
     trainer.run([torch.full((3,), 1.0 + number) for number in range(2 - collectives.rank())])
     return [model.first.tolist(), model.second.tolist()]
 

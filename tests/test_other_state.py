@@ -30,6 +30,7 @@ from ignite_train import (
     TorchLossScaling,
     Trainer,
     TrainEvents,
+    UpdateOptions,
     create_evaluator,
     create_trainer,
 )
@@ -551,7 +552,7 @@ def _buffers(directory: str, forged: bool) -> Any:
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
     for parameter in model.parameters():
         parameter.data.fill_(0.1)
-    trainer = create_trainer(model, adamw(model), forward, reduction="explicit")
+    trainer = create_trainer(model, adamw(model), forward, options=UpdateOptions(reduction="explicit"))
     Checkpoint(directory, every=1, keep=9).attach(trainer)
     try:
         trainer.run(LOADER, max_iters=2 + forged)

@@ -36,6 +36,7 @@ from ignite_train.handlers import (
 from ignite_train.ranks import rank_vote
 from ranks import run_ranks
 from test_failures import DEADLINE, Board, Group, threads
+from update_options import with_options
 
 Way = Literal["ddp", "auto", "explicit", "fsdp"]
 KINDS = (FailureBoard, HangWatch, GradNormConsistency, StateConsistency)
@@ -53,7 +54,7 @@ def make(
     if way in ("ddp", "auto"):
         model = DistributedDataParallel(module)
     optimizer = torch.optim.SGD(module.parameters(), lr=cuts.LEARNING_RATE)
-    return create_trainer(model, optimizer, forward, reduction=way, **options), module
+    return create_trainer(model, optimizer, forward, **with_options(reduction=way, **options)), module
 
 
 def loader(updates: int = 6) -> list[cuts.Sample]:

@@ -23,6 +23,7 @@ from ignite_train import (
     NonFiniteError,
     TorchLossScaling,
     TrainEvents,
+    UpdateOptions,
     create_evaluator,
     create_trainer,
 )
@@ -102,8 +103,7 @@ def run_out_of_memory(policy: str, site: str, failing: int, at: int, sizes: list
         torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
         forward,
         accumulation_steps=3,
-        reduction="explicit" if several else "auto",
-        on_out_of_memory="skip" if weightless else policy,
+        options=UpdateOptions(reduction="explicit" if several else "auto", on_out_of_memory="skip" if weightless else policy),
     )
     seen: list[Any] = []
     trainer.add_event_handler(TrainEvents.OUT_OF_MEMORY, lambda: seen.append((trainer.state.iteration, trainer.state.output)))
@@ -138,7 +138,9 @@ def split_in_one_process(fails: bool) -> dict[str, Any]:
 
     model = cuts.linear()
     optimizer = torch.optim.SGD(model.parameters(), lr=cuts.LEARNING_RATE)
-    trainer = create_trainer(model, optimizer, forward, accumulation_steps=2, on_out_of_memory="split" if fails else "raise")
+    trainer = create_trainer(
+        model, optimizer, forward, accumulation_steps=2, options=UpdateOptions(on_out_of_memory="split" if fails else "raise")
+    )
     trainer.run(cuts.cut(cuts.samples(), [15, 3, 16, 1, 10, 19]), max_epochs=1)
     return {"parameters": whole(model), "seen": seen, "output": trainer.state.output}
 
@@ -164,7 +166,11 @@ def split_on_ranks(fails: bool) -> list[float]:
     optimizer = torch.optim.SGD(model.parameters(), lr=cuts.LEARNING_RATE)
     policy = "split" if fails else "raise"
     trainer = create_trainer(
-        model, optimizer, forward, accumulation_steps=2, reduction="explicit", on_out_of_memory=policy, give_up_after=None
+        model,
+        optimizer,
+        forward,
+        accumulation_steps=2,
+        options=UpdateOptions(reduction="explicit", on_out_of_memory=policy, give_up_after=None),
     )
     trainer.run(cuts.shard([[8] * 4, [8] * 4]), max_epochs=2)
     return whole(model)
@@ -184,7 +190,9 @@ def test_a_single_sample_that_does_not_fit_is_an_error() -> None:
         raise torch.OutOfMemoryError("never enough")
 
     model = cuts.linear()
-    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), forward, on_out_of_memory="split")
+    trainer = create_trainer(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), forward, options=UpdateOptions(on_out_of_memory="split")
+    )
     with pytest.raises(ValueError, match="must be able to halve"):
         trainer.run(cuts.cut(cuts.samples(), [4]), max_epochs=1)
 
@@ -219,7 +227,9 @@ def test_out_of_memory_is_known_by_its_type() -> None:
         calls.clear()
         model = cuts.linear()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        trainer = create_trainer(model, optimizer, forward, accumulation_steps=2, on_out_of_memory="skip")
+        trainer = create_trainer(
+            model, optimizer, forward, accumulation_steps=2, options=UpdateOptions(on_out_of_memory="skip")
+        )
         with nullcontext() if says_so else pytest.raises(RuntimeError, match="can't allocate memory"):
             trainer.run(cuts.cut(cuts.samples(), [4, 4]))
         assert trainer.state.num_steps == int(says_so)
@@ -228,7 +238,9 @@ def test_out_of_memory_is_known_by_its_type() -> None:
 def refused(way: str) -> str:
     model = wrap(Net(), way)
     with pytest.raises(ValueError, match="on_out_of_memory must be 'raise'") as caught:
-        create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), cuts.forward, on_out_of_memory="skip")
+        create_trainer(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), cuts.forward, options=UpdateOptions(on_out_of_memory="skip")
+        )
     return str(caught.value)
 
 
@@ -247,7 +259,7 @@ def recover_under_hooks() -> None:
 
     model = cuts.linear()
     ddp, optimizer = DistributedDataParallel(model), torch.optim.SGD(model.parameters(), lr=0.1)
-    trainer = create_trainer(ddp, optimizer, forward, reduction="ddp")
+    trainer = create_trainer(ddp, optimizer, forward, options=UpdateOptions(reduction="ddp"))
     update: Any = trainer._update
     parts = {"gradients": update.gradients, "statistics": update.statistics}
     update.recovery = RecoverFromOutOfMemory(split=False, module=model, **parts)  # what create_trainer refuses
@@ -271,9 +283,7 @@ def always_out_of_memory(give_up_after: int) -> tuple[int, int]:
         model,
         torch.optim.SGD(model.parameters(), lr=0.1),
         forward,
-        reduction="explicit",
-        on_out_of_memory="skip",
-        give_up_after=give_up_after,
+        options=UpdateOptions(reduction="explicit", on_out_of_memory="skip", give_up_after=give_up_after),
     )
     with pytest.raises(GaveUpError, match="in a row that ran out of memory") as caught:
         trainer.run(cuts.shard([[4] * 8, [4] * 8]), max_epochs=1)
@@ -329,7 +339,9 @@ def not_finite(site: str, way: str, scaled: bool) -> tuple[str, int, int]:
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     policy = TorchLossScaling(2.0, min_scale=2.0) if scaled else None
-    trainer = create_trainer(wrapped, optimizer, forward, accumulation_steps=2, reduction=way, loss_scaling=policy)
+    trainer = create_trainer(
+        wrapped, optimizer, forward, accumulation_steps=2, options=UpdateOptions(reduction=way), loss_scaling=policy
+    )
     with pytest.raises(LossScaleFloorError if scaled else NonFiniteError) as caught:
         trainer.run(data, max_epochs=1)
     return str(caught.value), trainer.state.num_steps, int(model.norm.num_batches_tracked)
@@ -370,7 +382,7 @@ def skip_for_ever() -> tuple[int, int, int]:
     model = cuts.linear()
     ddp = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    trainer = create_trainer(ddp, optimizer, forward, on_nonfinite="skip", give_up_after=3)
+    trainer = create_trainer(ddp, optimizer, forward, options=UpdateOptions(on_nonfinite="skip", give_up_after=3))
     with pytest.raises(GaveUpError, match="in a row that was skipped") as caught:
         trainer.run(cuts.shard([[2] * 9, [2] * 9]), max_epochs=1)
     return caught.value.update, caught.value.in_a_row, trainer.state.num_steps
@@ -398,9 +410,7 @@ def test_a_skip_and_a_want_of_memory_are_counted_apart(limit: int) -> None:
         torch.optim.SGD(model.parameters(), lr=0.01),
         forward,
         accumulation_steps=2,
-        on_nonfinite="skip",
-        on_out_of_memory="skip",
-        give_up_after=limit,
+        options=UpdateOptions(on_nonfinite="skip", on_out_of_memory="skip", give_up_after=limit),
     )
     with pytest.raises(GaveUpError, match=f"number {limit} in a row that ran out of memory") as caught:
         trainer.run(cuts.cut(cuts.samples(), [1] * 2 * len(kinds)), max_epochs=1)
@@ -413,7 +423,9 @@ def test_a_skip_and_a_want_of_memory_are_counted_apart(limit: int) -> None:
 def uneven(policy: str, way: str, sized: bool) -> Any:
     model = wrap(cuts.linear(), way)
     optimizer = torch.optim.SGD(model.parameters(), lr=cuts.LEARNING_RATE)
-    trainer = create_trainer(model, optimizer, cuts.forward, accumulation_steps=2, reduction=way, uneven=policy)
+    trainer = create_trainer(
+        model, optimizer, cuts.forward, accumulation_steps=2, options=UpdateOptions(reduction=way, uneven=policy)
+    )
     sizes: list[float] = []
     trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: sizes.append(trainer.state.output.logs["samples"]))
     loader: Any = cuts.shard([[2] * 10, [2] * 8])
@@ -492,7 +504,9 @@ def wrong_sharding() -> None:
         create_trainer(partly, torch.optim.SGD(partly.parameters(), lr=0.1), cuts.forward)
     root = fully_shard(Net(), mesh=init_device_mesh("cpu", (2,)))
     with pytest.raises(ValueError, match="reduction must be 'auto' or 'fsdp'"):
-        create_trainer(root, torch.optim.SGD(root.parameters(), lr=0.1), cuts.forward, reduction="explicit")
+        create_trainer(
+            root, torch.optim.SGD(root.parameters(), lr=0.1), cuts.forward, options=UpdateOptions(reduction="explicit")
+        )
 
 
 def test_models_that_are_partly_sharded_are_refused() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import l1_loss, mse_loss
 
 from ignite_train import NonFiniteError, StaticLossScaling, TorchLossScaling, create_supervised_trainer
+from update_options import with_options
 
 RATE = 0.125
 Pair = tuple[Tensor, Tensor]
@@ -62,7 +63,9 @@ def of_absolutes(weight: Tensor, x: Tensor, y: Tensor) -> Tensor:
 def trained(loss_fn: Any = mse_loss, batches: Any = None, *, model: nn.Module | None = None, **arguments: Any) -> Tensor:
     """The weight after one epoch of a supervised trainer."""
     model = linear() if model is None else model
-    trainer = create_supervised_trainer(model, torch.optim.SGD(model.parameters(), lr=RATE), loss_fn, **arguments)
+    trainer = create_supervised_trainer(
+        model, torch.optim.SGD(model.parameters(), lr=RATE), loss_fn, **with_options(**arguments)
+    )
     trainer.run(pairs() if batches is None else batches, max_epochs=1)
     return next(model.parameters()).detach()
 
@@ -199,7 +202,7 @@ def test_precision_and_loss_scaling(arguments: dict[str, Any], scale: float, dty
     model.weight.register_hook(lambda gradient: scaled.append(float(gradient.norm())))
     small = [(x, y / 64) for x, y in pairs(dtype=torch.float32)]  # so that float16 holds the scaled gradients
     trainer = create_supervised_trainer(
-        model, torch.optim.SGD(model.parameters(), lr=RATE), mse_loss, model_transform=transform, **arguments
+        model, torch.optim.SGD(model.parameters(), lr=RATE), mse_loss, model_transform=transform, **with_options(**arguments)
     )
     with torch.no_grad():
         model.weight.mul_(1 / 64)

@@ -17,6 +17,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from ignite_train import ForwardOutput, TrainEvents, create_trainer
 from ignite_train.device import to_device
 from ignite_train.device.to_device import ToDevice
+from update_options import with_options
 
 CPU = torch.device("cpu")
 
@@ -76,7 +77,7 @@ def make(forward: Any = forward, **options: Any) -> tuple[Any, nn.Module]:
     """A small model with SGD."""
     torch.manual_seed(0)
     model = nn.Linear(3, 1)
-    return create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.01), forward, **options), model
+    return create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.01), forward, **with_options(**options)), model
 
 
 def test_the_next_one_is_copied_while_this_one_is_computed_on(notes: list[str]) -> None:

@@ -24,7 +24,7 @@ import torch
 from ignite.engine import Events
 
 import ignite_train
-from ignite_train import GaveUpError, NonFiniteError, create_trainer, handlers
+from ignite_train import GaveUpError, NonFiniteError, UpdateOptions, create_trainer, handlers
 
 ROOT = Path(__file__).parent.parent
 DOCUMENT = ROOT / "docs" / "distributed.md"
@@ -285,8 +285,12 @@ def inline_code() -> list[str]:
 
 
 def test_the_document_names_handlers_and_arguments_that_exist() -> None:
-    """Each handler with its arguments, each argument of `create_trainer` with its choices."""
-    text, inline, arguments = DOCUMENT.read_text(encoding="utf-8"), inline_code(), get_type_hints(create_trainer)
+    """Each handler with its arguments, each argument of `create_trainer` or `UpdateOptions` with its choices."""
+    text, inline, arguments = (
+        DOCUMENT.read_text(encoding="utf-8"),
+        inline_code(),
+        get_type_hints(create_trainer) | get_type_hints(UpdateOptions),
+    )
     calls = [(name, inside) for name, inside in re.findall(r"\b([A-Z]\w+)\(([^()]*)\)", text) if name in handlers.__all__]
     taken = {name: {*inspect.signature(getattr(handlers, name)).parameters} for name in handlers.__all__}
     of_handlers = {argument for name in HANDLERS for argument in taken[name]}
@@ -316,7 +320,7 @@ def test_the_document_shows_messages_as_they_are(caplog: pytest.LogCaptureFixtur
     ]
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    trainer = create_trainer(model, optimizer, lambda model, x: model(x).sum(), uneven="error")
+    trainer = create_trainer(model, optimizer, lambda model, x: model(x).sum(), options=UpdateOptions(uneven="error"))
     with pytest.raises(ValueError, match="uneven") as caught:
         trainer.run(iter([torch.ones(1, 1)]))
     trainer = create_trainer(model, optimizer, lambda model, x: model(x).sum())

@@ -19,8 +19,16 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import cuts
-from ignite_train import ForwardOutput, NonFiniteError, count_traffic, create_evaluator, create_trainer
+from ignite_train import (
+    ForwardOutput,
+    NonFiniteError,
+    UpdateOptions,
+    count_traffic,
+    create_evaluator,
+    create_trainer,
+)
 from ranks import run_ranks
+from update_options import with_options
 
 SIZE = 4  # samples of a micro-batch: all_gather wants the same everywhere
 LEARNING_RATE = 0.05
@@ -126,7 +134,7 @@ def train(counts: Sequence[int], way: str, sized: bool, **arguments: Any) -> dic
     draws: list[float] = []
     wrapped = wrap(model, way)
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=LEARNING_RATE)
-    trainer = create_trainer(wrapped, optimizer, forward, reduction=reduction, **arguments)
+    trainer = create_trainer(wrapped, optimizer, forward, **with_options(reduction=reduction, **arguments))
     outputs: list[Any] = []
     trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: outputs.append(trainer.state.output))
     torch.manual_seed(1)
@@ -205,7 +213,7 @@ def nothing_anywhere(way: str, sized: bool) -> tuple[int, int]:
 
     model = Tower()
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
-    trainer = create_trainer(wrap(model, way), optimizer, clip, reduction=way, uneven="replay")
+    trainer = create_trainer(wrap(model, way), optimizer, clip, options=UpdateOptions(reduction=way, uneven="replay"))
     loader = Lying(data((1, 0))[idist.get_rank()])
     with pytest.warns(UserWarning, match=r"len\(\) 2"):
         trainer.run(loader, max_epochs=2)
@@ -225,7 +233,7 @@ def first_update_without_any(way: str) -> tuple[int, int]:
 
     model = Tower()
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
-    trainer = create_trainer(wrap(model, way), optimizer, clip, reduction=way, uneven="replay")
+    trainer = create_trainer(wrap(model, way), optimizer, clip, options=UpdateOptions(reduction=way, uneven="replay"))
     with pytest.warns(UserWarning, match=r"len\(\) 2"):
         trainer.run(Lying(), max_epochs=1)
     return trainer.state.num_steps, trainer.state.num_skipped
@@ -254,9 +262,7 @@ def one_bad(way: str, counts: tuple[int, int], bad: tuple[int, int], scaled: boo
         model,
         torch.optim.SGD(model.parameters(), lr=LEARNING_RATE),
         lambda model, micro_batch: ForwardOutput(model(micro_batch[0]).square().sum(), SIZE),
-        reduction=name,
-        uneven="replay" if replays else "all",
-        on_nonfinite="skip",
+        options=UpdateOptions(reduction=name, uneven="replay" if replays else "all", on_nonfinite="skip"),
         loss_scaling=TorchLossScaling(init_scale=2.0**10) if scaled else None,
     )
     trainer.run(loader, max_epochs=1)
@@ -305,7 +311,11 @@ def found_in_step(way: str, policy: str) -> tuple[str, list[int]]:
 
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     trainer = create_trainer(
-        wrap(model, way), optimizer, forward, reduction=way, uneven=policy, accumulation_steps=len(data((4, 4))[0])
+        wrap(model, way),
+        optimizer,
+        forward,
+        options=UpdateOptions(reduction=way, uneven=policy),
+        accumulation_steps=len(data((4, 4))[0]),
     )
     with pytest.raises(NonFiniteError) as caught:
         trainer.run(loader, max_epochs=1)
@@ -360,7 +370,7 @@ def synchronised(policy: str, counts: tuple[int, int], sized: bool) -> Any:
             return micro_batches()
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    trainer = create_trainer(model, optimizer, cuts.forward, reduction="explicit", uneven=policy)
+    trainer = create_trainer(model, optimizer, cuts.forward, options=UpdateOptions(reduction="explicit", uneven=policy))
     try:
         trainer.run(Sized() if sized else Stream([]), max_epochs=2)
     except ValueError as error:
@@ -403,7 +413,9 @@ def refused_with_recovery() -> str:
     model = Tower()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ValueError, match="on_out_of_memory must be 'raise' with uneven='replay'") as caught:
-        create_trainer(model, optimizer, clip, reduction="explicit", uneven="replay", on_out_of_memory="skip")
+        create_trainer(
+            model, optimizer, clip, options=UpdateOptions(reduction="explicit", uneven="replay", on_out_of_memory="skip")
+        )
     return str(caught.value)
 
 
@@ -422,8 +434,7 @@ def collectives(policy: str, sized: bool, accumulation_steps: int) -> list[int]:
         model,
         torch.optim.SGD(model.parameters(), lr=LEARNING_RATE),
         lambda model, micro_batch: ForwardOutput(model(micro_batch[0]).sum(), SIZE),
-        reduction="explicit",
-        uneven=policy,
+        options=UpdateOptions(reduction="explicit", uneven=policy),
         accumulation_steps=accumulation_steps,
     )
     counts: list[int] = []

@@ -27,6 +27,7 @@ from ignite_train import (
     StaticLossScaling,
     TorchLossScaling,
     TrainEvents,
+    UpdateOptions,
     create_trainer,
 )
 from ignite_train.model.replay import ReplayPoint
@@ -569,7 +570,9 @@ def test_gradients_are_readable_nowhere_else(event):
         return quarter(model, micro_batch)
 
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    trainer = create_trainer(model, optimizer, forward, accumulation_steps=2, on_nonfinite="skip", on_out_of_memory="skip")
+    trainer = create_trainer(
+        model, optimizer, forward, accumulation_steps=2, options=UpdateOptions(on_nonfinite="skip", on_out_of_memory="skip")
+    )
     trainer.add_event_handler(event, lambda: trainer.gradients())
     with pytest.raises(GradientAccessError, match="GRADIENTS_READY"):
         trainer.run([math.inf, 1.0, 2.0, 1.0])

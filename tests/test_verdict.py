@@ -35,6 +35,7 @@ from ignite_train import (
     TorchLossScaling,
     Trainer,
     TrainEvents,
+    UpdateOptions,
     create_trainer,
 )
 from ignite_train.device import to_host
@@ -46,6 +47,7 @@ from ignite_train.ranks.statistics import Reduced, Totals
 from ignite_train.update.queued_step import QueuedStep, _plain_and_divisor
 from ranks import run_ranks
 from textbook import Textbook, norm_of
+from update_options import with_options
 
 LR = 0.01
 FUSED: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -135,7 +137,9 @@ def train(
     wrapped = wrap(model)
     optimizer = FUSED[name](model.parameters())
     scaling = TorchLossScaling(2.0**10) if scaled else None
-    trainer = create_trainer(wrapped, optimizer, forward, accumulation_steps=2, loss_scaling=scaling, **arguments)
+    trainer = create_trainer(
+        wrapped, optimizer, forward, accumulation_steps=2, loss_scaling=scaling, **with_options(**arguments)
+    )
     outputs: list[str] = []
     events: list[str] = []
     error = ""
@@ -403,10 +407,10 @@ def test_gradients_elsewhere_keep_the_order(elsewhere, build, micro_batches):
     trainer.run(micro_batches)
     model[0].weight.grad = torch.ones(8, 4)
     update: Any = trainer._update
-    assert update.verdict._obstacle(trainer) is None
+    assert update.queued_step._obstacle(trainer) is None
     for kinds in (set(), {(torch.device(name), torch.float32) for name in ("cpu", "cuda:0")}):
         update.gradients.kinds = kinds
-        assert update.verdict._obstacle(trainer) == "gradients are not on the device of the loss"
+        assert update.queued_step._obstacle(trainer) == "gradients are not on the device of the loss"
 
 
 def test_float64_keeps_the_order(elsewhere, queued, build, micro_batches):
@@ -473,7 +477,7 @@ def mismatched(patch: pytest.MonkeyPatch, update: int, what: str) -> tuple[str, 
     torch.manual_seed(0)
     model = nn.Linear(4, 1)
     optimizer = FUSED["sgd"](model.parameters())
-    trainer = create_trainer(DistributedDataParallel(model), optimizer, forward, reduction="ddp")
+    trainer = create_trainer(DistributedDataParallel(model), optimizer, forward, options=UpdateOptions(reduction="ddp"))
     check: Any = GradNormConsistency() if what == "gradient" else StateConsistency(model, optimizer)
     check.attach(trainer, Events.ITERATION_COMPLETED)
     weights: list[Tensor] = []

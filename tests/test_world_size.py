@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 import cuts
-from ignite_train import ForwardOutput, ResumableLoader, ShardedSampler, create_trainer
+from ignite_train import ForwardOutput, ResumableLoader, ShardedSampler, UpdateOptions, create_trainer
 from ignite_train.handlers import Checkpoint
 from ranks import RanksFailedError, run_ranks
 
@@ -59,7 +59,7 @@ def train(
     model: nn.Module = DistributedDataParallel(inner) if several and reduction == "ddp" else inner
     optimizer = torch.optim.SGD(model.parameters(), lr=cuts.LEARNING_RATE, momentum=0.9)
     way: Any = reduction if several else "auto"
-    trainer = create_trainer(model, optimizer, forward, accumulation_steps=accumulation, reduction=way)
+    trainer = create_trainer(model, optimizer, forward, accumulation_steps=accumulation, options=UpdateOptions(reduction=way))
     Checkpoint(directory, every_epochs=1).attach(trainer)
     updates: list[list[int]] = []
 

@@ -36,11 +36,6 @@ class Precision:
         if self._dtype is not None:
             torch.autocast(self._device_type, dtype=self._dtype)  # torch's own error for a device that cannot
 
-    @property
-    def needs_loss_scaling(self) -> bool:
-        """Whether gradients can underflow: float16 has 5 bits of exponent."""
-        return self.name == "fp16"
-
     def autocast(self) -> AbstractContextManager[Any]:
         """The context in which `forward` runs."""
         return _AS_IT_IS if self._dtype is None else torch.autocast(self._device_type, dtype=self._dtype)

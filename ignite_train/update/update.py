@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from ignite_train.arguments import check_state_dict, describe
 from ignite_train.carried import Carried
@@ -38,6 +37,7 @@ from ignite_train.state import SkippedReason, UpdateOutput
 from ignite_train.trainer import Trainer
 from ignite_train.update.compilation import Backward
 from ignite_train.update.loss_scaling import LossScaling, scale_near_floor
+from ignite_train.update.options import UpdateOptions
 from ignite_train.update.out_of_memory import Recovery
 from ignite_train.update.queued_step import QueuedStep
 
@@ -49,7 +49,6 @@ class Update:
     """What a trainer does with one group of micro-batches: a step along Σ∇loss / Σsample_size, over all ranks too."""
 
     model: nn.Module
-    optimizer: Optimizer
     forward: Forward
     backward: Backward
     transfer: ToDevice
@@ -60,14 +59,11 @@ class Update:
     gradients: Gradients
     learning_rates: LearningRates
     stepping: Stepping
-    verdict: QueuedStep
-    max_grad_norm: float | None
-    on_nonfinite: Literal["raise", "skip"]
-    retain_graph: bool
-    create_graph: bool
+    queued_step: QueuedStep
     recovery: Recovery
-    give_up_after: int | None
     carried: Carried
+    max_grad_norm: float | None
+    options: UpdateOptions
     _in_a_row: dict[str, int] = field(default_factory=dict)
     _replay_point: ReplayPoint = field(init=False)
     _vote: RankVote = field(init=False)
@@ -80,7 +76,7 @@ class Update:
         if self.loss_scaling.enabled:
             self._replay_up_to = scale_near_floor(self.loss_scaling)
         else:
-            self._replay_up_to = math.inf if self.on_nonfinite == "raise" else 0.0
+            self._replay_up_to = math.inf if self.options.on_nonfinite == "raise" else 0.0
 
     def __call__(self, trainer: Trainer, micro_batches: list[Any]) -> UpdateOutput:
         """Runs one update. `micro_batches` is empty on a rank whose data has run out while others have some. Collective."""
@@ -123,11 +119,11 @@ class Update:
                             self.reduction.begin(trainer._outgoing(), self.statistics)
                         self.backward(
                             self._scaled(state.forward_output.loss),
-                            retain_graph=self.retain_graph or self.create_graph,
-                            create_graph=self.create_graph,
+                            retain_graph=self.options.retain_graph or self.options.create_graph,
+                            create_graph=self.options.create_graph,
                         )
             fire(TrainEvents.BACKWARD_COMPLETED)
-            if self.create_graph:
+            if self.options.create_graph:
                 self.gradients.detach()
             state.forward_output = None  # and its graph
         for number in range(len(micro_batches) + 1, num_backwards + 1):
@@ -186,7 +182,7 @@ class Update:
         A norm that float32 cannot have added up, since the squares are too large or too small for it, is taken again. All ranks
         do so alike where the norm is a reduced one.
         """
-        totals, stepped = self.verdict(trainer, norm, self.loss_scaling.scale)
+        totals, stepped = self.queued_step(trainer, norm, self.loss_scaling.scale)
         if not (SMALLEST_NORM <= totals.norm < math.inf or stepped or totals.sample_size == 0):
             totals = totals._replace(norm=self.reduction.scaled_norm(self.gradients))
         return totals, stepped
@@ -234,7 +230,7 @@ class Update:
         """Unscales, normalises, clips and steps; or leaves everything as it is. The device may have `stepped` already."""
         reason = output.skipped_reason
         assert reason is None or not stepped  # noqa: S101  # both verdicts are of the same numbers
-        if reason == "nonfinite" and self.on_nonfinite == "raise":
+        if reason == "nonfinite" and self.options.on_nonfinite == "raise":
             raise NonFiniteError(update, output.loss, output.grad_norm, *self._find_nonfinite(micro_batches, output))
         fell = reason == "overflow" and self._lower_scale(micro_batches, output)
         self._count_in_a_row(update, output, fell=fell)
@@ -306,7 +302,7 @@ class Update:
                 self._in_a_row.pop(what, None)
                 continue
             in_a_row = self._in_a_row.get(what, 0) + 1
-            if self.give_up_after is not None and in_a_row >= self.give_up_after:
+            if self.options.give_up_after is not None and in_a_row >= self.options.give_up_after:
                 raise GaveUpError(update, in_a_row, what)
             self._in_a_row[what] = in_a_row
 

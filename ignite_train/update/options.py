@@ -1,0 +1,74 @@
+"""The rare settings of an update."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from ignite_train.arguments import describe, one_of, positive_int
+from ignite_train.data.grouping import POLICIES, Uneven
+from ignite_train.ranks.wrapping import ReductionName
+from ignite_train.update.out_of_memory import OnOutOfMemory
+
+__all__ = ["UpdateOptions"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateOptions:
+    """The rare settings of an update; `create_trainer` and `create_supervised_trainer` take them as `options=`.
+
+        trainer = create_trainer(model, optimizer, forward, options=UpdateOptions(on_nonfinite="skip", give_up_after=5))
+
+    Attributes:
+        reduction: how gradients cross ranks. `"auto"` is what the model is wrapped for; `"explicit"` sums those of plain
+            replicas after the last backward, which `"auto"` does for a very small DistributedDataParallel too; `"ddp"` and
+            `"fsdp"` insist on the hooks of the wrapper.
+        uneven: what ranks with different numbers of micro-batches do: `"all"` continue until each micro-batch was used, and
+            those that ran out take part with no weight; all stop once the `"shortest"` has run out; or it is an `"error"`.
+            A `forward` with collectives of its own hangs with `"all"`. For it `"shortest"` is exact; `"replay"` uses each
+            micro-batch, and has ranks that ran out run forward on a placeholder without weight, which other ranks' losses see.
+        on_nonfinite: without loss scaling, what a non-finite gradient or loss does on all ranks: `"raise"` a
+            `NonFiniteError` or `"skip"` the update. The parameters are untouched either way.
+        on_out_of_memory: what a `torch.OutOfMemoryError` in forward or backward of one rank does: it is raised; the
+            micro-batch gets weight zero (`"skip"`); or it is halved along its batch dimension and tried again (`"split"`).
+            The latter two need a single process or `reduction="explicit"`.
+            The error is known by its type: for others that mean the same, such as the `RuntimeError` of the CPU allocator,
+            have `forward` catch them and raise a `torch.OutOfMemoryError`.
+        give_up_after: this many updates in a row that are skipped because they are not finite, or that run out of memory, end
+            the run with a `GaveUpError` on all ranks; None never gives up. An overflow counts only if it left the loss scale
+            where it was, as with `StaticLossScaling` and with `on_floor="hold"` at the floor: a high first scale may fall as
+            often as it must. A resumed run continues the count.
+        retain_graph: keep the graph of each micro-batch after its backward.
+        create_graph: make gradients differentiable, for handlers of BACKWARD_COMPLETED; they are detached before the next
+            micro-batch. Not on several ranks.
+        compiled_autograd: trace and compile backward too, with the options of `compile`. Not in DistributedDataParallel.
+
+    Raises:
+        TypeError: a value is of the wrong type.
+        ValueError: a value is out of range.
+    """
+
+    reduction: ReductionName = "auto"
+    uneven: Uneven = "all"
+    on_nonfinite: Literal["raise", "skip"] = "raise"
+    on_out_of_memory: OnOutOfMemory = "raise"
+    give_up_after: int | None = 20
+    retain_graph: bool = False
+    create_graph: bool = False
+    compiled_autograd: bool = False
+
+    def __post_init__(self) -> None:
+        one_of("reduction", self.reduction, get_args(ReductionName))
+        one_of("uneven", self.uneven, POLICIES)
+        one_of("on_nonfinite", self.on_nonfinite, ("raise", "skip"))
+        one_of("on_out_of_memory", self.on_out_of_memory, get_args(OnOutOfMemory))
+        if self.give_up_after is not None:
+            positive_int("give_up_after", self.give_up_after)
+        _check_flag("retain_graph", self.retain_graph)
+        _check_flag("create_graph", self.create_graph)
+        _check_flag("compiled_autograd", self.compiled_autograd)
+
+
+def _check_flag(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {describe(value)}")
