@@ -37,7 +37,7 @@ from ignite_train.update.loss_scaling import LossScaling, NoLossScaling, TorchLo
 from ignite_train.update.options import UpdateOptions
 from ignite_train.update.out_of_memory import RaiseOutOfMemory, RecoverFromOutOfMemory, Recovery
 from ignite_train.update.queued_step import QueuedStep
-from ignite_train.update.sparse_gradients import refuse_sparse_shards
+from ignite_train.update.sparse_gradients import refuse_sparse_gradients
 from ignite_train.update.update import Update
 
 __all__ = ["create_supervised_trainer", "create_trainer"]
@@ -138,7 +138,7 @@ def create_trainer(
     parts = {"model": reduction.module, "optimizer": optimizer}
     description = _description(accumulation_steps, max_grad_norm, precision, options.reduction)
     trainer = Trainer(update, grouping, parts, description, carried)
-    return protect_ranks(refuse_sparse_shards(warn_of_misdeclared_loss(trainer), model), protect, model)
+    return protect_ranks(refuse_sparse_gradients(warn_of_misdeclared_loss(trainer), model), protect, model)
 
 
 @_names_the_options

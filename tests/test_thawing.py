@@ -10,7 +10,7 @@ import torch
 from ignite.engine import Events
 from torch import Tensor, nn
 
-from ignite_train import create_trainer
+from ignite_train import UpdateOptions, create_trainer
 from ignite_train.ranks import replicas
 from ranks import run_ranks
 
@@ -73,7 +73,7 @@ def train(plan: Plan, bucketed: bool) -> dict[str, list[float]]:
         torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM),
         lambda model, pair: (residual(model, *pair).square().sum(), len(pair[0])),
         accumulation_steps=2,
-        reduction="explicit",
+        options=UpdateOptions(reduction="explicit"),
     )
 
     @trainer.on(Events.ITERATION_STARTED)
