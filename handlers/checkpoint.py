@@ -186,7 +186,7 @@ class Checkpoint(Handler):
             trainer.piggybacks.append(self.cadence)
         if evaluator is not None and self.cadence.best is not None:
             evaluator.append_event_handler(Events.COMPLETED, self._after_evaluation)
-        trainer.prepend_event_handler(Events.STARTED, self._start)
+        trainer.on_enter.append(self._start)
         trainer.append_event_handler(Events.STARTED, self._put_back)
         trainer.append_event_handler(Events.STARTED, self._try_out)
         trainer.append_event_handler(Events.EPOCH_STARTED, self._resumption.put_back_objects)
@@ -225,7 +225,7 @@ class Checkpoint(Handler):
             self.cadence.note_score(manifest.update, manifest.score)
 
     def _start(self, trainer: Trainer) -> None:
-        """Before all other handlers of STARTED: prepares saving, and says what may not be exact."""
+        """When `run` begins: prepares saving, and says what may not be exact."""
         self._is_running = True
         self.saver.prepare()
         if collectives.is_main_rank() and not self._has_warned:

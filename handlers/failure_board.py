@@ -104,13 +104,13 @@ class FailureBoard(Handler):
         A failure is written before handlers of EXCEPTION_RAISED that were attached earlier.
         """
         trainer.replace_default(self)
-        trainer.prepend_event_handler(Events.STARTED, self._start)
+        trainer.on_enter.append(self._start)
         trainer.on_exit.append(self._finish)
         trainer.prepend_event_handler(Events.EXCEPTION_RAISED, self._fail)
 
     def detach(self, trainer: Trainer) -> None:
         """Watches no later run of `trainer`; one that is running is watched until it is over."""
-        trainer.remove_event_handler(self._start, Events.STARTED)
+        trainer.on_enter.remove(self._start)
 
     def _start(self, trainer: Trainer) -> None:
         messages = SealedMessages.start()

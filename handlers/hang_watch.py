@@ -14,8 +14,6 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
-from ignite.engine import Events
-
 from ignite_train.arguments import real_number
 from ignite_train.evaluator import Evaluator
 from ignite_train.handler import Handler
@@ -106,12 +104,12 @@ class HangWatch(Handler):
         """Watches each run of `trainer` from STARTED until it is over; micro-batches of `evaluator` count as progress."""
         self._evaluator = evaluator
         trainer.replace_default(self)
-        trainer.prepend_event_handler(Events.STARTED, self._start)
+        trainer.on_enter.append(self._start)
         trainer.on_exit.append(self._finish)
 
     def detach(self, trainer: Trainer) -> None:
         """Stops watching later runs of `trainer`; a running one is watched until it is over."""
-        trainer.remove_event_handler(self._start, Events.STARTED)
+        trainer.on_enter.remove(self._start)
 
     def _start(self, trainer: Trainer) -> None:
         alone = collectives.world_size() == 1

@@ -15,8 +15,6 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any, NoReturn
 
-from ignite.engine import Events
-
 from ignite_train.arguments import real_number
 from ignite_train.handler import Handler
 from ignite_train.ranks import collectives
@@ -85,7 +83,7 @@ class StopOnSignal(Handler):
 
     def attach(self, trainer: Trainer) -> None:
         """Listens during each run of `trainer`, from STARTED until the last handler of COMPLETED."""
-        trainer.prepend_event_handler(Events.STARTED, self._start)
+        trainer.on_enter.append(self._start)
         trainer.on_exit.append(self._finish)
 
     def _start(self, trainer: Trainer) -> None:

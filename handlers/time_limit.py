@@ -49,7 +49,7 @@ class TimeLimit(Handler):
 
     def attach(self, trainer: Trainer, event: Event = Events.ITERATION_COMPLETED) -> RemovableEventHandle:
         """Checks the clock at `event`, and before the first update."""
-        trainer.prepend_event_handler(Events.STARTED, self._start)
+        trainer.on_enter.append(self._start)
         trainer.add_event_handler(Events.STARTED, self)
         return trainer.add_event_handler(event, self)
 
@@ -67,5 +67,5 @@ class TimeLimit(Handler):
         self._before = state_dict["elapsed_seconds"]
         self._started = None if self._started is None else time.monotonic()
 
-    def _start(self) -> None:
+    def _start(self, _trainer: Trainer) -> None:
         self._before, self._started = self.elapsed_seconds, time.monotonic()

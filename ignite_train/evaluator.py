@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from ignite_train.arguments import describe, one_of, positive_int
+from ignite_train.data.description import length_of
 from ignite_train.data.grouping import POLICIES, Uneven
 from ignite_train.data.position import open_loader
 from ignite_train.device.to_device import ToDevice
@@ -93,6 +94,11 @@ class Evaluator(Loop):
             for module in training:
                 module.training = True
         return self.state
+
+    def _expected_length(self, data: Iterable[Any]) -> int | None:
+        """Micro-batches of this rank; other ranks may have more or fewer."""
+        length = length_of(data)
+        return length if length is None or self._limit is None else min(length, self._limit)
 
     def _open(self, data: Iterable[Any]) -> _Whole:
         micro_batches = islice(open_loader(data), self._limit)

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import MethodType
 from typing import Any, Protocol
 
-from ignite.engine import RemovableEventHandle
+from ignite.engine import Events, RemovableEventHandle
+from ignite.engine import State as IgniteState
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from ignite_train.arguments import check_state_dict, describe, positive_int
 from ignite_train.carried import Carried
 from ignite_train.data.groups import Groups, OpenGroups
+from ignite_train.data.stream import Stream
 from ignite_train.events import EVENT_COUNTERS, TrainEvents
 from ignite_train.loop.dispatch import Attachable, Stateful
-from ignite_train.loop.limits import checked_limits, refuse_ended_iterator, refuse_epoch_length, refuse_used_iterator
+from ignite_train.loop.ignite_state import from_ignite_state, is_ignite_state
+from ignite_train.loop.limits import checked_limits, refuse_ended_iterator, refuse_used_iterator
 from ignite_train.loop.loop import Batches, Loop
 from ignite_train.ranks import collectives
 from ignite_train.ranks.messages import Outgoing, Piggyback, RankRequests
@@ -88,8 +92,10 @@ class Trainer(Loop):
         self._groups: Groups | None = None  # of the pass that is running or ran last
         self._position: Mapping[str, Any] = {}  # in the data, where no pass has been made since it was loaded
         self._on_changed_data = "raise"
+        self._stream: Stream | None = None  # with epoch_length: the data of the run
         self._ranks_have_more = True
         self._micro_batches_before = 0  # this update
+        self._num_fetched = 0  # micro-batches of this update
         self.register_events(*TrainEvents, event_to_attr=EVENT_COUNTERS)
 
     def run(
@@ -108,9 +114,11 @@ class Trainer(Loop):
 
         Args:
             data: a loader of micro-batches, sized or not; the trainer groups them. Ranks may have different numbers.
-            max_epochs: passes over the data, in all; 1 if no limit was ever given.
+            max_epochs: epochs, in all; 1 if no limit was ever given. An epoch is one pass over the data.
             max_iters: updates, in all. Either this or `max_epochs`.
-            epoch_length: not supported: an epoch is one pass over the data.
+            epoch_length: for data without a length or an end: an epoch is this many updates, and passes over the data follow
+                each other across epochs. When a pass ends, DATALOADER_STOP_ITERATION fires and the next one begins. A second
+                call with the same data continues with the same length.
             resume: with a `Checkpoint` attached, what a trainer that has not trained yet does first: `"auto"` goes back to the
                 newest whole checkpoint, and trains from the beginning only where there has never been one; `"must"`
                 insists on one; `"never"` trains from the beginning, in a directory that must have no checkpoints; a path
@@ -121,16 +129,17 @@ class Trainer(Loop):
 
         Raises:
             TypeError: `data` cannot be iterated, or a limit is no integer.
-            ValueError: a limit is below 1 or below what was trained already, or both are given, or there is no data, or
-                `resume` asks for what is not there.
+            ValueError: a limit is below 1 or below what was trained already, or both are given, or there is no data, or an
+                iterator ended before the limit, or `resume` asks for what is not there.
             CheckpointError: no checkpoint can be read.
         """
-        refuse_epoch_length(epoch_length)
         self._refuse_nested_run()
         loader, state = self._as_loader(data), self.state
+        self._stream = self._as_stream(loader, epoch_length)
         with self._resuming(resume):
             limits = checked_limits(state, max_epochs, max_iters)
-            refuse_used_iterator(loader, limits[0], half_read=self._epoch_open and loader is state.dataloader)
+            if self._stream is None:
+                refuse_used_iterator(loader, limits[0], half_read=self._epoch_open and loader is state.dataloader)
             state.max_epochs, state.max_iters = limits
             if self._is_done(state) and self._ended:
                 self.logger.warning(
@@ -141,6 +150,24 @@ class Trainer(Loop):
             self._requests = RankRequests(stop_epoch=self._epoch_open and self._requests.stop_epoch)
             self._run(loader)
         return state
+
+    def _as_stream(self, data: Iterable[Any], epoch_length: int | None) -> Stream | None:
+        """The data of a run with `epoch_length`; the one there is, if a run on the same data continues."""
+        length = None if epoch_length is None else positive_int("epoch_length", epoch_length)
+        stream = self._stream
+        if stream is not None and stream.data is data and self._groups is not None:
+            stream.updates_per_epoch = length or stream.updates_per_epoch
+            return stream
+        trainer = weakref.proxy(self)
+        if length is None:
+            return None
+        return Stream(data, length, lambda: trainer.fire_event(Events.DATALOADER_STOP_ITERATION))
+
+    def _expected_length(self, data: Iterable[Any]) -> int | None:
+        source = data if self._stream is None else self._stream
+        return self._open_groups.updates(
+            source, epoch=self.state.epoch + (not self._epoch_open), first_update=self.state.iteration + 1
+        )
 
     def _resuming(self, resume: str | Path) -> AbstractContextManager[None]:
         """The `with` in which a run trains: its `Checkpoint`, if there is one, restores the state when it is entered."""
@@ -153,8 +180,9 @@ class Trainer(Loop):
     def terminate(self, skip_completed: bool = False, *, agreed: bool = False) -> None:
         """Ends the run on all ranks after the same update.
 
-        In a single process the running update is the last one, as in Ignite. On several ranks the request travels with the
-        next update's statistics (or the end of the epoch), and that update is the last one, everywhere.
+        In a single process the running update is the last one; a handler of GET_BATCH_* or ITERATION_STARTED ends the run
+        before it, as in Ignite. On several ranks the request travels with the next update's statistics (or the end of the
+        epoch), and that update is the last one, everywhere.
 
         Args:
             skip_completed: do not fire COMPLETED.
@@ -166,7 +194,16 @@ class Trainer(Loop):
             self._requests.stop = True
 
     def terminate_epoch(self, skip_epoch_completed: bool = False, *, agreed: bool = False) -> None:
-        """Ends the epoch on all ranks after the same update; as `terminate` does the run."""
+        """Ends the epoch on all ranks after the same update; as `terminate` does the run.
+
+        Raises:
+            RuntimeError: it is called in STARTED or EPOCH_STARTED, where the epoch has no updates yet.
+        """
+        if self._running and not self._epoch_started:
+            raise RuntimeError(
+                "terminate_epoch was called in STARTED or EPOCH_STARTED, before the epoch's first update; call it from "
+                "GET_BATCH_STARTED on, or terminate() to end the run"
+            )
         if agreed or collectives.world_size() == 1:
             super().terminate_epoch(skip_epoch_completed)
         else:
@@ -231,8 +268,24 @@ class Trainer(Loop):
         return self._update.named_gradients()
 
     def set_data(self, data: Any) -> None:
-        """Not supported: a run trains on the loader that it was given."""
-        raise NotImplementedError("set_data is not supported: pass the loader to run(loader, ...)")
+        """Has the run continue with another loader. All ranks call it alike.
+
+        Call it between two epochs: in a handler of DATALOADER_STOP_ITERATION, EPOCH_STARTED or EPOCH_COMPLETED. In a run with
+        `epoch_length` it may be called anywhere, and the next group comes from the beginning of `data`.
+
+        Raises:
+            TypeError: `data` cannot be iterated.
+            RuntimeError: it is called within an epoch, which is one pass over the loader that it began with.
+        """
+        loader = self._as_loader(data)
+        if self._stream is not None:
+            self._stream.replace(loader)
+        elif self._reading:
+            raise RuntimeError(
+                "set_data was called within an epoch, which is one pass over its loader; call it in DATALOADER_STOP_ITERATION, "
+                "EPOCH_STARTED or EPOCH_COMPLETED, or pass epoch_length=... to run"
+            )
+        self.state.dataloader = loader
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]  # Ignite returns an OrderedDict
         """Counters, limits, position in the epoch, user keys, the loss scaling and what forward carries, in plain types."""
@@ -252,7 +305,10 @@ class Trainer(Loop):
         return saved | {key: getattr(state, key) for key in self.state_dict_user_keys}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Goes back to where `state_dict` was taken. The next `run` goes on from there.
+        """Goes back to where `state_dict` was taken, and the next `run` continues there.
+
+        It may also come from a stock Ignite engine, whose counters of batches are converted; its model and optimizer are
+        loaded by you, and where data shuffles, the samples that are left of a half-read epoch may differ.
 
         Raises:
             TypeError: it is no mapping, or a limit is no integer.
@@ -260,6 +316,9 @@ class Trainer(Loop):
         """
         if isinstance(state_dict, Mapping) and "micro_batch" in state_dict:  # what earlier versions called this counter
             state_dict = {"num_micro_batches": state_dict["micro_batch"], **state_dict}
+        if is_ignite_state(state_dict):
+            converted = from_ignite_state(state_dict, self._description.get("accumulation_steps", 1))
+            state_dict = {**state_dict, **converted, "update": self._update.state_dict()}
         counters = (*_COUNTERS, "epochs_completed", "epoch_iteration")
         check_state_dict("Trainer", state_dict, [*counters, *_LIMITS, "ended", "update", *self.state_dict_user_keys], counters)
         for key in (key for key in ("max_epochs", "max_iters") if state_dict[key] is not None):
@@ -267,6 +326,9 @@ class Trainer(Loop):
         self._update.load_state_dict(state_dict["update"])
         self.state.carried.load_state_dict(state_dict.get("carried", Carried().state_dict()))  # earlier versions had none
         self._groups, self._position = None, {}
+        if self._stream is not None:  # its place is to be found again
+            self._stream = self._as_stream(self._stream.data, self._stream.updates_per_epoch)
+        self._epoch_started = self._interrupted = False
         for key in (*_COUNTERS, *_LIMITS, *self.state_dict_user_keys):
             setattr(self.state, key, state_dict[key])
         self._epoch_iteration, self._ended = state_dict["epoch_iteration"], bool(state_dict["ended"])
@@ -278,12 +340,16 @@ class Trainer(Loop):
     def register_events(self, *event_names: Any, event_to_attr: Mapping[Any, str] | None = None) -> None:
         """Adds events that can be fired; `event_to_attr` names the state attribute that their filters look at.
 
-        Unlike Ignite's, that map is this trainer's own: another engine in the process cannot re-point it.
+        The map that this trainer's filters read is its own: another engine in the process cannot re-point it. The events are
+        put into Ignite's map of the whole process too, unless they are there, since loggers and `global_step_from_engine`
+        look there. So the states of other engines get the counters as attributes, which stay 0.
         """
         super().register_events(*event_names)
         if event_to_attr:
             self.state.event_to_attr.update(event_to_attr)
             self.state._update_attrs()
+            for event, attribute in event_to_attr.items():
+                IgniteState.event_to_attr.setdefault(event, attribute)
 
     def add_event_handler(self, event_name: Any, handler: Any, *args: Any, **kwargs: Any) -> RemovableEventHandle:
         """As in Ignite; a misspelt event is answered with the nearest one."""
@@ -326,25 +392,43 @@ class Trainer(Loop):
         first_update = self.state.iteration + 1 - skip
         position = self.data_position() if skip or self._groups is None else {}
         position = {**position, "on_changed_data": self._on_changed_data} if position else {}
-        groups = self._open_groups(data, epoch=epoch, first_update=first_update, skip=skip, position=position)
+        source = data if self._stream is None else self._stream
+        groups = self._open_groups(source, epoch=epoch, first_update=first_update, skip=skip, position=position)
         self._groups = groups
         self._ranks_have_more = groups.length is not None or sum(collectives.everyones(groups.more)) > 0
         return groups
 
     def _fetch(self, batches: Any) -> Any:
         group = super()._fetch(batches)
+        micro_batches = group if isinstance(group, list) else []  # or else the pass has ended
+        if self._stream is not None and not micro_batches:
+            refuse_ended_iterator(self.state, self._stream.data)
+        self._num_fetched = len(micro_batches)
         self._requests.more_data, self._micro_batches_before = batches.more, self.state.num_micro_batches
         self.max_micro_batches = batches.widest
         return group
 
     def _close_epoch(self, started: float) -> None:
         if self._epoch_iteration == 0 and not self.should_terminate_single_epoch:
-            refuse_ended_iterator(self.state)
+            if isinstance(self.state.dataloader, Iterator) and self.state.iteration > 0:
+                refuse_ended_iterator(self.state, self.state.dataloader)
             raise ValueError(f"data must give at least one micro-batch on some rank, got none in epoch {self.state.epoch}")
         assert self._groups is not None  # noqa: S101  # a pass was made
         self._groups.finish()
         super()._close_epoch(started)
+        self._data_ended &= self._stream is None  # a stream says itself when a pass has ended
         self._requests.stop_epoch = False  # what handlers of EPOCH_COMPLETED asked for is done already
+
+    def _batch(self) -> list[Any]:
+        """The group, in which handlers may have replaced micro-batches; but not their number, which the ranks know."""
+        group = self.state.batch
+        if not isinstance(group, list) or len(group) != self._num_fetched:
+            got = f"{len(group)} of them" if isinstance(group, list) else describe(group)
+            raise TypeError(
+                f"state.batch must be a list of the update's {self._num_fetched} micro-batches, got {got}; a handler that "
+                "changes data puts state.batch = [change(micro_batch) for micro_batch in state.batch]"
+            )
+        return group
 
     def _epoch_is_over(self, batches: Batches) -> bool:
         return super()._epoch_is_over(batches) or not self._ranks_have_more

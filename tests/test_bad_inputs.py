@@ -372,7 +372,7 @@ def limits(name: str) -> list[Case]:
     *limits("max_epochs"),
     *limits("max_iters"),
     Case("both", {"max_epochs": 2, "max_iters": 3}, ValueError, "max_epochs", "max_iters", "2", "3", "pass one"),
-    Case("epoch-length", {"epoch_length": 5}, ValueError, "epoch_length", "5", "max_iters"),
+    Case("epoch-length", {"epoch_length": 0}, ValueError, "epoch_length", "0", "at least 1"),
     Case("data-none", {"data": None}, TypeError, "data", "loader", "None"),
     Case("data-int", {"data": 5}, TypeError, "data", "loader", "5 of type int"),
     Case("data-string", {"data": "train.csv"}, TypeError, "data", "loader", "'train.csv'"),
@@ -421,7 +421,7 @@ def test_a_group_size_that_goes_wrong_later_is_known_at_once():
 
 
 @cases(
-    Case("set-data", lambda trainer: trainer.set_data([1]), NotImplementedError, "set_data", "run(loader"),
+    Case("set-data", lambda trainer: trainer.set_data(5), TypeError, "data", "loader", "5"),
     Case(
         "event-misspelt",
         lambda trainer: trainer.add_event_handler("STEP_COMPLETD", print),
@@ -655,7 +655,7 @@ def changed(**changes: Any) -> Callable[[dict[str, Any]], Any]:
     Case("none", lambda state: None, TypeError, "state_dict", "None"),
     Case("list", lambda state: list(state), TypeError, "state_dict", "list"),
     Case("empty", lambda state: {}, ValueError, "state_dict", "without", "iteration", "num_steps"),
-    Case("ignites", lambda state: {"iteration": 3, "epoch_length": 2, "max_epochs": 4}, ValueError, "state_dict", "num_steps"),
+    Case("ignites", lambda state: {"iteration": -3, "epoch_length": 2, "max_epochs": 4}, ValueError, "iteration", "-3"),
     *(
         Case(
             f"without-{key}", lambda state, key=key: {k: v for k, v in state.items() if k != key}, ValueError, "state_dict", key

@@ -64,6 +64,7 @@ def loader(updates: int = 6) -> list[cuts.Sample]:
 def attached(trainer: Trainer) -> list[str]:
     """The protecting handlers of `trainer`, one entry for each that is there."""
     owners = [entry[0].__self__ for entry in trainer._event_handlers[Events.STARTED] if hasattr(entry[0], "__self__")]
+    owners += [callback.__self__ for callback in trainer.on_enter]
     return sorted(type(owner).__name__ for owner in [*owners, *trainer.piggybacks] if isinstance(owner, KINDS))
 
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import logging
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, Literal
 
-from torch.utils.data import DataLoader
-
 from ignite_train.arguments import one_of, positive_int
 from ignite_train.data.description import length_of
 from ignite_train.data.position import DataPosition, open_loader
-from ignite_train.data.samplers import HasEpoch
+from ignite_train.data.samplers import set_epoch
+from ignite_train.data.stream import Stream
 from ignite_train.ranks import collectives
 
 __all__ = ["POLICIES", "AccumulationSteps", "MicroBatchGrouping", "Uneven"]
@@ -77,11 +77,26 @@ class MicroBatchGrouping:
             skip: updates of this epoch that are done already.
             position: what `position` of the pass that did them returned; see `DataPosition`.
         """
-        _set_epoch(loader, epoch - 1)
+        set_epoch(loader, epoch - 1)
         groups = _Pass(loader, lambda done: self._size(epoch, first_update + done), self._uneven, skip, position)
         if self._synchronised_norm is not None:
             self._check_in_step(self._synchronised_norm, groups.lengths)
         return groups
+
+    def updates(self, loader: Iterable[Any], *, epoch: int, first_update: int) -> int | None:
+        """Updates of epoch `epoch` over `loader`, as far as lengths tell before its pass begins. Collective.
+
+        Returns:
+            The number; None if a rank's loader has no length.
+        """
+        if isinstance(loader, Stream):
+            return loader.updates_per_epoch
+        length = length_of(loader)
+        lengths = [int(length) for length in collectives.everyones(-1 if length is None else length)]
+        if min(lengths) < 0:
+            return None
+        micro_batches = min(lengths) if self._uneven == "shortest" else max(lengths)
+        return _count_updates(micro_batches, lambda done: self._size(epoch, first_update + done), 0)
 
     def _check_in_step(self, name: str, lengths: list[int]) -> None:
         """Raises, or warns once if the lengths are not known.
@@ -129,13 +144,16 @@ class _Pass:
         if not self._place.jumps:
             self._before = position.get("micro_batches", sum(map(size, range(skip)))) if skip else 0
         self._announced = length_of(loader)  # what is left
+        self._is_stream = isinstance(loader, Stream)
         if self._announced is not None:
             self._before = min(self._before, self._announced)
             self._announced -= self._before
         self.lengths = [int(length) for length in collectives.everyones(-1 if self._announced is None else self._announced)]
         self._against = -collectives.world_size() if uneven == "shortest" else 0
-        self.length = self._agree_on_length(uneven)
+        self.length = loader.updates_per_epoch if isinstance(loader, Stream) else self._agree_on_length(uneven)
         self._used = [min(self.lengths)] * len(self.lengths) if self._against else self.lengths  # of each rank's micro-batches
+        if self._is_stream:
+            self._used = [sys.maxsize] * len(self.lengths)
         self.widest: int | None = None
         self.more = 1
         self._fills_up = collectives.world_size() > 1  # with empty groups, while other ranks have more
@@ -183,6 +201,8 @@ class _Pass:
         The loader is exhausted here, since samplers may draw from their generators after the last index, as torch's do.
         """
         self._finished = True
+        if self._is_stream:  # it continues in the next epoch
+            return
         over = self._ended or (self._looks_ahead and not self._ahead)
         if over or (self.length is not None and self._done >= self.length and not self._against and not self._has_surplus()):
             self._place.note(exhausted=True)
@@ -250,17 +270,12 @@ class _Pass:
             )
         if min(self.lengths) < 0:
             return None
-        groups, rest = self._done, min(self.lengths) if self._against else max(self.lengths)
-        while rest > 0:
-            rest -= self._size(groups)
-            groups += 1
-        return groups
+        return _count_updates(min(self.lengths) if self._against else max(self.lengths), self._size, self._done)
 
 
-def _set_epoch(loader: Iterable[Any], epoch: int) -> None:
-    owners: list[Any] = [loader]
-    if isinstance(loader, DataLoader):
-        owners += [loader.sampler, loader.batch_sampler, loader.dataset]
-    for owner in owners:
-        if isinstance(owner, HasEpoch):
-            owner.set_epoch(epoch)
+def _count_updates(micro_batches: int, size: Callable[[int], int], done: int) -> int:
+    """Updates of an epoch that has `micro_batches` left after `done` updates; `size(done)` is that of the next group."""
+    while micro_batches > 0:
+        micro_batches -= size(done)
+        done += 1
+    return done

@@ -38,3 +38,6 @@ class OpenGroups(Protocol):
         self, loader: Iterable[Any], *, epoch: int, first_update: int, skip: int, position: Mapping[str, Any]
     ) -> Groups:
         """Starts epoch `epoch`, past its first `skip` groups, after which `position` was taken. Collective."""
+
+    def updates(self, loader: Iterable[Any], *, epoch: int, first_update: int) -> int | None:
+        """Updates of an epoch, where they can be known before it. Collective."""

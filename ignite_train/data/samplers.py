@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sized
+from collections.abc import Iterable, Iterator, Sized
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch.utils.data import Sampler
+from torch.utils.data import DataLoader, Sampler
 
 from ignite_train.arguments import describe, real_number
 from ignite_train.ranks import collectives
 
-__all__ = ["HasEpoch", "ShardedSampler"]
+__all__ = ["HasEpoch", "ShardedSampler", "set_epoch"]
 
 
 @runtime_checkable
@@ -20,6 +20,16 @@ class HasEpoch(Protocol):
 
     def set_epoch(self, epoch: int) -> None:
         """Says which epoch (0-based) the next pass is."""
+
+
+def set_epoch(loader: Iterable[Any], epoch: int) -> None:
+    """Tells `loader`, its samplers and its dataset which epoch (0-based) the next pass is, as far as they want to know."""
+    owners: list[Any] = [loader]
+    if isinstance(loader, DataLoader):
+        owners += [loader.sampler, loader.batch_sampler, loader.dataset]
+    for owner in owners:
+        if isinstance(owner, HasEpoch):
+            owner.set_epoch(epoch)
 
 
 class ShardedSampler(Sampler[int]):

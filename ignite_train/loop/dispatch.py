@@ -116,18 +116,16 @@ class Dispatcher(Engine):
     def fire_event(self, event_name: Any) -> None:
         """Calls the handlers of `event_name`; without handlers it costs one look-up."""
         handlers = self._event_handlers.get(event_name)
+        self.last_event_name = event_name
         if handlers:
-            self.last_event_name = event_name
-            for entry in tuple(handlers):
-                call(entry, (), {})
+            _call_all(handlers, (), {})
         elif handlers is None:
             self._assert_allowed_event(event_name)
             self._event_handlers[event_name] = []  # known from here on
 
     def _fire_event(self, event_name: Any, *event_args: Any, **event_kwargs: Any) -> None:
         self.last_event_name = event_name
-        for entry in tuple(self._event_handlers.get(event_name, ())):
-            call(entry, event_args, event_kwargs)
+        _call_all(self._event_handlers.get(event_name, []), event_args, event_kwargs)
 
     def _assert_allowed_event(self, event_name: Any) -> None:
         name = event_name if isinstance(event_name, str) else getattr(event_name, "name", repr(event_name))
@@ -162,6 +160,16 @@ def _refuse_unattached(handler: Any) -> None:
             f"handler must not be a {kind.__name__}, which attaches itself to the events that it needs; "
             f"use {kind.__name__}(...).attach(trainer)"
         )
+
+
+def _call_all(handlers: list[Any], event_args: tuple[Any, ...], event_kwargs: Any) -> None:
+    """Calls `handlers`, and those that are added while they run, as in Ignite. One that removes itself hides no other."""
+    called = tuple(handlers)
+    for entry in called:
+        call(entry, event_args, event_kwargs)
+    if len(handlers) > len(called):
+        for entry in [entry for entry in handlers if not any(entry is earlier for earlier in called)]:
+            call(entry, event_args, event_kwargs)
 
 
 def call(entry: tuple[Any, tuple[Any, ...], dict[str, Any]], event_args: tuple[Any, ...], event_kwargs: Any) -> None:

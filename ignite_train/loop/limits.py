@@ -8,7 +8,7 @@ from typing import Any
 from ignite_train.arguments import positive_int
 from ignite_train.state import TrainState
 
-__all__ = ["checked_limits", "refuse_ended_iterator", "refuse_epoch_length", "refuse_used_iterator"]
+__all__ = ["checked_limits", "refuse_ended_iterator", "refuse_used_iterator"]
 
 
 def refuse_used_iterator(loader: Iterable[Any], max_epochs: int | None, *, half_read: bool) -> None:
@@ -27,31 +27,18 @@ def refuse_used_iterator(loader: Iterable[Any], max_epochs: int | None, *, half_
         raise TypeError(f"data must be a loader, got an iterator ({type(loader).__name__}), which {why}; pass a DataLoader")
 
 
-def refuse_ended_iterator(state: TrainState) -> None:
-    """An epoch has no data because the iterator that gave the epochs before it has ended.
+def refuse_ended_iterator(state: TrainState, data: Iterable[Any]) -> None:
+    """Says that `data`, of which the run needs more, has ended.
 
     Raises:
-        ValueError: the data of the run is an iterator.
+        ValueError: always.
     """
-    if isinstance(state.dataloader, Iterator) and state.iteration > 0:
-        limit = f"max_iters={state.max_iters}" if state.max_iters is not None else f"max_epochs={state.max_epochs}"
-        raise ValueError(
-            f"data ended after {state.iteration} updates of {limit}; pass a loader that can be iterated again, such as a "
-            f"DataLoader or a list, got an iterator ({type(state.dataloader).__name__})"
-        )
-
-
-def refuse_epoch_length(epoch_length: Any) -> None:
-    """It is in Ignite's signature of `run`, and not supported.
-
-    Raises:
-        ValueError: it is given.
-    """
-    if epoch_length is not None:
-        raise ValueError(
-            f"epoch_length must be None, got {epoch_length!r}: an epoch is one pass over the loader; for data without an end "
-            "pass max_iters and attach handlers to ITERATION_COMPLETED(every=...)"
-        )
+    limit = f"max_iters={state.max_iters}" if state.max_iters is not None else f"max_epochs={state.max_epochs}"
+    what = "an iterator" if isinstance(data, Iterator) else "one that gives nothing"
+    raise ValueError(
+        f"data ended after {state.iteration} updates of {limit}; pass a loader that can be iterated again, such as a "
+        f"DataLoader or a list, got {what} ({type(data).__name__})"
+    )
 
 
 def checked_limits(state: TrainState, max_epochs: Any, max_iters: Any) -> tuple[int | None, int | None]:

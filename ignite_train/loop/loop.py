@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
@@ -40,11 +41,16 @@ class Loop(Dispatcher):
     - An exception always ends the run. Handlers of EXCEPTION_RAISED are observers: each is called once and cannot suppress
       it. The next `run` continues where this one ended: an iteration that did not finish is repeated.
     - Only the data can end an epoch: a StopIteration raised by a handler is an error like any other.
+    - An iteration that was stopped before it began is not counted: the next `run` does it.
+    - EPOCH_STARTED fires once for each epoch. Where `run` continues an epoch that an earlier call began, what handlers have
+      added up in it stays. After `interrupt` STARTED does not fire again either, as in Ignite.
 
     Args:
-        process: called with the engine and a batch; what it returns becomes `state.output`.
+        process: called with the engine and `state.batch`; what it returns becomes `state.output`.
 
     Attributes:
+        on_enter: functions that are called with the engine when a call of `run` begins, before STARTED: for the threads, files
+            and signals that a handler needs during each call.
         on_exit: functions that are called without arguments when a run is over, after its last handler: at a limit, after a
             request to stop, and after an exception.
         fetch_started: when the latest batch was requested, before GET_BATCH_STARTED; seconds of `time.perf_counter`.
@@ -53,14 +59,23 @@ class Loop(Dispatcher):
 
     def __init__(self, process: Callable[[Any, Any], Any]) -> None:
         super().__init__(process)
+        self.on_enter: list[Callable[[Any], None]] = []
         self.on_exit: list[Callable[[], None]] = []
         self.fetch_started = self.fetch_ended = 0.0
         self.settled = True  # whether the running iteration has had its effect and must not be repeated
         self._running = False
         self._iterating = False
+        self._interrupted = False  # the latest run ended by `interrupt`, and this one continues it
         self._epoch_open = False  # EPOCH_STARTED has been reached and EPOCH_COMPLETED has not
+        self._epoch_started = False  # the handlers of the open epoch's EPOCH_STARTED have run in this process
         self._epoch_iteration = 0  # iterations of the open epoch that are done
+        self._reading = False  # a pass over the data is open
+        self._data_ended = False  # the pass of the epoch before has ended in this run, by itself
         self._ended = False  # the latest run has come to its closing events
+
+    def _expected_length(self, data: Iterable[Any]) -> int | None:  # noqa: ARG002  # for subclasses
+        """Iterations of the epoch that begins next, if that can be known before its pass over the data."""
+        return None
 
     def _open(self, data: Iterable[Any]) -> Batches:
         """Starts the pass of the open epoch over the data, after the `_epoch_iteration` batches that are done."""
@@ -72,19 +87,26 @@ class Loop(Dispatcher):
         state, started = self.state, time.perf_counter()
         self.should_terminate = self.should_interrupt = False
         self.should_terminate_single_epoch = self._epoch_open and self.should_terminate_single_epoch  # not done yet
-        state.dataloader = data
-        self._running, self._ended = True, False
+        state.dataloader, continues = data, self._interrupted
+        self._running, self._ended, self._interrupted, self._data_ended = True, False, False, False
+        self._log(f"Engine run starting with max_epochs={state.max_epochs}, max_iters={state.max_iters}.")
         try:
-            self.fire_event(Events.STARTED)
+            for callback in self.on_enter:
+                callback(self)
+            if not self._epoch_open:
+                state.epoch_length = self._expected_length(data)
+            if not continues:
+                self.fire_event(Events.STARTED)
             unclosed = self._epoch_open  # its last iteration may have been done, and EPOCH_COMPLETED not
             while not self._stop_between_epochs() and (unclosed or not self._is_done(state)):
                 unclosed = False
-                self._run_epoch(data)
-            self._ended = bool(
-                self.should_terminate or not self.should_interrupt
-            )  # an interrupted run has yet to fire COMPLETED
+                self._run_epoch()
+            self._interrupted = bool(self.should_interrupt and not self.should_terminate)
+            self._ended = not self._interrupted  # an interrupted run has yet to fire COMPLETED
             state.times[Events.COMPLETED.name] = time.perf_counter() - started
             self._fire_closing_events()
+            state.times[Events.COMPLETED.name] = time.perf_counter() - started
+            self._log(f"Engine run finished. Time taken: {_clock(time.perf_counter() - started)}")
         except BaseException as error:
             self._observe(error)
             self._take_back()
@@ -94,8 +116,8 @@ class Loop(Dispatcher):
         finally:
             self._running = self._iterating = self.should_interrupt = False
             state.batch = None
-            for callback in self.on_exit:
-                callback()
+            for at_exit in self.on_exit:
+                at_exit()
 
     def _refuse_nested_run(self) -> None:
         if self._running:
@@ -106,58 +128,88 @@ class Loop(Dispatcher):
             raise TypeError(f"data must be a loader of micro-batches, got {describe(data)}")
         return data
 
-    def _run_epoch(self, data: Iterable[Any]) -> None:
-        state, started = self.state, time.perf_counter()
+    def _begin_epoch(self) -> None:
+        """Begins an epoch, or continues the one that a call of `run` has left open. Handlers may replace the data."""
+        state = self.state
         if not self._epoch_open:
-            self._epoch_open, self._epoch_iteration = True, 0
+            self._epoch_open, self._epoch_started, self._epoch_iteration = True, False, 0
             state.epoch += 1
-        self.fire_event(Events.EPOCH_STARTED)
+            if self._data_ended:
+                data: Any = state.dataloader
+                state.epoch_length = self._expected_length(data) or state.epoch_length
+                self.fire_event(Events.DATALOADER_STOP_ITERATION)
+        if not self._epoch_started:
+            self.fire_event(Events.EPOCH_STARTED)
+            self._epoch_started = True
+
+    def _run_epoch(self) -> None:
+        state, started = self.state, time.perf_counter()
+        self._begin_epoch()
         if self._stopping():
             return
+        data: Any = state.dataloader
         batches, whole = self._open(data), False
-        state.epoch_length = batches.length
+        self._reading, self._data_ended = True, False
+        state.epoch_length = batches.length or state.epoch_length
         try:
             while not (over := self._epoch_is_over(batches)) and not self._stopping() and not self._reached_max_iters():
+                state.batch = None  # not held while the next one is fetched
                 self.fetch_started = time.perf_counter()
                 self.fire_event(Events.GET_BATCH_STARTED)
-                batch = self._fetch(batches)
+                if self._asked_to_stop():
+                    continue
+                state.batch = self._fetch(batches)
                 self.fetch_ended = time.perf_counter()
-                if batch is _END:
-                    over = True
+                if state.batch is _END:
+                    state.batch, over = None, True
                     break
-                self._iterate(batch)
-                del batch  # free it before the next one is fetched
+                self._iterate()
             if over and not self._stopping():
                 self._close_epoch(started)
             whole = True
         finally:
+            self._reading = False
             batches.close(whole=whole)
 
     def _fetch(self, batches: Batches) -> Any:
         return next(batches, _END)
 
-    def _iterate(self, batch: Any) -> None:
+    def _iterate(self) -> None:
+        """Runs one iteration on `state.batch`, which handlers before it may replace; or none, if they ask to stop."""
         state = self.state
-        state.batch = batch
         self.fire_event(Events.GET_BATCH_COMPLETED)
+        if self._asked_to_stop():
+            return
         state.iteration += 1
         self._iterating, self.settled = True, False
         self.fire_event(Events.ITERATION_STARTED)
-        state.output = self._process_function(self, batch)
+        if self._asked_to_stop():
+            self._iterating = False
+            state.iteration -= 1
+            return
+        state.output = self._process_function(self, self._batch())
         self._iterating = False
         self._epoch_iteration += 1
         self.fire_event(Events.ITERATION_COMPLETED)
-        state.batch = None
+
+    def _batch(self) -> Any:
+        """What the running iteration works on: `state.batch`, as handlers may have replaced it."""
+        return self.state.batch
 
     def _close_epoch(self, started: float) -> None:
         if self.should_terminate_single_epoch:
             self._fire_event(Events.TERMINATE_SINGLE_EPOCH, iter_counter=self._epoch_iteration)
+        else:
+            self._data_ended, self.state.epoch_length = True, self._epoch_iteration
         fires = self.should_terminate_single_epoch != "skip_epoch_completed"
         self.should_terminate_single_epoch = False
-        self._epoch_open = False
-        self.state.times[Events.EPOCH_COMPLETED.name] = time.perf_counter() - started
+        self._epoch_open = self._reading = False
+        times = self.state.times
+        times[Events.EPOCH_COMPLETED.name] = time.perf_counter() - started
         if fires:
             self.fire_event(Events.EPOCH_COMPLETED)
+            times[Events.EPOCH_COMPLETED.name] = time.perf_counter() - started
+        self._log(f"Epoch[{self.state.epoch}] Complete. Time taken: {_clock(time.perf_counter() - started)}")
         self.should_terminate_single_epoch = False  # its handlers can only ask for what is done already
 
     def _fire_closing_events(self) -> None:
@@ -169,8 +221,16 @@ class Loop(Dispatcher):
         if self.should_terminate != "skip_completed":
             self.fire_event(Events.COMPLETED)
 
+    def _log(self, message: str) -> None:
+        """For those who gave the engine a logger, as Ignite's users do with `setup_logger`; else it is for debugging."""
+        level = logging.DEBUG if self.logger is logging.getLogger("ignite_train") else logging.INFO
+        self.logger.log(level, message)
+
     def _stopping(self) -> bool:
         return bool(self.should_terminate or self.should_interrupt)
+
+    def _asked_to_stop(self) -> bool:
+        return bool(self.should_terminate or self.should_interrupt or self.should_terminate_single_epoch)
 
     def _stop_between_epochs(self) -> bool:
         return self._stopping()
@@ -207,3 +267,9 @@ class Loop(Dispatcher):
         elif self._iterating:
             self.state.iteration -= 1
             self.should_terminate_single_epoch = False  # the repeated iteration asks again
+
+
+def _clock(seconds: float) -> str:
+    """Hours, minutes and seconds, as Ignite writes them."""
+    minutes, rest = divmod(seconds, 60)
+    return f"{int(minutes) // 60:02d}:{int(minutes) % 60:02d}:{rest:06.3f}"

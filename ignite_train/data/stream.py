@@ -1,0 +1,103 @@
+"""Data without epochs of its own: passes over an iterable follow each other, and an epoch is a number of updates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from ignite_train.data.description import length_of
+from ignite_train.data.position import DataPosition, open_loader
+from ignite_train.data.samplers import set_epoch
+
+__all__ = ["Stream"]
+
+
+class Stream:
+    """Reads an iterable again and again, across the epochs of a run, and can say where it is.
+
+    Samplers and datasets with `set_epoch` are told the number of the pass, from 0. An iterator is read once; when it ends, so
+    does the stream, unless `replace` has given it something else.
+
+    Args:
+        data: what the user passed to `run`.
+        updates_per_epoch: how many updates make an epoch.
+        on_pass_ended: called when a pass has ended, before the next begins; it may call `replace`.
+    """
+
+    def __init__(self, data: Iterable[Any], updates_per_epoch: int, on_pass_ended: Callable[[], None]) -> None:
+        self.data, self.updates_per_epoch = data, updates_per_epoch
+        self._on_pass_ended = on_pass_ended
+        self._passes = 0  # that have ended
+        self._given = 0  # micro-batches of this pass, in this process and before
+        self._since_found = 0  # of them, in this process
+        self._micro_batches: Iterator[Any] | None = None  # None: the pass has not been begun, or has ended
+        self._place: DataPosition | None = None
+        self._ended = False
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        while not self._ended:
+            if self._micro_batches is None:
+                self._begin_pass({})
+            micro_batch = next(self._micro_batches, self)  # type: ignore[arg-type]  # begun above
+            if micro_batch is not self:
+                self._given += 1
+                self._since_found += 1
+                return micro_batch
+            self._end_pass()
+        raise StopIteration
+
+    def replace(self, data: Iterable[Any]) -> None:
+        """Continues with another iterable, from its beginning."""
+        self.data, self._ended = data, False
+        self._micro_batches = self._place = None
+        self._given = self._since_found = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place in the stream, in plain types."""
+        state: dict[str, Any] = {"passes": self._passes, "given": self._given, "place": {}}
+        if self._place is not None:
+            length = length_of(self.data)
+            self._place.note(exhausted=length is not None and self._given >= length)
+            state["place"] = self._place.saved(self._since_found, self._given, latest=True)
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Goes to the place where `state_dict` was taken. Collective.
+
+        Raises:
+            TypeError: the stream is an iterator that has been read further.
+            ValueError: other ranks wrote it, or the data has changed; see `DataPosition`.
+        """
+        passes, given = state_dict["passes"], state_dict["given"]
+        if (passes, given) == (self._passes, self._given):
+            return
+        if isinstance(self.data, Iterator) and self._given:
+            raise TypeError(
+                f"data must be iterable again to repeat an update that was broken off, got an iterator "
+                f"({type(self.data).__name__}) that has been read past it; pass a DataLoader"
+            )
+        self._passes, self._given, self._ended = passes, given, False
+        self._micro_batches = self._place = None
+        if given:
+            self._begin_pass(state_dict["place"])
+
+    def _begin_pass(self, saved: Mapping[str, Any]) -> None:
+        set_epoch(self.data, self._passes)
+        self._place, self._since_found = DataPosition(self.data), 0
+        self._place.find(saved, int(bool(saved)))
+        self._micro_batches = iter(()) if self._place.at_end else open_loader(self.data)
+        if self._place.reads_past:
+            for _ in range(self._given):
+                next(self._micro_batches, None)
+        self._place.found()
+
+    def _end_pass(self) -> None:
+        """Begins another pass if there can be one: the pass gave something and can be repeated, or the data was replaced."""
+        data, was_empty = self.data, self._given == 0
+        self._passes += 1
+        self._given, self._micro_batches = 0, None
+        self._ended = was_empty or isinstance(data, Iterator)
+        self._on_pass_ended()  # `replace` makes it go on

@@ -1,0 +1,58 @@
+"""What a trainer takes over from a state that a stock Ignite engine saved."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ignite_train.arguments import positive_int
+
+__all__ = ["from_ignite_state", "is_ignite_state"]
+
+
+def is_ignite_state(state_dict: Any) -> bool:
+    """Whether `Engine.state_dict()` of stock Ignite gave it: counters and limits, and nothing of an update."""
+    return isinstance(state_dict, Mapping) and "epoch_length" in state_dict and "num_steps" not in state_dict
+
+
+def from_ignite_state(state_dict: Mapping[str, Any], accumulation_steps: Any) -> dict[str, Any]:
+    """Counters of a trainer that stands where the engine stood. Ignite's counters are of batches: our micro-batches.
+
+    Args:
+        state_dict: with `epoch_length` and one of `iteration` and `epoch`; `max_epochs` or `max_iters` in Ignite's meaning.
+        accumulation_steps: micro-batches to an update, a number.
+
+    Raises:
+        ValueError: the engine did not stop between two updates, or a number is missing or out of range.
+        TypeError: a number is not an integer.
+    """
+    length = positive_int("state_dict['epoch_length']", state_dict["epoch_length"])
+    if not isinstance(accumulation_steps, int):
+        raise ValueError(
+            "accumulation_steps must be a number to continue from a state of Ignite, whose counters are of batches, got "
+            f"{accumulation_steps!r}; load it into a trainer with accumulation_steps=N, save that, and resume from it"
+        )
+    batches = state_dict["iteration"] if "iteration" in state_dict else state_dict.get("epoch", 0) * length
+    if not isinstance(batches, int) or isinstance(batches, bool) or batches < 0:
+        raise ValueError(f"state_dict['iteration'] must be a number of batches, at least 0, got {batches!r}")
+    epochs, in_epoch = divmod(batches, length)
+    if in_epoch % accumulation_steps:
+        raise ValueError(
+            f"state_dict['iteration'] must be at the end of an update of {accumulation_steps} micro-batches, got {batches}, "
+            f"{in_epoch} batches into an epoch of {length}"
+        )
+    updates_per_epoch = -(-length // accumulation_steps)
+    updates = epochs * updates_per_epoch + in_epoch // accumulation_steps
+    max_iters = state_dict.get("max_iters")
+    return {
+        "iteration": updates,
+        "num_steps": updates,
+        "num_skipped": 0,
+        "num_micro_batches": batches,
+        "epochs_completed": epochs,
+        "epoch_iteration": in_epoch // accumulation_steps,
+        "epoch_length": updates_per_epoch,
+        "max_epochs": state_dict.get("max_epochs"),
+        "max_iters": max_iters and -(-max_iters // accumulation_steps),
+        "ended": False,
+    }
