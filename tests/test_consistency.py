@@ -325,7 +325,7 @@ def count_collectives(way: Way) -> list[dict[str, int]]:
     return counts
 
 
-@each_way
+@pytest.mark.parametrize("way", one_in(2, ["ddp", "explicit"]))
 def test_updates_have_no_more_collectives(way: Way) -> None:
     """Ten updates with both checks in each have the collectives of ten without, and the end of the run one for each."""
     for without, with_checks in run_ranks(count_collectives, way):

@@ -37,6 +37,7 @@ from ignite_train import ForwardOutput, NonFiniteError, Trainer, TrainEvents, Tr
 from ignite_train.handlers import FailureBoard, HangWatch, PeerFailureError, Validation, failure_board, hang_watch
 from ignite_train.ranks.sealed_messages import SealedMessages
 from processes import Processes, forked
+from tiers import slow
 from update_options import with_options
 
 DEADLINE = 30.0  # seconds. The promise is two; what is tested is that no rank waits for ever, on a busy machine too
@@ -417,7 +418,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("launcher", [[], ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]])
+@pytest.mark.parametrize("launcher", [[], slow(["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"])])
 def test_a_launcher_that_ends_the_others_leaves_time_to_name_the_rank(tmp_path: Path, launcher: list[str]) -> None:
     """`idist.Parallel` and torchrun send SIGTERM to the survivors at once: with `StopOnSignal` the line is still written."""
     script = tmp_path / "train.py"

@@ -22,6 +22,7 @@ from ignite_train.model.memory_layout import as_gradient_of, is_dense, pairs_wit
 from ignite_train.ranks import collectives, replicas
 from ranks import run_ranks
 from textbook import Textbook, norm_of
+from tiers import only
 from update_options import with_options
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -131,26 +132,26 @@ def error_of(way: str, layout: str, name: str, how: str, **arguments: Any) -> fl
     return float("inf") if strange else float((off / moved) ** 0.5)
 
 
-def table(patch: pytest.MonkeyPatch) -> Iterator[tuple[str, float]]:
+def table(patch: pytest.MonkeyPatch, name: str) -> Iterator[tuple[str, float]]:
     for way in ("ddp", "auto", "explicit", "buckets", "fsdp"):
         if way == "buckets":
             patch.setattr(replicas, "_TAIL_ELEMENTS", 6)  # so that all but the scale and the bias are in buckets
         for layout in ("contiguous", "expanded") if way == "fsdp" else LAYOUTS:  # torch refuses to shard the others
             for how in HOW:
-                for name in OPTIMIZERS:
-                    yield f"{way} {layout} {how} {name}", error_of("explicit" if way == "buckets" else way, layout, name, how)
+                yield f"{way} {layout} {how}", error_of("explicit" if way == "buckets" else way, layout, name, how)
 
 
-def all_of_it() -> dict[str, float]:
+def all_of_it(name: str) -> dict[str, float]:
     logging.disable(logging.WARNING)
     with pytest.MonkeyPatch.context() as patch:
-        return dict(table(patch))
+        return dict(table(patch, name))
 
 
-def test_the_layout_of_parameters_changes_no_update():
+@pytest.mark.parametrize("name", only(["adamw"], OPTIMIZERS))
+def test_the_layout_of_parameters_changes_no_update(name):
     """Each layout, in each way of crossing ranks, with each kernel of each optimizer: the parameters of float64 arithmetic."""
-    for errors in run_ranks(all_of_it, timeout_seconds=100.0):
-        assert len(errors) == 4 * 5 * 9 + 2 * 9
+    for errors in run_ranks(all_of_it, name, timeout_seconds=100.0):
+        assert len(errors) == 4 * 5 * 3 + 2 * 3
         assert {case: error for case, error in errors.items() if not error < 1e-4} == {}
 
 
