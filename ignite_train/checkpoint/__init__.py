@@ -1,6 +1,6 @@
 """Checkpoints on disk: what is in the files, how they are written, and how a run resumes from them.
 
-What can be done with them without a run is imported from here, and is the command `python -m ignite_train.checkpoint`.
+The functions that work without a run are imported from here; the command `python -m ignite_train.checkpoint` offers them too.
 """
 
 from ignite_train.checkpoint.inspection import Found, consolidate, find, latest, verify
