@@ -220,7 +220,7 @@ def test_a_metric_that_is_none(tmp_path: Path) -> None:
 
 
 def test_what_resume_may_be(tmp_path: Path) -> None:
-    """Auto starts from the beginning or resumes, must insists, never refuses, and a path is a checkpoint or a directory of them."""
+    """Auto trains from scratch or resumes, must insists, never refuses, and a path is a checkpoint or a directory of them."""
     trainer, _ = make()
     Checkpoint(tmp_path / "a", every=2, keep=99).attach(trainer)
     with pytest.raises(CheckpointError, match=r"a has no checkpoint, and resume='must' needs one"):

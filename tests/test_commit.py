@@ -1,4 +1,4 @@
-"""If a save is cut short anywhere, by a crash, a power cut or an error of the disk, a whole checkpoint is there to go on from."""
+"""If a save is cut short anywhere, by a crash, a power cut or an error of the disk, a whole checkpoint remains."""
 
 from __future__ import annotations
 
@@ -300,7 +300,7 @@ def test_a_power_cut_loses_nothing_that_was_committed(tmp_path, monkeypatch, wor
 
 
 def test_after_a_power_cut_the_next_save_tidies(tmp_path, monkeypatch):
-    """From any of these states a run continues to save, and nothing is left over of what was cut short, nor of what is damaged."""
+    """From any of these states a run continues to save, and nothing of what was cut short or damaged is left over."""
     root = tmp_path / "root"
     root.mkdir()
     for number, (tree, _) in enumerate(disk_states(record(root, monkeypatch, saves=2).log)):

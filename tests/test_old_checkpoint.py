@@ -149,7 +149,7 @@ def refusal(directory: Path, resume: str | Path = "auto") -> str:
 @pytest.mark.parametrize("resume", ["auto", "must", "never", "directory", "checkpoint"])
 @pytest.mark.parametrize("which", [OLD, NEW])
 def test_a_newer_format_is_refused_and_left_untouched(which: str, resume: str, tmp_path: Path) -> None:
-    """Neither renamed nor passed over for one that can be read, whether it is the older or the newer; one line says what to do."""
+    """Neither renamed nor passed over for a readable one, whether it is the older or the newer; one line says what to do."""
     for name in (OLD, NEW):
         store(tmp_path, name, 2 if name == which else None)
     stored = (tmp_path / which / "manifest.json").read_bytes()
