@@ -186,7 +186,7 @@ class DirectoryLock:
 
 
 def writer_of(directory: Path) -> str:
-    """The token in the lock file of a directory; empty if there is no lock, or it cannot be read."""
+    """The token in the lock file of a directory; empty if the file is missing or cannot be read."""
     with suppress(OSError):
         return str(_parsed(_read(directory / LOCK) or b"").get("token", ""))
     return ""
