@@ -1,4 +1,4 @@
-"""Checkpoints from which a run resumes bitwise, wherever it was killed."""
+"""Checkpoints from which a killed run resumes bitwise."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from ignite_train.checkpoint.cadence import Cadence
 from ignite_train.checkpoint.capture import capture
 from ignite_train.checkpoint.config import plain_config, versions
 from ignite_train.checkpoint.directory import Contents, together
+from ignite_train.checkpoint.disk import refuse_other_systems
 from ignite_train.checkpoint.held_state import HeldState
 from ignite_train.checkpoint.manifest import Manifest
 from ignite_train.checkpoint.resume import Resumption, log_how_exact
@@ -65,7 +66,7 @@ class Checkpoint(Handler):
         every_epochs: save every N epochs; 1 if neither this nor `every` nor `every_seconds` is given. The end of a run is
             always saved.
         keep: how many of the newest checkpoints stay.
-        keep_every: checkpoints whose update is a multiple of this stay for ever.
+        keep_every: checkpoints whose update is a multiple of this are never removed.
         best: name of a metric of the evaluator. Whenever it is the best so far, that state is saved too.
         mode: whether the best is the `"min"` or the `"max"`.
         keep_best: how many of the best checkpoints stay.
@@ -91,6 +92,7 @@ class Checkpoint(Handler):
     Raises:
         TypeError: an argument has the wrong type.
         ValueError: an argument has an invalid value, or `directory` is a file.
+        NotImplementedError: the system lacks calls that checkpoints need, as Windows does.
 
     Example:
         >>> import tempfile
@@ -128,6 +130,7 @@ class Checkpoint(Handler):
         give_up_after: int = GIVE_UP_AFTER,
         on_changed_data: Literal["raise", "warn"] = "raise",
     ) -> None:
+        refuse_other_systems()
         self.directory = _checked_directory(Path(directory).absolute())
         retention = Retention(
             last=positive_int("keep", keep),
@@ -159,7 +162,7 @@ class Checkpoint(Handler):
 
     @property
     def latest(self) -> Path | None:
-        """The newest checkpoint that this process has committed or resumed from; None if there is none yet."""
+        """The newest checkpoint that this process has committed or resumed from; None before the first."""
         return self.saver.latest
 
     def attach(self, trainer: Trainer, *, evaluator: Evaluator | None = None) -> None:

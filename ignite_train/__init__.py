@@ -6,6 +6,7 @@ from ignite_train.data.resumable_loader import ResumableLoader
 from ignite_train.data.samplers import ShardedSampler
 from ignite_train.errors import (
     CheckpointError,
+    CheckpointFormatError,
     DamagedCheckpointError,
     ForwardContractError,
     GaveUpError,
@@ -40,6 +41,7 @@ from ignite_train.update.options import UpdateOptions
 __all__ = [
     "AccumulationSteps",
     "CheckpointError",
+    "CheckpointFormatError",
     "Counted",
     "DamagedCheckpointError",
     "DeepSpeedLossScaling",

@@ -10,6 +10,7 @@ A caller's mistake that is known before the first batch is a plain `ValueError` 
     ├── GradientAccessError    (RuntimeError)        gradients were asked for outside of GRADIENTS_READY
     ├── CheckpointError        (RuntimeError)        a checkpoint could not be written, found or read
     │   ├── DamagedCheckpointError                   a file is missing, cut short or altered
+    │   ├── CheckpointFormatError                    a newer version of this library wrote the checkpoint
     │   └── UnreadableCheckpointError                the disk gave an error while a checkpoint was read
     ├── NonFiniteError         (FloatingPointError)  the reduced gradient norm or loss is inf or NaN
     ├── GaveUpError            (RuntimeError)        too many updates in a row were skipped or ran out of memory
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 __all__ = [
     "CheckpointError",
+    "CheckpointFormatError",
     "DamagedCheckpointError",
     "ForwardContractError",
     "GaveUpError",
@@ -104,6 +106,27 @@ class DamagedCheckpointError(CheckpointError):
 
     def __reduce__(self) -> tuple[type[DamagedCheckpointError], tuple[str, str]]:
         return type(self), (self.path, self.reason)
+
+
+class CheckpointFormatError(CheckpointError):
+    """A checkpoint has a newer format than this version of the library reads. It may well be whole: it is left untouched.
+
+    Attributes:
+        path: of the checkpoint.
+        found: its format.
+        newest: the newest format that this version reads.
+    """
+
+    def __init__(self, path: str, found: int, newest: int) -> None:
+        self.path, self.found, self.newest = path, found, newest
+        self.reason = f"it has format {found}, and this version of ignite_train reads formats up to {newest}"
+        super().__init__(
+            f"checkpoint {path} cannot be used: {self.reason}; nothing was renamed: use the version that wrote it or a newer "
+            "one, or move it to another directory"
+        )
+
+    def __reduce__(self) -> tuple[type[CheckpointFormatError], tuple[str, int, int]]:
+        return type(self), (self.path, self.found, self.newest)
 
 
 class UnreadableCheckpointError(CheckpointError):

@@ -1,4 +1,4 @@
-"""Checkpoints of a few kilobytes, written without a run: number N holds nothing but N, so that whoever reads it can tell."""
+"""Checkpoints of a few kilobytes, written without a run: number N holds only N, so that a reader can tell which one it is."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def read(path: Path) -> int:
 
 
 def newest(directory: Path) -> int | None:
-    """The number that a run would go on from; None if there is no checkpoint."""
+    """The number that a run would resume from; None without a checkpoint."""
     found = checkpoint.latest(directory) if directory.is_dir() else None
     return None if found is None else read(found)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import re
 import subprocess
@@ -111,7 +112,7 @@ def test_cadences(options: dict[str, Any], expected: list[str], tmp_path: Path) 
 
 
 def test_every_seconds_by_the_clock(tmp_path: Path, monkeypatch: Any) -> None:
-    """A clock that goes on by 10 seconds an update: 25 seconds are up at every third."""
+    """A clock that advances by 10 seconds an update: 25 seconds have passed at every third."""
     clock = [100.0]
     monkeypatch.setattr("ignite_train.checkpoint.cadence.time.monotonic", lambda: clock[0])
     trainer, _ = make()
@@ -219,10 +220,10 @@ def test_a_metric_that_is_none(tmp_path: Path) -> None:
 
 
 def test_what_resume_may_be(tmp_path: Path) -> None:
-    """Auto begins anew or goes on, must insists, never refuses, and a path is a checkpoint or a directory of them."""
+    """Auto trains from scratch or resumes, must insists, never refuses, and a path is a checkpoint or a directory of them."""
     trainer, _ = make()
     Checkpoint(tmp_path / "a", every=2, keep=99).attach(trainer)
-    with pytest.raises(CheckpointError, match=r"there is no checkpoint in .*a, and resume='must' needs one"):
+    with pytest.raises(CheckpointError, match=r"a has no checkpoint, and resume='must' needs one"):
         trainer.run(LOADER, max_epochs=1, resume="must")
     trainer.run(LOADER, max_epochs=1, resume="never")
     for resume, update in (
@@ -247,7 +248,7 @@ def test_what_resume_may_be(tmp_path: Path) -> None:
         assert checkpoint.latest.parent == tmp_path / "a"
     fresh, _ = make()
     Checkpoint(tmp_path / "a").attach(fresh)
-    with pytest.raises(ValueError, match=r"resume must not be 'never' where checkpoints are, got [0-9]+ in .*; go on with"):
+    with pytest.raises(ValueError, match=r"resume must not be 'never' where checkpoints are, got [0-9]+ in .*; continue with"):
         fresh.run(LOADER, max_epochs=1, resume="never")
 
 
@@ -274,7 +275,7 @@ def test_without_a_checkpoint_there_is_nothing_to_resume() -> None:
 
 
 def refusal(directory: Path, trainer: Trainer, **options: Any) -> str:
-    """Why a fresh trainer cannot go on there; its weights are what they were."""
+    """Why a fresh trainer cannot resume there; its weights have not changed."""
     model = trainer._stateful_parts["model"]
     before = {name: value.clone() for name, value in model.state_dict().items()}
     Checkpoint(directory, **options).attach(trainer)
@@ -324,7 +325,7 @@ def test_what_changed_is_listed(tmp_path: Path, caplog: Any) -> None:
 
 
 def test_nothing_changed_is_no_warning(tmp_path: Path, caplog: Any) -> None:
-    """Going on is said, at info."""
+    """That a run resumes is logged, at info."""
     saves(tmp_path, epochs=1)
     with caplog.at_level(logging.INFO):
         saves(tmp_path, epochs=2)
@@ -346,7 +347,7 @@ def test_a_finished_run_does_nothing_until_the_limit_is_raised(tmp_path: Path, c
 
 
 def test_saved_and_loaded_again_and_again(tmp_path: Path, bits: Any) -> None:
-    """In one process: going back to the same checkpoint gives the same run each time, and saves go on working."""
+    """In one process: going back to the same checkpoint gives the same run each time, and saves continue to work."""
     trainer, model = make()
     Checkpoint(tmp_path, every=1, keep=99).attach(trainer)
     trainer.run(LOADER, max_epochs=2)
@@ -421,7 +422,7 @@ def test_what_cannot_be_stored_names_its_place(tmp_path: Path) -> None:
     ids=["sequential", "chained", "lambda"],
 )
 def test_schedules_with_nested_state(schedule: Any, tmp_path: Path) -> None:
-    """The learning rates go on as they would have."""
+    """The learning rates continue as in a run that was not interrupted."""
 
     def run(directory: Path | None, limits: list[int]) -> list[Any]:
         rates: list[Any] = []
@@ -590,7 +591,7 @@ def test_a_save_that_fails(on_error: str, asynchronous: bool, tmp_path: Path, ca
     else:
         trainer.run(LOADER, max_iters=4)
         assert names(tmp_path) == ["1", "3", "4"]
-        assert sum("No space left" in line and "training goes on" in line for line in logged(caplog)) == 1
+        assert sum("No space left" in line and "training continues" in line for line in logged(caplog)) == 1
     assert [path.name for path in tmp_path.iterdir() if not path.name.startswith("update-")] == []
 
 
@@ -804,7 +805,7 @@ def test_replicas_write_the_model_once_and_keep_their_buffers(tmp_path: Path) ->
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
 def test_metrics_of_other_ranks_begin_anew(before: int, after: int, tmp_path: Path) -> None:
-    """Ignite's metrics hold what each rank has counted: another number of ranks leaves them as they are."""
+    """Ignite's metrics hold what each rank has counted: another number of ranks leaves them untouched."""
     updates = 3 if before == 2 else 6  # an epoch, for the data cannot be found again in the middle
     run_ranks(replicas, str(tmp_path), 0, updates, world_size=before)
     states = run_ranks(replicas, str(tmp_path), 0, updates + 1, world_size=after)
@@ -878,16 +879,16 @@ def test_the_command(tmp_path: Path, capsys: Any) -> None:
     assert "weights_only=True" in capsys.readouterr().out
     assert set(torch.load(output, weights_only=True)) == {"weight", "bias"}
     assert main(["consolidate", str(newest), "--output", str(output)]) == 1
-    assert "there is no whole checkpoint in" in capsys.readouterr().err
+    assert "has no whole checkpoint" in capsys.readouterr().err
     assert main(["list", str(tmp_path / "none")]) == 1
-    assert "there is no directory" in capsys.readouterr().err
+    assert "does not exist" in capsys.readouterr().err
     (tmp_path / "empty").mkdir()
     assert main(["list", str(tmp_path / "empty")]) == 0
     assert "no checkpoint in" in capsys.readouterr().out
 
 
 def test_the_run_does_not_wait_for_the_disk(tmp_path: Path) -> None:
-    """With a write that stands still, updates go on until the next save, and what is written then is the state at the save."""
+    """While a write is blocked, updates continue until the next save, and what is written then is the state at the save."""
     trainer, model = make()
     checkpoint = Checkpoint(tmp_path, every=2, keep=99)
     checkpoint.attach(trainer)
@@ -903,3 +904,27 @@ def test_the_run_does_not_wait_for_the_disk(tmp_path: Path) -> None:
     trainer.run(LOADER, max_iters=3)
     assert main(["consolidate", str(tmp_path / "update-00000002"), "--output", str(tmp_path / "model.pt")]) == 0
     assert torch.equal(torch.load(tmp_path / "model.pt", weights_only=True)["weight"], at_save[0])
+
+
+# --- how it shows itself ----------------------------------------------------------------------------------------------------
+
+
+def test_its_repr_says_when_it_saves(tmp_path: Path) -> None:
+    """Directory, cadence, how many stay, and the newest one."""
+    assert repr(Checkpoint(tmp_path)) == f"Checkpoint({str(tmp_path)!r}, every_epochs=1, keep=2)"
+    text = repr(Checkpoint(tmp_path, every=5, every_seconds=600, best="loss", keep=3))
+    assert text == f"Checkpoint({str(tmp_path)!r}, every=5, every_seconds=600.0, best='loss', keep=3)"
+
+    trainer, _ = make()
+    checkpoint = Checkpoint(tmp_path, every=2)
+    checkpoint.attach(trainer)
+    trainer.run(LOADER, max_iters=2)
+    assert checkpoint.latest is not None
+    assert repr(checkpoint) == f"Checkpoint({str(tmp_path)!r}, every=2, keep=2, latest={checkpoint.latest.name!r})"
+
+
+def test_signatures_show_values() -> None:
+    """What `help` shows of a default is what a user would write, not the address of an object."""
+    shown = [inspect.signature(function) for function in (Checkpoint, Checkpoint.attach, Checkpoint.restore, Checkpoint.save)]
+    assert [str(signature) for signature in shown if " at 0x" in str(signature) or " object" in str(signature)] == []
+    assert "give_up_after: 'int' = 5" in str(shown[0])

@@ -166,7 +166,7 @@ def test_every_flipped_bit_is_noticed(whole, tmp_path, name):
 @pytest.mark.parametrize("count", [80, pytest.param(1000, marks=[pytest.mark.nightly, pytest.mark.timeout(600)])])
 @pytest.mark.parametrize("name", FILES)
 def test_a_run_goes_on_from_the_older_one(whole, falls_back, name, count):
-    """One random bit in one file: the run goes on from the older one, bitwise, and the log says what was wrong."""
+    """One random bit in one file: the run resumes from the older one, bitwise, and the log says what was wrong."""
     draw, size = _random(5), (whole[0] / NEW / name).stat().st_size
     for bit in draw.sample(range(8 * size), count):
         falls_back(lambda path: altered(path / name, flip(bit)), f"bit {bit} of {name}")  # noqa: B023
@@ -247,7 +247,7 @@ def test_a_manifest_of_another_checkpoint_is_noticed(whole, falls_back):
 
 
 def test_a_reader_without_checksums_takes_flipped_bits_for_tensors(whole, tmp_path, monkeypatch):
-    """What the checksums are for: without them a bit that flips in the tensors is noticed by nobody."""
+    """What the checksums are for: without them a flipped bit in the tensors is not noticed."""
     with monkeypatch.context() as patch:
         for module in (
             ignite_train.checkpoint.tensor_files,
@@ -266,7 +266,7 @@ def test_a_reader_without_checksums_takes_flipped_bits_for_tensors(whole, tmp_pa
 
 
 def test_if_none_is_whole_nothing_begins_from_scratch(whole, tmp_path):
-    """Both damaged: an error that says of each what is wrong with it. The run is as it was."""
+    """Both damaged: an error that says of each what is wrong with it. The run has not changed."""
     directory = tmp_path / "copy"
     shutil.copytree(whole[0], directory)
     (directory / OLD / "rank-00000.bin").unlink()
@@ -380,7 +380,7 @@ def test_a_directory_with_damaged_ones_only_does_not_begin_anew(whole, tmp_path)
 
 
 def test_one_that_is_damaged_and_named_is_refused(whole, tmp_path):
-    """`resume=path` means that one: there is no other to fall back to."""
+    """`resume=path` means that one: no other one is used instead."""
     directory = tmp_path / "copy"
     shutil.copytree(whole[0], directory)
     altered(directory / NEW / "rank-00000.bin", flip(12345))
@@ -518,7 +518,7 @@ def _one_rank_sees_damage(directory: Path, kind: str) -> tuple[str, list[str]]:
     ("kind", "says"),
     [
         ("other bytes", "that is what rank 1 reads, and rank 0 finds it whole, so nothing was renamed"),
-        ("no files", "is not there on rank 1: all ranks must see the same files"),
+        ("no files", "does not exist on rank 1: all ranks must see the same files"),
     ],
 )
 def test_what_one_rank_alone_sees_is_no_damage(tmp_path, kind, says):

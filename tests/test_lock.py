@@ -250,7 +250,7 @@ def test_what_was_given_back_is_not_held(tmp_path, taken):
     """A thread that still writes when the run is over commits nothing."""
     taken.hold()
     taken.release()
-    with pytest.raises(CheckpointError, match="this run is over and no longer writes checkpoints"):
+    with pytest.raises(CheckpointError, match="this run has ended and writes no more checkpoints"):
         taken.check()
 
 

@@ -1,19 +1,25 @@
-"""A checkpoint that an older version of the package wrote, and that lies in `tests/data`, is still resumed."""
+"""Formats: a stored checkpoint of each older one still resumes bitwise, and one of a newer format is left untouched."""
 
 from __future__ import annotations
 
 import json
 import shutil
+import zlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from ignite.engine import Events
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from ignite_train import ForwardOutput, ResumableLoader, Trainer, create_trainer
+from ignite_train import CheckpointError, CheckpointFormatError, ForwardOutput, ResumableLoader, Trainer, create_trainer
+from ignite_train import checkpoint as checkpoints
+from ignite_train.checkpoint.inspection import main
 from ignite_train.handlers import Checkpoint, LearningRateSchedule, TrainingMetrics
+from ranks import run_ranks
 
 DATA = Path(__file__).parent / "data" / "format-1"
 UPDATE = 4  # of three to an epoch: in the middle of the second
@@ -65,7 +71,8 @@ def make(directory: Path | None, seed: int) -> Job:
     groups = [{"params": [model.weight], "weight_decay": 0.1}, {"params": [model.bias], "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=0.05)
     schedule = CosineAnnealingLR(optimizer, 9)
-    trainer = create_trainer(model, optimizer, forward)
+    wrapped = DistributedDataParallel(model) if torch.distributed.is_initialized() else model
+    trainer = create_trainer(wrapped, optimizer, forward)
     LearningRateSchedule(schedule).attach(trainer)
     metrics = TrainingMetrics()
     metrics.attach(trainer, Events.ITERATION_COMPLETED(every=3))
@@ -75,7 +82,7 @@ def make(directory: Path | None, seed: int) -> Job:
     return Job(trainer, model, optimizer, schedule, metrics, ResumableLoader(samples, 4, shuffle=True, seed=1))
 
 
-def test_goes_on_bitwise_from_a_checkpoint_of_an_older_version(tmp_path: Path) -> None:
+def test_resumes_bitwise_from_a_checkpoint_of_an_older_version(tmp_path: Path) -> None:
     """It holds what its run held when it was written; the end is that of a run which was given these numbers by hand."""
     expected = json.loads((DATA / "expected.json").read_text())
     shutil.copytree(DATA / "update-00000004", tmp_path / "update-00000004")
@@ -103,3 +110,104 @@ def test_goes_on_bitwise_from_a_checkpoint_of_an_older_version(tmp_path: Path) -
         record["metrics"]["sums"] = {k: v for k, v in record["metrics"]["sums"].items() if k not in ("seconds", "waited")}
     assert end == expected_end
     assert end["counters"] == [9, 3, 9, 0]
+
+
+# --- a newer format -------------------------------------------------------------------------------------------------------
+
+OLD, NEW = "update-00000004", "update-00000008"
+
+
+def store(directory: Path, name: str, format_: int | None = None) -> Path:
+    """A copy of the stored checkpoint; with a `format_`, as a newer version might write it: other fields, right checksum."""
+    path = directory / name
+    shutil.copytree(DATA / OLD, path)
+    if format_ is not None:
+        (path / "manifest.json").write_bytes(newer(json.loads((path / "manifest.json").read_bytes())["manifest"], format_))
+    return path
+
+
+def newer(manifest: dict[str, Any], format_: int) -> bytes:
+    """The manifest file of a newer format."""
+    body = json.dumps({**manifest, "format": format_, "order": "unknown today"}, separators=(",", ":")).encode()
+    return b'{"crc32":"%08x","manifest":%b}\n' % (zlib.crc32(body), body)
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def refusal(directory: Path, resume: str | Path = "auto") -> str:
+    """The error of a run there, which must not have trained."""
+    job = make(directory, seed=9)
+    weights = job.model.weight.detach().clone()
+    with pytest.raises(CheckpointError) as caught:
+        job.trainer.run(job.loader, max_epochs=3, resume=resume)
+    assert torch.equal(job.model.weight, weights) or job.trainer.state.iteration == UPDATE
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("resume", ["auto", "must", "never", "directory", "checkpoint"])
+@pytest.mark.parametrize("which", [OLD, NEW])
+def test_a_newer_format_is_refused_and_left_untouched(which: str, resume: str, tmp_path: Path) -> None:
+    """Neither renamed nor passed over for a readable one, whether it is the older or the newer; one line says what to do."""
+    for name in (OLD, NEW):
+        store(tmp_path, name, 2 if name == which else None)
+    stored = (tmp_path / which / "manifest.json").read_bytes()
+    message = refusal(tmp_path, {"directory": tmp_path, "checkpoint": tmp_path / which}.get(resume, resume))
+
+    assert (
+        f"{which} cannot be used: it has format 2, and this version of ignite_train reads formats up to 1; nothing was "
+        "renamed: use the version that wrote it or a newer one, or move it to another directory"
+    ) in message
+    assert "\n" not in message
+    assert names(tmp_path) == [OLD, NEW]
+    assert (tmp_path / which / "manifest.json").read_bytes() == stored
+
+
+def test_a_run_does_not_save_beside_a_newer_format(tmp_path: Path) -> None:
+    """A run that resumes from an older one by name is refused before its first update; moved away, the older one is used."""
+    store(tmp_path / "run", OLD)
+    store(tmp_path / "run", NEW, 2)
+    assert "it has format 2" in refusal(tmp_path / "run", tmp_path / "run" / OLD)
+    assert names(tmp_path / "run") == [OLD, NEW]
+
+    (tmp_path / "run" / NEW).rename(tmp_path / NEW)
+    job = make(tmp_path / "run", seed=9)
+    job.trainer.run(job.loader, max_epochs=3)
+    assert job.trainer.state.iteration == 9
+
+
+def refusal_of_a_rank(directory: Path) -> str:
+    job = make(directory, seed=9)
+    try:
+        job.trainer.run(job.loader, max_epochs=3)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def test_a_newer_format_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    """With the same line."""
+    store(tmp_path, NEW, 2)
+    first, second = run_ranks(refusal_of_a_rank, tmp_path)
+    assert first == second
+    assert f"{NEW} cannot be used: it has format 2" in first
+    assert names(tmp_path) == [NEW]
+
+
+def test_the_commands_do_not_take_a_newer_format_for_damaged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`latest` does not answer with an older one, `verify` raises, and `list` says that it cannot be read."""
+    store(tmp_path, OLD)
+    path = store(tmp_path, NEW, 7)
+    for ask in (lambda: checkpoints.latest(tmp_path), lambda: checkpoints.verify(path)):
+        with pytest.raises(CheckpointFormatError, match="it has format 7") as caught:
+            ask()
+        assert (caught.value.path, caught.value.found, caught.value.newest) == (str(path), 7, 1)
+    found = checkpoints.find(tmp_path)
+    assert [(entry.path.name, entry.damage, bool(entry.unreadable)) for entry in found] == [(NEW, "", True), (OLD, "", False)]
+
+    for command in ("list", "verify"):
+        assert main([command, str(tmp_path)]) == 1
+        output = capsys.readouterr().out
+        assert f"{NEW}  cannot be read: it has format 7" in output
+        assert "damaged" not in output

@@ -1,4 +1,4 @@
-"""A run that breaks off anywhere goes on bitwise: with any loader, precision, optimizer, schedule and set of handlers.
+"""A run that breaks off anywhere resumes bitwise: with any loader, precision, optimizer, schedule and set of handlers.
 
 Each cell trains once without a break and without checkpoints, and once with a break, after which everything is built anew
 under other seeds. Both must end with the same weights, moments, generators and journal: a handler that writes down each
@@ -102,7 +102,7 @@ class Unsized:
 
 
 class Remembering:
-    """A loader with a state and a generator of its own that nobody else knows of; each pass shuffles what the last one left."""
+    """A loader with a state and a generator of its own that only it knows; each pass shuffles what the last one left."""
 
     def __init__(self, samples: Samples) -> None:
         self.samples, self.order, self.position = samples, list(range(SAMPLES)), -1
@@ -112,7 +112,7 @@ class Remembering:
         return -(-SAMPLES // BATCH)
 
     def __iter__(self) -> Iterator[Any]:
-        if self.position < 0:  # or else it goes on
+        if self.position < 0:  # otherwise it continues
             self.generator.shuffle(self.order)
             self.position = 0
         while self.position < SAMPLES:
@@ -338,7 +338,7 @@ def uninterrupted(cell: Cell) -> dict[str, Any]:
 
 
 def check(cell: Cell, directory: Path, bits: Callable[[Any], Any]) -> None:
-    """Breaks off, goes on with everything new, and compares."""
+    """Breaks off, resumes with new objects, and compares."""
     expected = uninterrupted(cell._replace(stop="", every=0, workers=(cell.workers[0],) * 2))
     job = make_job(cell, directory, seed=0, workers=cell.workers[0])
     break_off(job, cell.stop)
@@ -442,7 +442,7 @@ STATEFUL = [
 
 @pytest.mark.parametrize("cell", one_in(4, STATEFUL), ids=str)
 def test_loaders_with_a_state_end_their_pass_and_begin_another(cell: Cell, tmp_path: Path, bits: Any) -> None:
-    """Broken off between the last update of an epoch and the first of the next, they go on to shuffle as they would have."""
+    """Broken off between the last update of an epoch and the first of the next, they continue to shuffle as they would have."""
     check(cell, tmp_path / "run", bits)
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import stat
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,14 +17,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ignite.engine import Events
 from torch import Tensor
 
-from ignite_train import CheckpointError
+from ignite_train import CheckpointError, checkpoint, create_trainer
 from ignite_train.checkpoint.reader import CheckpointReader
 from ignite_train.checkpoint.retention import Retention
 from ignite_train.checkpoint.tensor_files import Snapshot
 from ignite_train.checkpoint.tree import dtype_name
 from ignite_train.checkpoint.writer import CheckpointWriter
+from ignite_train.handlers import Checkpoint
 from small_checkpoints import QuickDisk, contents, keep, manifest, names
 
 SAVES = 200
@@ -94,7 +98,7 @@ def loaded(path: Path | None) -> str:
 
 
 def test_asynchronous_saves_are_not_torn(tmp_path):
-    """200 saves while steps go on at full speed, the first before anything is written: what is loaded is the state then."""
+    """200 saves while steps continue at full speed, the first before anything is written: what is loaded is the state then."""
     training, writer = Training(), saver(tmp_path)
     writer.disk = gate = Gate()
     steps_behind = 0
@@ -117,7 +121,7 @@ def test_asynchronous_saves_are_not_torn(tmp_path):
 
 
 def test_without_a_copy_saves_would_be_torn(tmp_path, monkeypatch):
-    """The test above sees it: were the tensors written as they are, the state would be that of a later step."""
+    """The test above sees it: if the tensors were written without a copy, the state would be that of a later step."""
     training, writer = Training(), saver(tmp_path)
     writer.disk = gate = Gate()
     monkeypatch.setattr(Snapshot, "take", lambda self, pieces: dict(pieces))
@@ -168,7 +172,7 @@ class Full(QuickDisk):
 
 @pytest.mark.parametrize("then", ["save", "wait"])
 def test_a_failure_surfaces_at_the_next_save_or_at_the_end(tmp_path, then):
-    """The save that fails returns; whoever comes next gets the error, once. Then all goes on."""
+    """The save that fails returns; the next call gets the error, once. Then saving continues."""
     training, writer = Training(), saver(tmp_path)
     again = partial(writer.save, contents(training.state_dict(), "run"), manifest(2))
     writer.disk = Full()
@@ -185,13 +189,13 @@ def test_a_failure_surfaces_at_the_next_save_or_at_the_end(tmp_path, then):
 
 
 def test_a_failure_is_a_warning_if_that_was_asked_for(tmp_path, caplog):
-    """`warns` makes it one line in the log; what is no error of a save is raised all the same."""
+    """`warns` makes it one line in the log; what is not an error of a save is raised in any case."""
     training, writer = Training(), saver(tmp_path, warns=True)
     writer.disk = Full()
     writer.save(contents(training.state_dict(), "run"), manifest(1))
     writer.wait()
     assert [entry.levelname for entry in caplog.records] == ["WARNING"]
-    assert "No space left on device; training goes on" in caplog.text
+    assert "No space left on device; training continues" in caplog.text
 
     writer.disk.names = lambda path: 1 / 0  # type: ignore[method-assign, assignment, return-value]
     writer.save(contents(training.state_dict(), "run"), manifest(2))
@@ -302,3 +306,66 @@ def test_pruning_follows_the_rule_on_the_disk(tmp_path):
         writer.save(contents(update), manifest(update, score=tell(update)))
 
     assert names(tmp_path) == [f"update-{name}" for name in ("00000002", "00000004", "00000008", "00000009", "00000010.1")]
+
+
+# --- permissions ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def umask() -> Iterator[Callable[[int], None]]:
+    """Sets the umask of this process, until the end of the test."""
+    before = os.umask(0)
+    os.umask(before)
+    yield lambda mask: os.umask(mask) and None
+    os.umask(before)
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o002, 0o077, 0o000], ids=["022", "002", "077", "000"])
+def test_files_and_directories_follow_the_umask(mask, umask, tmp_path):
+    """As any new file does: a group that may write to new files may write to checkpoints."""
+    umask(mask)
+    model = torch.nn.Linear(4, 1)
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda model, x: model(x).square().mean())
+    saver = Checkpoint(tmp_path / "runs/first", every=1)
+    saver.attach(trainer)
+    modes: dict[str, int] = {}
+
+    def look() -> None:
+        for path in [tmp_path / "runs", *(tmp_path / "runs").rglob("*")]:
+            with suppress(FileNotFoundError):  # the thread that writes renames and removes
+                modes[path.name] = stat.S_IMODE(path.stat().st_mode) ^ ((0o777 if path.is_dir() else 0o666) & ~mask)
+
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, look)
+    trainer.run([torch.ones(2, 4)] * 3, max_epochs=1)
+    look()
+    checkpoint.consolidate(saver.latest, tmp_path / "runs/model.pt")
+    look()
+
+    expected = {
+        "runs",
+        "first",
+        ".lock.json",
+        saver.latest.name,
+        "manifest.json",
+        "rank-00000.json",
+        "rank-00000.bin",
+        "model.pt",
+    }
+    assert expected <= set(modes)
+    assert {name: oct(difference) for name, difference in modes.items() if difference} == {}
+
+
+@pytest.mark.parametrize("call", ["O_DIRECTORY", "O_NOFOLLOW", "O_NONBLOCK", "preadv", "pwrite"])
+def test_a_system_without_the_calls_is_refused(call, tmp_path, monkeypatch):
+    """When the handler is made, in one line that names the call and what to do; nothing is written."""
+    monkeypatch.delattr(os, call)
+    with pytest.raises(NotImplementedError, match=rf"Checkpoint needs os\.{call}, which this system .* does not have; train"):
+        Checkpoint(tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_system_without_relative_removal_is_refused(tmp_path, monkeypatch):
+    """As Windows is, where no call takes the descriptor of a directory."""
+    monkeypatch.setattr(os, "supports_dir_fd", frozenset())
+    with pytest.raises(NotImplementedError, match="files relative to the descriptor of a directory, which this system"):
+        Checkpoint(tmp_path / "run")

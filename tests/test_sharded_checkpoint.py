@@ -120,7 +120,7 @@ def load(directory: str, way: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("way", "world_size", "stop"), [("fsdp", 2, 6), ("ddp", 2, 5), ("hsdp", 4, 4)])
-def test_goes_on_in_the_middle_of_an_epoch(way: str, world_size: int, stop: int, tmp_path: Path) -> None:
+def test_resumes_in_the_middle_of_an_epoch(way: str, world_size: int, stop: int, tmp_path: Path) -> None:
     """Broken off in an update of the second epoch, and built anew: all shards, moments, losses and generators are right."""
     expected = run_ranks(train, None, way, 0, None, world_size=world_size, timeout_seconds=60)
     broken = run_ranks(train, str(tmp_path), way, 0, stop, world_size=world_size, timeout_seconds=60)
@@ -154,13 +154,13 @@ def test_any_sharding_reads_any_other(first: str, ranks: int, second: str, other
 
 
 def there_and_back(directory: str, way: str, epochs: int) -> tuple[list[Any], Any]:
-    """Goes on to the end of epoch `epochs`."""
+    """Continues to the end of epoch `epochs`."""
     result = train(directory, way, 60 + epochs, None, epochs)
     return result["losses"], result["model"]
 
 
 def test_two_ranks_one_and_two_again(tmp_path: Path) -> None:
-    """Each goes on where the others ended, an epoch each."""
+    """Each resumes where the others ended, an epoch each."""
     two = run_ranks(train, str(tmp_path), "fsdp", 0, None, 1, timeout_seconds=60)
     one = run_ranks(there_and_back, str(tmp_path), "none", 2, world_size=1, timeout_seconds=60)
     last = run_ranks(there_and_back, str(tmp_path), "fsdp", 3, timeout_seconds=60)

@@ -1,4 +1,4 @@
-"""A run of replicas goes on with another number of ranks: where that can be exact it is, and elsewhere it is refused."""
+"""A run of replicas resumes with another number of ranks: where that can be exact it is, and elsewhere it is refused."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def train(
     kind: str = "resumable",
     epochs: int = 2,
 ) -> Leg:
-    """Goes on from where the ranks before left off until `last_update`, or to the end of the epochs.
+    """Resumes where the ranks before stopped, until `last_update`, or to the end of the epochs.
 
     Returns:
         The samples of each update on this rank, and the parameters.
@@ -128,7 +128,7 @@ def test_a_loader_that_cannot_seek_is_refused_within_an_epoch(tmp_path: Path, be
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
 def test_at_the_end_of_an_epoch_any_loader_is_taken(tmp_path: Path, before: int, after: int) -> None:
-    """There is no place to find: the second epoch begins on other ranks."""
+    """No place has to be found: the second epoch begins on other ranks."""
     run_ranks(train, tmp_path, 4, 2, None, "ddp", "plain", 1, world_size=before, timeout_seconds=60)
     outcomes = run_ranks(train, tmp_path, 4, 2, None, "ddp", "plain", world_size=after, timeout_seconds=60)
     used = [index for updates, _ in outcomes for update in updates for index in update]

@@ -1,6 +1,23 @@
 """Checkpoints on disk: what is in the files, how they are written, and how a run resumes from them.
 
-What can be done with them without a run is imported from here, and is the command `python -m ignite_train.checkpoint`.
+The functions that work without a run are imported from here; the command `python -m ignite_train.checkpoint` offers them too.
+
+Example:
+    >>> import tempfile
+    >>> import torch
+    >>> from ignite_train import checkpoint, create_trainer
+    >>> from ignite_train.handlers import Checkpoint
+    >>> model = torch.nn.Linear(4, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> trainer = create_trainer(model, optimizer, lambda model, x: model(x).square().mean())
+    >>> directory = tempfile.mkdtemp()
+    >>> Checkpoint(directory).attach(trainer)
+    >>> state = trainer.run([torch.ones(2, 4)] * 3, max_epochs=1)
+    >>> newest = checkpoint.latest(directory)
+    >>> checkpoint.verify(newest)  # raises if it is damaged
+    >>> checkpoint.consolidate(newest, f"{directory}/model.pt")
+    >>> sorted(torch.load(f"{directory}/model.pt"))
+    ['bias', 'weight']
 """
 
 from ignite_train.checkpoint.inspection import Found, consolidate, find, latest, verify

@@ -76,7 +76,7 @@ class Cadence(Piggyback):
         """A run starts: its seconds are counted from now.
 
         Args:
-            best_score: the best score of the checkpoints in the directory; None if there is none.
+            best_score: the best score of the checkpoints in the directory; None if none has one.
         """
         self._last_save, self._is_requested, self._best_score = time.monotonic(), False, best_score
 

@@ -75,6 +75,6 @@ def _handlers(objects: RunObjects, encoder: TreeEncoder, rules: StateRules) -> d
     for name, entry in objects.own.items():
         try:
             trees[name] = encoder.encode_whole(entry.state_dict(), (name,))
-        except Exception as error:  # whatever a handler raises: its state is not worth the run
+        except Exception as error:  # a handler may raise anything: its state is not worth the run
             rules.warn_left_out(name, error)
     return trees

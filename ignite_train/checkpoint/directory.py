@@ -1,10 +1,10 @@
-"""The commit protocol: wherever it is cut short, what was committed before is whole, and nothing half is taken for whole.
+"""The commit protocol: a save that is cut short anywhere leaves the older checkpoints whole, and no half-written one.
 
-All ranks write their files into a new directory and fsync them. Once each has said so, rank 0 writes the manifest, fsyncs it
-and the directory, renames the directory to its final name (the commit) and fsyncs the parent. Only when all ranks know of
-that does rank 0 remove older checkpoints, each by a rename first.
+All ranks write their files into a new directory and fsync them. Once all have done so, rank 0 writes the manifest, fsyncs it
+and the directory, renames the directory to its final name (the commit) and fsyncs the parent. Rank 0 removes older
+checkpoints only after all ranks know of the commit, each by a rename first.
 
-Rank 0 of a run holds the lock of the directory, and looks before it commits or removes anything whether it still does.
+Rank 0 of a run holds the lock of the directory, and checks that it still does before it commits or removes anything.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from ignite_train.checkpoint.manifest import (
     MAX_MARKS,
     FileRecord,
     Manifest,
+    UnusableCheckpoint,
     checkpoint_name,
     compact_json,
     count_marks,
@@ -38,7 +39,7 @@ from ignite_train.checkpoint.manifest import (
 from ignite_train.checkpoint.retention import Retention
 from ignite_train.checkpoint.shards import Piece
 from ignite_train.checkpoint.tensor_files import Entry, holds, write_tensors
-from ignite_train.errors import CheckpointError, DamagedCheckpointError, UnreadableCheckpointError
+from ignite_train.errors import CheckpointError, CheckpointFormatError, DamagedCheckpointError, UnreadableCheckpointError
 from ignite_train.ranks import collectives
 
 __all__ = ["CheckpointDirectory", "Contents", "Exchange", "Written", "commit", "together", "try_out"]
@@ -48,7 +49,7 @@ _UNFINISHED, _REMOVED, _DAMAGED = ".unfinished-", ".removed-", "damaged-"
 _TRIAL_BYTES = 4096  # so that a full disk refuses them
 T = TypeVar("T")
 Exchange = Callable[[Any], list[Any]]
-"""Gives every rank what each of them passed, in rank order; see `distributed.gather_objects`."""
+"""Gives every rank what each of them passed, in rank order; see `collectives.gather_objects`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +68,10 @@ class Contents:
 
 
 def together(exchange: Exchange, what: str, work: Callable[[], T]) -> list[T]:
-    """Does `work` on every rank and gives all of them what each one's gave. Collective.
+    """Does `work` on every rank, and returns the results of all of them, in rank order. Collective.
 
     Raises:
-        CheckpointError: it raised on some rank; on all of them the same, naming each that failed.
+        CheckpointError: `work` raised on some rank. All ranks raise the same error, which names each that failed.
     """
     try:
         mine: tuple[bool, Any] = (True, work())
@@ -90,7 +91,7 @@ class Written:
     Attributes:
         update: of the checkpoint.
         path: the file.
-        entries: what is where in it.
+        entries: where each tensor is in it.
     """
 
     update: int
@@ -105,8 +106,8 @@ class CheckpointDirectory:
 
     Args:
         path: the directory.
-        disk: what it is on.
-        lock: held while something is written; None for one process that is known to be alone.
+        disk: the file system that it is on.
+        lock: held while something is written; None where no other process writes.
 
     Attributes:
         written: what this rank has written to the checkpoint that was committed last.
@@ -122,17 +123,15 @@ class CheckpointDirectory:
         """Whether the directory is there.
 
         Raises:
-            OSError: that cannot be known.
+            OSError: the system cannot tell.
         """
         try:
             return stat.S_ISDIR(self.path.stat().st_mode)
         except (FileNotFoundError, NotADirectoryError):
             return False
 
-    def scan(
-        self, *, afresh: bool = False
-    ) -> tuple[list[tuple[str, Manifest]], list[DamagedCheckpointError | UnreadableCheckpointError]]:
-        """The checkpoints by name, oldest first, and the errors of those whose manifest is not whole. Other files are not read.
+    def scan(self, *, afresh: bool = False) -> tuple[list[tuple[str, Manifest]], list[UnusableCheckpoint]]:
+        """The checkpoints by name, oldest first, and the errors of those whose manifest is unusable. Reads no other files.
 
         Args:
             afresh: read again what was read before.
@@ -141,12 +140,12 @@ class CheckpointDirectory:
             OSError: the directory cannot be read.
         """
         known, self._manifests = {} if afresh else self._manifests, {}
-        failed: list[DamagedCheckpointError | UnreadableCheckpointError] = []
+        failed: list[UnusableCheckpoint] = []
         for name in self.disk.names(self.path) if self.exists() else []:
             if is_checkpoint_name(name):
                 try:
                     self._manifests[name] = known[name] if name in known else read_manifest(self.path / name)
-                except (DamagedCheckpointError, UnreadableCheckpointError) as error:
+                except (DamagedCheckpointError, UnreadableCheckpointError, CheckpointFormatError) as error:
                     failed.append(error)
         return sorted(self._manifests.items(), key=lambda entry: entry[1].serial), failed
 
@@ -156,7 +155,7 @@ class CheckpointDirectory:
         return [name for name in names if name.startswith(f"{_DAMAGED}update-")]
 
     def tidy(self) -> None:
-        """Removes what a save that was cut short, or a removal, has left; what another run writes at the moment stays.
+        """Removes what a save or a removal that was cut short has left. What another run is writing stays.
 
         What cannot be removed does no harm; it is logged once.
         """
@@ -171,16 +170,20 @@ class CheckpointDirectory:
                     self._warn_once(name, f"what an earlier save left could not be removed: {error}")
 
     def begin(self) -> str:
-        """Makes a directory for the files of a new checkpoint, and gives its name.
+        """Makes a directory for the files of a new checkpoint, and returns its name.
 
         Raises:
             CheckpointError: another run writes here.
+            CheckpointFormatError: there is a checkpoint of a newer format, which this version can neither order nor replace.
         """
         for path in reversed([path for path in (self.path, *self.path.parents) if not path.exists()]):
             self.disk.make_directory(path)
             self.disk.sync_directory(path.parent)  # a checkpoint is as durable as the way to it
         if self.lock is not None:
             self.lock.hold()
+        for failure in self.scan()[1]:
+            if isinstance(failure, CheckpointFormatError):
+                raise failure
         self.tidy()
         token = "" if self.lock is None else f"{self.lock.token}-"
         name = f"{_UNFINISHED}{token}{os.urandom(6).hex()}"
@@ -188,12 +191,12 @@ class CheckpointDirectory:
         return name
 
     def abandon(self, name: str) -> None:
-        """Removes the files of a checkpoint that came to nothing, as far as that is possible."""
+        """Removes the files of a save that failed, as far as possible."""
         with suppress(OSError):
             self._remove(name)
 
     def discard(self, name: str) -> None:
-        """Does with a directory that was only a trial what a commit and a removal would do.
+        """Ends a trial: syncs its directory and removes it, as a commit and a removal would.
 
         Raises:
             OSError: one of them would fail.
@@ -203,20 +206,20 @@ class CheckpointDirectory:
         self.disk.sync_directory(self.path)
 
     def publish(self, unfinished: str, manifest: Manifest) -> str:
-        """Commits: the directory `unfinished`, with the files of all ranks in it, becomes a checkpoint. Gives its name."""
+        """Commits: the directory `unfinished`, with the files of all ranks in it, becomes a checkpoint. Returns its name."""
         directory = self.path / unfinished
         for name, record in manifest.files.items():
             if (directory / name).lstat().st_size != record.size:
                 raise CheckpointError(
-                    f"{name} has another size here than on the rank that wrote it: all must share {self.path}"
+                    f"{name} has another size here than on the rank that wrote it: all ranks must share {self.path}"
                 )
         found, failed = self.scan()
         for failure in failed:
-            if isinstance(failure, UnreadableCheckpointError):  # it may be the newest, which this one must come after
+            if not isinstance(failure, DamagedCheckpointError):  # it may be the newest, which this one must come after
                 raise failure
         manifest = replace(manifest, serial=1 + max((other.serial for _, other in found), default=0))
         sealed = seal(manifest)
-        parse_manifest(sealed)  # what no reader would take must not be committed
+        parse_manifest(sealed)  # what no reader accepts must not be committed
         self.disk.write_file(directory / MANIFEST, iter([memoryview(sealed)]))
         self.disk.sync_directory(directory)
         copy, taken = 0, set(self.disk.names(self.path))
@@ -229,11 +232,13 @@ class CheckpointDirectory:
         return name
 
     def prune(self, retention: Retention, *, newest: Path | None = None) -> None:
-        """Removes what `retention` can do without. Each vanishes by a rename: none is ever half there. A failure is logged.
+        """Removes the checkpoints that `retention` does not keep. Each is renamed first, so that none is read half removed.
+
+        A failure is logged.
 
         Args:
             retention: which of them stay.
-            newest: nothing is removed unless this is the newest one, for one that is not may be surplus itself.
+            newest: nothing is removed unless this is the newest one, because an older one may be surplus itself.
         """
         if self.lock is not None and not self.lock.token:
             return
@@ -257,7 +262,7 @@ class CheckpointDirectory:
                 self._warn_once(name, f"an old checkpoint could not be removed: {error}")
 
     def set_aside(self, name: str) -> bool:
-        """Renames a damaged checkpoint, so that no later start tries it again. Whether that was possible."""
+        """Renames a damaged checkpoint, so that no later start tries it again. Returns whether that was possible."""
         try:
             self.disk.rename(self.path / name, self.path / f"{_DAMAGED}{name}-{os.urandom(2).hex()}")
         except OSError:
@@ -265,7 +270,7 @@ class CheckpointDirectory:
         return True
 
     def _remove(self, name: str) -> None:
-        """Takes the name away first: a suspended process that wakes up can no longer commit what is half removed."""
+        """Renames it first, so that a suspended process that wakes up cannot commit what is half removed."""
         if name.startswith(_UNFINISHED):
             removed = f"{_REMOVED}{name.lstrip('.')}-{os.urandom(4).hex()}"
             self.disk.rename(self.path / name, self.path / removed)
@@ -291,11 +296,11 @@ def commit(
         directory: where.
         contents: what this rank writes.
         manifest: without the files and the serial number, which are found here.
-        retention: what becomes of the others.
+        retention: which of the older ones stay.
         exchange: between the ranks.
 
     Raises:
-        CheckpointError: it failed, on all ranks alike. The others are as they were.
+        CheckpointError: it failed, on all ranks alike. The older checkpoints are untouched.
     """
     main = collectives.is_main_rank()
     unfinished = together(exchange, "making a directory for a checkpoint", lambda: directory.begin() if main else "")[0]
@@ -317,9 +322,9 @@ def commit(
 
 
 def try_out(directory: CheckpointDirectory, contents: Contents, exchange: Exchange) -> None:
-    """Does all that a save does but for the tensors, and leaves nothing: what would make each save fail shows at once.
+    """Tries all that a save does, except for writing the tensors, so that an error that each save would meet shows at once.
 
-    Collective over the ranks of `exchange`.
+    Collective over the ranks of `exchange`. Leaves no files.
 
     Raises:
         CheckpointError: it failed, on all ranks alike.
@@ -338,8 +343,8 @@ def try_out(directory: CheckpointDirectory, contents: Contents, exchange: Exchan
 def _link(directory: CheckpointDirectory, path: Path, contents: Contents, update: int) -> dict[str, Entry] | None:
     """Gives the tensors of the checkpoint before a second name, if it is of the same update and they are the same.
 
-    So the last state of a run, which is saved at the end of an epoch and again when the run has ended, is written once. None
-    if that cannot be.
+    So the last state of a run, which is saved at the end of an epoch and again when the run has ended, is written once. Returns
+    None if the file must be written.
     """
     before = directory.written
     if before is None or before.update != update or not holds(before.path, before.entries, contents.pieces):
@@ -370,7 +375,7 @@ def _stem() -> str:
 def _write(
     directory: CheckpointDirectory, unfinished: str, contents: Contents, update: int, entries: dict[str, Entry]
 ) -> dict[str, FileRecord]:
-    """Writes this rank's files, and notes in `entries` what is where in that of the tensors."""
+    """Writes this rank's files, and notes in `entries` where each tensor is."""
     if contents.failure is not None:
         raise contents.failure
     stem, disk, path = _stem(), directory.disk, directory.path / unfinished

@@ -1,25 +1,43 @@
-"""The few things that a checkpoint asks of a file system, each one call, so that a test can stand in for any of them."""
+"""What a checkpoint asks of a file system, each one call, so that a test can replace any of them."""
 
 from __future__ import annotations
 
 import errno
 import os
+import platform
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["Disk"]
+__all__ = ["Disk", "refuse_other_systems"]
+
+_NEEDED = ("O_DIRECTORY", "O_NOFOLLOW", "O_NONBLOCK", "preadv", "pwrite")  # of `os`; Windows has none of them
+
+
+def refuse_other_systems() -> None:
+    """Checks that the system has the calls on files and directories that checkpoints need.
+
+    Raises:
+        NotImplementedError: one is missing, as on Windows.
+    """
+    missing = [f"os.{name}" for name in _NEEDED if name not in vars(os)]
+    if missing or not {os.open, os.unlink, os.rmdir} <= os.supports_dir_fd:
+        what = missing[0] if missing else "files relative to the descriptor of a directory"
+        raise NotImplementedError(
+            f"Checkpoint needs {what}, which this system ({platform.system()}) does not have; train without a Checkpoint, or "
+            "use Linux, macOS or WSL"
+        )
 
 
 class Disk:
     """A file system, as a checkpoint sees it. Nothing here follows a symbolic link in the last part of a path."""
 
     def make_directory(self, path: Path) -> None:
-        """Makes a directory that was not there."""
+        """Makes a directory that must not exist yet. The umask decides who may use it."""
         path.mkdir()
 
     def create(self, path: Path) -> int:
-        """Opens a new file for writing, and gives its descriptor."""
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
+        """Opens a new file for writing, and returns its descriptor. The umask decides who may read and write it."""
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
 
     def write(self, descriptor: int, data: memoryview) -> None:
         """Writes all of `data`."""
@@ -63,10 +81,10 @@ class Disk:
         return sorted(os.listdir(path))  # noqa: PTH208
 
     def remove_tree(self, path: Path) -> None:
-        """Removes whatever has this name, a directory with all that is in it; a link goes, what it points to stays.
+        """Removes a file, a link, or a directory with all that is in it. The target of a link stays.
 
-        A directory is opened without following a link, and what is in it is named by its descriptor from then on. So somebody
-        who puts a link in its place meanwhile cannot lead the removal elsewhere.
+        A directory is opened without following a link, and what is in it is named by its descriptor from then on. So a link
+        that another process puts in its place meanwhile cannot lead the removal elsewhere.
         """
         parent = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
         try:

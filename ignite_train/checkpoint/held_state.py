@@ -20,7 +20,7 @@ __all__ = ["HeldState"]
 
 _logger = logging.getLogger(__name__)
 _NO_STATE = ("ignite_train.", "ignite.handlers.time_profilers")
-"""Where classes come from whose tensors are not missed: our own handlers, and what measures this process."""
+"""Modules of classes whose tensors need not be stored: our own handlers, and what measures this process."""
 
 
 class HeldState:
@@ -48,8 +48,8 @@ class HeldState:
         Args:
             engines: whose handlers are looked at.
             saved: the tensors that are in the checkpoint.
-            modules: those that are saved; the rest of their buffers does not count either.
-            leave_out: names of classes that the user does not want to hear of.
+            modules: those that are saved; buffers that are not in their state do not count either.
+            leave_out: names of classes that are not warned about.
         """
         known = {_storage(tensor) for tensor in saved}
         known |= {_storage(tensor) for module in modules for tensor in _tensors(module)}
@@ -105,7 +105,7 @@ def _held(engines: Iterable[Dispatcher]) -> Iterator[tuple[str, str, list[Tensor
 
 
 def _attributes(owner: Any) -> Mapping[str, Any]:
-    """What an object without a state of its own holds."""
+    """The attributes of an object that has no `state_dict`."""
     if isinstance(owner, (Stateful, Engine, type)) or type(owner).__module__.startswith(_NO_STATE):
         return {}
     try:

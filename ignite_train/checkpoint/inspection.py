@@ -1,4 +1,4 @@
-"""Checkpoints without a run: which are there, are they whole, and the model of one as a file that anything can read.
+"""Checkpoints without a run: lists them, verifies them, and writes the model of one as a file that `torch.load` reads.
 
 python -m ignite_train.checkpoint list DIR
 python -m ignite_train.checkpoint verify DIR
@@ -19,9 +19,9 @@ import torch
 
 from ignite_train.checkpoint.directory import CheckpointDirectory
 from ignite_train.checkpoint.disk import Disk
-from ignite_train.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from ignite_train.checkpoint.manifest import MANIFEST, Manifest, UnusableCheckpoint, read_manifest
 from ignite_train.checkpoint.reader import CheckpointReader
-from ignite_train.errors import CheckpointError, DamagedCheckpointError
+from ignite_train.errors import CheckpointError, CheckpointFormatError, DamagedCheckpointError, UnreadableCheckpointError
 
 __all__ = ["Found", "consolidate", "find", "latest", "main", "verify"]
 
@@ -33,12 +33,21 @@ class Found:
     Attributes:
         path: of it.
         manifest: what it says of itself; None if that cannot be read.
-        damage: what is wrong with it; empty if nothing is, as far as was looked.
+        damage: what is wrong with it; empty if it is not known to be damaged.
+        unreadable: why it cannot be read, although it may be whole: an error of the disk, or a newer format; empty if it can.
     """
 
     path: Path
     manifest: Manifest | None
     damage: str = ""
+    unreadable: str = ""
+
+    @classmethod
+    def failed(cls, error: UnusableCheckpoint) -> Found:
+        """One whose manifest cannot be used."""
+        if isinstance(error, DamagedCheckpointError):
+            return cls(Path(error.path), None, damage=error.reason)
+        return cls(Path(error.path), None, unreadable=error.reason)
 
 
 def find(directory: str | Path) -> list[Found]:
@@ -47,19 +56,18 @@ def find(directory: str | Path) -> list[Found]:
     Reads manifests only; see `verify`.
 
     Raises:
-        CheckpointError: there is no such directory.
+        CheckpointError: the directory does not exist.
     """
     root = Path(directory)
     if not root.is_dir():
-        raise CheckpointError(f"there is no directory {root}")
+        raise CheckpointError(f"the directory {root} does not exist")
     if (root / MANIFEST).exists():
         try:
             return [Found(root, read_manifest(root))]
-        except DamagedCheckpointError as error:
-            return [Found(root, None, error.reason)]
+        except (DamagedCheckpointError, UnreadableCheckpointError, CheckpointFormatError) as error:
+            return [Found.failed(error)]
     found, failed = CheckpointDirectory(root, Disk()).scan()
-    bad = [Found(Path(error.path), None, error.reason) for error in failed]
-    return bad + [Found(root / name, manifest) for name, manifest in found]
+    return [*map(Found.failed, failed), *(Found(root / name, manifest) for name, manifest in found)]
 
 
 def verify(path: str | Path) -> None:
@@ -67,16 +75,19 @@ def verify(path: str | Path) -> None:
 
     Raises:
         DamagedCheckpointError: something in it is not what was written.
+        CheckpointFormatError: it has a newer format.
+        UnreadableCheckpointError: the disk gave an error.
     """
-    with CheckpointReader(Path(path)) as stored:
-        stored.verify()
+    with CheckpointReader(Path(path)) as reader:
+        reader.verify()
 
 
 def latest(directory: str | Path) -> Path | None:
-    """The newest checkpoint in `directory` that is whole, every byte of it checked; None if there is not one.
+    """The newest checkpoint in `directory` that is whole, with every byte of it checked; None without one.
 
     Raises:
         UnreadableCheckpointError: the disk gave an error, so that it cannot be known.
+        CheckpointFormatError: one has a newer format, and may be the newest.
     """
     entries = find(directory)
     for found in entries:
@@ -89,9 +100,9 @@ def latest(directory: str | Path) -> Path | None:
 
 
 def consolidate(path: str | Path, output: str | Path) -> None:
-    """Writes the model of a checkpoint, put together from its shards, as one plain state_dict: `torch.load` reads it.
+    """Writes the model of a checkpoint, assembled from its shards, as one plain state_dict: `torch.load` reads it.
 
-    The file appears whole or not at all, and takes the place of one of that name.
+    The file appears whole or not at all, and replaces one of that name.
 
     Args:
         path: the checkpoint.
@@ -137,9 +148,11 @@ def main(arguments: list[str] | None = None) -> int:
 def _list(directory: Path, *, thoroughly: bool) -> int:
     status, found = 0, find(directory)
     for entry in found:
-        damage = _damage(entry) if thoroughly else entry.damage
-        status |= bool(damage)
+        damage = _damage(entry) if thoroughly and not entry.unreadable else entry.damage
+        status |= bool(damage or entry.unreadable)
         notes = [f"damaged: {damage}" if damage else "whole" if thoroughly else ""]
+        if entry.unreadable:
+            notes = [f"cannot be read: {entry.unreadable}"]
         if entry.manifest is not None:
             manifest = entry.manifest
             size = sum(record.size for record in manifest.files.values())
@@ -148,7 +161,7 @@ def _list(directory: Path, *, thoroughly: bool) -> int:
                 *notes,
             ]
             notes += [] if manifest.score is None else [f"score {manifest.score:g}"]
-        notes += ["latest"] if entry is found[-1] and not damage else []
+        notes += ["latest"] if entry is found[-1] and not (damage or entry.unreadable) else []
         print(f"{entry.path.name}  {', '.join(note for note in notes if note)}")  # noqa: T201
     if not found:
         print(f"no checkpoint in {directory}")  # noqa: T201
@@ -158,7 +171,7 @@ def _list(directory: Path, *, thoroughly: bool) -> int:
 def _consolidate(directory: Path, output: Path) -> int:
     path = latest(directory)
     if path is None:
-        raise CheckpointError(f"there is no whole checkpoint in {directory}")
+        raise CheckpointError(f"{directory} has no whole checkpoint")
     consolidate(path, output)
     print(f"{output}  the model of {path}; torch.load({str(output)!r}, weights_only=True) reads it")  # noqa: T201
     return 0

@@ -1,7 +1,7 @@
-"""The lock of a directory of checkpoints: one run at a time writes there, also where runs on several hosts share a file system.
+"""The lock of a directory of checkpoints: one run at a time writes there, also if hosts share the file system.
 
 The lock is a small file with host, process and a token of its own, in which a thread counts while the run lives. It needs no
-locks of the operating system, which network file systems may lack: a start that finds a lock looks whether its count advances.
+locks of the operating system, which network file systems may lack: a start that finds a lock watches whether its count grows.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ignite_train.errors import CheckpointError
 __all__ = ["HEARTBEAT_SECONDS", "LOCK", "STALE_SECONDS", "DirectoryLock", "writer_of"]
 
 HEARTBEAT_SECONDS = 2.0
-STALE_SECONDS = 12.0  # a lock whose count has not changed for so long is taken over
+STALE_SECONDS = 12.0  # a lock whose count has not changed for this long is taken over
 LOCK = ".lock.json"
 _POLL_SECONDS = 0.05
 _SIZE = 512  # bytes of the file, always: a count is written over the one before, in one call
@@ -35,8 +35,8 @@ class DirectoryLock:
     """Holds a directory for one run of one process. Only one rank of a run holds it.
 
     A lock that a killed process of this host has left is taken over at once. On another host a process cannot be looked for:
-    its lock is taken over when its count has stood still for `STALE_SECONDS`. A process that was suspended for so long finds
-    out at its next `check`, and commits nothing more.
+    its lock is taken over when its count has stood still for `STALE_SECONDS`. A process that was suspended for that long
+    learns of it at its next `check`, and commits nothing more.
 
     Args:
         directory: the directory.
@@ -58,7 +58,7 @@ class DirectoryLock:
         return self.directory / LOCK
 
     def hold(self) -> None:
-        """Takes the lock; if this object holds it already, looks whether it still does. The directory must exist.
+        """Takes the lock; if this object holds it already, checks that it still does. The directory must exist.
 
         Raises:
             CheckpointError: another run writes to the directory.
@@ -75,13 +75,13 @@ class DirectoryLock:
         self._thread.start()
 
     def check(self) -> None:
-        """Looks whether the lock is still this run's own. A lock file that somebody has removed is made again.
+        """Checks that the lock is still held by this run. A lock file that was removed is written again.
 
         Raises:
-            CheckpointError: another run has it, or this one has given it back.
+            CheckpointError: another run holds it, or this one has released it.
         """
         if not self.token:
-            raise CheckpointError(f"this run is over and no longer writes checkpoints to {self.directory}")
+            raise CheckpointError(f"this run has ended and writes no more checkpoints to {self.directory}")
         found = _read(self.path)
         if found is None and self._create(self.token):
             return
@@ -93,7 +93,7 @@ class DirectoryLock:
             )
 
     def release(self) -> None:
-        """Gives the lock back, if it is held. The file of another run stays."""
+        """Releases the lock, if it is held. The file of another run stays."""
         token, self.token = self.token, ""
         if not token:
             return
@@ -106,7 +106,7 @@ class DirectoryLock:
         _held_here.discard(token)
 
     def _leave_mark(self) -> None:
-        """Says in the file that the lock is free, so that an owner who wakes up later sees that it is no longer its own."""
+        """Marks the lock as released in its file, so that an earlier owner that wakes up sees that it has lost the lock."""
         descriptor = os.open(self.path, os.O_RDWR | os.O_NOFOLLOW)
         _write_and_close(descriptor, json.dumps({"released": True}).encode().ljust(_SIZE - 1) + b"\n")
 
@@ -114,7 +114,7 @@ class DirectoryLock:
         seen, since = None, time.monotonic()
         while not self._create(token):
             found = _read(self.path)
-            if found is None:  # given back in between
+            if found is None:  # released in between
                 continue
             holder = _parsed(found)
             if holder.get("released"):
@@ -144,9 +144,9 @@ class DirectoryLock:
             time.sleep(_POLL_SECONDS)
 
     def _create(self, token: str) -> bool:
-        """Makes the file, and answers False if there is one already."""
+        """Creates the file; returns False if it exists already."""
         try:
-            descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
+            descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
         except FileExistsError:
             return False
         try:
@@ -157,9 +157,9 @@ class DirectoryLock:
         return True
 
     def _take_over(self, token: str, found: bytes, why: str) -> None:
-        """Puts a new file in the place of the old one: its owner, if it ever wakes up, counts on in a file without a name."""
+        """Replaces the file by a new one: its owner, if it ever wakes up, counts in the old one, which has no name."""
         own = self.path.with_name(f"{LOCK}-{token}")
-        descriptor = os.open(own, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
+        descriptor = os.open(own, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
         try:
             _write_and_close(descriptor, _content(token, self._beats))
             if _read(self.path) not in (found, None):
@@ -174,11 +174,11 @@ class DirectoryLock:
 
     def _beat(self, token: str, over: threading.Event) -> None:
         while not over.wait(HEARTBEAT_SECONDS):
-            with suppress(OSError):  # a disk that comes back; each commit looks for itself
+            with suppress(OSError):  # the disk may recover; each commit checks the lock
                 self._count(token)
 
     def _count(self, token: str) -> None:
-        """Writes to the file that it has opened and read, so never to one that has taken its name in between."""
+        """Writes to the file that it has opened and read, so never to one that has replaced it in between."""
         descriptor = os.open(self.path, os.O_RDWR | os.O_NOFOLLOW)
         is_own = _parsed(os.pread(descriptor, _SIZE, 0)).get("token") == token
         self._beats += is_own
@@ -186,7 +186,7 @@ class DirectoryLock:
 
 
 def writer_of(directory: Path) -> str:
-    """The token in the lock file of a directory; empty if there is no such file, or it cannot be read."""
+    """The token in the lock file of a directory; empty if the file is missing or cannot be read."""
     with suppress(OSError):
         return str(_parsed(_read(directory / LOCK) or b"").get("token", ""))
     return ""
@@ -217,7 +217,7 @@ def _content(token: str, beats: int) -> bytes:
 
 
 def _parsed(content: bytes) -> dict[str, Any]:
-    """What stands in a lock file; an empty mapping if it is not one, or is just being written."""
+    """What stands in a lock file; an empty mapping if it is invalid, or is just being written."""
     try:
         values = json.loads(content)
     except ValueError:
@@ -226,7 +226,7 @@ def _parsed(content: bytes) -> dict[str, Any]:
 
 
 def _named(holder: dict[str, Any]) -> str:
-    """Who holds a lock, in words that cannot spoil a log."""
+    """Who holds a lock, in printable characters and of limited length."""
     return f"pid {holder['pid']!r:.20} on host {holder.get('host')!r:.80}" if "pid" in holder else "another run"
 
 
@@ -252,7 +252,7 @@ def _host() -> str:
 
 
 def _pid_space() -> str:
-    """Names the set of process numbers: containers may have one each, and a host has another one after each start."""
+    """Names the set of process numbers: containers may have one each, and a host gets another one at each start."""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"[:120]
@@ -260,7 +260,7 @@ def _pid_space() -> str:
 
 
 def _born(pid: int) -> tuple[str, str]:
-    """When a process was started, and its state, as the kernel tells them; empty if it does not."""
+    """When a process was started, and its state, from the kernel; empty strings if it does not tell."""
     with suppress(OSError, IndexError):
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
         return fields[19], fields[0]

@@ -1,4 +1,4 @@
-"""What makes a directory a checkpoint: a manifest that vouches for each file in it, and for itself."""
+"""The manifest, which makes a directory a checkpoint: it holds size and checksum of each file in it, and of itself."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 
 from ignite_train.checkpoint.tensor_files import naming, open_regular
 from ignite_train.checkpoint.tree import MAX_NODES, decode
-from ignite_train.errors import CheckpointError, DamagedCheckpointError, UnreadableCheckpointError
+from ignite_train.errors import CheckpointError, CheckpointFormatError, DamagedCheckpointError, UnreadableCheckpointError
 
 __all__ = [
     "FORMAT",
@@ -24,6 +24,7 @@ __all__ = [
     "MAX_MARKS",
     "FileRecord",
     "Manifest",
+    "UnusableCheckpoint",
     "checked_json",
     "checkpoint_name",
     "compact_json",
@@ -38,6 +39,7 @@ __all__ = [
 ]
 
 FORMAT = 1
+"""The format that is written, and the newest that is read; see docs/reliability.md for when it is raised."""
 MANIFEST = "manifest.json"
 MAX_INDEX_BYTES = 256 * 2**20
 MAX_MARKS = 16 * MAX_NODES
@@ -45,29 +47,42 @@ MAX_MARKS = 16 * MAX_NODES
 _MAX_MANIFEST_BYTES = 16 * 2**20
 _MAX_MANIFEST_MARKS = MAX_MARKS // 4
 _MAX_REASON_LENGTH = 500
+_NO_FORMAT = 10_000  # from here on a format is not taken for that of a newer version
 _NOT_AS_WRITTEN = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO}
 _HEAD = re.compile(rb'\{"crc32":"([0-9a-f]{8})","manifest":')
 _CHECKPOINT = re.compile(r"update-\d{8,12}(\.\d{1,6})?")
 _FILE = re.compile(r"rank-\d{5}\.(json|bin)")
 
 
+UnusableCheckpoint = DamagedCheckpointError | UnreadableCheckpointError | CheckpointFormatError
+"""Why a checkpoint cannot be used: it is damaged, the disk failed, or a newer version of this library wrote it."""
+
+
+class _NewerFormatError(Exception):
+    """The manifest has a format that only a newer version of this library knows."""
+
+    def __init__(self, found: int) -> None:
+        self.found = found
+        super().__init__(f"it has format {found}, and this version reads formats up to {FORMAT}")
+
+
 def checkpoint_name(update: int, copy: int = 0) -> str:
-    """The name of a checkpoint's directory; `copy` tells apart those of one update."""
+    """The name of a checkpoint's directory; `copy` numbers further ones of the same update."""
     return f"update-{update:08d}" + (f".{copy}" if copy else "")
 
 
 def is_checkpoint_name(name: str) -> bool:
-    """Whether a directory of this name should be a checkpoint."""
+    """Whether a directory with this name should be a checkpoint."""
     return _CHECKPOINT.fullmatch(name) is not None
 
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """What a file must be.
+    """The size and checksum that a file must have.
 
     Attributes:
-        size: its bytes.
-        crc32: of all of them; None where an index vouches for each tensor in it.
+        size: in bytes.
+        crc32: of all bytes; None for a file of tensors, whose checksums are in the index.
     """
 
     size: int
@@ -83,7 +98,7 @@ class Manifest:
         epoch: `state.epoch` then.
         serial: counts the checkpoints of a directory in the order in which they were written; the largest is the newest.
         world_size: ranks that wrote it.
-        score: what its parameters were found to be worth, by the metric that decides which are best; None if nobody looked.
+        score: the metric that decides which are the best; None if the state was not evaluated.
         config: the user's configuration, as a tree of `tree.py`.
         versions: of the packages that wrote it.
         files: each file beside the manifest.
@@ -100,7 +115,7 @@ class Manifest:
 
 
 def compact_json(value: Any) -> bytes:
-    """JSON without a space too many."""
+    """JSON without spaces."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
 
 
@@ -108,7 +123,7 @@ def seal(manifest: Manifest) -> bytes:
     """The manifest as a file: JSON, with a checksum of itself in front.
 
     Raises:
-        CheckpointError: it is larger than the reader takes.
+        CheckpointError: it is larger than a reader accepts.
     """
     body = compact_json({"format": FORMAT, **asdict(manifest)})
     data = b'{"crc32":"%08x","manifest":%b}\n' % (zlib.crc32(body), body)
@@ -124,25 +139,28 @@ def read_manifest(checkpoint: Path) -> Manifest:
     """Reads the manifest of a checkpoint, and only that.
 
     Raises:
-        DamagedCheckpointError: there is none, or it is not what was written, or of another format.
+        DamagedCheckpointError: it is missing, or not what was written.
+        CheckpointFormatError: it has a newer format.
         UnreadableCheckpointError: the disk gave an error.
     """
     try:
         if stat.S_ISLNK(checkpoint.lstat().st_mode):
-            raise ValueError("it is a link; name what it points to")
+            raise ValueError("it is a link; pass the path that it points to")
         return parse_manifest(read_file(checkpoint / MANIFEST, None))
-    except (ValueError, TypeError, OSError) as error:
+    except (ValueError, TypeError, OSError, _NewerFormatError) as error:
         raise reading_error(checkpoint, error) from error
 
 
-def reading_error(checkpoint: Path, error: Exception) -> DamagedCheckpointError | UnreadableCheckpointError:
-    """What an error while reading a checkpoint means: that it is not what was written, or that the disk failed.
+def reading_error(checkpoint: Path, error: Exception) -> UnusableCheckpoint:
+    """What an error while reading a checkpoint means: it is not what was written, it has a newer format, or the disk failed.
 
     Of the system's errors only these speak of the checkpoint itself: something is not there, or is not of the kind that was
     written. Any other one (no permission, an error of the device, a stale handle) may have passed by the next attempt.
     """
-    if isinstance(error, (DamagedCheckpointError, UnreadableCheckpointError)):
+    if isinstance(error, UnusableCheckpoint):
         return error
+    if isinstance(error, _NewerFormatError):
+        return CheckpointFormatError(str(checkpoint), error.found, FORMAT)
     if isinstance(error, OSError) and error.errno not in _NOT_AS_WRITTEN:
         return UnreadableCheckpointError(str(checkpoint), one_line(error))
     return DamagedCheckpointError(str(checkpoint), one_line(error))
@@ -152,10 +170,11 @@ def parse_manifest(data: bytes) -> Manifest:
     """The manifest that `seal` made into `data`.
 
     Raises:
-        ValueError: it is none; or TypeError.
+        ValueError: it is invalid; or TypeError.
+        _NewerFormatError: it has a newer format.
     """
     if len(data) > _MAX_MANIFEST_BYTES:
-        raise ValueError(f"its manifest has {len(data)} bytes, more than any should")
+        raise ValueError(f"its manifest has {len(data)} bytes, more than a manifest may have")
     head = _HEAD.match(data)
     if head is None or data[-2:] != b"}\n":
         raise ValueError("its manifest has no checksum")
@@ -174,7 +193,7 @@ def read_file(path: Path, record: FileRecord | None) -> bytes:
     """
     size = path.lstat().st_size if record is None else record.size
     if record is None and size > _MAX_MANIFEST_BYTES:
-        raise ValueError(f"its manifest has {size} bytes, more than any should")
+        raise ValueError(f"its manifest has {size} bytes, more than a manifest may have")
     descriptor = open_regular(path, size)
     try:
         parts, left = [], size
@@ -196,22 +215,22 @@ def count_marks(data: bytes) -> int:
 
 
 def checked_json(data: bytes, *, max_marks: int = MAX_MARKS) -> Any:
-    """Parses JSON; no key twice, no NaN, no depth that would exhaust the stack, no more values than any state has.
+    """Parses JSON. Duplicate keys, NaN, too many values, and depth that would exhaust the stack are refused.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is invalid.
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if len({key for key, _ in pairs}) < len(pairs):
-            raise ValueError("a key stands twice in its JSON")
+            raise ValueError("its JSON has the same key twice")
         return dict(pairs)
 
     def refuse(constant: str) -> Any:
         raise ValueError(f"its JSON holds {constant}")
 
     if count_marks(data) > max_marks:
-        raise ValueError(f"its JSON has more than {max_marks} values, more than any should")
+        raise ValueError(f"its JSON has more than {max_marks} values, more than a checkpoint may have")
     try:
         return json.loads(data, object_pairs_hook=unique, parse_constant=refuse)
     except RecursionError:
@@ -219,23 +238,25 @@ def checked_json(data: bytes, *, max_marks: int = MAX_MARKS) -> Any:
 
 
 def _checked(values: Any) -> Manifest:
-    """Raises ValueError if `values` are no manifest of this format."""
-    if not isinstance(values, dict) or values.get("format") != FORMAT:
-        found = values.get("format") if isinstance(values, dict) else None
-        raise ValueError(f"it is of format {found!r:.20} and this version reads {FORMAT}; use the version that wrote it")
+    """Raises ValueError if `values` are not a manifest of this format."""
+    found = values.get("format") if isinstance(values, dict) else None
+    if type(found) is int and FORMAT < found < _NO_FORMAT:
+        raise _NewerFormatError(found)
+    if type(found) is not int or found != FORMAT:
+        raise ValueError(f"its manifest has the invalid format {found!r:.20}")
     fields = {key: value for key, value in values.items() if key != "format"}
     if set(fields) != set(Manifest.__slots__):
-        raise ValueError("its manifest has other fields than it should have")
+        raise ValueError("its manifest has unexpected or missing fields")
     counts = [fields[name] for name in ("update", "epoch", "serial", "world_size")]
     if not all(type(count) is int and 0 <= count < 2**53 for count in counts) or not 1 <= fields["world_size"] < 100_000:
-        raise ValueError(f"its manifest has counters that cannot be: {counts}")
+        raise ValueError(f"its manifest has invalid counters: {counts}")
     score = fields["score"]
     if score is not None and not (type(score) in (int, float) and abs(score) <= sys.float_info.max):
-        raise ValueError("its manifest has a score that is no number")
+        raise ValueError("its manifest has an invalid score")
     decode(fields["config"], ("config",))
     versions, files = fields["versions"], fields["files"]
     if not isinstance(versions, dict) or not all(isinstance(version, str) for version in versions.values()):
-        raise ValueError("its manifest has versions that are none")
+        raise ValueError("its manifest has invalid versions")
     expected = {f"rank-{rank:05d}.{kind}" for rank in range(fields["world_size"]) for kind in ("json", "bin")}
     if not isinstance(files, dict) or set(files) != expected:
         raise ValueError("its manifest does not list the two files of each rank")
@@ -244,16 +265,16 @@ def _checked(values: Any) -> Manifest:
 
 def _checked_record(name: str, record: Any) -> FileRecord:
     if not _FILE.fullmatch(name) or not isinstance(record, dict) or set(record) != {"size", "crc32"}:
-        raise ValueError(f"its manifest has a record of {name!r:.40} that is none")
+        raise ValueError(f"its manifest has an invalid record of {name!r:.40}")
     size, crc32 = record["size"], record["crc32"]
     known = type(crc32) is int and 0 <= crc32 < 2**32
     if type(size) is not int or not 0 <= size < 2**63 or not (known if name.endswith(".json") else crc32 is None):
-        raise ValueError(f"its manifest has a size or a checksum of {name} that cannot be")
+        raise ValueError(f"its manifest has an invalid size or checksum of {name}")
     return FileRecord(size, crc32)
 
 
 def one_line(error: Exception) -> str:
-    """What an error about a checkpoint says, without what a file could smuggle into a log: other lines, colours, a flood."""
+    """The text of an error about a checkpoint, as one line of limited length without control characters from a file."""
     text = f"it has no {Path(error.filename).name}" if isinstance(error, FileNotFoundError) else " ".join(str(error).split())
     printable = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text[:_MAX_REASON_LENGTH])
     return printable if len(text) <= _MAX_REASON_LENGTH else f"{printable}..."

@@ -1,7 +1,7 @@
 """Whether the state of an optimizer that a checkpoint holds can be that of an optimizer in this run.
 
-torch's `load_state_dict` counts parameters and looks at nothing else. Moments of another parameter would be taken without a
-word, and a fused kernel that is given a moment of another shape reads and writes beyond its memory.
+torch's `load_state_dict` only counts parameters. It would accept the moments of another parameter silently, and a fused kernel
+that is given a moment of another shape reads and writes beyond its memory.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Consolidates(Protocol):
 
 
 def check_torch_shape(name: str, optimizer: Optimizer) -> None:
-    """Sees to it that the optimizer gives a state that can be checked when it is read back. Before the first batch.
+    """Checks that the optimizer gives a state that can be checked when it is read back. To be called before the first batch.
 
     Raises:
         TypeError: its `state_dict` is not of torch's shape.
@@ -85,7 +85,7 @@ def check_torch_shape(name: str, optimizer: Optimizer) -> None:
 
 
 def script_options(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """The options of each parameter group as the script has set them; to be taken before anything was loaded or trained."""
+    """The options of each parameter group as the script has set them. To be called before anything is loaded or trained."""
 
     def copied(value: Any) -> Any:
         return value.detach().clone() if isinstance(value, Tensor) else value
@@ -96,7 +96,7 @@ def script_options(optimizer: Optimizer) -> list[dict[str, Any]]:
 def describe_optimizer(
     optimizer: Optimizer, names: Mapping[int, Sequence[str]], options: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """What a checkpoint keeps beside the state, so that the next run can compare.
+    """What a checkpoint stores beside the state, so that the next run can compare.
 
     Args:
         optimizer: the optimizer.
@@ -114,11 +114,11 @@ def describe_optimizer(
 
 
 def option_changes(name: str, saved: Any, current: Sequence[Mapping[str, Any]], script_wins: Sequence[str]) -> list[str]:
-    """What the script sets in another way than the script that wrote the checkpoint, and which of the two is used.
+    """What the script sets to other values than the script that wrote the checkpoint, and which of the two is used.
 
     Args:
         name: of the optimizer.
-        saved: the description in the checkpoint; without one nothing is known.
+        saved: the description in the checkpoint; None in older checkpoints.
         current: what `script_options` gave.
         script_wins: the options that the script decides.
     """
@@ -147,12 +147,12 @@ def check_optimizer_state(
     names: Mapping[int, Sequence[str]],
     options: Sequence[Mapping[str, Any]],
 ) -> None:
-    """Sees to it that a saved state is of this optimizer, before a number of it is read.
+    """Checks that a saved state is of this optimizer, before any tensor of it is read.
 
     For an optimizer of torch each tensor of the state must have the shape of its parameter, or be a single number where torch
     keeps one (Adafactor's factors have shapes of their own), and what its step takes must be there. Other classes may keep
-    what they want. Of theirs a tensor is refused only if it is the odd one: of at least two other parameters of that shape in
-    the group the entry has the shape of the parameter, and of this one it has not.
+    what they want; of theirs a tensor is refused only if its entry has the shape of the parameter for all other parameters of
+    that shape in the group, at least two, and not for this one.
 
     Args:
         path: of the checkpoint.
@@ -237,7 +237,7 @@ def _other_class(optimizer: Optimizer, saved: Any, description: Any) -> str:
 
 
 def _other_parameters(optimizer: Optimizer, description: Any, names: Mapping[int, Sequence[str]]) -> str:
-    """Whether the parameters have other names, shapes or dtypes, or stand in another order."""
+    """Whether the parameters have other names, shapes or dtypes, or another order."""
     if not isinstance(description, Mapping):
         return ""
     saved = zip(description["names"], description["shapes"], description["dtypes"], strict=True)
@@ -255,7 +255,7 @@ def _other_parameters(optimizer: Optimizer, description: Any, names: Mapping[int
 
 
 def _other_state(optimizer: Optimizer, members: list[_Member]) -> Iterator[str]:
-    """What in the state of single parameters cannot be."""
+    """What is invalid in the state of single parameters, a sentence each."""
     kind = next((known for known in type(optimizer).__mro__ if known in _REQUIRED), None)
     strict = kind is not None and type(optimizer).__module__.startswith("torch.")
     for member in members:
@@ -298,7 +298,7 @@ def _wrong_value(kind: type[Optimizer], member: _Member, key: Any, value: Any) -
         ):
             yield f"{what} is {dtype_name(value.dtype)}, and the parameter {dtype_name(member.dtype)}"
     elif key in _LIKE_THE_PARAMETER and not (value is None and key == "momentum_buffer"):
-        yield f"{what} is {describe(value)} and no tensor"
+        yield f"{what} is {describe(value)} and must be a tensor"
 
 
 def _odd_ones(members: list[_Member]) -> Iterator[str]:

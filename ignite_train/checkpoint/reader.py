@@ -1,4 +1,4 @@
-"""One checkpoint on disk, read with every byte checked before anything is made of it."""
+"""One checkpoint on disk; every byte is checked before it is used."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Like = Callable[[KeyPath, tuple[int, ...]], DTensor | None]
 
 @dataclass(slots=True)
 class TensorClaim:
-    """What an index says of a tensor that was not read yet. Like a tensor it cannot be a key of a dict.
+    """What an index says of a tensor that was not read yet. Like a tensor, it cannot be a key of a dict.
 
     Attributes:
         key: its name in the index.
@@ -40,7 +40,7 @@ class TensorClaim:
 
     @property
     def num_bytes(self) -> int:
-        """What it would take of memory."""
+        """The memory that it would take, in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -59,14 +59,14 @@ def _whole(_path: KeyPath, _shape: tuple[int, ...]) -> None:
 class CheckpointReader:
     """Reads a checkpoint. Close it, or use it in a `with`.
 
-    Whatever is wrong with it is a `DamagedCheckpointError`, an error of the disk an `UnreadableCheckpointError`. What is asked
-    for is read and checked; `verify` reads it all.
+    Anything wrong with it raises a `DamagedCheckpointError`, an error of the disk an `UnreadableCheckpointError`, and a newer
+    format a `CheckpointFormatError`. Only what is asked for is read and checked; `verify` reads everything.
 
     Args:
         path: the checkpoint's directory.
 
     Attributes:
-        manifest: what is known of it.
+        manifest: its manifest.
     """
 
     def __init__(self, path: Path) -> None:
@@ -117,7 +117,7 @@ class CheckpointReader:
 
     @property
     def bytes_on_disk(self) -> int:
-        """What the files that were opened take there. A file with holes takes less than its size."""
+        """What the opened files take on the disk, in bytes. A file with holes takes less than its size."""
         return sum(part.tensors.bytes_on_disk for part in self._parts.values())
 
     def verify(self) -> None:
@@ -143,13 +143,13 @@ class CheckpointReader:
     def _open(self, rank: int) -> _Part:
         files, stem = self.manifest.files, f"rank-{rank:05d}"
         if files[f"{stem}.json"].size > MAX_INDEX_BYTES:
-            raise ValueError(f"{stem}.json has {files[f'{stem}.json'].size} bytes, more than any should")
+            raise ValueError(f"{stem}.json has {files[f'{stem}.json'].size} bytes, more than an index may have")
         index = checked_json(read_file(self.path / f"{stem}.json", files[f"{stem}.json"]))
         if not isinstance(index, dict) or set(index) != {"objects", "tensors"}:
-            raise ValueError(f"{stem}.json is no index")
+            raise ValueError(f"{stem}.json is not an index")
         trees, tensors = index["objects"], index["tensors"]
         if not isinstance(trees, dict) or not isinstance(tensors, dict) or len(tensors) > MAX_NODES:
-            raise ValueError(f"{stem}.json is no index")
+            raise ValueError(f"{stem}.json is not an index")
         entries = {key: Entry.from_json(values) for key, values in tensors.items()}
         return _Part(trees, TensorFile(self.path / f"{stem}.bin", files[f"{stem}.bin"].size, entries))
 
@@ -179,7 +179,7 @@ class CheckpointReader:
         files = [self._part(other).tensors for other in range(self.manifest.world_size)]
         holders = [file for file in files if key in file.entries]
         if len({(file.entries[key].dtype, file.entries[key].whole) for file in holders}) != 1:
-            raise ValueError(f"{key} is missing, or of several kinds")
+            raise ValueError(f"{key} is missing, or stored with several dtypes or shapes")
         return holders[0].entries[key], holders
 
     def _claim(self, rank: int, key: str, _path: KeyPath) -> TensorClaim:

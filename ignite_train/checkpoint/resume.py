@@ -101,7 +101,7 @@ class _Found:
     Attributes:
         root: where the checkpoints are.
         names: of the checkpoints, the newest first.
-        set_aside: of those that an earlier start found damaged and renamed.
+        set_aside: names of those that an earlier start found damaged and renamed.
     """
 
     root: Path
@@ -110,18 +110,19 @@ class _Found:
 
 
 def checkpoint_to_resume(own: CheckpointDirectory, resume: str | Path) -> tuple[Path, list[str]]:
-    """Looks for what `resume` asks for, on rank 0, and tidies the run's own directory. Collective.
+    """Finds the checkpoints that `resume` asks for, on rank 0, and tidies the run's own directory. Collective.
 
     Args:
         own: the directory of the run.
         resume: see `Trainer.run`.
 
     Returns:
-        The directory to look into, and the names of the checkpoints in it, the newest first; none if the run is to begin anew.
+        The directory, and the names of the checkpoints in it, the newest first; none if the run starts from the beginning.
 
     Raises:
-        ValueError: `resume` is no word and no directory that exists; or it is `"never"`, and there are checkpoints.
-        CheckpointError: none is there, and it must; or all that were there are damaged; or the directory cannot be read.
+        ValueError: `resume` is neither a known word nor a directory that exists; or it is `"never"`, and there are checkpoints.
+        CheckpointError: there must be one, and none was found; or all are damaged; or the directory cannot be read; or one of
+            them has a newer format.
     """
     directory = own
     if not (isinstance(resume, str) and resume in _WORDS):
@@ -134,16 +135,16 @@ def checkpoint_to_resume(own: CheckpointDirectory, resume: str | Path) -> tuple[
     assert found is not None  # noqa: S101  # rank 0 has looked
     if resume == "never" and found.names:
         raise ValueError(
-            f"resume must not be 'never' where checkpoints are, got {len(found.names)} in {found.root}; go on with "
-            "resume='auto', or choose another directory"
+            f"resume must not be 'never' where checkpoints are, got {len(found.names)} in {found.root}; continue "
+            "with resume='auto', or choose another directory"
         )
     if not found.names and resume != "never":
-        _refuse_to_begin_anew(found, resume)
+        _refuse_new_start(found, resume)
     return found.root, found.names
 
 
-def _refuse_to_begin_anew(found: _Found, resume: str | Path) -> None:
-    """Raises CheckpointError if a start without a checkpoint would hide that there were some, or must not be."""
+def _refuse_new_start(found: _Found, resume: str | Path) -> None:
+    """Raises CheckpointError if `resume` needs a checkpoint, or if a start without one would hide that there were some."""
     if found.set_aside:
         raise CheckpointError(
             f"{found.root} has no whole checkpoint and {len(found.set_aside)} that an earlier start found damaged, such as "
@@ -151,7 +152,7 @@ def _refuse_to_begin_anew(found: _Found, resume: str | Path) -> None:
             "or pass resume='never' once, or move them to another directory"
         )
     if resume != "auto":
-        raise CheckpointError(f"there is no checkpoint in {found.root}, and resume={str(resume)!r} needs one")
+        raise CheckpointError(f"{found.root} has no checkpoint, and resume={str(resume)!r} needs one")
 
 
 def read_agreed(
@@ -159,17 +160,17 @@ def read_agreed(
 ) -> tuple[T, Manifest, Path]:
     """Reads the first of `names` that is whole for every rank. Collective.
 
-    If one is damaged, a warning says what is wrong with it, and the next older one is tried. An error of the disk is
-    not damage: it is raised, and nothing is renamed.
+    If one is damaged, a warning says what is wrong with it, and the next older one is tried. An error of the disk, and a newer
+    format, are not damage: they are raised, and nothing is renamed.
 
     Args:
-        root: where they are.
-        names: the newest first.
-        disk: on which damaged ones are renamed, so that nobody stumbles over them again; None leaves them.
-        read: what each rank does with one; it changes nothing yet.
+        root: their directory.
+        names: of the checkpoints, the newest first.
+        disk: renames damaged ones, so that later starts do not try them again; None leaves them.
+        read: what each rank does with one; it must not change the run.
 
     Raises:
-        CheckpointError: none is whole, or what is whole does not fit the run, or one cannot be read at the moment.
+        CheckpointError: none is whole, or one that is whole does not fit the run, or one cannot be read.
     """
     reasons = []
     for name in names:
@@ -196,8 +197,8 @@ def _refuse_if_whole(path: Path, rank: int, reason: str) -> None:
 
     def verify() -> bool:
         try:
-            with CheckpointReader(path) as stored:
-                stored.verify()
+            with CheckpointReader(path) as reader:
+                reader.verify()
         except DamagedCheckpointError:
             return False
         return True
@@ -210,7 +211,7 @@ def _refuse_if_whole(path: Path, rank: int, reason: str) -> None:
 
 
 def log_how_exact(loader: Any) -> None:
-    """Says what of the data a resumed run may not find again as it was, before it is too late to choose another loader."""
+    """Logs, before the first batch, what of the data may differ in a resumed run, so that another loader can be chosen."""
     doubts, note = how_exact(loader)
     for doubt in doubts:
         _logger.warning(doubt)
@@ -255,7 +256,7 @@ def _is_there(directory: CheckpointDirectory) -> bool:
 
 
 def _look(directory: CheckpointDirectory, *, tidies: bool) -> _Found:
-    """Rank 0: newest first, damaged ones (which are not known to be old) before the others."""
+    """Rank 0 looks into a directory: newest first, and damaged ones, whose age is unknown, before the others."""
     root = directory.path
     if not _is_there(directory):
         return _Found(root, [], [])
@@ -270,15 +271,15 @@ def _look(directory: CheckpointDirectory, *, tidies: bool) -> _Found:
         set_aside = directory.set_aside_before()
     except OSError as error:
         raise UnreadableCheckpointError(str(root), one_line(error)) from error
-    unreadable = [failure for failure in failed if isinstance(failure, UnreadableCheckpointError)]
-    if unreadable:
-        raise unreadable[0]
+    for failure in failed:
+        if not isinstance(failure, DamagedCheckpointError):
+            raise failure
     names = [Path(failure.path).name for failure in reversed(failed)] + [name for name, _ in reversed(found)]
     return _Found(root, names, set_aside)
 
 
 def _tidy(directory: CheckpointDirectory) -> None:
-    """Removes what an earlier process was killed at. Saving does that too, but a run that is finished saves no more."""
+    """Removes what a killed process has left. Saving does so too, but a finished run saves no more."""
     try:
         directory.tidy()
     except OSError as error:
@@ -288,9 +289,9 @@ def _tidy(directory: CheckpointDirectory) -> None:
 def _attempt(path: Path, read: Callable[[CheckpointReader], T]) -> tuple[tuple[T, Manifest] | None, str, str]:
     try:
         if not path.exists():
-            raise CheckpointError(f"{path} is not there on rank {collectives.rank()}: all ranks must see the same files")
-        with CheckpointReader(path) as stored:
-            return (read(stored), stored.manifest), "", ""
+            raise CheckpointError(f"{path} does not exist on rank {collectives.rank()}: all ranks must see the same files")
+        with CheckpointReader(path) as reader:
+            return (read(reader), reader.manifest), "", ""
     except DamagedCheckpointError as error:
         return None, "", str(error)
     except CheckpointError as error:

@@ -1,4 +1,4 @@
-"""Which checkpoints stay: the last, the best, and every so many."""
+"""Which checkpoints stay: the newest, the best, and those whose update is a multiple of a number."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Retention:
     """A rule for what may be removed.
 
     Attributes:
-        last: keep so many of the newest; at least 1.
-        best: and so many of those with the best scores.
-        lower_is_better: what best means.
-        every: and those whose update is a multiple of this.
+        last: how many of the newest stay; at least 1.
+        best: how many of those with the best scores stay.
+        lower_is_better: whether a lower score is better.
+        every: those whose update is a multiple of this stay too.
     """
 
     last: int
@@ -32,11 +32,11 @@ class Retention:
         return not math.isnan(score) and (best is None or self._rank(score) < self._rank(best))
 
     def best_of(self, manifests: Sequence[Manifest]) -> float | None:
-        """The best score; None if there is none."""
+        """The best score; None if none of them has a score."""
         return min((manifest.score for manifest in manifests if manifest.score is not None), key=self._rank, default=None)
 
     def surplus(self, manifests: Sequence[Manifest]) -> list[int]:
-        """Positions of those that may go."""
+        """The indices of those that may be removed."""
         by_age = sorted(range(len(manifests)), key=lambda index: manifests[index].serial)
         by_update = {manifests[index].update: index for index in by_age}  # of an update that was saved again, the last
         newest = sorted(by_update.values(), key=lambda index: -manifests[index].serial)
@@ -48,5 +48,5 @@ class Retention:
         return [index for index in by_age if index not in stays]
 
     def _rank(self, score: float | None) -> float:
-        assert score is not None  # noqa: S101  # the callers see to it
+        assert score is not None  # noqa: S101  # the callers pass those with a score only
         return score if self.lower_is_better else -score

@@ -1,6 +1,6 @@
 """Whether the state of a learning-rate schedule that a checkpoint holds can be that of a schedule in this run.
 
-torch's `load_state_dict` of a schedule sets whatever attributes it is given and looks at none of them.
+torch's `load_state_dict` of a schedule sets any attributes that it is given, unchecked.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ def schedules_of(entries: Mapping[str, Any]) -> dict[str, LRScheduler]:
 
 
 def describe_schedule(schedule: LRScheduler) -> dict[str, Any]:
-    """What a checkpoint keeps beside the state, so that the next run can compare."""
+    """What a checkpoint stores beside the state, so that the next run can compare."""
     return {"class": type(schedule).__qualname__, "options": _options(schedule.state_dict())}
 
 
 def check_schedule(path: str, name: str, schedule: LRScheduler, saved: Any, description: Any) -> None:
-    """Sees to it that a saved state is of this schedule.
+    """Checks that a saved state is of this schedule.
 
     Args:
         path: of the checkpoint.
@@ -83,7 +83,7 @@ def check_schedule(path: str, name: str, schedule: LRScheduler, saved: Any, desc
 
 
 def schedule_changes(name: str, schedule: LRScheduler, description: Any) -> list[str]:
-    """What the script sets in another way than the script that wrote the checkpoint. What the checkpoint has is used."""
+    """What the script sets to other values than the script that wrote the checkpoint, whose values are used."""
     before = description.get("options") if isinstance(description, Mapping) else None
     now = _options(schedule.state_dict())
     return [
@@ -104,7 +104,7 @@ def why_not_rescaled(schedule: Any) -> str:
 
 
 def rescale_schedule(schedule: LRScheduler, optimizer: Optimizer, bases: Sequence[float]) -> None:
-    """Gives a schedule other base rates at its present place; the rates of `optimizer` are multiples of these already."""
+    """Gives a schedule other base rates at its current place; the rates of `optimizer` are multiples of them already."""
     schedule.base_lrs = list(bases)
     schedule._last_lr = [float(group["lr"]) for group in optimizer.param_groups]
     for part in _parts(schedule):
@@ -129,7 +129,7 @@ def _why_other(schedule: LRScheduler, saved: Any, description: Any) -> str:
 
 
 def _options(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What a script sets, as far as it is plain."""
+    """The options that a script sets, if they are plain values."""
     return {
         key: value
         for key, value in state.items()

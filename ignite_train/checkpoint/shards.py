@@ -1,4 +1,4 @@
-"""Which part of a tensor a rank holds, and any part put together from the parts that others held."""
+"""Which part of a tensor a rank holds, and how any part is assembled from the parts that others held."""
 
 from __future__ import annotations
 
@@ -50,7 +50,10 @@ class Piece:
 
 
 def own_piece(tensor: Tensor, *, everything: bool) -> Piece | None:
-    """What this rank writes of `tensor`: a sharded one's own part, once; of any other all or nothing, as `everything` says."""
+    """The part of `tensor` that this rank writes; None if other ranks write all of it.
+
+    Of a sharded tensor each part is written once; any other one is written whole where `everything` is true.
+    """
     whole = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
         return Piece(tensor, Box((0,) * len(whole), whole), whole) if everything else None
@@ -86,7 +89,7 @@ def assemble(box: Box, dtype: torch.dtype, parts: Iterable[tuple[Box, Callable[[
 
 
 def check_cover(box: Box, parts: Iterable[Box]) -> None:
-    """Sees to it that `parts`, which lie in `box`, hold each of its numbers once.
+    """Checks that `parts`, which lie in `box`, hold each of its numbers once.
 
     Raises:
         ValueError: they do not.

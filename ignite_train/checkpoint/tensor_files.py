@@ -1,4 +1,4 @@
-"""Tensors in files: their bytes one after another, and an index that says where each one is and what its checksum must be."""
+"""Tensors in files: their bytes one after another, and an index with the place and the checksum of each."""
 
 from __future__ import annotations
 
@@ -70,34 +70,34 @@ class Entry:
 
     @classmethod
     def from_json(cls, values: Any) -> Entry:
-        """From an index that nobody vouches for.
+        """From an index in a file, which may be forged.
 
         Raises:
-            ValueError: a field is missing, or something in it cannot be.
+            ValueError: a field is missing or invalid.
         """
         if not isinstance(values, dict) or set(values) != set(cls.__slots__):
-            raise ValueError("an entry with other fields than it should have")
+            raise ValueError("an index entry has unexpected or missing fields")
         lists = [values[name] for name in ("shape", "start", "whole", "order")]
         numbers = [values[name] for name in ("offset", "num_bytes", "crc32")]
         if not all(isinstance(entries, list) and len(entries) == len(lists[0]) <= 64 for entries in lists):
-            raise ValueError("an entry with a shape that is none")
+            raise ValueError("an index entry has an invalid shape")
         if not all(type(number) is int and 0 <= number < 2**63 for entries in [*lists, numbers] for number in entries):
-            raise ValueError("an entry with a number that cannot be")
+            raise ValueError("an index entry has an invalid number")
         if values["dtype"] not in DTYPES:
-            raise ValueError(f"an entry of the unknown dtype {values['dtype']!r:.40}")
+            raise ValueError(f"an index entry has the unknown dtype {values['dtype']!r:.40}")
         shape, start, whole, order = map(tuple, lists)
         entry = cls(values["dtype"], shape, start, whole, order, *numbers)
         if math.prod(shape) * DTYPES[entry.dtype].itemsize != entry.num_bytes or sorted(order) != [*range(len(shape))]:
-            raise ValueError("an entry whose shape is not its size")
+            raise ValueError("an index entry has a size that does not fit its shape")
         if any(first + length > total for first, length, total in zip(start, shape, whole, strict=True)):
-            raise ValueError("an entry that reaches beyond its tensor")
+            raise ValueError("an index entry reaches beyond its tensor")
         if math.prod(max(1, length) for length in whole) >= 2**60:
-            raise ValueError("an entry of a tensor that no memory could hold")
+            raise ValueError("an index entry has a shape that no memory could hold")
         return entry
 
 
 def check_entries(entries: Mapping[str, Entry], size: int) -> None:
-    """Sees to it that `entries` lie in a file of `size` bytes one after another, with no gap and nothing twice.
+    """Checks that `entries` lie in a file of `size` bytes one after another, without gaps or overlaps.
 
     Raises:
         ValueError: they do not.
@@ -105,10 +105,10 @@ def check_entries(entries: Mapping[str, Entry], size: int) -> None:
     end = 0
     for entry in sorted(entries.values(), key=lambda entry: (entry.offset, entry.num_bytes)):
         if entry.offset != end:
-            raise ValueError(f"entries that overlap or leave a gap at byte {end}")
+            raise ValueError(f"index entries overlap or leave a gap at byte {end}")
         end += entry.num_bytes
     if end != size:
-        raise ValueError(f"entries for {end} bytes in a file of {size}")
+        raise ValueError(f"index entries cover {end} bytes of a file of {size}")
 
 
 class Snapshot:
@@ -137,7 +137,7 @@ class Snapshot:
 
 
 def await_devices(pieces: Mapping[str, Piece]) -> None:
-    """Returns when the devices have done all work that the numbers of `pieces` may still depend on."""
+    """Returns when the devices have finished the work that `pieces` may depend on. Synchronises."""
     for device in {piece.data.device for piece in pieces.values() if piece.data.device.type != "cpu"}:
         torch.get_device_module(device).synchronize(device)  # sync
 
@@ -147,7 +147,7 @@ def _empty_copy(tensor: Tensor) -> Tensor:
 
 
 def write_tensors(disk: Disk, path: Path, pieces: Mapping[str, Piece]) -> dict[str, Entry]:
-    """Writes a new file, to the disk, and returns what is where in it."""
+    """Writes a new file, to the disk, and returns where each tensor is in it."""
     entries: dict[str, Entry] = {}
     disk.write_file(path, _parts(pieces, entries))
     return entries
@@ -190,7 +190,7 @@ def holds(path: Path, entries: Mapping[str, Entry], pieces: Mapping[str, Piece])
 
 def _bytes(tensor: Tensor) -> memoryview:
     """The memory of a contiguous tensor."""
-    if tensor.numel() == 0:  # is contiguous with whatever strides, and torch views none of these as bytes
+    if tensor.numel() == 0:  # contiguous with any strides, and torch cannot view it as bytes
         return memoryview(b"")
     array: Any = tensor.reshape(-1).view(torch.uint8).numpy()
     return memoryview(array)
@@ -199,7 +199,7 @@ def _bytes(tensor: Tensor) -> memoryview:
 def _dense(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     """The numbers as they lie in memory where they lie densely, and the order of the dimensions there.
 
-    So a tensor in channels-last comes back as one, and what computes with it takes the same path as before.
+    So a channels-last tensor is restored as one, and computations with it take the same path as before.
     """
     tensor = tensor.cpu().resolve_conj().resolve_neg()
     strides = tensor.stride()
@@ -214,11 +214,11 @@ class TensorFile:
     Args:
         path: the file. It must be a regular one, not a link.
         size: bytes it must have.
-        entries: what is in it.
+        entries: where each tensor is in it.
 
     Raises:
         OSError: it cannot be opened, or is a link.
-        ValueError: it is no regular file, has another size, or the entries do not fit it.
+        ValueError: it is not a regular file, has another size, or the entries do not fit it.
     """
 
     def __init__(self, path: Path, size: int, entries: Mapping[str, Entry]) -> None:
@@ -253,7 +253,7 @@ class TensorFile:
         return tensor.permute(inverse)
 
     def check(self, name: str) -> None:
-        """Reads the bytes of this name with one small buffer, whatever their number.
+        """Reads the bytes of this name, any number of them, with one small buffer.
 
         Raises:
             ValueError: they are not those that were written.
@@ -299,7 +299,7 @@ class TensorFile:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """An error of the system says which file it is about, also where only the descriptor was known to the system."""
+    """Adds the path of the file to an error of a call that was given only a descriptor."""
     try:
         yield
     except OSError as error:
@@ -307,7 +307,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def open_regular(path: Path, size: int) -> int:
-    """Opens a regular file of `size` bytes for reading and gives its descriptor.
+    """Opens a regular file of `size` bytes for reading and returns its descriptor.
 
     Raises:
         OSError: it cannot be opened, or is a link.
@@ -317,7 +317,7 @@ def open_regular(path: Path, size: int) -> int:
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise ValueError(f"{path.name} is no regular file")
+            raise ValueError(f"{path.name} is not a regular file")
         if status.st_size != size:
             raise ValueError(f"{path.name} has {status.st_size} bytes, it was written with {size}")
     except BaseException:

@@ -56,7 +56,7 @@ class TreeEncoder:
         """The tree of `value`.
 
         Raises:
-            CheckpointError: something in it is no plain value, or it is too large or too deep; the message says where.
+            CheckpointError: something in it cannot be stored, or it is too large or too deep; the message says where.
         """
         self._nodes += 1
         if len(path) > MAX_DEPTH or self._nodes > MAX_NODES:
@@ -147,12 +147,12 @@ def decode(tree: Any, path: KeyPath, tensor: Callable[[str, KeyPath], Any] = _no
     """The value that `tree` was made of.
 
     Args:
-        tree: from `TreeEncoder.encode`, or from a file that nobody vouches for.
+        tree: from `TreeEncoder.encode`, or from a file, which may be forged.
         path: where it is.
-        tensor: gives the tensor of a name that stands at a path, or what is to stand for it; without it there must be none.
+        tensor: returns the tensor with a name at a path, or a stand-in for it; by default any tensor is refused.
 
     Raises:
-        ValueError: it is no such tree, or it is too large or too deep.
+        ValueError: it is not a valid tree, or it is too large or too deep.
         TypeError: something in it cannot be a key, an entry of a set, or an array.
     """
     return _Decoder(tensor).decode(tree, path)
@@ -172,14 +172,14 @@ class _Decoder:
         if isinstance(tree, list):
             return [self.decode(entry, (*path, index)) for index, entry in enumerate(tree)]
         if not isinstance(tree, dict) or len(tree) != 1:
-            raise ValueError(f"{path_name(path)} is no value")
+            raise ValueError(f"{path_name(path)} is not a valid value")
         ((kind, content),) = tree.items()
         if kind == "dict":
             return self._decode_dict(content, path)
         if kind in ("tuple", "set", "frozenset", "complex"):
             return self._decode_sequence(kind, content, path)
         if not isinstance(content, str):
-            raise ValueError(f"{path_name(path)} is no value")
+            raise ValueError(f"{path_name(path)} is not a valid value")
         if kind in ("tensor", "array"):
             found = self._tensor(content, path)
             return found.numpy() if kind == "array" and isinstance(found, Tensor) else found
@@ -193,23 +193,23 @@ class _Decoder:
 
     def _decode_sequence(self, kind: str, content: Any, path: KeyPath) -> Any:
         if not isinstance(content, list):
-            raise ValueError(f"{path_name(path)} is no {kind}")
+            raise ValueError(f"{path_name(path)} is not a {kind}")
         entries = [self.decode(entry, (*path, index)) for index, entry in enumerate(content)]
         if kind == "complex":
             if [type(entry) for entry in entries] != [float, float]:
-                raise ValueError(f"{path_name(path)} is no complex number")
+                raise ValueError(f"{path_name(path)} is not a complex number")
             return complex(*entries)
         make: Callable[[list[Any]], Any] = {"tuple": tuple, "set": set, "frozenset": frozenset}[kind]
         return make(entries)
 
     def _decode_dict(self, pairs: Any, path: KeyPath) -> dict[Any, Any]:
         if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
-            raise ValueError(f"{path_name(path)} is no dict")
+            raise ValueError(f"{path_name(path)} is not a dict")
         result: dict[Any, Any] = {}
         for tree, value in pairs:
             key = self.decode(tree, (*path, "key"))
             if isinstance(key, Tensor) or key in result:
-                raise ValueError(f"{path_name(path)} has a key twice, or one that is none")
+                raise ValueError(f"{path_name(path)} has a duplicate or an invalid key")
             result[key] = self.decode(value, (*path, key))
         return result
 

@@ -1,4 +1,4 @@
-"""Writing checkpoints behind the run: it is held for a copy of its state, and one thread does the rest."""
+"""Writing checkpoints beside the run: the run waits for a copy of its state, and one thread does the rest."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class CheckpointWriter:
     Args:
         path: the directory of the checkpoints.
         retention: which of them stay.
-        asynchronous: whether a thread writes while the run goes on.
-        warns: whether a failure is logged; or else it is raised.
-        give_up_after: that many failures in a row are raised all the same.
+        asynchronous: whether training continues while a thread writes.
+        warns: whether a failure is logged; otherwise it is raised.
+        give_up_after: this many failures in a row are raised in any case.
 
     Attributes:
         directory: what they are written to.
@@ -49,7 +49,7 @@ class CheckpointWriter:
         self.directory = CheckpointDirectory(path, Disk(), DirectoryLock(path))
         self.latest: Path | None = None
         self._is_taken_over = False
-        self._is_held = False  # by a run; or else each save takes the lock for itself
+        self._is_held = False  # by a run; otherwise each save takes the lock
         self._failures = 0  # in a row
         self._snapshot = Snapshot()
         self._group: Any = None
@@ -58,7 +58,7 @@ class CheckpointWriter:
 
     @property
     def disk(self) -> Disk:
-        """What the directory is on."""
+        """The file system that the directory is on."""
         return self.directory.disk
 
     @disk.setter
@@ -69,7 +69,7 @@ class CheckpointWriter:
     def holding(self) -> Iterator[None]:
         """Keeps other runs from writing to the directory until the end of the `with`. Collective.
 
-        A directory that is not there, or cannot be written to, is taken by the first save.
+        A directory that does not exist yet, or cannot be written to, is taken by the first save.
 
         Raises:
             CheckpointError: another run writes to it.
@@ -102,11 +102,11 @@ class CheckpointWriter:
             self._group = collectives.own_group()
 
     def resume_from(self, path: Path) -> None:
-        """Takes over a checkpoint that every rank has read whole."""
+        """Notes that the run resumes from a checkpoint that every rank has read whole."""
         self.latest, self._is_taken_over = path, True
 
     def try_out(self, contents: Contents) -> None:
-        """Does all that a save does but for the tensors, so that what would make each save fail shows now. Collective.
+        """Tries all that a save does, except for writing the tensors, so that an error is found now. Collective.
 
         Raises:
             CheckpointError: it failed.
@@ -125,7 +125,7 @@ class CheckpointWriter:
             is_last: the run is over. It waits until all is written, so nothing is copied, and a failure is always raised.
 
         Raises:
-            CheckpointError: the save before failed; or this one, if nothing is asynchronous or it is the last.
+            CheckpointError: the save before failed; or this one, if it is not asynchronous or is the last.
         """
         self.wait()
         if self.asynchronous and not is_last:
@@ -167,10 +167,10 @@ class CheckpointWriter:
                 "directory writable, and start again"
             ) from error
         if collectives.is_main_rank():
-            _logger.warning(f"{error}; training goes on, and the older checkpoints are as they were")
+            _logger.warning(f"{error}; training continues, and the older checkpoints are untouched")
 
     def abandon(self, patience_seconds: float) -> None:
-        """Lets a save end, if it can, when the run has broken off; its failure is only logged."""
+        """After an exception: waits for a save that is still being written; its failure is only logged."""
         if self._thread is not None:
             self._thread.join(patience_seconds)
             if self._thread.is_alive() or self._error is not None:
@@ -188,7 +188,7 @@ class CheckpointWriter:
                 self._release()
 
     def _remove_what_is_left(self) -> None:
-        """Once, what the process before was killed before it could remove, lest that adds up; each save does so at its end."""
+        """Once: removes what the process before was killed too early to remove. Each save does so at its end."""
         if self._is_taken_over and collectives.is_main_rank():
             self.directory.prune(self.retention, newest=self.latest)
         self._is_taken_over = False

@@ -2,39 +2,13 @@
 
 from __future__ import annotations
 
-import random
-import types
-
 import torch
 from torch import nn
 
 from ignite_train.carried import Carried
+from ignite_train.model.random_state import RandomState
 
-__all__ = ["RandomState", "ReplayPoint", "SideEffects"]
-
-
-class RandomState:
-    """Remembers torch's generators of the CPU and of a device, and Python's, as they are when it is made.
-
-    Args:
-        device: which one.
-        python: whether to remember Python's, whose state takes ten times as long to read as torch's.
-    """
-
-    def __init__(self, device: torch.device, *, python: bool = True) -> None:
-        self._cpu = torch.get_rng_state()
-        self.python = random.getstate() if python else None
-        self._device = device
-        self._backend: types.ModuleType | None = None if device.type == "cpu" else torch.get_device_module(device)
-        self._on_device = None if self._backend is None else self._backend.get_rng_state(device)
-
-    def restore(self) -> None:
-        """Goes back to it."""
-        torch.set_rng_state(self._cpu)
-        if self.python is not None:
-            random.setstate(self.python)
-        if self._backend is not None:
-            self._backend.set_rng_state(self._on_device, self._device)
+__all__ = ["ReplayPoint", "SideEffects"]
 
 
 class ReplayPoint:
@@ -57,8 +31,8 @@ class ReplayPoint:
         """Remembers the state as it is now."""
         self._updates += 1
         before = self._state
-        if before is not None and before.python is not None and not self._python_moves:
-            self._python_moves = random.getstate() != before.python
+        if before is not None and not self._python_moves:
+            self._python_moves = before.python_has_moved()
         looks = self._updates & (self._updates - 1) == 0
         self._state = RandomState(self._device, python=looks or self._python_moves)
 
