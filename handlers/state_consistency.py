@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
@@ -66,15 +67,48 @@ class StateMismatchError(TrainingError, RuntimeError):
 
 
 class _Check(NamedTuple):
-    """The update that was compared, and a digest of 64 bits for each tensor and value by name."""
+    """What was compared: the update, and a digest of 64 bits for each tensor and value by name.
+
+    Attributes:
+        update: the update.
+        digests: of what all ranks hold alike.
+        shards: of the shards that other ranks hold too, as with `fully_shard` over a mesh of two dimensions (HSDP).
+        shard: which shard that is, on this rank.
+    """
 
     update: int
     digests: dict[str, int]
+    shards: dict[str, int]
+    shard: _Shard | None
 
     @property
     def digest(self) -> int:
-        """One digest of all, which does not depend on their order."""
+        """One digest of everything that all ranks hold alike, which does not depend on its order."""
         return sum(self.digests.values()) % 2**64
+
+    @property
+    def shards_digest(self) -> int:
+        """The same for the shards."""
+        return sum(self.shards.values()) % 2**64
+
+
+class _Shard(NamedTuple):
+    """Which part of the parameters a rank holds, where several ranks hold the same.
+
+    Attributes:
+        part: the coordinates of the rank in the dimensions of the mesh over which parameters are cut.
+        copy: the coordinates in the dimensions over which they are replicated.
+        copies: how many ranks hold the same.
+    """
+
+    part: tuple[int, ...]
+    copy: tuple[int, ...]
+    copies: int
+
+    @property
+    def factor(self) -> int:
+        """What this rank multiplies its digest by, so that the sum over all ranks is zero if all copies are the same."""
+        return -1 if any(self.copy) else self.copies - 1
 
 
 class _Schedule(Protocol):
@@ -94,8 +128,9 @@ class StateConsistency(PiggybackHandler):
     does not protect against deliberate changes.
 
     What differs between ranks by design is left out: the running statistics of normalisation layers (each rank has those of
-    its own data, until DistributedDataParallel copies those of rank 0 to all), tensors that are sharded, and objects that are
-    neither tensors nor numbers nor strings. Optimizers must keep the same state on all ranks, as torch's do, except for
+    its own data, until DistributedDataParallel copies those of rank 0 to all), shards that no other rank holds, and objects that
+    are neither tensors nor numbers nor strings. Shards that several ranks hold, as with `fully_shard` over a mesh of two
+    dimensions (HSDP), are compared among these ranks. Optimizers must keep the same state on all ranks, as torch's do, except for
     `ZeroRedundancyOptimizer`. All ranks attach it alike.
 
     Args:
@@ -143,7 +178,7 @@ class StateConsistency(PiggybackHandler):
             if name not in buffers:
                 raise ValueError(f"own_buffers must be names of buffers of model, got {name!r}{did_you_mean(name, buffers)}")
         self.own_buffers = frozenset(own_buffers)
-        self.payload_size = 2 * _WORDS + 1
+        self.payload_size = 3 * _WORDS + 1
         self._due: _Check | None = None  # not yet sent
         self._sent: _Check | None = None  # on its way
 
@@ -157,23 +192,26 @@ class StateConsistency(PiggybackHandler):
             self._due = self._check(trainer)
 
     def payload(self) -> Sequence[float]:
-        """The four 16-bit words of the digest, their squares, and a 1 for having a digest; all zero if no check is due.
+        """The four 16-bit words of the digest, their squares, the words of the shards' digest, and a 1 for having a digest.
 
-        Over W ranks, (Σw)² = W·Σw² holds if and only if all words w are equal (Cauchy–Schwarz). Float64 adds both exactly.
+        All are zero if no check is due. Over W ranks, (Σw)² = W·Σw² holds if and only if all words w are equal
+        (Cauchy–Schwarz). Float64 adds both exactly. The words of the shards are multiplied so that they sum to zero over ranks
+        that hold the same, see `_Shard.factor`.
         """
         if self._due is not None:
             self._sent, self._due = self._due, None
         if self._sent is None:
             return [0.0] * self.payload_size
-        digest = self._sent.digest
-        words = [float(digest >> 16 * place & 0xFFFF) for place in range(_WORDS)]
-        return [*words, *(word * word for word in words), 1.0]
+        words, shard = _words(self._sent.digest), self._sent.shard
+        of_shards = [0.0 if shard is None else word * shard.factor for word in _words(self._sent.shards_digest)]
+        return [*words, *(word * word for word in words), *of_shards, 1.0]
 
     def vetoes(self, sums: Tensor) -> Tensor:
         """See `Piggyback`: whether the digests differ, or are missing on some rank."""
-        words, squares, present = sums[:_WORDS], sums[_WORDS:-1], sums[-1]
+        words, squares, of_shards, present = sums[:_WORDS], sums[_WORDS : 2 * _WORDS], sums[2 * _WORDS : -1], sums[-1]
         world_size = collectives.world_size()
-        return (words * words != world_size * squares).any() | ((present != 0) & (present != world_size))
+        differs = (words * words != world_size * squares).any() | (of_shards != 0).any()
+        return differs | ((present != 0) & (present != world_size))
 
     def on_reduced(self, sums: list[float]) -> None:
         """Compares the digests.
@@ -192,8 +230,9 @@ class StateConsistency(PiggybackHandler):
                     f"{present} of {world_size} ranks: attach it alike on all ranks, to an event with the same counter on all"
                 )
             return
-        words, squares = sums[:_WORDS], sums[_WORDS : 2 * _WORDS]
-        if any(int(word) ** 2 != world_size * int(square) for word, square in zip(words, squares, strict=True)):
+        words, squares, of_shards = sums[:_WORDS], sums[_WORDS : 2 * _WORDS], sums[2 * _WORDS : -1]
+        agree = all(int(word) ** 2 == world_size * int(square) for word, square in zip(words, squares, strict=True))
+        if not agree or any(of_shards):
             assert sent is not None  # noqa: S101  # all ranks have one
             self._compare(sent)
 
@@ -209,18 +248,30 @@ class StateConsistency(PiggybackHandler):
     def _compare(self, check: _Check) -> None:
         """Exchanges all digests and raises if any differ. Collective."""
         checks: list[_Check] = collectives.gather_objects(check)
-        names = dict.fromkeys(name for one in checks for name in one.digests)
-        differing = tuple(name for name in names if len({one.digests.get(name) for one in checks}) > 1)
+        names = dict.fromkeys(name for one in checks for name in (*one.shards, *one.digests))
+        groups = _holders([one.shard for one in checks])
+        differing = tuple(
+            name
+            for name in names
+            if _differ([one.digests.get(name) for one in checks])
+            or any(_differ([checks[rank].shards.get(name) for rank in group]) for group in groups)
+        )
         if differing:
-            (most, count), *_ = Counter(one.digest for one in checks).most_common()
-            ranks = [rank for rank, one in enumerate(checks) if one.digest != most] if 2 * count > len(checks) else []
+            outside = [_outside([one.digest for one in checks], range(len(checks)))]
+            outside += [_outside([checks[rank].shards_digest for rank in group], group) for group in groups]
+            ranks = () if None in outside else tuple(sorted({rank for found in outside for rank in found or ()}))
             trained = [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
             widespread = 2 * sum(f"parameter {name}" in differing for name in trained) > len(trained)
-            raise StateMismatchError(checks[0].update, differing, tuple(ranks), most_parameters_differ=widespread)
+            raise StateMismatchError(checks[0].update, differing, ranks, most_parameters_differ=widespread)
 
     def _check(self, trainer: Trainer) -> _Check:
         """Digests of the present state."""
         state = dict(self._state(trainer))
+        shards = {name: value for name, value in state.items() if isinstance(value, DTensor)}
+        shard = next(map(_shard_of, shards.values()), None)
+        copied = {name: value for name, value in shards.items() if _shard_of(value) == shard}  # the others have other meshes
+        state = {name: value for name, value in state.items() if name not in shards}
+        state |= {name: value.to_local() for name, value in copied.items()}
         digests = {name: _hash(name, repr(value).encode()) for name, value in state.items() if not isinstance(value, Tensor)}
         by_device: dict[torch.device, dict[str, Tensor]] = {}
         for name, value in state.items():
@@ -228,7 +279,8 @@ class StateConsistency(PiggybackHandler):
                 by_device.setdefault(value.device, {})[name] = value
         for tensors in by_device.values():
             digests |= tensor_digests(tensors)
-        return _Check(trainer.state.iteration, {name: digests[name] for name in state})
+        whole = {name: digests[name] for name in state if name not in copied}
+        return _Check(trainer.state.iteration, whole, {name: digests[name] for name in copied}, shard)
 
     def _state(self, trainer: Trainer) -> Iterator[tuple[str, Any]]:
         """Tensors and values by name."""
@@ -260,8 +312,45 @@ def _flatten(entries: Mapping[Any, Any], before: str = "", after: str = "") -> I
         elif isinstance(value, DTensor):
             if all(placement.is_replicate() for placement in value.placements):
                 yield f"{before}{key}{after}", value.to_local()
+            elif _shard_of(value).copies > 1:
+                yield f"{before}{key}{after}", value
         elif isinstance(value, (Tensor, Number, str, bytes)) or value is None:
             yield f"{before}{key}{after}", value
+
+
+def _shard_of(tensor: DTensor) -> _Shard:
+    mesh = tensor.device_mesh
+    coordinates, sizes = mesh.get_coordinate() or [0] * mesh.ndim, mesh.shape
+    copied = [placement.is_replicate() for placement in tensor.placements]
+    return _Shard(
+        part=tuple(place for place, is_copied in zip(coordinates, copied, strict=True) if not is_copied),
+        copy=tuple(place for place, is_copied in zip(coordinates, copied, strict=True) if is_copied),
+        copies=math.prod(size for size, is_copied in zip(sizes, copied, strict=True) if is_copied),
+    )
+
+
+def _holders(shards: Sequence[_Shard | None]) -> list[list[int]]:
+    """The ranks that hold the same shard, group by group."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank, shard in enumerate(shards):
+        if shard is not None:
+            groups.setdefault(shard.part, []).append(rank)
+    return list(groups.values())
+
+
+def _differ(digests: Sequence[int | None]) -> bool:
+    return len({*digests}) > 1
+
+
+def _outside(digests: Sequence[int], ranks: Sequence[int]) -> list[int] | None:
+    """Which of these ranks are out of the majority; None if there is no majority."""
+    (most, count), *_ = Counter(digests).most_common()
+    return [rank for rank, digest in zip(ranks, digests, strict=True) if digest != most] if 2 * count > len(digests) else None
+
+
+def _words(digest: int) -> list[float]:
+    """Its 64 bits in four numbers."""
+    return [float(digest >> 16 * place & 0xFFFF) for place in range(_WORDS)]
 
 
 def tensor_digests(tensors: Mapping[str, Tensor]) -> dict[str, int]:

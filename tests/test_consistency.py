@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from ignite.engine import Events
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
@@ -31,7 +32,7 @@ from ignite_train.handlers import (
     StateConsistency,
     StateMismatchError,
 )
-from ignite_train.handlers.state_consistency import tensor_digests
+from ignite_train.handlers.state_consistency import _Check, _Shard, tensor_digests
 from ranks import run_ranks
 from tiers import one_in, slow
 from update_options import with_options
@@ -584,6 +585,70 @@ def test_sharded_tensors_are_left_out_and_replicated_ones_are_not() -> None:
     """Shards differ by design; there is nothing to compare them with."""
     assert run_ranks(distributed_tensors, "shard") == [None, None]
     assert run_ranks(distributed_tensors, "whole") == [("optimizer whole of weight",)] * 2
+
+
+def replicated_shards(part: str | None, victims: list[int], last: bool) -> Any:
+    """Two shards, each held by two ranks (HSDP); after update 3 a bit flips in the shards of these ranks."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(cuts.FEATURES, 4), nn.Linear(4, 1)).double()
+    fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("copy", "shard")))
+    job = Job("explicit", model, reduction="fsdp")
+
+    def flip() -> None:
+        weight = model[0].weight
+        tensor = weight if part == "parameter" else job.optimizer.state[weight]["exp_avg"]
+        bytes_of(tensor.to_local())[9] ^= 1
+
+    if idist.get_rank() in victims:
+        job.trainer.add_event_handler(TrainEvents.STEP_COMPLETED(once=3), flip)
+    job.state.attach(job.trainer, EVERY_UPDATE)
+    error = raised(StateMismatchError, lambda: job.trainer.run(shard(3 if last else 6), max_epochs=1))
+    return error and (error.update, error.names, error.ranks)
+
+
+@pytest.mark.parametrize(
+    ("part", "victims", "last", "expected"),
+    [
+        (None, [], False, None),
+        ("parameter", [3], False, (3, ("parameter 0.weight",), ())),
+        ("moment", [0], True, (3, ("optimizer exp_avg of 0.weight",), ())),
+    ],
+    ids=["none differs", "a parameter", "a moment, at the end"],
+)
+def test_shards_that_several_ranks_hold_are_compared(part: Any, victims: list[int], last: bool, expected: Any) -> None:
+    """Four ranks in two copies of two shards (HSDP): a bit that differs between the copies is an error on all, by name."""
+    assert run_ranks(replicated_shards, part, victims, last, world_size=4) == [expected] * 4
+
+
+@pytest.mark.parametrize(
+    ("digests", "whole", "expected"),
+    [
+        ([1, 2, 1, 2, 3, 2], [7] * 6, (("weight",), (4,))),
+        ([1, 2, 1, 2, 3, 4], [7] * 6, (("weight",), (4, 5))),
+        ([1, 2, 3, 2, 4, 2], [7] * 6, (("weight",), ())),
+        ([1, 2, 1, 2, 3, 2], [7, 7, 7, 7, 7, 8], (("weight", "bias"), (4, 5))),
+        ([1, 2, 1, 2, 1, 2], [7, 7, 7, 7, 7, 8], (("bias",), (5,))),
+        ([1, 2, 1, 2, 1, 2], [7, 7, 7, 8, 8, 8], (("bias",), ())),
+    ],
+    ids=["one copy", "one of each shard", "all copies", "a copy and more", "no copy", "no majority"],
+)
+def test_with_three_copies_of_a_shard_the_rank_that_differs_is_named(
+    monkeypatch: Any, digests: list[int], whole: list[int], expected: Any
+) -> None:
+    """Six ranks in three copies of two shards, of which ranks 0, 2 and 4 hold the first: copies are compared with their like."""
+    shards = [_Shard(part=(rank % 2,), copy=(rank // 2,), copies=3) for rank in range(6)]
+    checks = [_Check(1, {"bias": whole[rank]}, {"weight": digests[rank]}, shards[rank]) for rank in range(6)]
+    monkeypatch.setattr("ignite_train.ranks.collectives.gather_objects", lambda _: checks)
+    monkeypatch.setattr("ignite_train.ranks.collectives.world_size", lambda: 6)
+    model = cuts.linear()
+    check = StateConsistency(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    sums = torch.zeros(check.payload_size, dtype=torch.float64)
+    for check._sent in checks:
+        sums += torch.tensor(check.payload(), dtype=torch.float64)
+    assert bool(check.vetoes(sums))
+    with pytest.raises(StateMismatchError) as caught:
+        check.on_reduced(sums.tolist())
+    assert (caught.value.names, caught.value.ranks) == expected
 
 
 def go_on_after_a_failure() -> Any:

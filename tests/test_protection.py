@@ -33,7 +33,7 @@ from ignite_train.handlers import (
     StateConsistency,
     StateMismatchError,
 )
-from ignite_train.ranks import rank_vote
+from ignite_train.ranks import collectives, rank_vote
 from ranks import run_ranks
 from test_failures import DEADLINE, Board, Group, threads
 from update_options import with_options
@@ -464,6 +464,33 @@ def test_a_rank_that_raises_alone_ends_all_and_is_named(tmp_path: Path, way: Way
         assert "rank 1 failed at update 2: NonFiniteError: update 2: gradient norm nan" in group.stderr(0)
         steps = sorted(path.name for path in tmp_path.glob("step.*"))
         assert steps == ["step.1.0", "step.1.1", "step.2.0"]
+
+
+def gather_means(model: nn.Module, sample: cuts.Sample) -> ForwardOutput:
+    """A forward that is collective: the loss has a term that all ranks add up, as that of a contrastive loss."""
+    output = cuts.forward(model, sample)
+    return output._replace(loss=output.loss + 0.0 * collectives.total([float(output.loss)])[0])
+
+
+def raise_alone_in_collective_forward(board: Board, uneven: Literal["all", "replay"]) -> None:
+    rank_vote._PATIENCE_SECONDS = 0.5  # type: ignore[attr-defined]
+    trainer = Spoiled("ddp", 2, forward=gather_means, uneven=uneven).trainer
+    try:
+        trainer.run(loader(4), max_epochs=1)
+    except Exception as error:
+        board.write(f"raised.{idist.get_rank()}", [type(error).__name__, str(error)])
+        raise
+
+
+@pytest.mark.parametrize("uneven", ["all", "replay"])
+def test_a_rank_that_raises_alone_does_not_run_a_collective_forward(tmp_path: Path, uneven: str) -> None:
+    """It would meet a collective of the other rank's next update, or wait for it: it is named within seconds instead."""
+    with Group(tmp_path, raise_alone_in_collective_forward, uneven) as group:
+        assert [group.status(rank) for rank in (0, 1)] == [1, 1]
+        kind, message = group.board.read("raised.1")
+        assert kind == "NonFiniteError"
+        assert "not finite on this rank, but rank 0 did not judge so and most likely made the step" in message
+        assert "rank 1 failed at update 2: NonFiniteError: update 2: gradient norm nan" in group.stderr(0)
 
 
 def test_a_rank_that_raises_alone_does_not_hang_without_protection_either(tmp_path: Path) -> None:

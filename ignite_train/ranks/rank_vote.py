@@ -28,7 +28,7 @@ class RankVote:
         self._number = 0
 
     def cast(self) -> None:
-        """Says that this rank stands here. `absent` is called after it, and what takes long is done in between."""
+        """Says that this rank stands here. `absent` is called after it."""
         self._number += 1
         if self._messages is not None:
             with suppress(RuntimeError):  # a store that is gone; `absent` finds that out too

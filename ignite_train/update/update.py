@@ -260,15 +260,16 @@ class Update:
 
         The loss is reduced, and so is the norm of a sharded model: then all ranks search. Replicas take the norm of their own
         copy of the gradients, and if a copy was spoiled after the reduction its rank is alone here. So the ranks vote, and
-        exchange what they have found only if all of them search.
+        search only if all of them do: forward may have collectives, and what was spoiled later would not be found.
 
         Returns:
             What the ranks have found; and the ranks that did not judge the update so.
         """
         module = self.reduction.module
-        votes = self.reduction.forward_is_local and math.isfinite(output.loss)
-        if votes:
+        if math.isfinite(output.loss):
             self._vote.cast()
+            if absent := self._vote.absent():
+                return (), absent
         side_effects = SideEffects(module, self.carried)
         self._replay_point.restore()
         self.carried.rewind()
@@ -284,8 +285,6 @@ class Update:
         for _ in range(0 if self.reduction.forward_is_local else self._num_placeholders):
             torch.autograd.backward(self.reduction.run_placeholder(loss_of))
         side_effects.undo()
-        if votes and (absent := self._vote.absent()):
-            return () if found is None else (f"rank {collectives.rank()}, {found}",), absent
         reports = collectives.gather_objects(found)
         return tuple(f"rank {rank}, {report}" for rank, report in enumerate(reports) if report is not None), ()
 
