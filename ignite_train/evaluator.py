@@ -52,6 +52,9 @@ class Evaluator(Loop):
         self._limit: int | None = None
         self._uneven: Uneven = "replay" if uneven == "all" and isinstance(model, FSDPModule) else uneven
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({type(self.model).__name__}, {self.precision.name})"
+
     def run(
         self,
         data: Iterable[Any] | None = None,
