@@ -134,7 +134,7 @@ def train_alone(task: str, name: str, settings: Settings) -> None:
     torch.set_num_threads(1)
     work, score = language_model(settings) if task == "language model" else digits(settings.epochs)
     contestant = (CONTESTANTS | peers.PEERS)[name]
-    contestants.run(contestant, _first_steps(work))  # importing is no part of training
+    contestants.run(contestant, _first_steps(work))  # importing is not a part of training
     before, started = memory("VmRSS"), time.perf_counter()
     contestants.run(contestant, work)
     seconds = time.perf_counter() - started

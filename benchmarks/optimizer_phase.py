@@ -24,7 +24,7 @@ from ignite_train import ForwardOutput, TrainEvents, create_trainer
 from interleaving import MIN_REPETITIONS, interleave, table
 
 FLOOR = "floor: norm of one flat tensor + fused AdamW"
-SAMPLE_SIZE = 8.0  # by which the sum is to be divided
+SAMPLE_SIZE = 8.0  # the divisor of the sum
 RATE = 1e-4
 
 Phase = Callable[[], float]
