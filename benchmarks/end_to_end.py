@@ -58,7 +58,7 @@ def memory(field: str) -> float:
 
 
 def loader_of(data: Dataset[Any], batch_size: int, *, batches: int) -> DataLoader[Any]:
-    """Gives so many batches, drawn anew in each epoch, in the same order to all contestants."""
+    """Gives this many batches, drawn again in each epoch, in the same order to all contestants."""
     generator = torch.Generator().manual_seed(0)
     order: list[list[int]] = []
     while len(order) < batches:

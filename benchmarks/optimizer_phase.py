@@ -45,7 +45,7 @@ class Weights(nn.Module):
 
 
 class Gradients:
-    """Gradients of a sum over samples, put in place anew before each step, since most ways change them."""
+    """Gradients of a sum over samples, set again before each step, because most steps change them."""
 
     def __init__(self, model: Weights) -> None:
         self._parameters = list(model.parameters())
