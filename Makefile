@@ -17,6 +17,7 @@ export OMP_WAIT_POLICY = passive
 .PHONY: demo digits quick test slow test-all check nightly mutants torch-versions wheel-test curve bench clean
 
 demo: $(INSTALLED)  ## train the language model; NPROC=2 for two processes
+	@echo "Training a small GPT on the source text of Python's standard library, for some minutes. Ctrl-C stops and saves it."
 	$(BIN)/python examples/language_model.py --nproc $(NPROC)
 
 digits: $(INSTALLED)  ## classify handwritten digits
@@ -76,9 +77,14 @@ $(BENCH_INSTALLED): pyproject.toml constraints.txt benchmarks/constraints.txt be
 	touch $@
 
 $(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, $(PYTHON) is %d.%d; name another one: make PYTHON=python3.12 ..." % \
+	  sys.version_info[:2] if sys.version_info < (3, 11) else 0)'
+	@echo "1 of 3: making an environment in $(VENV), once"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip -c constraints.txt
-	$(BIN)/python -m pip install --quiet -c constraints.txt torch==2.13.0
+	@echo "2 of 3: installing torch, some hundred MB to download"
+	$(BIN)/python -m pip install -c constraints.txt torch==2.13.0
+	@echo "3 of 3: installing ignite_train and what its examples and tests need"
 	$(BIN)/python -m pip install --quiet -c constraints.txt --editable '.[examples,dev]'
 	touch $@
 

@@ -59,7 +59,7 @@ def contestants(megabytes: float, directory: Path) -> dict[str, Callable[[], Tim
 
     def copy() -> Timing:
         held = []
-        for _ in range(5):  # the unit of the others: one alone would be at the mercy of what else goes on
+        for _ in range(5):  # the unit of the others: one alone would depend on what else runs on the machine
             started = time.perf_counter()
             torch._foreach_copy_(buffers, tensors)
             held.append(time.perf_counter() - started)

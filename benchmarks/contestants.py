@@ -201,7 +201,7 @@ def ranks() -> int:
 
 @contextmanager
 def silence() -> Iterator[None]:
-    """What a contestant prints is formatted and written like in any run, but nobody sees it."""
+    """What a contestant prints is formatted and written as in any run, but not shown."""
     with ExitStack() as stack:
         nowhere = stack.enter_context(Path(os.devnull).open("w", encoding="utf-8"))
         stack.enter_context(redirect_stdout(nowhere))

@@ -125,7 +125,7 @@ class Plan:
 
 def spawn(function: Callable[[int, Plan, Any], None], plan: Plan) -> list[Any]:
     """Runs `function(rank, plan, results)` on each process and returns what they have put into `results`."""
-    with socket.socket() as probe:  # a port that nobody listens at
+    with socket.socket() as probe:  # a free port
         probe.bind(("127.0.0.1", 0))
         plan = replace(plan, port=probe.getsockname()[1])
     results: Any = torch.multiprocessing.get_context("spawn").SimpleQueue()

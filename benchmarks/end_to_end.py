@@ -58,7 +58,7 @@ def memory(field: str) -> float:
 
 
 def loader_of(data: Dataset[Any], batch_size: int, *, batches: int) -> DataLoader[Any]:
-    """Gives so many batches, drawn anew in each epoch, in the same order to all contestants."""
+    """Gives this many batches, drawn again in each epoch, in the same order to all contestants."""
     generator = torch.Generator().manual_seed(0)
     order: list[list[int]] = []
     while len(order) < batches:
@@ -134,7 +134,7 @@ def train_alone(task: str, name: str, settings: Settings) -> None:
     torch.set_num_threads(1)
     work, score = language_model(settings) if task == "language model" else digits(settings.epochs)
     contestant = (CONTESTANTS | peers.PEERS)[name]
-    contestants.run(contestant, _first_steps(work))  # importing is no part of training
+    contestants.run(contestant, _first_steps(work))  # importing is not a part of training
     before, started = memory("VmRSS"), time.perf_counter()
     contestants.run(contestant, work)
     seconds = time.perf_counter() - started

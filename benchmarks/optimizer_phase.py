@@ -24,7 +24,7 @@ from ignite_train import ForwardOutput, TrainEvents, create_trainer
 from interleaving import MIN_REPETITIONS, interleave, table
 
 FLOOR = "floor: norm of one flat tensor + fused AdamW"
-SAMPLE_SIZE = 8.0  # by which the sum is to be divided
+SAMPLE_SIZE = 8.0  # the divisor of the sum
 RATE = 1e-4
 
 Phase = Callable[[], float]
@@ -45,7 +45,7 @@ class Weights(nn.Module):
 
 
 class Gradients:
-    """Gradients of a sum over samples, put in place anew before each step, since most ways change them."""
+    """Gradients of a sum over samples, set again before each step, because most steps change them."""
 
     def __init__(self, model: Weights) -> None:
         self._parameters = list(model.parameters())

@@ -93,7 +93,7 @@ def main(
 
 
 def free_port() -> int:
-    """A port that nobody listens at, so that two runs on one machine do not meet."""
+    """A free port, so that two runs on one machine do not connect to each other."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

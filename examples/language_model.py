@@ -5,7 +5,7 @@
     torchrun --nproc_per_node=2 examples/language_model.py             # two, started by torchrun
 
 The three train on the same samples in the same updates: their losses are equal up to rounding. Interrupt one with Ctrl-C, or
-kill it, and start any of them again: it goes on where it was. From top to bottom: the settings, the data, the model, the one
+kill it, and start any of them again: it continues where it was. From top to bottom: the settings, the data, the model, the one
 function that the trainer needs, and the run with its handlers.
 """
 
@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-# Before torch starts its threads: those that wait sleep. By default they spin, and on a busy machine, all the slower for it.
+# Before torch starts its threads: waiting threads sleep. By default they spin, which slows a busy machine down.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import ignite.distributed as idist
@@ -29,9 +29,10 @@ import typer
 from ignite.engine import Events
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from tqdm import tqdm
 from typer import Option
 
-from ignite_train import ForwardOutput, ResumableLoader, ShardedSampler, create_evaluator, create_trainer
+from ignite_train import ForwardOutput, ResumableLoader, ShardedSampler, Trainer, create_evaluator, create_trainer
 from ignite_train.handlers import (
     Checkpoint,
     LearningRateSchedule,
@@ -48,7 +49,7 @@ LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "enc
 
 @dataclass(frozen=True)
 class Settings:
-    """What the command line can change. Whatever is counted here is over all processes together."""
+    """What the command line can change. All counts are over all processes together."""
 
     nproc: Annotated[int, Option(min=1, help="Processes to start; leave at 1 under torchrun.")] = 1
     max_updates: Annotated[int, Option(min=1, help="Optimizer updates.")] = 800
@@ -61,11 +62,11 @@ class Settings:
     precision: Annotated[Literal["fp32", "bf16"], Option(help="Of the forward pass.")] = "fp32"
     log_every: Annotated[int, Option(min=1, help="Updates between two points of the training curve.")] = 20
     evaluate_every: Annotated[int, Option(min=1, help="Updates between two evaluations on the held-out files.")] = 100
-    max_bytes: Annotated[int | None, Option(min=1, help="Use only so much of the text.")] = None
+    max_bytes: Annotated[int | None, Option(min=1, help="Use only this many bytes of the text.")] = None
     sample: Annotated[int, Option(min=0, help="Bytes of text to generate at the end.")] = 400
     seed: Annotated[int, Option(min=0, help="Of the initial weights, the order of the samples and the text.")] = 0
     save_every: Annotated[int, Option(min=1, help="Updates between two checkpoints.")] = 50
-    log_dir: Annotated[Path, Option(help="Of curves and checkpoints; a run goes on from them.")] = Path("runs/language_model")
+    log_dir: Annotated[Path, Option(help="Of curves and checkpoints; a run resumes from them.")] = Path("runs/language_model")
 
 
 def read_standard_library(max_bytes: int | None) -> tuple[bytes, bytes]:
@@ -170,14 +171,14 @@ def train(_local_rank: int, settings: Settings) -> None:
     blocks, held_out_blocks = (cut_into_blocks(text, settings.context) for text in texts)
     bigram = bigram_bits_per_byte(blocks, held_out_blocks)
     # This loader deals blocks out to the processes like cards: with a share of the micro-batch on each, all of them
-    # together see in every update what one process alone would see. And it can find its place again in a later run.
+    # together see in every update what one process alone would see. And a later run can resume in the middle of it.
     share = settings.micro_batch // processes
     loader = ResumableLoader(blocks, share, shuffle=True, seed=settings.seed, seed_samples=False)
     held_out_loader = DataLoader(held_out_blocks, batch_size=32, sampler=ShardedSampler(held_out_blocks, shuffle=False))
 
     torch.manual_seed(settings.seed)
     gpt = GPT(context=settings.context, layers=settings.layers, width=settings.width).to(idist.device())
-    model = idist.auto_model(gpt) if processes > 1 else gpt  # alone it would take all GPUs at once, by DataParallel
+    model = idist.auto_model(gpt) if processes > 1 else gpt  # with one process it would use DataParallel
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
 
     def rate(step: int) -> float:
@@ -195,25 +196,26 @@ def train(_local_rank: int, settings: Settings) -> None:
     )
     evaluator = create_evaluator(model, forward, precision=settings.precision)
 
-    # All the rest is handlers: leave out what you do not need.
+    # Everything else is handlers: leave out what you do not need.
     every = Events.ITERATION_COMPLETED(every=settings.log_every)
     LearningRateSchedule(torch.optim.lr_scheduler.LambdaLR(optimizer, rate)).attach(trainer)  # counts applied updates
     validate_at = Events.ITERATION_COMPLETED(every=settings.evaluate_every) | Events.COMPLETED
     Validation(evaluator, held_out_loader, score="bits_per_byte").attach(trainer, validate_at)
     TrainingMetrics().attach(trainer, every)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=10), print_first_line)
     ProgressLog().attach(trainer, Events.ITERATION_COMPLETED(every=100), evaluator=evaluator)
     TensorBoard(settings.log_dir).attach(trainer, every, evaluator=evaluator)
-    trainer.state.metrics["bigram/bits_per_byte"] = bigram  # what is in there is logged: here a level line beside the curves
+    trainer.state.metrics["bigram/bits_per_byte"] = bigram  # all metrics are logged: here a level line beside the curves
     checkpoint = Checkpoint(settings.log_dir / "checkpoints", every=settings.save_every, config=asdict(settings))
     checkpoint.attach(trainer, evaluator=evaluator)
-    stop = StopOnSignal([signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])  # at Ctrl-C it saves, and ends
+    stop = StopOnSignal([signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])  # Ctrl-C: save and end
     stop.attach(trainer)
 
-    trainer.run(loader, max_iters=settings.max_updates)  # goes on from the newest checkpoint, if there is one
+    trainer.run(loader, max_iters=settings.max_updates)  # resumes from the newest checkpoint, if there is one
 
     if trainer.state.iteration < settings.max_updates:
         if idist.get_rank() == 0:
-            print(f"stopped after update {trainer.state.iteration}; the same command goes on from there")
+            print(f"stopped after update {trainer.state.iteration}; the same command continues from there")
         return
     held_out, output = evaluator.state.metrics or evaluator.run(held_out_loader).metrics, trainer.state.update_output
     if idist.get_rank() == 0:
@@ -222,7 +224,14 @@ def train(_local_rank: int, settings: Settings) -> None:
         print(f"byte bigrams:   {bigram:.4f} bits per byte")
         if settings.sample:
             print("-" * 80, gpt.eval().generate(b"def ", settings.sample, context=settings.context), "-" * 80, sep="\n")
-        print(f"see the curves with: tensorboard --logdir {settings.log_dir}; to begin anew, remove that folder")
+        print(f"see the curves with: tensorboard --logdir {settings.log_dir}; to start again, remove that folder")
+
+
+def print_first_line(trainer: Trainer) -> None:
+    """A handler of your own can be a function: here a first line, long before the first one of `ProgressLog`."""
+    if idist.get_rank() == 0:
+        output = trainer.state.update_output
+        tqdm.write(f"update {trainer.state.iteration}: loss {output.loss:.3f} nats per byte")
 
 
 def main(**options: Any) -> None:
@@ -239,7 +248,7 @@ def main(**options: Any) -> None:
 
 
 def free_port() -> int:
-    """A port that nobody listens at, so that two runs on one machine do not meet."""
+    """A free port, so that two runs on one machine do not connect to each other."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -29,7 +29,7 @@ def train(log_dir: Path) -> None:
 
 
 def scalars_of(log_dir: Path) -> EventAccumulator:
-    """Reads the scalars of the run in `log_dir`; a run that went on from a checkpoint has several files, which count as one."""
+    """Reads the scalars of the run in `log_dir`; a resumed run has several files, which count as one."""
     if not [*log_dir.glob("events.out.tfevents.*")]:
         raise typer.BadParameter(f"no run in {log_dir}; leave --log-dir out to train one")
     events = EventAccumulator(str(log_dir))

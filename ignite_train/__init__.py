@@ -38,6 +38,8 @@ from ignite_train.update.loss_scaling import (
 )
 from ignite_train.update.options import UpdateOptions
 
+__version__ = "0.1.0"
+
 __all__ = [
     "AccumulationSteps",
     "CheckpointError",

@@ -53,6 +53,9 @@ class Evaluator(Loop):
         self._limit: int | None = None
         self._uneven: Uneven = "replay" if uneven == "all" and isinstance(model, FSDPModule) else uneven
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({type(self.model).__name__}, {self.precision.name})"
+
     def run(
         self,
         data: Iterable[Any] | None = None,
@@ -145,7 +148,7 @@ def _in_step(micro_batches: Iterator[Any], uneven: Uneven) -> Iterator[Any]:
     Raises:
         ValueError: one rank has run out and another has not, and `uneven` is `"error"`.
     """
-    spare, number = None, 0
+    dummy, number = None, 0
     while True:
         micro_batch, number = next(micro_batches, None), number + 1
         lacks = micro_batch is None
@@ -157,10 +160,10 @@ def _in_step(micro_batches: Iterator[Any], uneven: Uneven) -> Iterator[Any]:
                 f"data must be equally long on all ranks for uneven='error', got micro-batch {number} on some ranks only; make "
                 "the shards equally long, or pass uneven='shortest' or uneven='replay' to create_evaluator"
             )
-        spare = spare if lacks else micro_batch
+        dummy = dummy if lacks else micro_batch
         if number == 1 and some_lack:
-            spare = borrowed_micro_batch(spare)
-        yield _Borrowed(spare) if lacks else micro_batch
+            dummy = borrowed_micro_batch(dummy)
+        yield _Borrowed(dummy) if lacks else micro_batch
 
 
 def _evaluate(engine: Evaluator, micro_batch: Any) -> ForwardOutput | None:

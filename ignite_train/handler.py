@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from ignite.engine import CallableEventWithFilter, Engine, Events, EventsList, RemovableEventHandle
@@ -29,6 +31,11 @@ class Handler(Attachable):
         super().__init_subclass__(**arguments)
         if "attach" in vars(cls):
             cls.attach = _checked(vars(cls)["attach"])  # type: ignore[attr-defined]
+
+    def __repr__(self) -> str:
+        """The class with those arguments of its construction that are attributes too."""
+        kept = [name for name in inspect.signature(type(self)).parameters if name in vars(self)]
+        return f"{type(self).__name__}({', '.join(f'{name}={_brief(vars(self)[name])}' for name in kept)})"
 
 
 def _checked(attach: Callable[..., Any]) -> Callable[..., Any]:
@@ -72,6 +79,12 @@ def _check_evaluator(name: str, evaluator: Any) -> None:
     if evaluator is None or (isinstance(evaluator, Engine) and not isinstance(evaluator, Trainer)):
         return
     raise TypeError(f"evaluator must be what create_evaluator returned, got {describe(evaluator)} in {name}.attach")
+
+
+def _brief(value: Any) -> str:
+    """A value as in a call if it is short and plain, or else the name of its class."""
+    plain = value is None or isinstance(value, (bool, int, float, str, Path))
+    return repr(value) if plain else type(value).__name__
 
 
 def _is_event(value: Any) -> bool:

@@ -100,6 +100,10 @@ class TrainState(_Carrying):
         super().__init__(num_steps=0, num_skipped=0, num_micro_batches=0, forward_output=None, update_output=None)
         self._carried = Carried() if carried is None else carried
 
+    def __repr__(self) -> str:
+        counters = f"{self.num_steps} steps, {self.num_skipped} skipped, {self.num_micro_batches} micro-batches"
+        return f"TrainState(epoch {self.epoch}, update {self.iteration}, {counters})"
+
     def get_event_attrib_value(self, event_name: Any) -> int:
         """The counter that a filter on `event_name` looks at."""
         attribute = self.event_to_attr.get(event_name)
@@ -120,3 +124,6 @@ class EvaluatorState(_Carrying):
     def __init__(self) -> None:
         super().__init__()
         self._carried = Carried()
+
+    def __repr__(self) -> str:
+        return f"EvaluatorState({', '.join(f'{name}={value!r}' for name, value in self.metrics.items())})"

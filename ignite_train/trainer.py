@@ -98,6 +98,13 @@ class Trainer(Loop):
         self._num_fetched = 0  # micro-batches of this update
         self.register_events(*TrainEvents, event_to_attr=EVENT_COUNTERS)
 
+    def __repr__(self) -> str:
+        parts = [type(part).__name__ for part in self._stateful_parts.values()]
+        steps, precision = (self._description.get(name) for name in ("accumulation_steps", "precision"))
+        settings = [f"accumulation_steps={steps}"] * (steps is not None) + [str(precision)] * (precision is not None)
+        counters = [f"epoch {self.state.epoch}", f"update {self.state.iteration}"]
+        return f"{type(self).__name__}({', '.join([*parts, *settings, *counters])})"
+
     def run(
         self,
         data: Iterable[Any] | None = None,

@@ -95,7 +95,7 @@ def test_an_interrupted_language_model_goes_on(alone: str, tmp_path: Path) -> No
                 process.send_signal(signal.SIGINT)
                 break
         printed = process.communicate(timeout=TIMEOUT_SECONDS)[0]
-    (stopped,) = _numbers(r"stopped after update (\d+); the same command goes on from there", printed)
+    (stopped,) = _numbers(r"stopped after update (\d+); the same command continues from there", printed)
     assert stopped < 6
 
     again = _run("language_model.py", *TINY, "--save-every", "1", "--log-dir", str(tmp_path))

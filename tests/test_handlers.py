@@ -153,7 +153,7 @@ def test_schedule_needs_no_score() -> None:
     _, _, optimizer = make()
     with pytest.raises(TypeError, match="scheduler must not be ReduceLROnPlateau"):
         LearningRateSchedule(torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer))
-    with pytest.raises(TypeError, match="scheduler must be one of"):
+    with pytest.raises(TypeError, match="scheduler must be a scheduler of"):
         LearningRateSchedule(0.1)  # type: ignore[arg-type]
 
 

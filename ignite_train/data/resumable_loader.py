@@ -71,6 +71,10 @@ class ResumableLoader(DataLoader[Any]):
         )
         self._order, self._seed = sampler, seed
 
+    def __repr__(self) -> str:
+        samples = f"{self._order.describe()['samples']} samples, batch_size={self.batch_size}"
+        return f"{type(self).__name__}({samples}, shuffle={self._order.describe()['shuffle']}, seed={self._seed})"
+
     @property
     def samples_per_round(self) -> int:
         """Samples in one micro-batch of each rank."""

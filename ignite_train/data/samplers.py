@@ -79,6 +79,10 @@ class ShardedSampler(Sampler[int]):
         """What the order depends on, in plain types."""
         return {"samples": self._length, "shuffle": self._shuffle, "seed": self._seed}
 
+    def __repr__(self) -> str:
+        rank = f"rank {self._rank} of {self._world_size}"
+        return f"{type(self).__name__}({self._length} samples, shuffle={self._shuffle}, seed={self._seed}, {rank})"
+
     def __len__(self) -> int:
         return len(range(self._start + self._rank, self._length, self._world_size))
 
