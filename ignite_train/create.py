@@ -128,7 +128,9 @@ def create_trainer(
         gradients=gradients,
         learning_rates=rates,
         stepping=stepping,
-        queued_step=QueuedStep(gradients, statistics, stepping, rates, reduction.divisor, max_grad_norm),
+        queued_step=QueuedStep(
+            gradients, statistics, stepping, rates, reduction.divisor, max_grad_norm, normalize=options.normalize
+        ),
         recovery=_recovery(options.on_out_of_memory, reduction, gradients, statistics, carried),
         carried=carried,
         max_grad_norm=max_grad_norm,

@@ -40,11 +40,11 @@ from ignite_train import (
 )
 from ignite_train.device import to_host
 from ignite_train.handlers import GradNormConsistency, GradNormMismatchError, StateConsistency, StateMismatchError
-from ignite_train.model.gradients import SMALLEST_NORM
 from ignite_train.model.stepping import LARGEST_DIVISOR, SMALLEST_DIVISOR, Stepping
 from ignite_train.ranks.messages import Piggyback, RankRequests
 from ignite_train.ranks.statistics import Reduced, Totals
-from ignite_train.update.queued_step import QueuedStep, _plain_and_divisor
+from ignite_train.update.decision import SMALLEST_NORM, decide_on_device
+from ignite_train.update.queued_step import QueuedStep
 from ranks import run_ranks
 from textbook import Textbook, norm_of
 from update_options import with_options
@@ -80,9 +80,9 @@ def _watch(setattr_: Callable[..., None]) -> list[bool]:
     queued: list[bool] = []
     step_if = Stepping.step_if
 
-    def note(self: Stepping, withheld: Tensor, divisor: Tensor) -> None:
-        queued.append(withheld.item() == 0.0)
-        step_if(self, withheld, divisor)
+    def note(self: Stepping, may_step: Tensor, divisor: Tensor) -> None:
+        queued.append(may_step.item() == 1.0)
+        step_if(self, may_step, divisor)
 
     setattr_(Stepping, "step_if", note)
     return queued
@@ -162,7 +162,7 @@ def both(patch: pytest.MonkeyPatch, *args: Any, **arguments: Any) -> tuple[dict[
     """The run in which the host reads before each step, and the run in which steps are queued; and those steps."""
     patch.setattr(to_host, "_HOST", "nowhere")
     with patch.context() as held:
-        held.setattr(QueuedStep, "_obstacle", lambda self, trainer: "the test")
+        held.setattr(QueuedStep, "_why_not_queued", lambda self, trainer: "the test")
         there = train(*args, **arguments)
     queued = _watch(patch.setattr)
     return there, train(*args, **arguments), queued
@@ -234,7 +234,7 @@ def test_out_of_memory_is_settled_by_the_host(monkeypatch, bits, give_up_after):
     arguments: dict[str, Any] = {"on_out_of_memory": "skip", "give_up_after": give_up_after}
     monkeypatch.setattr(to_host, "_HOST", "nowhere")
     with monkeypatch.context() as held:
-        held.setattr(QueuedStep, "_obstacle", lambda self, trainer: "the test")
+        held.setattr(QueuedStep, "_why_not_queued", lambda self, trainer: "the test")
         there = train("adamw", data(None), forward=ShortOfMemory(5), **arguments)
     queued = _watch(monkeypatch.setattr)
     ahead = train("adamw", data(None), forward=ShortOfMemory(5), **arguments)
@@ -302,13 +302,19 @@ def test_both_verdicts_are_of_one_arithmetic(size, loss, norm, ranks, scale, cli
     update.loss_scaling, update.reduction.divisor = StaticLossScaling(scale), ranks
     update.gradients.kinds = {(torch.device("cpu"), torch.float32)}
     numbers = [torch.tensor(number, dtype=torch.float64) for number in (size, loss, norm, 0.0)]
-    plain, divisor = _plain_and_divisor(Reduced(*numbers), ranks, scale, clip)
+    terms = {"divisor": ranks, "loss_scale": scale, "max_grad_norm": clip}
+    plain, divisor = decide_on_device(Reduced(*numbers), **terms)
     if not size < math.inf or scale * size == 0 < size:
         assert plain.item() == 0.0  # the host raises
         return
     output = update._decide(Totals(size, loss, 1, 0, {}, RankRequests(), norm))
-    factor = update._mean(size) * output.clip_coefficient
-    folds = norm >= SMALLEST_NORM and output.applied and factor > 0 and SMALLEST_DIVISOR <= 1.0 / factor <= LARGEST_DIVISOR
+    factor = output.mean_factor * output.clip_coefficient
+    folds = (
+        norm >= SMALLEST_NORM
+        and output.skipped_reason is None
+        and factor > 0
+        and SMALLEST_DIVISOR <= 1.0 / factor <= LARGEST_DIVISOR
+    )
     assert plain.item() == float(folds)
     if folds:
         assert divisor.item() == torch.tensor(1.0 / factor, dtype=torch.float32).item()
@@ -407,10 +413,10 @@ def test_gradients_elsewhere_keep_the_order(elsewhere, build, micro_batches):
     trainer.run(micro_batches)
     model[0].weight.grad = torch.ones(8, 4)
     update: Any = trainer._update
-    assert update.queued_step._obstacle(trainer) is None
+    assert update.queued_step._why_not_queued(trainer) is None
     for kinds in (set(), {(torch.device(name), torch.float32) for name in ("cpu", "cuda:0")}):
         update.gradients.kinds = kinds
-        assert update.queued_step._obstacle(trainer) == "gradients are not on the device of the loss"
+        assert update.queued_step._why_not_queued(trainer) == "gradients are not on the device of the loss"
 
 
 def test_float64_keeps_the_order(elsewhere, queued, build, micro_batches):

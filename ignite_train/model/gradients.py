@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -13,17 +15,10 @@ from ignite_train.device.to_host import is_on_host
 from ignite_train.errors import GradientAccessError, NoGradientError
 from ignite_train.model.memory_layout import is_dense
 
-__all__ = ["SMALLEST_NORM", "Gradients", "clip_coefficient"]
-
-SMALLEST_NORM = 2.0**-40  # below it squares that float32 cannot hold may be more than a rounding of their sum
+__all__ = ["Gradients"]
 
 _ROW = 2**14  # elements that are squared and added up in one go; their float32 sum is good to 2e-7
 _CUT = 2**18  # a gradient from this size on is read in rows: a float32 sum over all of it would be off by 1e-6 and more
-
-
-def clip_coefficient(norm: float, max_norm: float | None) -> float:
-    """What clips a gradient of L2 norm `norm` to `max_norm`: min(1, max_norm / (norm + 1e-6)), as `clip_grad_norm_`."""
-    return 1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6))
 
 
 class Gradients:
@@ -41,13 +36,12 @@ class Gradients:
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._model = model
-        self._factor: float | None = None  # what makes them the gradient of the mean; known in GRADIENTS_READY only
+        self._mean_factor: float | None = None  # while they may be read: what they are multiplied by to become the mean
         self.kinds: set[tuple[torch.device, torch.dtype]] = set()
         self.count = 0
 
     def clear(self) -> None:
         """Drops all gradients; `.grad` is None afterwards."""
-        self._factor = None
         optimizer = self._optimizer
         if type(optimizer).zero_grad is not Optimizer.zero_grad or "zero_grad" in vars(optimizer):
             optimizer.zero_grad(set_to_none=True)
@@ -151,9 +145,14 @@ class Gradients:
                 "on them; return it with its graph (no .detach(), .item() or torch.no_grad())"
             )
 
-    def ready(self, factor: float) -> None:
-        """From here until the next `factor` or `clear`, `named` gives the gradients times `factor`."""
-        self._factor = factor
+    @contextmanager
+    def readable(self, mean_factor: float) -> Iterator[None]:
+        """Within this context `named` gives the gradients, times `mean_factor`."""
+        self._mean_factor = mean_factor
+        try:
+            yield
+        finally:
+            self._mean_factor = None
 
     def named(self) -> dict[str, Tensor]:
         """Copies of the gradients of the mean loss, by parameter name.
@@ -161,12 +160,12 @@ class Gradients:
         Raises:
             GradientAccessError: outside of GRADIENTS_READY.
         """
-        if self._factor is None:
+        if self._mean_factor is None:
             raise GradientAccessError(
                 "gradients are whole in GRADIENTS_READY only; call gradients() in a handler of TrainEvents.GRADIENTS_READY"
             )
         named = self._model.named_parameters()
-        return {name: p.grad.detach() * self._factor for name, p in named if p.grad is not None}
+        return {name: p.grad.detach() * self._mean_factor for name, p in named if p.grad is not None}
 
     def refuse_dropped(self) -> None:
         """Sees to it that a step will move something.
@@ -182,12 +181,6 @@ class Gradients:
             "a handler of GRADIENTS_READY has dropped all gradients before the step; leave out its zero_grad(): the trainer "
             "clears them after each update"
         )
-
-    def factor(self) -> float:
-        """What makes them those of the mean loss; from here on they are the optimizer's, and `named` answers no more."""
-        factor, self._factor = self._factor, None
-        assert factor is not None  # noqa: S101  # `ready` comes before
-        return factor
 
     def multiply(self, factor: float) -> None:
         """Multiplies all of them, in one pass."""

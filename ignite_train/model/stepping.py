@@ -46,12 +46,11 @@ class Stepping:
         self._kernels = FusedKernels(optimizer, gradients)
         self._logged = False
 
-    def __call__(self, coefficient: float) -> None:
-        """Steps along the mean gradients times `coefficient`."""
-        factor = self._gradients.factor() * coefficient
+    def __call__(self, factor: float) -> None:
+        """Steps along the gradients times `factor`."""
         obstacle = self.why_not_fused()
         if not self._logged:
-            self._log(obstacle)
+            self._say_how(obstacle)
         if factor == 1.0:
             self._kernels.step()
         elif obstacle is None and factor > 0 and SMALLEST_DIVISOR <= 1.0 / factor <= LARGEST_DIVISOR:
@@ -61,13 +60,13 @@ class Stepping:
             self._gradients.multiply(factor)
             self._kernels.step()
 
-    def step_if(self, withheld: Tensor, divisor: Tensor) -> None:
-        """Steps along the gradients divided by `divisor`, unless `withheld` is 1 rather than 0; both float32, on the device.
+    def step_if(self, may_step: Tensor, divisor: Tensor) -> None:
+        """Steps along the gradients divided by `divisor` if `may_step` is 1, and not if it is 0; both float32, on the device.
 
-        A step that is withheld leaves parameters, gradients, moments and numbers of steps as they are. Only where there is no
+        A step that is not made leaves parameters, gradients, moments and numbers of steps as they are. Only where there is no
         `why_not_fused`, and no `why_not_queued`.
         """
-        self._step_with(grad_scale=divisor, found_inf=withheld)
+        self._step_with(grad_scale=divisor, found_inf=1.0 - may_step)
 
     def _step_with(self, **given: Tensor) -> None:
         attributes: dict[str, Any] = vars(self._optimizer)
@@ -110,7 +109,7 @@ class Stepping:
             return "there are gradients wider than float32, in which that kernel holds the factor"
         return wrong
 
-    def _log(self, obstacle: str | None) -> None:
+    def _say_how(self, obstacle: str | None) -> None:
         name = type(self._optimizer).__name__
         how = "inside its fused kernel" if obstacle is None else f"in a pass over memory of their own, since {obstacle}"
         logging.getLogger("ignite_train").info(f"gradients for {name} are unscaled, normalised and clipped {how}")

@@ -7,7 +7,7 @@ import operator
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -51,22 +51,20 @@ class ExplicitReduction(PlainReduction):
         self._make_plan(gradients, statistics.device)
         vector = statistics.pack(*outgoing)
         assert vector is not None  # noqa: S101  # there are several ranks
-        groups = (*self._buckets, *self._tails)
-        present = [parameter.grad is not None for parameter in chain(*groups)]
-        counts = torch.tensor(present, dtype=vector.dtype).to(vector.device, non_blocking=True)
-        flat = [_flatten(bucket) for bucket in self._buckets]
-        tails = [_flatten(tail) for tail in self._tails]
-        last = torch.cat([vector, counts, *tails])  # in the widest of their dtypes
-        for work in [collectives.start_sum(bucket) for bucket in (*flat, last)]:
-            if work is not None:
-                work.wait()
-        sums, counts, *tails = torch.split(last, [len(part) for part in (vector, counts, *tails)])
+        buckets = (*self._buckets, *self._tails)
+        here = [parameter.grad is not None for parameter in chain(*buckets)]
+        ranks_with_gradient = torch.tensor(here, dtype=vector.dtype).to(vector.device, non_blocking=True)
+        large, small = [_flatten(bucket) for bucket in self._buckets], [_flatten(tail) for tail in self._tails]
+
+        message = _Message.pack(vector, ranks_with_gradient, *small)
+        _sum_over_ranks(*large, message.flat)
+        sums, ranks_with_gradient, *small = message.unpack()
+
         vector.copy_(sums)
-        if not all(present):
-            present = (counts > 0).tolist()  # sync, only where a parameter has no gradient on this rank
-        whose = iter(present)
-        for group, summed in zip(groups, (*flat, *tails), strict=True):
-            _unflatten(group, summed, whose)
+        anywhere = here if all(here) else (ranks_with_gradient > 0).tolist()  # sync, only if one is missing on this rank
+        exists = iter(anywhere)
+        for bucket, flat in zip(buckets, (*large, *small), strict=True):
+            _unflatten(bucket, flat, exists)
         return gradients.norm()
 
     def _make_plan(self, gradients: Gradients, device: torch.device) -> None:
@@ -136,6 +134,27 @@ class SmallReplicas(ExplicitReduction):
             )
         context: AbstractContextManager[Any] = self._ddp.no_sync()
         return context
+
+
+class _Message(NamedTuple):
+    """Several vectors end to end, in the widest of their dtypes, to cross the ranks in one collective."""
+
+    flat: Tensor
+    lengths: list[int]
+
+    @classmethod
+    def pack(cls, *parts: Tensor) -> _Message:
+        return cls(torch.cat(parts), [len(part) for part in parts])
+
+    def unpack(self) -> tuple[Tensor, ...]:
+        return torch.split(self.flat, self.lengths)
+
+
+def _sum_over_ranks(*vectors: Tensor) -> None:
+    """Sums each over the ranks, in place; all are under way at once."""
+    for work in [collectives.start_sum(vector) for vector in vectors]:
+        if work is not None:
+            work.wait()
 
 
 def _flatten(parameters: tuple[nn.Parameter, ...]) -> Tensor:

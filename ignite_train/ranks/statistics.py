@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,17 +18,36 @@ from ignite_train.ranks.messages import Piggyback, RankRequests
 
 __all__ = ["Reduced", "Statistics", "Totals"]
 
-_OUT_OF_MEMORY, _FLAGS, _UNKNOWN, _NORM, _HEAD = 3, 4, 8, 9, 10
+
+class _Head(NamedTuple):
+    """The numbers that the vector of every update begins with, each summed over the ranks."""
+
+    sample_size: Any
+    loss: Any
+    num_micro_batches: Any
+    num_out_of_memory: Any
+    stop: Any
+    stop_epoch: Any
+    more_data: Any
+    interrupt: Any
+    has_new_names: Any
+    norm_squared: Any
+
+    @classmethod
+    def split(cls, numbers: Any) -> tuple[_Head, Any]:
+        """Splits a list or a vector in the head, and what follows it: payloads of piggybacks, and logs."""
+        length = len(cls._fields)
+        return cls(*numbers[:length]), numbers[length:]
 
 
 class Reduced(NamedTuple):
-    """What a verdict rests on, over all ranks: float64 tensors without dimensions, on the device, not read.
+    """What the device decides from, over all ranks: float64 tensors without dimensions, on the device, not read.
 
     Attributes:
         sample_size: Σsample_size.
         loss: Σloss.
         norm: L2 norm of the gradients as they are.
-        obstacles: 0 if all names of logs are known to all ranks, none ran out of memory, and no piggyback objects.
+        obstacles: 0 if all names of logs are known to all ranks, none ran out of memory, and no piggyback vetoes.
     """
 
     sample_size: Tensor
@@ -46,7 +65,7 @@ class Totals(NamedTuple):
         num_micro_batches: how many took part.
         num_out_of_memory: how often forward or backward ran out of memory.
         logs: the sum of each log by name.
-        signals: what any rank asked for.
+        requests: what any rank asked for.
         norm: L2 norm of the gradients as they are.
         more: what was sent beside them.
     """
@@ -56,7 +75,7 @@ class Totals(NamedTuple):
     num_micro_batches: int
     num_out_of_memory: int
     logs: dict[str, float]
-    signals: RankRequests
+    requests: RankRequests
     norm: float
     more: Sequence[float] = ()
 
@@ -89,10 +108,10 @@ class Statistics:
         self._logs: dict[str, float | Tensor] = {}
         self._count = 0
         self.num_out_of_memory = 0
-        self._flags = (False, False, 1, False)
+        self._requests = RankRequests()
         self._norm_squared: float | Tensor = 0.0
         self._piggybacks: Sequence[Piggyback] = ()
-        self._words: list[float] = []
+        self._payload: list[float] = []
         self._vector: Tensor | None = None
         self._work: dist.Work | None = None
         self._reading.forget()
@@ -115,20 +134,20 @@ class Statistics:
 
     def pack(
         self,
-        signals: RankRequests,
+        requests: RankRequests,
         piggybacks: Sequence[Piggyback] = (),
         norm_squared: float | Tensor = 0.0,
         *,
         alone: bool = False,
     ) -> Tensor | None:
-        """The vector to sum over the ranks, in place; None where nobody needs it. Nothing may be added after it.
+        """The vector to sum over the ranks, in place; None if a single rank has its sums on the host. Nothing is added later.
 
-        Whoever knows that there is one rank says so by `alone`: to ask costs as much as all the rest.
+        A caller that knows that there is one rank passes `alone=True`: to ask costs as much as all the rest.
         """
         self._norm_squared = norm_squared
-        self._flags = (signals.stop, signals.stop_epoch, signals.more_data, signals.interrupt)
+        self._requests = RankRequests(requests.stop, requests.stop_epoch, requests.more_data, requests.interrupt)  # as of now
         self._piggybacks = piggybacks
-        self._words = [float(word) for piggyback in piggybacks for word in piggyback.payload()]
+        self._payload = [float(number) for piggyback in piggybacks for number in piggyback.payload()]
         alone = alone or collectives.world_size() == 1
         if alone and not self.on_host:
             self._names = tuple(sorted({*self._names, *self._logs}))
@@ -136,14 +155,14 @@ class Statistics:
             self._vector = self._as_vector()
         return self._vector
 
-    def start(self, signals: RankRequests, piggybacks: Sequence[Piggyback] = (), norm_squared: float | Tensor = 0.0) -> None:
+    def start(self, requests: RankRequests, piggybacks: Sequence[Piggyback] = (), norm_squared: float | Tensor = 0.0) -> None:
         """Packs and starts the reduction, to overlap what follows. Collective."""
-        vector = self.pack(signals, piggybacks, norm_squared)
+        vector = self.pack(requests, piggybacks, norm_squared)
         if vector is not None:
             self._work = collectives.start_sum(vector)
 
     def reduced(self, norm: float | Tensor | None) -> Reduced | None:
-        """What a verdict on the device can be made of; None where the host knows it, or the device has no float64.
+        """What a decision on the device rests on; None where the host has the numbers, or the device has no float64.
 
         Waits for the reduction, on an accelerator without holding the host. `norm`: as for `finish`.
         """
@@ -151,12 +170,13 @@ class Statistics:
             return None
         self._wait()
         vector = self._vector
-        length = vector[_NORM].sqrt() if norm is None else norm.to(vector.device, vector.dtype)
-        obstacles, begin = vector[_OUT_OF_MEMORY] + vector[_UNKNOWN], _HEAD
+        head, payload = _Head.split(vector)
+        obstacles = head.num_out_of_memory + head.has_new_names
         for piggyback in self._piggybacks:
-            obstacles = obstacles + piggyback.vetoes(vector[begin : begin + piggyback.payload_size])
-            begin += piggyback.payload_size
-        return Reduced(vector[0], vector[1], length, obstacles)
+            obstacles = obstacles + piggyback.vetoes(payload[: piggyback.payload_size])
+            payload = payload[piggyback.payload_size :]
+        norm = head.norm_squared.sqrt() if norm is None else norm.to(vector.device, vector.dtype)
+        return Reduced(head.sample_size, head.loss, norm, obstacles)
 
     def send(self, norm: float | Tensor | None, more: Sequence[Tensor] = ()) -> None:
         """Starts the one transfer to the host, which `finish` waits for. What is given to the device later does not delay it.
@@ -173,7 +193,7 @@ class Statistics:
         self._reading.send(torch.cat([self._vector, *parts]) if parts else self._vector)
 
     def finish(self, norm: float | Tensor | None) -> Totals:
-        """Waits for the reduction, reads it in one transfer, and lets the piggybacks off. Synchronises with the device.
+        """Waits for the reduction, reads it in one transfer, and gives the piggybacks their sums. Synchronises with the device.
 
         Args:
             norm: the gradients' norm, read in the same transfer; None if its square is in what was packed.
@@ -181,7 +201,7 @@ class Statistics:
         Raises:
             ForwardContractError: Σsample_size is negative or not finite.
         """
-        totals, words = self._own(norm) if self._vector is None else self._reduced(norm)
+        totals, payload = self._own(norm) if self._vector is None else self._reduced(norm)
         if not 0 <= totals.sample_size < float("inf"):
             raise ForwardContractError(
                 f"sample_size must sum to a finite number of at least 0, forward's sum to {totals.sample_size}"
@@ -189,60 +209,72 @@ class Statistics:
         piggybacks = self._piggybacks
         self.reset()
         for piggyback in piggybacks:
-            piggyback.on_reduced(words[: piggyback.payload_size])
-            words = words[piggyback.payload_size :]
+            piggyback.on_reduced(payload[: piggyback.payload_size])
+            payload = payload[piggyback.payload_size :]
         return totals
 
     def _own(self, norm: float | Tensor | None) -> tuple[Totals, list[float]]:
-        """The sums of this rank, which is alone, and its piggybacks' words."""
+        """The sums of this rank, which is alone, and the payload of its piggybacks."""
         norm = math.sqrt(self._norm_squared) if norm is None else float(norm)
         loss, logs = float(self._sums[1]), {name: float(value) for name, value in self._logs.items()}
-        flags = RankRequests(*self._flags)
-        sample_size = float(self._sums[0])
-        return Totals(sample_size, loss, self._count, self.num_out_of_memory, logs, flags, norm), self._words
+        sample_size, payload = float(self._sums[0]), self._payload
+        return Totals(sample_size, loss, self._count, self.num_out_of_memory, logs, self._requests, norm), payload
 
     def _reduced(self, norm: float | Tensor | None) -> tuple[Totals, list[float]]:
-        """The sums of all ranks, and what came back of their piggybacks' words."""
+        """The sums of all ranks, and those of the piggybacks' payload."""
         if not self._reading.under_way:
             self.send(norm)
-        numbers, behind = self._read()
-        while numbers[_UNKNOWN] > 0:
-            known = collectives.gather_objects(sorted({*self._names, *self._logs}))
-            self._names = tuple(sorted({name for names in known for name in names}))
-            self._vector = self._as_vector()
-            self._work = collectives.start_sum(self._vector)
-            self.send(None)
-            numbers, _ = self._read()
-        sample_size, loss, count, num_out_of_memory = numbers[:_FLAGS]
-        stop, stop_epoch, more_data, interrupt = numbers[_FLAGS:_UNKNOWN]
-        words = numbers[_HEAD : _HEAD + len(self._words)]
-        logs = dict(zip(self._names, numbers[_HEAD + len(words) :], strict=True))
-        flags = RankRequests(stop > 0, stop_epoch > 0, round(more_data), interrupt > 0)
+        head, rest, behind = self._read()
+        while head.has_new_names > 0:
+            self._exchange_names()
+            head, rest, _ = self._read()
+        payload, logs = rest[: len(self._payload)], rest[len(self._payload) :]
         if norm is None:
-            norm = math.sqrt(numbers[_NORM])
+            norm = math.sqrt(head.norm_squared)
         elif isinstance(norm, Tensor):
             norm, *behind = behind
-        return Totals(sample_size, loss, round(count), round(num_out_of_memory), logs, flags, norm, behind), words
+        return Totals(
+            sample_size=head.sample_size,
+            loss=head.loss,
+            num_micro_batches=round(head.num_micro_batches),
+            num_out_of_memory=round(head.num_out_of_memory),
+            logs=dict(zip(self._names, logs, strict=True)),
+            requests=RankRequests(head.stop > 0, head.stop_epoch > 0, round(head.more_data), head.interrupt > 0),
+            norm=norm,
+            more=behind,
+        ), payload
+
+    def _exchange_names(self) -> None:
+        """A log has a name that some rank did not know: all ranks learn it, and repeat the reduction. Collective."""
+        known = collectives.gather_objects(sorted({*self._names, *self._logs}))
+        self._names = tuple(sorted({name for names in known for name in names}))
+        self._vector = self._as_vector()
+        self._work = collectives.start_sum(self._vector)
+        self.send(None)
 
     def _number(self, value: float | Tensor) -> float | Tensor:
         if isinstance(value, Tensor):
             return float(value.item()) if self.on_host else value.detach().reshape(()).to(self.device, self._dtype)
         return float(value)
 
-    def _entries(self, names: Iterable[str]) -> list[float | Tensor]:
-        unknown = float(not self._logs.keys() <= {*names})
-        head = [
-            *self._sums,
-            float(self._count),
-            float(self.num_out_of_memory),
-            *map(float, self._flags),
-            unknown,
-            self._norm_squared,
-        ]
-        return [*head, *self._words, *(self._logs.get(n, 0.0) for n in names)]
+    def _entries(self) -> list[float | Tensor]:
+        sample_size, loss = self._sums
+        head = _Head(
+            sample_size=sample_size,
+            loss=loss,
+            num_micro_batches=float(self._count),
+            num_out_of_memory=float(self.num_out_of_memory),
+            stop=float(self._requests.stop),
+            stop_epoch=float(self._requests.stop_epoch),
+            more_data=float(self._requests.more_data),
+            interrupt=float(self._requests.interrupt),
+            has_new_names=float(not self._logs.keys() <= {*self._names}),
+            norm_squared=self._norm_squared,
+        )
+        return [*head, *self._payload, *(self._logs.get(name, 0.0) for name in self._names)]
 
     def _as_vector(self) -> Tensor:
-        entries = self._entries(self._names)
+        entries = self._entries()
         vector = torch.tensor([0.0 if isinstance(e, Tensor) else e for e in entries], dtype=self._dtype)
         vector = vector.to(self.device, non_blocking=True)
         for index, entry in enumerate(entries):
@@ -255,8 +287,8 @@ class Statistics:
             self._work.wait()
             self._work = None
 
-    def _read(self) -> tuple[list[float], list[float]]:
-        """The numbers in the vector, and those that were sent behind it."""
+    def _read(self) -> tuple[_Head, list[float], list[float]]:
+        """The head of the vector, what follows it there, and the numbers that were sent behind the vector."""
         assert self._vector is not None  # noqa: S101  # it was sent
         numbers, length = self._reading.receive(), len(self._vector)
-        return numbers[:length], numbers[length:]
+        return *_Head.split(numbers[:length]), numbers[length:]

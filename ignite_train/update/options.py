@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from ignite_train.arguments import describe, one_of, positive_int
 from ignite_train.data.grouping import POLICIES, Uneven
@@ -43,6 +43,11 @@ class UpdateOptions:
             micro-batch. Not on several ranks.
         compiled_autograd: trace and compile backward too, with the options of `compile`. Not in DistributedDataParallel.
 
+        keep_gradients: let loggers read `.grad` after the update. After a step it is the clipped mean gradient, until the next
+            update begins; after a skip it is None. Costs the memory of the gradients between updates.
+        normalize: divide gradients by Σsample_size. False steps along Σ∇loss, and `grad_norm` and `trainer.gradients()` are
+            those of the sum; loss and logs are reported per sample all the same.
+
     Raises:
         TypeError: a value is of the wrong type.
         ValueError: a value is out of range.
@@ -56,6 +61,8 @@ class UpdateOptions:
     retain_graph: bool = False
     create_graph: bool = False
     compiled_autograd: bool = False
+    keep_gradients: bool = False
+    normalize: bool = True
 
     def __post_init__(self) -> None:
         one_of("reduction", self.reduction, get_args(ReductionName))
@@ -64,11 +71,7 @@ class UpdateOptions:
         one_of("on_out_of_memory", self.on_out_of_memory, get_args(OnOutOfMemory))
         if self.give_up_after is not None:
             positive_int("give_up_after", self.give_up_after)
-        _check_flag("retain_graph", self.retain_graph)
-        _check_flag("create_graph", self.create_graph)
-        _check_flag("compiled_autograd", self.compiled_autograd)
-
-
-def _check_flag(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, got {describe(value)}")
+        for name in ("retain_graph", "create_graph", "compiled_autograd", "keep_gradients", "normalize"):
+            value = vars(self)[name]
+            if not isinstance(value, bool):
+                raise TypeError(f"{name} must be True or False, got {describe(value)}")

@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ignite_train.arguments import check_state_dict, describe
+from ignite_train.arguments import describe
 from ignite_train.carried import Carried
 from ignite_train.device.to_device import ToDevice
 from ignite_train.errors import (
     ForwardContractError,
-    GaveUpError,
     LossScaleFloorError,
     NonFiniteError,
     SparseGradientError,
@@ -23,20 +22,19 @@ from ignite_train.errors import (
 )
 from ignite_train.events import TrainEvents
 from ignite_train.forward import Forward, ForwardOutput, as_forward_output
-from ignite_train.model.gradients import SMALLEST_NORM, Gradients, clip_coefficient
+from ignite_train.model.gradients import Gradients
 from ignite_train.model.learning_rates import LearningRates
-from ignite_train.model.nonfinite import find_nonfinite
 from ignite_train.model.precision import Precision
-from ignite_train.model.replay import ReplayPoint, SideEffects
 from ignite_train.model.stepping import Stepping
-from ignite_train.ranks import collectives
-from ignite_train.ranks.rank_vote import RankVote
 from ignite_train.ranks.reduction import Reduction
 from ignite_train.ranks.statistics import Statistics, Totals
-from ignite_train.state import SkippedReason, UpdateOutput
+from ignite_train.state import UpdateOutput
 from ignite_train.trainer import Trainer
 from ignite_train.update.compilation import Backward
-from ignite_train.update.loss_scaling import LossScaling, scale_near_floor
+from ignite_train.update.decision import Decision, decide, may_trust_norm
+from ignite_train.update.failures_in_a_row import FailuresInARow
+from ignite_train.update.loss_scaling import LossScaling
+from ignite_train.update.nonfinite_search import NonFiniteSearch
 from ignite_train.update.options import UpdateOptions
 from ignite_train.update.out_of_memory import Recovery
 from ignite_train.update.queued_step import QueuedStep
@@ -64,40 +62,65 @@ class Update:
     carried: Carried
     max_grad_norm: float | None
     options: UpdateOptions
-    _in_a_row: dict[str, int] = field(default_factory=dict)
-    _replay_point: ReplayPoint = field(init=False)
-    _vote: RankVote = field(init=False)
-    _replay_up_to: float = field(init=False)  # the loss scale up to which an update may have to be run again
+    _failures: FailuresInARow = field(init=False)
+    _search: NonFiniteSearch = field(init=False)
     _num_placeholders: int = 0
 
     def __post_init__(self) -> None:
-        self._replay_point = ReplayPoint(next(self.model.parameters()).device)
-        self._vote = RankVote()
-        if self.loss_scaling.enabled:
-            self._replay_up_to = scale_near_floor(self.loss_scaling)
-        else:
-            self._replay_up_to = math.inf if self.options.on_nonfinite == "raise" else 0.0
+        self._failures = FailuresInARow(self.options.give_up_after)
+        self._search = NonFiniteSearch(
+            reduction=self.reduction,
+            gradients=self.gradients,
+            carried=self.carried,
+            loss_of=self._loss_without_wrapper,
+            raises=self.options.on_nonfinite == "raise",
+            loss_scaling=self.loss_scaling,
+        )
 
     def __call__(self, trainer: Trainer, micro_batches: list[Any]) -> UpdateOutput:
         """Runs one update. `micro_batches` is empty on a rank whose data has run out while others have some. Collective."""
-        state, micro_batches_before = trainer.state, trainer.state.num_micro_batches
+        micro_batches_before = trainer.state.num_micro_batches
         try:
             self._begin(trainer, micro_batches)
             self._accumulate(trainer, micro_batches)
-            norm = self.reduction.end(trainer._outgoing(), self.statistics, self.gradients)
-            totals, stepped = self._totals(trainer, norm)
-            state.update_output = state.output = decided = self._decide(totals)
-            self._announce(trainer, decided)
-            if (rates := self.learning_rates()) != decided.learning_rates:  # a handler has set them
-                state.update_output = state.output = decided = replace(decided, learning_rates=rates)
-            self._step(state.iteration, decided, micro_batches, stepped=stepped)
-            self._finish(decided)
+            totals, has_stepped = self._reduce(trainer)
+            decision = self._decide(totals)
+            output = self._show_gradients(trainer, totals, decision)
+            self._step_or_skip(trainer.state.iteration, decision, output, micro_batches, has_stepped=has_stepped)
+            self._finish(output)
         except BaseException as error:
-            state.num_micro_batches, state.forward_output = micro_batches_before, None
+            trainer.state.num_micro_batches, trainer.state.forward_output = micro_batches_before, None
             self._discard(error)
             raise
-        trainer._finish_update(totals.signals, applied=decided.applied)
-        return decided
+        trainer._finish_update(totals.requests, applied=output.applied)
+        return output
+
+    def named_gradients(self) -> dict[str, Tensor]:
+        """See `Trainer.gradients`."""
+        return self.gradients.named()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What an update remembers of those before it: the loss scaling, and how many in a row failed."""
+        return {"loss_scaling": self.loss_scaling.state_dict(), "in_a_row": self._failures.state_dict()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Takes it over.
+
+        Raises:
+            ValueError: it is no state of an update, or the loss scaling's is not of this policy.
+        """
+        if not isinstance(state_dict, Mapping) or "loss_scaling" not in state_dict:
+            raise ValueError(f"state_dict['update'] must be a mapping with the key loss_scaling, got {describe(state_dict)}")
+        self._failures.load_state_dict(state_dict.get("in_a_row", {}))  # a checkpoint of an earlier version has none
+        self.loss_scaling.load_state_dict(state_dict["loss_scaling"])
+
+    def _begin(self, trainer: Trainer, micro_batches: list[Any]) -> None:
+        if not self.model.training:
+            self.model.train()
+        self.gradients.clear_stale()
+        self._search.mark(self.loss_scaling.scale)
+        self.carried.begin_update()
+        self._num_placeholders = self.reduction.num_placeholders(micro_batches, trainer.max_micro_batches)
 
     def _accumulate(self, trainer: Trainer, micro_batches: list[Any]) -> None:
         """Adds up the gradients of all micro-batches. They cross the ranks in the last backward, or after it."""
@@ -129,181 +152,77 @@ class Update:
         for number in range(len(micro_batches) + 1, num_backwards + 1):
             self._run_placeholder(trainer, last=number == num_backwards)
 
-    def named_gradients(self) -> dict[str, Tensor]:
-        """See `Trainer.gradients`."""
-        return self.gradients.named()
-
-    def state_dict(self) -> dict[str, Any]:
-        """What an update remembers of those before it: the loss scaling, and how many in a row failed."""
-        return {"loss_scaling": self.loss_scaling.state_dict(), "in_a_row": dict(self._in_a_row)}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes it over.
-
-        Raises:
-            ValueError: it is no state of an update, or the loss scaling's is not of this policy.
-        """
-        if not isinstance(state_dict, Mapping) or "loss_scaling" not in state_dict:
-            raise ValueError(f"state_dict['update'] must be a mapping with the key loss_scaling, got {describe(state_dict)}")
-        in_a_row = state_dict.get("in_a_row", {})  # a checkpoint of an earlier version has none
-        check_state_dict("Trainer", in_a_row, (), in_a_row)
-        self.loss_scaling.load_state_dict(state_dict["loss_scaling"])
-        self._in_a_row = dict(in_a_row)
-
-    def _begin(self, trainer: Trainer, micro_batches: list[Any]) -> None:
-        if not self.model.training:
-            self.model.train()
-        self.gradients.clear_stale()
-        if self.loss_scaling.scale <= self._replay_up_to:
-            self._replay_point.mark()
-        self.carried.begin_update()
-        self._num_placeholders = self.reduction.num_placeholders(micro_batches, trainer.max_micro_batches)
-
-    def _forward(self, micro_batch: Any) -> ForwardOutput:
-        with self.precision.autocast():
-            return as_forward_output(self.forward(self.model, self.transfer(micro_batch)))
-
-    def _run_placeholder(self, trainer: Trainer, *, last: bool) -> None:
-        """In place of a micro-batch that this rank does not have: joins the collectives of the other ranks, in their order."""
-        with self.reduction.context(last=last):
-            zero = self.reduction.run_placeholder(lambda micro_batch: self._forward(micro_batch).loss)
-            if last:
-                self.reduction.begin(trainer._outgoing(), self.statistics)
-            torch.autograd.backward(zero)
-
-    def _scaled(self, loss: Tensor) -> Tensor:
-        if not loss.requires_grad:
-            raise ForwardContractError("the loss that forward returned has no graph; return it without .detach() or no_grad()")
-        return loss if self.loss_scaling.scale == 1.0 else loss * self.loss_scaling.scale
-
-    def _totals(self, trainer: Trainer, norm: float | Tensor | None) -> tuple[Totals, bool]:
-        """The update's numbers, and whether the device has made the step already.
+    def _reduce(self, trainer: Trainer) -> tuple[Totals, bool]:
+        """The update's numbers over all ranks, and whether the device has made the step already.
 
         A norm that float32 cannot have added up, since the squares are too large or too small for it, is taken again. All ranks
         do so alike where the norm is a reduced one.
         """
-        totals, stepped = self.queued_step(trainer, norm, self.loss_scaling.scale)
-        if not (SMALLEST_NORM <= totals.norm < math.inf or stepped or totals.sample_size == 0):
+        norm = self.reduction.end(trainer._outgoing(), self.statistics, self.gradients)
+        totals, has_stepped = self.queued_step(trainer, norm, self.loss_scaling.scale)
+        if not (has_stepped or may_trust_norm(totals)):
             totals = totals._replace(norm=self.reduction.scaled_norm(self.gradients))
-        return totals, stepped
+        return totals, has_stepped
 
-    def _mean(self, size: float) -> float:
-        """The factor that makes the reduced gradients those of the mean loss; NaN if no rank had a sample."""
-        return self.reduction.divisor / (self.loss_scaling.scale * size) if size > 0 else math.nan
-
-    def _decide(self, totals: Totals) -> UpdateOutput:
-        """Judges the update by reduced numbers only, so that every rank comes to the same verdict."""
-        scale, size = self.loss_scaling.scale, totals.sample_size
-        loss, norm = math.nan, math.nan
-        if size > 0:
+    def _decide(self, totals: Totals) -> Decision:
+        """Decides from reduced numbers only, so that all ranks decide alike."""
+        if totals.sample_size > 0:
             self.gradients.check()
-            loss, norm = totals.loss / size, totals.norm * self._mean(size)
-        reason = self._reason_to_skip(size, loss, norm)
+        return decide(
+            totals,
+            divisor=self.reduction.divisor,
+            loss_scale=self.loss_scaling.scale,
+            scales_loss=self.loss_scaling.enabled,
+            max_grad_norm=self.max_grad_norm,
+            normalize=self.options.normalize,
+        )
+
+    def _show_gradients(self, trainer: Trainer, totals: Totals, decision: Decision) -> UpdateOutput:
+        """Publishes the record of the update and lets handlers read the gradients; they may set the learning rates too."""
+        output = self._record(totals, decision)
+        trainer.state.update_output = trainer.state.output = output
+        if totals.num_out_of_memory:
+            trainer.fire_event(TrainEvents.OUT_OF_MEMORY)
+        with self.gradients.readable(decision.mean_factor):
+            trainer.fire_event(TrainEvents.GRADIENTS_READY)
+        if (rates := self.learning_rates()) != output.learning_rates:
+            output = replace(output, learning_rates=rates)
+            trainer.state.update_output = trainer.state.output = output
+        return output
+
+    def _record(self, totals: Totals, decision: Decision) -> UpdateOutput:
         return UpdateOutput(
-            loss=loss,
-            sample_size=size,
-            grad_norm=norm,
-            clip_coefficient=clip_coefficient(norm, self.max_grad_norm) if reason is None else 1.0,
+            loss=decision.loss,
+            sample_size=totals.sample_size,
+            grad_norm=decision.grad_norm,
+            clip_coefficient=decision.clip_coefficient,
             learning_rates=self.learning_rates(),
-            loss_scale=scale,
+            loss_scale=self.loss_scaling.scale,
             num_micro_batches=totals.num_micro_batches,
             num_out_of_memory=totals.num_out_of_memory,
             logs=totals.logs,
-            skipped_reason=reason,
+            skipped_reason=decision.skipped_reason,
         )
 
-    def _announce(self, trainer: Trainer, output: UpdateOutput) -> None:
-        """Fires what comes before the step. The gradients can be read in handlers of GRADIENTS_READY only."""
-        if output.num_out_of_memory:
-            trainer.fire_event(TrainEvents.OUT_OF_MEMORY)
-        self.gradients.ready(self._mean(output.sample_size))
-        trainer.fire_event(TrainEvents.GRADIENTS_READY)
-
-    def _reason_to_skip(self, size: float, loss: float, norm: float) -> SkippedReason | None:
-        if size == 0:
-            return "no_samples"
-        if math.isfinite(loss) and math.isfinite(norm):
-            return None
-        return "overflow" if self.loss_scaling.enabled else "nonfinite"
-
-    def _step(self, update: int, output: UpdateOutput, micro_batches: list[Any], *, stepped: bool) -> None:
-        """Unscales, normalises, clips and steps; or leaves everything as it is. The device may have `stepped` already."""
-        reason = output.skipped_reason
-        assert reason is None or not stepped  # noqa: S101  # both verdicts are of the same numbers
+    def _step_or_skip(
+        self, update: int, decision: Decision, output: UpdateOutput, micro_batches: list[Any], *, has_stepped: bool
+    ) -> None:
+        """Unscales, normalises, clips and steps; or leaves everything as it is. The device may have made the step already."""
+        reason = decision.skipped_reason
+        assert reason is None or not has_stepped  # noqa: S101  # host and device decide from the same numbers
         if reason == "nonfinite" and self.options.on_nonfinite == "raise":
-            raise NonFiniteError(update, output.loss, output.grad_norm, *self._find_nonfinite(micro_batches, output))
-        fell = reason == "overflow" and self._lower_scale(micro_batches, output)
-        self._count_in_a_row(update, output, fell=fell)
-        if reason is None and not stepped:
+            found, absent = self._find_nonfinite(micro_batches, output)
+            raise NonFiniteError(update, output.loss, output.grad_norm, found, absent)
+        scale_fell = reason == "overflow" and self._lower_scale(micro_batches, output)
+        self._failures.count(update, output, scale_fell=scale_fell)
+        if reason is None and not has_stepped:
             self.learning_rates.check(output.learning_rates)
             self.gradients.refuse_dropped()
-            self.stepping(output.clip_coefficient)
+            self.stepping(decision.mean_factor * decision.clip_coefficient)
         if reason not in ("no_samples", "overflow"):
             self.loss_scaling.update(overflow=False)
-        self.gradients.clear()
-
-    def _lower_scale(self, micro_batches: list[Any], output: UpdateOutput) -> bool:
-        """Tells the loss scaling of an overflow, and says whether the scale fell. At its floor all ranks look for the cause."""
-        before = self.loss_scaling.scale
-        try:
-            self.loss_scaling.update(overflow=True)
-        except LossScaleFloorError as error:
-            if before > self._replay_up_to:
-                raise
-            found, absent = self._find_nonfinite(micro_batches, output)
-            found += tuple(f"rank {rank} saw no overflow" for rank in absent)
-            raise LossScaleFloorError(error.loss_scale, error.floor, found) from None
-        return self.loss_scaling.scale < before
-
-    def _find_nonfinite(self, micro_batches: list[Any], output: UpdateOutput) -> tuple[tuple[str, ...], tuple[int, ...]]:
-        """Runs the micro-batches again, from the state before the update, to find the first value that is not finite.
-
-        The loss is reduced, and so is the norm of a sharded model: then all ranks search. Replicas take the norm of their own
-        copy of the gradients, and if a copy was spoiled after the reduction its rank is alone here. So the ranks vote, and
-        search only if all of them do: forward may have collectives, and what was spoiled later would not be found.
-
-        Returns:
-            What the ranks have found; and the ranks that did not judge the update so.
-        """
-        module = self.reduction.module
-        if math.isfinite(output.loss):
-            self._vote.cast()
-            if absent := self._vote.absent():
-                return (), absent
-        side_effects = SideEffects(module, self.carried)
-        self._replay_point.restore()
-        self.carried.rewind()
-        self.gradients.clear()
-
-        def loss_of(micro_batch: Any) -> Tensor:
-            with self.precision.autocast():
-                loss = as_forward_output(self.forward(module, self.transfer(micro_batch))).loss
-            return loss * self.loss_scaling.scale if self.loss_scaling.enabled else loss
-
-        # On several ranks each goes through its whole group: forward may have collectives that this library cannot see.
-        found = find_nonfinite(module, micro_batches, loss_of, all_of_them=collectives.world_size() > 1)
-        for _ in range(0 if self.reduction.forward_is_local else self._num_placeholders):
-            torch.autograd.backward(self.reduction.run_placeholder(loss_of))
-        side_effects.undo()
-        reports = collectives.gather_objects(found)
-        return tuple(f"rank {rank}, {report}" for rank, report in enumerate(reports) if report is not None), ()
-
-    def _count_in_a_row(self, update: int, output: UpdateOutput, *, fell: bool) -> None:
-        """Counts what does not get better by itself; an overflow that lowered the scale is on its way there."""
-        if output.applied and output.num_out_of_memory == 0:
-            self._in_a_row.clear()
-            return
-        for what, happened in (
-            ("was skipped", output.skipped_reason in ("nonfinite", "overflow") and not fell),
-            ("ran out of memory", output.num_out_of_memory > 0),
-        ):
-            if not happened:
-                self._in_a_row.pop(what, None)
-                continue
-            in_a_row = self._in_a_row.get(what, 0) + 1
-            if self.options.give_up_after is not None and in_a_row >= self.options.give_up_after:
-                raise GaveUpError(update, in_a_row, what)
-            self._in_a_row[what] = in_a_row
+        if reason is not None or not self.options.keep_gradients:
+            self.gradients.clear()
 
     def _finish(self, output: UpdateOutput) -> None:
         """Keeps what forward has carried on, unless the update was not finite, and tells how the update ended."""
@@ -327,3 +246,44 @@ class Update:
         self.transfer.forget()
         if sparse is not None:
             raise SparseGradientError(sparse) from None
+
+    # --- forward, and what to do about values that are not finite ----------------------------------------------------------
+
+    def _forward(self, micro_batch: Any) -> ForwardOutput:
+        with self.precision.autocast():
+            return as_forward_output(self.forward(self.model, self.transfer(micro_batch)))
+
+    def _run_placeholder(self, trainer: Trainer, *, last: bool) -> None:
+        """In place of a micro-batch that this rank does not have: joins the collectives of the other ranks, in their order."""
+        with self.reduction.context(last=last):
+            zero = self.reduction.run_placeholder(lambda micro_batch: self._forward(micro_batch).loss)
+            if last:
+                self.reduction.begin(trainer._outgoing(), self.statistics)
+            torch.autograd.backward(zero)
+
+    def _scaled(self, loss: Tensor) -> Tensor:
+        if not loss.requires_grad:
+            raise ForwardContractError("the loss that forward returned has no graph; return it without .detach() or no_grad()")
+        return loss if self.loss_scaling.scale == 1.0 else loss * self.loss_scaling.scale
+
+    def _lower_scale(self, micro_batches: list[Any], output: UpdateOutput) -> bool:
+        """Tells the loss scaling of an overflow, and says whether the scale fell. At its floor all ranks look for the cause."""
+        before = self.loss_scaling.scale
+        try:
+            self.loss_scaling.update(overflow=True)
+        except LossScaleFloorError as error:
+            if not self._search.has_mark(before):
+                raise
+            found, absent = self._find_nonfinite(micro_batches, output)
+            found += tuple(f"rank {rank} saw no overflow" for rank in absent)
+            raise LossScaleFloorError(error.loss_scale, error.floor, found) from None
+        return self.loss_scaling.scale < before
+
+    def _find_nonfinite(self, micro_batches: list[Any], output: UpdateOutput) -> tuple[tuple[str, ...], tuple[int, ...]]:
+        return self._search(micro_batches, self._num_placeholders, loss_is_finite=math.isfinite(output.loss))
+
+    def _loss_without_wrapper(self, micro_batch: Any) -> Tensor:
+        """The loss of a micro-batch that is run again, scaled as it was."""
+        with self.precision.autocast():
+            loss = as_forward_output(self.forward(self.reduction.module, self.transfer(micro_batch))).loss
+        return loss * self.loss_scaling.scale if self.loss_scaling.enabled else loss

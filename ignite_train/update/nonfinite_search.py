@@ -1,0 +1,93 @@
+"""Searching all ranks for the first value of an update that is not finite, by running the update again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ignite_train.carried import Carried
+from ignite_train.model.gradients import Gradients
+from ignite_train.model.nonfinite import find_nonfinite
+from ignite_train.model.replay import ReplayPoint, SideEffects
+from ignite_train.ranks import collectives
+from ignite_train.ranks.rank_vote import RankVote
+from ignite_train.ranks.reduction import Reduction
+from ignite_train.update.loss_scaling import LossScaling, scale_near_floor
+
+__all__ = ["NonFiniteSearch"]
+
+
+class NonFiniteSearch:
+    """Runs the micro-batches of an update again, from the state before it, to find the first value that is not finite.
+
+    The loss is reduced, and so is the norm of a sharded model: if one of them is not finite, all ranks search. Replicas take
+    the norm of their own copy of the gradients, and if a copy was spoiled after the reduction its rank is alone here. So the
+    ranks vote, and exchange what they have found only if all of them search.
+
+    Args:
+        reduction: has the model without a wrapper, and runs placeholders.
+        gradients: dropped by a search.
+        carried: what forward carries.
+        loss_of: runs the user's forward of a micro-batch on the model without a wrapper, and scales the loss as the update did.
+        raises: whether an update that is not finite ends the run, where there is no loss scale.
+        loss_scaling: the policy; an overflow near its floor is searched for too.
+    """
+
+    def __init__(
+        self,
+        *,
+        reduction: Reduction,
+        gradients: Gradients,
+        carried: Carried,
+        loss_of: Callable[[Any], Tensor],
+        raises: bool,
+        loss_scaling: LossScaling,
+    ) -> None:
+        self._reduction, self._gradients, self._carried, self._loss_of = reduction, gradients, carried, loss_of
+        self._replay_point, self._vote = ReplayPoint(next(reduction.module.parameters()).device), RankVote()
+        if loss_scaling.enabled:
+            self._largest_scale = scale_near_floor(loss_scaling)
+        else:
+            self._largest_scale = math.inf if raises else 0.0
+
+    def mark(self, loss_scale: float) -> None:
+        """Remembers the state before an update at this loss scale, if a search in it is possible."""
+        if loss_scale <= self._largest_scale:
+            self._replay_point.mark()
+
+    def has_mark(self, loss_scale: float) -> bool:
+        """Whether the state before an update at this loss scale was remembered."""
+        return loss_scale <= self._largest_scale
+
+    def __call__(
+        self, micro_batches: list[Any], num_placeholders: int, *, loss_is_finite: bool
+    ) -> tuple[tuple[str, ...], tuple[int, ...]]:
+        """Searches. Collective, but for the ranks that did not find the update not finite.
+
+        Returns:
+            What the ranks have found; and the ranks that found the update finite.
+        """
+        if loss_is_finite:
+            self._vote.cast()
+            if absent := self._vote.absent():
+                return (), absent
+        reports = collectives.gather_objects(self._replay(micro_batches, num_placeholders))
+        return tuple(f"rank {rank}, {report}" for rank, report in enumerate(reports) if report is not None), ()
+
+    def _replay(self, micro_batches: list[Any], num_placeholders: int) -> str | None:
+        """What this rank finds. Random state, buffers and what forward carries are left as they were."""
+        module = self._reduction.module
+        side_effects = SideEffects(module, self._carried)
+        self._replay_point.restore()
+        self._carried.rewind()
+        self._gradients.clear()
+        # On several ranks each goes through its whole group: forward may have collectives that this library cannot see.
+        found = find_nonfinite(module, micro_batches, self._loss_of, all_of_them=collectives.world_size() > 1)
+        for _ in range(0 if self._reduction.forward_is_local else num_placeholders):
+            torch.autograd.backward(self._reduction.run_placeholder(self._loss_of))
+        side_effects.undo()
+        return found
