@@ -90,6 +90,7 @@ class Checkpoint(Handler, Piggyback):
 
     Attributes:
         held_seconds: how long the latest save held the run.
+        total_held_seconds: how long all saves of this process have held it.
 
     Example:
         >>> from ignite_train.handlers import Checkpoint
@@ -143,7 +144,7 @@ class Checkpoint(Handler, Piggyback):
         warns = one_of("on_error", on_error, ("raise", "warn")) == "warn"
         patience = positive_int("give_up_after", give_up_after)
         self.saver = CheckpointWriter(self.directory, retention, asynchronous=asynchronous, warns=warns, give_up_after=patience)
-        self.held_seconds = 0.0
+        self.held_seconds = self.total_held_seconds = 0.0
         self._trainer: Trainer | None = None
         self._evaluator: Evaluator | None = None
         self._pending: RunState | None = None
@@ -328,6 +329,7 @@ class Checkpoint(Handler, Piggyback):
         )
         self._saved, self._due, self._clock = self._moment(), False, started
         self.held_seconds = time.monotonic() - started
+        self.total_held_seconds += self.held_seconds
 
     def _capture(self) -> Contents:
         """What this rank writes; warns of what no checkpoint will hold."""
