@@ -10,7 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["PUBLISHED_METRICS", "TIMED_METRICS", "grouped_metric", "is_published_metric", "single_metrics"]
+__all__ = [
+    "PUBLISHED_METRICS",
+    "TIMED_METRICS",
+    "grouped_metric",
+    "grouped_metrics",
+    "is_published_metric",
+    "single_metrics",
+]
 
 _OF_THE_OPTIMIZER = ("clipped", "grad_norm", "grad_norm_max", "learning_rate", "loss_scale", "skipped")
 _SECONDS = ("checkpoint_seconds", "data_seconds", "evaluation_seconds", "handler_seconds", "update_seconds")
@@ -58,6 +65,18 @@ def grouped_metric(name: str) -> str:
     if group is None:
         return name if "/" in name else f"train/{name}"
     return f"{group}/{name}"
+
+
+def grouped_metrics(metrics: Mapping[str, Any], left_out: set[str], tag: str | None = None) -> dict[str, float]:
+    """The metrics as single numbers under the names by which loggers show them.
+
+    Args:
+        metrics: by name.
+        left_out: see `single_metrics`.
+        tag: the group of all of them, for those of an evaluator; None for those of the trainer, see `grouped_metric`.
+    """
+    numbers = single_metrics(metrics, left_out)
+    return {grouped_metric(name) if tag is None else f"{tag}/{name}": value for name, value in numbers.items()}
 
 
 def single_metrics(metrics: Mapping[str, Any], left_out: set[str]) -> dict[str, float]:

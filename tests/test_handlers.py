@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import logging
 import math
 from collections.abc import Callable
@@ -15,7 +14,6 @@ import torch
 from ignite.engine import Events
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
-from tqdm import tqdm
 
 import cuts
 from ignite_train import (
@@ -35,7 +33,6 @@ from ignite_train.handlers import (
     LearningRateSchedule,
     LossScaleLogger,
     MinLearningRate,
-    ProgressLog,
     TensorBoard,
     TimeLimit,
     TrainingMetrics,
@@ -289,64 +286,6 @@ def test_time_limit_refuses(seconds: Any) -> None:
 
 
 # --- showing ---
-
-
-def test_progress_log(capsys: pytest.CaptureFixture[str]) -> None:
-    """A line every N updates with the metrics, one for each validation, one at the end, with the skips."""
-    holder: list[Trainer] = []
-    trainer, model, _ = make(overflow_at(2)(holder), on_nonfinite="skip")
-    holder.append(trainer)
-    evaluator = create_evaluator(model, cuts.forward)
-    Validation(evaluator, DATA).attach(trainer)
-    ProgressLog().attach(trainer, Events.ITERATION_COMPLETED(every=3), evaluator=evaluator)
-    TrainingMetrics().attach(trainer, Events.ITERATION_COMPLETED(every=3))
-    trainer.run(DATA, max_epochs=2)
-    lines = capsys.readouterr().out.splitlines()
-    heads = ["epoch 1, update 3: ", "epoch 1, update 6: ", "validation after update 6: loss ", "epoch 2, update 9: "]
-    heads += [
-        "epoch 2, update 12: ",
-        "validation after update 12: loss ",
-        "finished after 12 updates (11 steps, 1 skipped) in 2 epochs",
-    ]
-    assert len(lines) == len(heads)
-    for line, head in zip(lines, heads, strict=True):
-        assert line.startswith(head)
-    assert "skipped 1" in lines[0]
-    assert "loss " in lines[0]
-
-
-class ShownBar(tqdm):  # type: ignore[type-arg]
-    """A bar that is shown though this is no terminal, and remembers whether it was closed."""
-
-    shown: ClassVar[list[ShownBar]] = []
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**(options | {"disable": False, "file": io.StringIO()}))
-        self.is_closed, self.n_at_start = False, self.n
-        self.shown.append(self)
-
-    def close(self) -> None:
-        self.is_closed = True
-        super().close()
-
-
-def test_progress_log_closes_its_bar_when_the_run_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An exception ends the bar too; running again opens a new one that starts where the run stands."""
-    monkeypatch.setattr("ignite_train.handlers.progress.tqdm", ShownBar)
-    trainer, _, _ = make()
-    progress = ProgressLog()
-    progress.attach(trainer)
-    failures = [RuntimeError("once")]
-
-    @trainer.on(Events.ITERATION_COMPLETED(once=4))
-    def fail() -> None:
-        if failures:
-            raise failures.pop()
-
-    with pytest.raises(RuntimeError, match="once"):
-        trainer.run(DATA, max_epochs=1)
-    trainer.run(DATA, max_epochs=1)
-    assert [(bar.n_at_start, bar.n, bar.total, bar.is_closed) for bar in ShownBar.shown] == [(0, 4, 6, True), (4, 6, 6, True)]
 
 
 def test_tensorboard(tmp_path: Path) -> None:
