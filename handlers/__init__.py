@@ -6,6 +6,7 @@ from ignite_train.handlers.failure_board import FailureBoard, PeerFailureError
 from ignite_train.handlers.grad_norm_consistency import GradNormConsistency, GradNormMismatchError
 from ignite_train.handlers.hang_watch import HangWatch
 from ignite_train.handlers.learning_rate import LearningRateSchedule
+from ignite_train.handlers.log_file import Csv, JsonLines, LogFile
 from ignite_train.handlers.loss_scale import LossScaleLogger
 from ignite_train.handlers.min_learning_rate import MinLearningRate
 from ignite_train.handlers.progress import ProgressLog
@@ -18,12 +19,15 @@ from ignite_train.handlers.validation import Validation
 
 __all__ = [
     "Checkpoint",
+    "Csv",
     "EmptyCache",
     "FailureBoard",
     "GradNormConsistency",
     "GradNormMismatchError",
     "HangWatch",
+    "JsonLines",
     "LearningRateSchedule",
+    "LogFile",
     "LossScaleLogger",
     "MinLearningRate",
     "PeerFailureError",

@@ -88,6 +88,7 @@ class Checkpoint(Handler):
 
     Attributes:
         held_seconds: how long the latest save held the run, in seconds.
+        total_held_seconds: how long all saves of this process have held it, in seconds.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -150,7 +151,7 @@ class Checkpoint(Handler):
         )
         self.to_save, self.config = checked_objects(to_save or {}), dict(config or {})
         self.on_changed_data = one_of("on_changed_data", on_changed_data, ("raise", "warn"))
-        self.held_seconds = 0.0
+        self.held_seconds = self.total_held_seconds = 0.0
         self._rules, self._held = StateRules(leave_out, script_wins), HeldState()
         self._run: SavedRun | None = None
         self._resumption: Resumption | None = None
@@ -304,6 +305,7 @@ class Checkpoint(Handler):
         self.saver.save(self._capture(), self._manifest(run.trainer), is_last=is_last)
         self.cadence.note_save(self._moment(), started)
         self.held_seconds = time.monotonic() - started
+        self.total_held_seconds += self.held_seconds
 
     def _capture(self) -> Contents:
         """What this rank writes; warns of state that no checkpoint holds."""

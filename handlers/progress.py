@@ -1,28 +1,88 @@
-"""A progress bar and a line now and then."""
+"""A progress bar on a terminal, and short lines in a log file."""
 
 from __future__ import annotations
 
+import json
 import sys
 import time
-from typing import Any
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal, Protocol, runtime_checkable
 
-from ignite.engine import Events, RemovableEventHandle
+from ignite.engine import Engine, Events, RemovableEventHandle
 from tqdm.auto import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
 
+from ignite_train.arguments import one_of
 from ignite_train.evaluator import Evaluator
 from ignite_train.events import Event
 from ignite_train.handler import Handler
+from ignite_train.metrics import PUBLISHED_METRICS, grouped_metrics, is_published_metric, single_metrics
 from ignite_train.ranks import collectives
 from ignite_train.trainer import Trainer
 
 __all__ = ["ProgressLog"]
 
+_STYLES = ("auto", "bar", "simple", "json", "none")
+_MAX_COLUMNS = 100
+_REFRESH_SECONDS = 0.1
+_NUMBER_COLUMNS = 7
+_TOO_MUCH = 1e24  # for the prefixes of SI
+_LONG_WAIT = 0.1  # a fraction of the time in which the loader is waited for that a line mentions
+_BAR = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
+_BAR_WITHOUT_TOTAL = "{desc} {n_fmt} [{elapsed}{postfix}]"
+
+
+@runtime_checkable
+class _KnowsTheTime(Protocol):
+    """What can say how the time was spent; `TrainingMetrics` does."""
+
+    @property
+    def seconds_by_section(self) -> dict[str, float]: ...
+
+
+@runtime_checkable
+class _KnowsTheBest(Protocol):
+    """What can say where the best score is; `Validation` does."""
+
+    score: str
+    best: float | None
+    best_update: int | None
+
+
+@runtime_checkable
+class _HasFiles(Protocol):
+    """What can say which files it writes."""
+
+    @property
+    def files(self) -> list[Path]: ...
+
+
+@runtime_checkable
+class _HasCheckpoints(Protocol):
+    """What can say where the checkpoints are; `Checkpoint` does."""
+
+    directory: Path
+
 
 class ProgressLog(Handler):
-    """Shows a bar over all updates, prints the metrics now and then and where a run goes on and ends. On rank 0 only.
+    """Shows how a run is getting on: a bar on a terminal, a short line an interval elsewhere. On rank 0 only.
 
-    The bar is shown on a terminal; the lines go to standard output. What they say is in `trainer.state.metrics`, so attach
-    `TrainingMetrics`, before or after, for loss and norm.
+    Both show the loss, the learning rate, the speed and the time to go; with `TrainingMetrics`, attached before or after, the
+    loss is the mean of the interval, and a line has the user's logs and the gradient norm too. Lines go to standard output and
+    have at most 100 columns, which stand under one another. What is the same in each line is left out: a learning rate is
+    shown once it has changed, skipped updates when there are new ones, the share of the time in which the loader is waited for
+    from 10% on. An evaluation has a bar of its own, and a line with its metrics. A short table ends the run: time by section,
+    best score, skipped updates, memory, files.
+
+    Args:
+        style: `"bar"`, or `"simple"` for lines, `"json"` for one JSON object a line with all metrics, `"none"` for nothing;
+            `"auto"` is a bar on a terminal and in a notebook, and lines elsewhere.
+
+    Raises:
+        ValueError: `style` is another one.
 
     Example:
         >>> from ignite.engine import Events
@@ -30,66 +90,298 @@ class ProgressLog(Handler):
         >>> trainer = getfixture("trainer")
         >>> handle = ProgressLog().attach(trainer, Events.ITERATION_COMPLETED(every=2))
         >>> state = trainer.run(getfixture("loader"), max_epochs=1)  # doctest: +ELLIPSIS
-        epoch 1, update 2
-        epoch 1, update 4
+        epoch 1/1  update 2/4  loss ...
+        epoch 1/1  update 4/4  loss ...
         finished after 4 updates (4 steps, 0 skipped) in 1 epoch, ... s
     """
 
-    def __init__(self) -> None:
+    def __init__(self, style: Literal["auto", "bar", "simple", "json", "none"] = "auto") -> None:
+        self.style = one_of("style", style, _STYLES)
+        self._trainer: Trainer | None = None
+        self._shown = _Shown()
         self._bar: Any = None
-        self._started = 0.0
+        self._evaluation_bar: Any = None
+        self._redirected = ExitStack()
+        self._begin = 0
+        self._started = self._refreshed = 0.0
+        self._left_out: set[str] = set()
 
     def attach(
-        self, trainer: Trainer, event: Event = Events.ITERATION_COMPLETED(every=50), *, evaluator: Evaluator | None = None
+        self,
+        trainer: Trainer,
+        event: Event = Events.ITERATION_COMPLETED(every=50),
+        *,
+        evaluator: Evaluator | None = None,
+        tag: str = "validation",
     ) -> RemovableEventHandle | None:
-        """Prints at `event`, and the metrics of `evaluator` when it has run."""
-        if not collectives.is_main_rank():
+        """Prints at `event`, and shows `evaluator` when it runs.
+
+        Args:
+            trainer: the trainer. A second call with the same trainer adds the evaluator only.
+            event: when a line is printed; the bar moves by itself.
+            evaluator: whose bar and metrics are shown.
+            tag: its name.
+        """
+        if not collectives.is_main_rank() or self.style == "none":
             return None
+        if evaluator is not None:
+            evaluator.add_event_handler(Events.STARTED, self._open_evaluation, tag)
+            evaluator.add_event_handler(Events.ITERATION_COMPLETED, self._advance_evaluation)
+            evaluator.add_event_handler(Events.COMPLETED, self._print_evaluation, trainer, tag)
+            evaluator.add_event_handler(Events.EXCEPTION_RAISED, self._close_at_exception)
+        if self._trainer is trainer:
+            return None
+        self._trainer = trainer
         trainer.add_event_handler(Events.STARTED, self._open)
         trainer.add_event_handler(Events.ITERATION_COMPLETED, self._advance)
         trainer.add_event_handler(Events.COMPLETED, self._conclude)
         trainer.add_event_handler(Events.TERMINATE | Events.INTERRUPT, self._close)
         trainer.add_event_handler(Events.EXCEPTION_RAISED, self._close_at_exception)
-        if evaluator is not None:
-            evaluator.add_event_handler(Events.COMPLETED, self._print_validation, trainer)
         return trainer.add_event_handler(event, self)
 
     def __call__(self, trainer: Trainer) -> None:
-        """Prints the metrics."""
-        state = trainer.state
-        self._print(f"epoch {state.epoch}, update {state.iteration}", state.metrics)
+        """Prints a line. On a terminal the bar shows it already."""
+        state, total = trainer.state, _total(trainer)
+        metrics = _with_loss(trainer, self._left_out)
+        if self.style == "json":
+            place = {"epoch": state.epoch, "update": state.iteration, "total": total}
+            _print(_json(place | grouped_metrics(metrics, self._left_out)))
+        elif self._bar is None:
+            _print(_line(_head(trainer, total), self._shown.parts(metrics)))
+
+    # --- bars -------------------------------------------------------------------------------------------------------------
 
     def _open(self, trainer: Trainer) -> None:
-        self._started = time.perf_counter()
-        if trainer.state.iteration:
-            tqdm.write(f"going on after update {trainer.state.iteration}")
-        self._bar = tqdm(initial=trainer.state.iteration, unit="update", disable=None, dynamic_ncols=True, leave=False)
+        state, self._started = trainer.state, time.perf_counter()
+        self._begin = state.iteration
+        self._shown.start(single_metrics(state.metrics, self._left_out))
+        if state.iteration and self.style != "json":
+            _print(f"resumed after update {state.iteration}")
+        if self.style == "bar" or (self.style == "auto" and _has_bars()):
+            self._redirected.enter_context(logging_redirect_tqdm())
+            self._bar = _make_bar(initial=state.iteration, unit="update", delay=_REFRESH_SECONDS)
 
     def _advance(self, trainer: Trainer) -> None:
-        self._bar.total = _total(trainer)
-        self._bar.update(1)
+        bar = self._bar
+        if bar is None:
+            return
+        bar.n += 1
+        now = time.perf_counter()
+        if now - self._refreshed >= _REFRESH_SECONDS or bar.n - 1 == self._begin:
+            self._refreshed = now
+            bar.total = _total(trainer)
+            bar.bar_format = _BAR if bar.total else _BAR_WITHOUT_TOTAL
+            bar.set_description_str(f"epoch {_of(trainer.state.epoch, trainer.state.max_epochs)}", refresh=False)
+            bar.set_postfix_str(self._postfix(trainer, now), refresh=False)
+            bar.refresh()
 
-    def _print_validation(self, evaluator: Evaluator, trainer: Trainer) -> None:
-        self._print(f"validation after update {trainer.state.iteration}", evaluator.state.metrics)
+    def _postfix(self, trainer: Trainer, now: float) -> str:
+        state, metrics = trainer.state, _with_loss(trainer, self._left_out)
+        speed = metrics.get("updates_per_second", (state.iteration - self._begin) / max(now - self._started, 1e-9))
+        to_go = metrics.get("time_to_go", ((_total(trainer) or 0) - state.iteration) / max(speed, 1e-9))
+        parts = [f"loss {metrics['loss']:.4g}"] if "loss" in metrics else []
+        if state.update_output is not None and state.update_output.learning_rates:
+            parts.append(f"lr {state.update_output.learning_rates[0]:.3g}")
+        parts.append(f"{speed:.3g}/s")
+        return ", ".join(parts + ([f"{_clock(to_go)} left"] if _total(trainer) else []))
 
-    def _print(self, head: str, metrics: dict[str, Any]) -> None:
-        body = ", ".join(f"{name} {float(value):.4g}" for name, value in metrics.items())
-        tqdm.write(f"{head}: {body}" if body else head)
-        sys.stdout.flush()  # a log file, too, is to be read while the run goes on
+    def _open_evaluation(self, evaluator: Engine, tag: str) -> None:
+        if self._bar is not None:
+            self._evaluation_bar = _make_bar(desc=tag, total=_length(evaluator), unit="batch", position=1)
 
-    def _conclude(self, trainer: Trainer) -> None:
-        self._close()
-        state = trainer.state
-        epochs = f"{state.epoch} epoch" + "s" * (state.epoch != 1)
-        updates = f"{state.iteration} updates ({state.num_steps} steps, {state.num_skipped} skipped)"
-        tqdm.write(f"finished after {updates} in {epochs}, {time.perf_counter() - self._started:.1f} s")
+    def _advance_evaluation(self) -> None:
+        if self._evaluation_bar is not None:
+            self._evaluation_bar.update(1)
 
     def _close(self) -> None:
+        self._close_evaluation()
         if self._bar is not None:
             self._bar.close()
+            self._bar = None
+        self._redirected.close()
+
+    def _close_evaluation(self) -> None:
+        if self._evaluation_bar is not None:
+            self._evaluation_bar.close()
+            self._evaluation_bar = None
 
     def _close_at_exception(self, _error: BaseException) -> None:
         self._close()
+
+    # --- lines ------------------------------------------------------------------------------------------------------------
+
+    def _print_evaluation(self, evaluator: Engine, trainer: Trainer, tag: str) -> None:
+        self._close_evaluation()
+        state, metrics = trainer.state, evaluator.state.metrics
+        if self.style == "json":
+            place = {"epoch": state.epoch, "update": state.iteration}
+            _print(_json(place | grouped_metrics(metrics, self._left_out, tag)))
+            return
+        head = f"{tag} after update {state.iteration}"
+        numbers = single_metrics(metrics, self._left_out)
+        _print(_line(head, {name: (index, f"{name} {_short(value)}") for index, (name, value) in enumerate(numbers.items())}))
+
+    def _conclude(self, trainer: Trainer) -> None:
+        self._close()
+        state, seconds = trainer.state, time.perf_counter() - self._started
+        if self.style == "json":
+            counts = {"finished": state.iteration, "steps": state.num_steps, "skipped": state.num_skipped}
+            _print(_json({"epoch": state.epoch, **counts, "seconds": seconds}))
+            return
+        epochs = f"{state.epoch} epoch" + "s" * (state.epoch != 1)
+        updates = f"{state.iteration} updates ({state.num_steps} steps, {state.num_skipped} skipped)"
+        _print(f"finished after {updates} in {epochs}, {seconds:.1f} s")
+        for name, text in _table(trainer):
+            _print(f"  {name:<8}{text}")
+
+
+class _Shown:
+    """Which metrics a line shows: those that change."""
+
+    def __init__(self) -> None:
+        self._constants: dict[str, float] = {}  # of the user, there since the start, and not changed so far
+        self._first_rate: float | None = None
+        self._skipped = 0.0
+
+    def start(self, metrics: Mapping[str, float]) -> None:
+        self._constants = {name: value for name, value in metrics.items() if not is_published_metric(name)}
+        self._skipped = metrics.get("skipped", 0.0)
+
+    def parts(self, metrics: Mapping[str, float]) -> dict[str, tuple[int, str]]:
+        """By name, in the order in which they are shown: how soon each is left out if there is no room, and its text."""
+        own = {name: value for name, value in metrics.items() if not is_published_metric(name) and self._changes(name, value)}
+        parts = {name: (1, f"{name} {_short(metrics[name])}") for name in ("loss",) if name in metrics}
+        for name in ("loss_base2", "perplexity", *own):
+            if name in metrics:
+                parts[name] = (4 + (name != next(iter(own), None)), f"{name} {_short(metrics[name])}")
+        if "grad_norm" in metrics:
+            parts["grad_norm"] = (5, f"norm {_short(metrics['grad_norm'])}")
+        if "samples_per_second" in metrics:
+            parts["speed"] = (3, f"{_thousands(metrics['samples_per_second']):>5} samples/s")
+        if "time_to_go" in metrics:
+            parts["time_to_go"] = (2, f"{_clock(metrics['time_to_go'])} left")
+        rate = metrics.get("learning_rate", metrics.get("learning_rate/0"))
+        if rate is not None:  # as blanks too, so that nothing else is left out once it is shown
+            text = f"lr {_short(rate)}"
+            parts["learning_rate"] = (2, text if rate != self._set_first_rate(rate) else " " * len(text))
+        alarms = self._alarms(metrics)
+        if alarms and parts.get("learning_rate", (2, "lr"))[1].isspace():
+            del parts["learning_rate"]
+        return parts | alarms
+
+    def _alarms(self, metrics: Mapping[str, float]) -> dict[str, tuple[int, str]]:
+        alarms: dict[str, tuple[int, str]] = {}
+        if metrics.get("skipped", 0.0) > self._skipped:
+            self._skipped = metrics["skipped"]
+            alarms["skipped"] = (0, f"skipped {self._skipped:g}")
+        if metrics.get("data_wait", 0.0) >= _LONG_WAIT:
+            alarms["data_wait"] = (1, f"waiting {metrics['data_wait']:.0%}")
+        return alarms
+
+    def _set_first_rate(self, rate: float) -> float | None:
+        if self._first_rate is None:
+            self._first_rate = rate
+        elif rate != self._first_rate:
+            self._first_rate = float("nan")  # it is shown from now on
+        return self._first_rate
+
+    def _changes(self, name: str, value: float) -> bool:
+        if self._constants.get(name) == value:
+            return False
+        self._constants.pop(name, None)
+        return True
+
+
+def _with_loss(trainer: Trainer, left_out: set[str]) -> dict[str, float]:
+    """The metrics as single numbers; the loss of the latest update, where none is published."""
+    metrics, output = single_metrics(trainer.state.metrics, left_out), trainer.state.update_output
+    if "loss" not in metrics and output is not None:
+        metrics["loss"] = output.loss
+    return metrics
+
+
+def _line(head: str, parts: Mapping[str, tuple[int, str]]) -> str:
+    """`head` and as many of `parts` as fit into 100 columns: those with low numbers first, shown in their order."""
+    room = _MAX_COLUMNS - len(head)
+    fitting = set()
+    for name in sorted(parts, key=lambda name: parts[name][0]):
+        room -= len(parts[name][1]) + 2
+        if room < 0:
+            break
+        fitting.add(name)
+    return "  ".join([head, *(text for name, (_, text) in parts.items() if name in fitting)]).rstrip()[:_MAX_COLUMNS]
+
+
+def _head(trainer: Trainer, total: int | None) -> str:
+    state = trainer.state
+    return f"epoch {_of(state.epoch, state.max_epochs)}  update {_of(state.iteration, total)}"
+
+
+def _of(number: int, total: int | None) -> str:
+    """`"  7/120"`: as wide for each number."""
+    return str(number) if total is None else f"{number:>{len(str(total))}}/{total}"
+
+
+def _short(number: float) -> str:
+    """Seven columns: `"1.234  "`, `"1.2e-05"`."""
+    text = f"{number:.4g}"
+    return f"{text if len(text) <= _NUMBER_COLUMNS else f'{number:.2g}':<{_NUMBER_COLUMNS}}"
+
+
+def _thousands(number: float) -> str:
+    """`"4.57k"`."""
+    return str(tqdm.format_sizeof(number)) if number < _TOO_MUCH else f"{number:.2g}"
+
+
+def _clock(seconds: float) -> str:
+    """`"0:12:34"`."""
+    return str(timedelta(seconds=round(min(max(seconds, 0.0), 1e9))))
+
+
+def _json(entries: Mapping[str, Any]) -> str:
+    """One line of JSON, which knows no NaN: what is not finite is written as a string."""
+    return json.dumps({k: str(v) if isinstance(v, float) and v - v != 0 else v for k, v in entries.items()})
+
+
+def _print(line: str) -> None:
+    tqdm.write(line)
+    sys.stdout.flush()  # a log file, too, is read while the run continues
+
+
+def _table(trainer: Trainer) -> Iterator[tuple[str, str]]:
+    """What the handlers of the run know at its end."""
+    handlers, saver = [*trainer.stateful.values()], trainer._resume_with
+    for timer in (handler for handler in handlers if isinstance(handler, _KnowsTheTime)):
+        seconds = {name: value for name, value in timer.seconds_by_section.items() if value > 0}
+        whole = sum(seconds.values())
+        yield "time", ", ".join(f"{name} {value:.1f} s ({value / whole:.0%})" for name, value in seconds.items())
+    for validation in (handler for handler in handlers if isinstance(handler, _KnowsTheBest)):
+        if validation.best is not None:
+            yield "best", f"{validation.score} {validation.best:.6g} at update {validation.best_update}"
+    memory = {name: value for name, value in trainer.state.metrics.items() if "memory" in name and name in PUBLISHED_METRICS}
+    if memory:
+        yield "memory", ", ".join(f"{name.replace('_', ' ')} {value:.2f} GiB" for name, value in memory.items())
+    files = [saver.directory] if isinstance(saver, _HasCheckpoints) else []
+    files += [path for handler in handlers if isinstance(handler, _HasFiles) for path in handler.files]
+    for index, path in enumerate(files):
+        yield "files" if index == 0 else "", str(path)
+
+
+def _make_bar(**options: Any) -> Any:
+    return tqdm(dynamic_ncols=True, leave=False, disable=False, mininterval=_REFRESH_SECONDS, **options)
+
+
+def _has_bars() -> bool:
+    """Whether standard error is a terminal, or this is a notebook."""
+    return sys.stderr.isatty() or any(kind.__module__ == "tqdm.notebook" for kind in tqdm.__mro__)
+
+
+def _length(evaluator: Engine) -> int | None:
+    """Micro-batches of an evaluation, if its loader knows."""
+    try:
+        return evaluator.state.epoch_length or len(evaluator.state.dataloader)  # type: ignore[arg-type]
+    except TypeError:
+        return None
 
 
 def _total(trainer: Trainer) -> int | None:

@@ -128,10 +128,10 @@ class StateConsistency(PiggybackHandler):
     does not protect against deliberate changes.
 
     What differs between ranks by design is left out: the running statistics of normalisation layers (each rank has those of
-    its own data, until DistributedDataParallel copies those of rank 0 to all), shards that no other rank holds, and objects that
-    are neither tensors nor numbers nor strings. Shards that several ranks hold, as with `fully_shard` over a mesh of two
-    dimensions (HSDP), are compared among these ranks. Optimizers must keep the same state on all ranks, as torch's do, except for
-    `ZeroRedundancyOptimizer`. All ranks attach it alike.
+    its own data, until DistributedDataParallel copies those of rank 0 to all), shards that no other rank holds, and objects
+    that are neither tensors nor numbers nor strings. Shards that several ranks hold, as with `fully_shard` over a mesh of two
+    dimensions (HSDP), are compared among these ranks. Optimizers must keep the same state on all ranks, as torch's do, except
+    for `ZeroRedundancyOptimizer`. All ranks attach it alike.
 
     Args:
         model: the model, in `DistributedDataParallel` or not.

@@ -166,7 +166,9 @@ class _Watch(threading.Thread):
         if self._first is None:
             self._first = now, number
             grace = f"this may take {self._grace_seconds:g} s"
-            _logger.warning(f"{number.name}: the run ends after this update or the next, on all ranks; {grace}")
+            message = f"{number.name}: the run ends after this update or the next, on all ranks; {grace}"
+            from_terminal = number == signal.SIGINT and not collectives.is_main_rank()  # Ctrl-C reaches all ranks: one line
+            _logger.log(logging.INFO if from_terminal else logging.WARNING, message)
         elif now - self._first[0] >= _SAME_REQUEST_SECONDS:
             _logger.error(f"{number.name} again: {self._place()} ends at once")
             collectives.end_process(128 + number)

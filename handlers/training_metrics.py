@@ -2,105 +2,323 @@
 
 from __future__ import annotations
 
+import math
+import resource
+import sys
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
+import torch
 from ignite.engine import Events, RemovableEventHandle
 
-from ignite_train.arguments import check_state_dict
+from ignite_train.arguments import check_state_dict, real_number
+from ignite_train.evaluator import Evaluator
 from ignite_train.events import Event, TrainEvents
 from ignite_train.handler import Handler
+from ignite_train.loop.progress import run_progress
+from ignite_train.ranks import collectives
+from ignite_train.state import UpdateOutput
 from ignite_train.trainer import Trainer
 
 __all__ = ["TrainingMetrics"]
+
+_SUMS = ("updates", "steps", "loss", "sample_size", "grad_norm", "grad_norm_max", "clipped")
+_SECTIONS = ("data", "update", "evaluation", "checkpoint", "handler")
+_GIB = 2.0**30
+_STATM = Path("/proc/self/statm")
+
+
+@runtime_checkable
+class _HoldsTheRun(Protocol):
+    """What knows how long it has held the run in all; a `Checkpoint` does."""
+
+    total_held_seconds: float
 
 
 class TrainingMetrics(Handler):
     """Publishes means over the applied updates since the last time, and over all ranks, into `trainer.state.metrics`.
 
-    - `"loss"`: Σloss / Σsample_size, and each log of `forward` by its name, likewise per sample;
-    - `"grad_norm"`: mean norm before clipping; `"clipped"`: the fraction of updates that were clipped;
-    - `"learning_rate"`: the one the latest update used (`"learning_rate/0"`, `"learning_rate/1"`, ... with several groups);
-    - `"sample_size"`: mean per update; `"samples_per_second"`: the same (tokens, if those are what it counts) per second of
-      fetching and training, without validation, checkpoints and other handlers;
-    - `"data_wait"`: the fraction of that time in which this rank waited for its loader, skipped updates included; if it is not
-      next to nothing, the loader needs more workers;
-    - `"skipped"`: updates skipped since training began.
+    Of the training:
 
-    All of it comes from the statistics that the update reduces anyway, and the two times from this rank's clock: no collective
-    of its own.
+    - `"loss"`: Σloss / Σsample_size in nats, and each log of `forward` by its name, likewise per sample; on request
+      `"loss_base2"` = loss / ln 2 and `"perplexity"` = exp(loss);
+    - `"grad_norm"`, `"grad_norm_max"`: mean and largest norm before clipping; `"clipped"`: the fraction of updates that were
+      clipped; `"skipped"`: updates skipped since training began;
+    - `"learning_rate"`: the one the latest update used (`"learning_rate/0"`, `"learning_rate/1"`, ... with several groups);
+      `"loss_scale"`: likewise, where the loss is scaled;
+    - `"sample_size"`: mean per update; `"progress"`: the fraction of the run before the latest update, in [0, 1), if the run
+      has a limit and its epochs a length.
+
+    Of the time, in seconds by the clock of this rank:
+
+    - `"data_seconds"`: waiting for the loader; `"update_seconds"`: forward, backward and step; `"evaluation_seconds"`: of the
+      evaluators that `attach` was given; `"checkpoint_seconds"`: what saving has held the run; `"handler_seconds"`: all other
+      handlers. Together they are the time since the metrics were last published;
+    - `"data_wait"`: data / (data + update). If it is not next to nothing, the loader needs more workers;
+    - `"samples_per_second"` (of sample_size), `"updates_per_second"`, and `"tokens_per_second"` for a log `"tokens"` that
+      `per_second` names: per second of data and update, without the other sections;
+    - `"train_wall"`: data and update, `"wall"`: all sections, since training began, earlier processes included;
+    - `"time_to_go"`: the updates that remain, at the speed since the metrics were last published, and as much evaluation,
+      saving and handlers for each of them as there was since training began;
+    - `"model_flop_utilisation"` on request: `flops_per_sample` · samples per second / (`peak_flops` · ranks), as defined by
+      Chowdhery et al., PaLM, 2022, appendix B.
+
+    Of the memory, in GiB and of this rank: `"memory_allocated"`, `"memory_reserved"` and `"memory_peak"` of the model's
+    accelerator, the last since the metrics were last published; `"host_memory"`, resident now (at most, where the system does
+    not tell).
+
+    All of it comes from the statistics that the update reduces anyway and from this rank's clock and allocator: no collective
+    and no read of the device. Sums and times are saved in checkpoints, so that an interval in which a run was interrupted has
+    the same means as in a run that was not.
+
+    Args:
+        base2: publish `"loss_base2"`.
+        perplexity: publish `"perplexity"`.
+        per_second: names of logs that count something, such as `("tokens",)`.
+        memory: publish the memory.
+        flops_per_sample: floating point operations of forward and backward for a sample_size of 1; about 6 times the number of
+            parameters for a token of a transformer. Needs `peak_flops`.
+        peak_flops: what one device can do in a second, by its data sheet.
 
     Example:
         >>> from ignite.engine import Events
         >>> from ignite_train.handlers import TrainingMetrics
         >>> trainer = getfixture("trainer")
-        >>> handle = TrainingMetrics().attach(trainer, Events.ITERATION_COMPLETED(every=2))
-        >>> sorted(trainer.run(getfixture("loader"), max_epochs=1).metrics)  # doctest: +NORMALIZE_WHITESPACE
-        ['clipped', 'data_wait', 'grad_norm', 'learning_rate', 'loss', 'sample_size', 'samples_per_second', 'skipped']
+        >>> handle = TrainingMetrics(memory=False).attach(trainer, Events.ITERATION_COMPLETED(every=2))
+        >>> metrics = trainer.run(getfixture("loader"), max_epochs=1).metrics
+        >>> [name for name in metrics if "second" not in name]  # doctest: +NORMALIZE_WHITESPACE
+        ['loss', 'grad_norm', 'grad_norm_max', 'clipped', 'sample_size', 'learning_rate', 'skipped', 'data_wait', 'train_wall',
+         'wall', 'progress', 'time_to_go']
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        *,
+        base2: bool = False,
+        perplexity: bool = False,
+        per_second: Iterable[str] = (),
+        memory: bool = True,
+        flops_per_sample: float | None = None,
+        peak_flops: float | None = None,
+    ) -> None:
+        if isinstance(per_second, str):
+            raise TypeError(f"per_second must be a sequence of names of logs, got {per_second!r}; pass ({per_second!r},)")
+        if (flops_per_sample is None) != (peak_flops is None):
+            raise ValueError(f"flops_per_sample and peak_flops go together, got {flops_per_sample!r} and {peak_flops!r}")
+        self.base2, self.perplexity, self.per_second, self.memory = base2, perplexity, tuple(per_second), memory
+        self._utilisation_per_rate: float | None = None
+        if flops_per_sample is not None:
+            peak = real_number("peak_flops", peak_flops, above=0)
+            self._utilisation_per_rate = real_number("flops_per_sample", flops_per_sample, above=0) / peak
+        self._totals = dict.fromkeys((*_SECTIONS, "updates"), 0.0)  # of the intervals that are over
+        self._mark: float | None = None  # up to where the time has been put into sections
+        self._held_before = self._evaluation_started = 0.0
         self._sums: dict[str, float] = {}
         self._logs: dict[str, float] = {}
-        self._clear()
+        self._seconds: dict[str, float] = {}
+        self._reset()
 
-    def attach(self, trainer: Trainer, event: Event = Events.ITERATION_COMPLETED(every=50)) -> RemovableEventHandle:
+    def attach(
+        self,
+        trainer: Trainer,
+        event: Event = Events.ITERATION_COMPLETED(every=50),
+        *,
+        evaluator: Evaluator | None = None,
+    ) -> RemovableEventHandle:
         """Publishes at `event`, before whatever reads the metrics there.
 
         What is left at the end of the run is published before other handlers of COMPLETED.
+
+        Args:
+            trainer: the trainer.
+            event: the end of each interval.
+            evaluator: whose time is `"evaluation_seconds"`; for more of them see `watch`.
         """
+        trainer.prepend_event_handler(Events.STARTED, self._start)
         trainer.prepend_event_handler(TrainEvents.STEP_COMPLETED | TrainEvents.STEP_SKIPPED, self._add)
         trainer.prepend_event_handler(Events.COMPLETED, self)
+        if evaluator is not None:
+            self.watch(evaluator)
         return trainer.prepend_event_handler(event, self)
 
+    def watch(self, evaluator: Evaluator) -> None:
+        """Counts the time of this evaluator as `"evaluation_seconds"` too."""
+        evaluator.add_event_handler(Events.STARTED, self._start_evaluation)
+        evaluator.add_event_handler(Events.COMPLETED, self._end_evaluation)
+
+    @property
+    def seconds_by_section(self) -> dict[str, float]:
+        """Seconds since training began, earlier processes included, by section: data, update, evaluation, ..."""
+        return {name: self._totals[name] + self._seconds[name] for name in _SECTIONS}
+
     def __call__(self, trainer: Trainer) -> None:
-        """Publishes and begins anew."""
-        metrics, output, steps = trainer.state.metrics, trainer.state.update_output, self._sums["steps"]
+        """Publishes, and begins the next interval."""
+        output = trainer.state.update_output
         if output is None or self._sums["updates"] == 0:
             return
-        if steps:
-            samples = self._sums["sample_size"]
-            metrics["loss"] = self._sums["loss"] / samples
-            metrics["grad_norm"] = self._sums["grad_norm"] / steps
-            metrics["clipped"] = self._sums["clipped"] / steps
-            metrics["sample_size"] = samples / steps
-            metrics["samples_per_second"] = samples / self._sums["seconds"]
-            metrics |= {name: value / samples for name, value in self._logs.items()}
-        metrics["data_wait"] = self._sums["waited"] / self._sums["seconds"]
-        if len(output.learning_rates) == 1:
-            metrics["learning_rate"] = output.learning_rates[0]
-        else:
-            metrics |= {f"learning_rate/{group}": rate for group, rate in enumerate(output.learning_rates)}
-        metrics["skipped"] = float(trainer.state.num_skipped)
-        self._clear()
+        self._account(trainer)
+        metrics = trainer.state.metrics
+        self._publish_means(metrics)
+        self._publish_options(metrics, trainer, output)
+        self._publish_speed(metrics)
+        self._publish_progress(metrics, trainer)
+        if self.memory:
+            metrics |= _memory(next(trainer._stateful_parts["model"].parameters()).device)  # type: ignore[attr-defined]
+        for name in _SECTIONS:
+            self._totals[name] += self._seconds[name]
+        self._totals["updates"] += self._sums["updates"]
+        self._reset()
 
     def state_dict(self) -> dict[str, Any]:
-        """What was added up since the metrics were last published."""
-        return {"sums": dict(self._sums), "logs": dict(self._logs)}
+        """What was added up since the metrics were last published, and the time since training began."""
+        return {
+            "sums": dict(self._sums),
+            "logs": dict(self._logs),
+            "seconds": {"interval": dict(self._seconds), "totals": dict(self._totals)},
+        }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Goes on adding to it."""
-        check_state_dict("TrainingMetrics", state_dict, ("sums", "logs"), ())
-        check_state_dict("TrainingMetrics", state_dict["sums"], self._sums, ())
-        self._sums, self._logs = dict(state_dict["sums"]), dict(state_dict["logs"])
+        """Continues with it.
 
-    def _clear(self) -> None:
-        names = ("updates", "steps", "seconds", "waited", "loss", "sample_size", "grad_norm", "clipped")
-        self._sums = dict.fromkeys(names, 0.0)
-        self._logs = {}
+        Raises:
+            TypeError: it is no mapping.
+            ValueError: a key is missing.
+        """
+        check_state_dict("TrainingMetrics", state_dict, ("sums", "logs"), ())
+        saved = state_dict["sums"]
+        check_state_dict("TrainingMetrics", saved, [name for name in _SUMS if name != "grad_norm_max"], ())
+        self._reset()
+        self._sums = {name: saved.get(name, 0.0) for name in _SUMS}  # earlier versions had no maximum
+        self._logs = dict(state_dict["logs"])
+        if "seconds" in state_dict:
+            self._seconds |= state_dict["seconds"]["interval"]
+            self._totals |= state_dict["seconds"]["totals"]
+        else:  # of an earlier version
+            self._seconds |= {"data": saved.get("waited", 0.0), "update": saved.get("seconds", 0.0) - saved.get("waited", 0.0)}
+
+    def _reset(self) -> None:
+        self._sums, self._logs = dict.fromkeys(_SUMS, 0.0), {}
+        self._seconds = dict.fromkeys(_SECTIONS, 0.0)
+
+    # --- what is added up -------------------------------------------------------------------------------------------------
+
+    def _start(self, trainer: Trainer) -> None:
+        self._mark, self._held_before = time.perf_counter(), _held(trainer)
 
     def _add(self, trainer: Trainer) -> None:
-        output, sums = trainer.state.update_output, self._sums
+        output, sums, seconds, now = trainer.state.update_output, self._sums, self._seconds, time.perf_counter()
         assert output is not None  # noqa: S101  # set before these events
+        fetched = trainer.fetch_ended
+        if self._mark is not None:
+            seconds["handler"] += trainer.fetch_started - self._mark
+        seconds["data"] += fetched - trainer.fetch_started
+        seconds["update"] += now - fetched
+        self._mark = now
         sums["updates"] += 1
-        sums["seconds"] += time.perf_counter() - trainer.fetch_started
-        sums["waited"] += trainer.fetch_ended - trainer.fetch_started
         if output.applied:
             sums["steps"] += 1
             sums["loss"] += output.loss * output.sample_size
             sums["sample_size"] += output.sample_size
             sums["grad_norm"] += output.grad_norm
+            sums["grad_norm_max"] = max(sums["grad_norm_max"], output.grad_norm)
             sums["clipped"] += output.clip_coefficient < 1.0
             for name, value in output.logs.items():
                 self._logs[name] = self._logs.get(name, 0.0) + value
+
+    def _start_evaluation(self) -> None:
+        self._evaluation_started = time.perf_counter()
+
+    def _end_evaluation(self) -> None:
+        self._move(time.perf_counter() - self._evaluation_started, to="evaluation")
+
+    def _account(self, trainer: Trainer) -> None:
+        """Puts the time since the latest update into its sections."""
+        now, held = time.perf_counter(), _held(trainer)
+        if self._mark is not None:
+            self._seconds["handler"] += now - self._mark
+        self._move(held - self._held_before, to="checkpoint")
+        self._mark, self._held_before = now, held
+
+    def _move(self, seconds: float, *, to: str) -> None:
+        """Takes time from that of all handlers together, which is counted as a whole, for the section of one of them."""
+        self._seconds["handler"] -= seconds
+        self._seconds[to] += seconds
+
+    # --- what is published ------------------------------------------------------------------------------------------------
+
+    def _publish_means(self, metrics: dict[str, Any]) -> None:
+        """The means over the applied updates; without one there are none, and those of the interval before are taken away."""
+        sums, steps = self._sums, self._sums["steps"]
+        if not steps:
+            for name in ("loss", "loss_base2", "perplexity", "grad_norm", "grad_norm_max", "clipped", "sample_size"):
+                metrics.pop(name, None)
+            return
+        samples = sums["sample_size"]
+        metrics["loss"] = loss = sums["loss"] / samples
+        if self.base2:
+            metrics["loss_base2"] = loss / math.log(2)
+        if self.perplexity:
+            metrics["perplexity"] = math.exp(loss) if loss < math.log(sys.float_info.max) else math.inf
+        metrics |= {name: value / samples for name, value in self._logs.items()}
+        metrics["grad_norm"], metrics["grad_norm_max"] = sums["grad_norm"] / steps, sums["grad_norm_max"]
+        metrics["clipped"], metrics["sample_size"] = sums["clipped"] / steps, samples / steps
+
+    def _publish_options(self, metrics: dict[str, Any], trainer: Trainer, output: UpdateOutput) -> None:
+        """What the latest update was made with."""
+        if len(output.learning_rates) == 1:
+            metrics["learning_rate"] = output.learning_rates[0]
+        else:
+            metrics |= {f"learning_rate/{group}": rate for group, rate in enumerate(output.learning_rates)}
+        if output.loss_scale != 1.0 or "loss_scale" in metrics:
+            metrics["loss_scale"] = output.loss_scale
+        metrics["skipped"] = float(trainer.state.num_skipped)
+
+    def _publish_speed(self, metrics: dict[str, Any]) -> None:
+        sums, seconds = self._sums, self._seconds
+        training = seconds["data"] + seconds["update"] or math.nan
+        samples_per_second = sums["sample_size"] / training
+        metrics["samples_per_second"], metrics["updates_per_second"] = samples_per_second, sums["updates"] / training
+        for name in self.per_second:
+            metrics[f"{name}_per_second"] = self._logs.get(name, 0.0) / training
+        if self._utilisation_per_rate is not None:
+            metrics["model_flop_utilisation"] = samples_per_second * self._utilisation_per_rate / collectives.world_size()
+        metrics |= {f"{name}_seconds": value for name, value in seconds.items()}
+        metrics["data_wait"] = seconds["data"] / training
+        by_section = self.seconds_by_section
+        metrics["train_wall"] = by_section["data"] + by_section["update"]
+        metrics["wall"] = sum(by_section.values())
+
+    def _publish_progress(self, metrics: dict[str, Any], trainer: Trainer) -> None:
+        progress = run_progress(trainer)
+        if progress is None:
+            return
+        by_section, updates = self.seconds_by_section, self._sums["updates"]
+        remaining = trainer.state.iteration * (1.0 - progress.after) / progress.after
+        training = (self._seconds["data"] + self._seconds["update"]) / updates
+        apart = sum(by_section[name] for name in ("evaluation", "checkpoint", "handler")) / (self._totals["updates"] + updates)
+        metrics["progress"], metrics["time_to_go"] = progress.before, remaining * (training + apart)
+
+
+def _held(trainer: Trainer) -> float:
+    saver = trainer._resume_with
+    return saver.total_held_seconds if isinstance(saver, _HoldsTheRun) else 0.0
+
+
+def _memory(device: torch.device) -> dict[str, float]:
+    """GiB that this process holds, on `device` too if that is an accelerator, whose peak is then counted from here again."""
+    metrics = {"host_memory": _host_bytes() / _GIB}
+    if device.type in ("cuda", "xpu"):  # whose allocators tell, without waiting for the device
+        metrics["memory_allocated"] = torch.accelerator.memory_allocated(device) / _GIB
+        metrics["memory_reserved"] = torch.accelerator.memory_reserved(device) / _GIB
+        metrics["memory_peak"] = torch.accelerator.max_memory_allocated(device) / _GIB
+        torch.accelerator.reset_peak_memory_stats(device)
+    return metrics
+
+
+def _host_bytes() -> float:
+    """Resident memory: now, on Linux; elsewhere the most there ever was, which macOS gives in bytes."""
+    if _STATM.exists():
+        return int(_STATM.read_bytes().split()[1]) * float(resource.getpagesize())
+    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)

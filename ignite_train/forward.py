@@ -11,26 +11,15 @@ from torch import Tensor, nn
 
 from ignite_train.arguments import describe
 from ignite_train.errors import ForwardContractError
+from ignite_train.metrics import PUBLISHED_METRICS, is_published_metric
 
 __all__ = ["RESERVED_NAMES", "Forward", "ForwardOutput", "as_forward_output", "check_forward", "is_declared"]
 
 _CONTRACT = "return ForwardOutput(loss, sample_size=..., logs={...}), (loss, sample_size) or a scalar mean loss"
 
-RESERVED_NAMES = frozenset(
-    {
-        "clipped",
-        "data_wait",
-        "grad_norm",
-        "learning_rate",
-        "loss",
-        "loss_scale",
-        "sample_size",
-        "samples_per_second",
-        "skipped",
-    }
-)
-"""The metrics that the evaluator, `TrainingMetrics` and `LossScaleLogger` publish, beside which the logs are put. With several
-parameter groups there are `"learning_rate/0"`, `"learning_rate/1"`, ... too."""
+RESERVED_NAMES = frozenset(PUBLISHED_METRICS)
+"""The metrics that the evaluator and handlers publish, beside which the logs are put; see `is_published_metric` for those whose
+names depend on the run."""
 
 _checked_names: set[str] = set()  # of logs, so that a name is looked at when it is new and not in each micro-batch
 
@@ -125,7 +114,7 @@ def _check_name(name: Any) -> None:
     """Called once for each name."""
     if not isinstance(name, str):
         raise ForwardContractError(f"the names in logs must be strings, forward returned {name!r}")
-    if name in RESERVED_NAMES or name.startswith("learning_rate/"):
+    if is_published_metric(name):
         raise ForwardContractError(
             f"the names in logs must not be {name!r}, which is a metric that the trainer, the evaluator or a handler publishes "
             f"itself; choose another, such as 'my_{name}'"

@@ -36,11 +36,12 @@ from ignite_train.checkpoint.manifest import is_checkpoint_name, read_manifest
 from ignite_train.checkpoint.reader import CheckpointReader
 from ignite_train.checkpoint.retention import Retention
 from ignite_train.handlers import Checkpoint, LearningRateSchedule, StopOnSignal, TensorBoard, TrainingMetrics, Validation
+from ignite_train.metrics import TIMED_METRICS
 from processes import Processes, forked
 
 DEADLINE = 60.0  # seconds for anything that ends by itself, on a machine that is busy with other things
 PHASES = ("save", "agreement", "rename", "prune")
-_BY_THE_CLOCK = ("samples_per_second", "data_wait", "seconds", "waited")  # metrics and sums that no run has twice
+_BY_THE_CLOCK = {*TIMED_METRICS, "seconds"}  # metrics and sums that no run has twice
 
 
 # --- the job ----------------------------------------------------------------------------------------------------------------
@@ -311,7 +312,7 @@ def points(job: Job) -> dict[str, list[tuple[int, float]]]:
     events = EventAccumulator(str(job.directory / "points"), {"scalars": 0})
     events.Reload()
     return {
-        tag: [(point.step, 0.0 if tag in _BY_THE_CLOCK else point.value) for point in events.Scalars(tag)]
+        tag: [(point.step, 0.0 if tag.rpartition("/")[2] in _BY_THE_CLOCK else point.value) for point in events.Scalars(tag)]
         for tag in events.Tags()["scalars"]
     }
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import logging
 import math
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,7 +14,6 @@ import torch
 from ignite.engine import Events
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
-from tqdm import tqdm
 
 import cuts
 from ignite_train import (
@@ -36,12 +33,12 @@ from ignite_train.handlers import (
     LearningRateSchedule,
     LossScaleLogger,
     MinLearningRate,
-    ProgressLog,
     TensorBoard,
     TimeLimit,
     TrainingMetrics,
     Validation,
 )
+from ignite_train.metrics import TIMED_METRICS
 from update_options import with_options
 
 DATA = cuts.cut(cuts.samples(), [4, 12, 7, 9, 16, 16])  # six micro-batches
@@ -167,97 +164,6 @@ def test_a_schedules_own_type_error_is_not_hidden() -> None:
     LearningRateSchedule(torch.optim.lr_scheduler.LambdaLR(optimizer, shape)).attach(trainer)
     with pytest.raises(TypeError, match="unsupported operand"):
         trainer.run(DATA, max_epochs=1)
-
-
-# --- TrainingMetrics ---
-
-
-@pytest.mark.parametrize("logger_first", [True, False])
-def test_training_metrics(logger_first: bool) -> None:
-    """The window's loss is Σloss/Σsize over its applied updates; a reader on the same event sees it, whenever attached."""
-    holder: list[Trainer] = []
-    trainer, _, _ = make(overflow_at(4)(holder), on_nonfinite="skip", max_grad_norm=1.0)
-    holder.append(trainer)
-    outputs: list[Any] = []
-    published: list[dict[str, float]] = []
-
-    def read() -> None:
-        published.append(dict(trainer.state.metrics))
-
-    event = Events.ITERATION_COMPLETED(every=4)
-    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: outputs.append(trainer.state.output))
-    if logger_first:
-        trainer.add_event_handler(event, read)
-        trainer.add_event_handler(Events.COMPLETED, read)
-    TrainingMetrics().attach(trainer, event)
-    if not logger_first:
-        trainer.add_event_handler(event, read)
-        trainer.add_event_handler(Events.COMPLETED, read)
-    trainer.run(DATA, max_epochs=1)
-
-    for metrics, window in zip(published, [outputs[:3], outputs[4:]], strict=True):
-        total = sum(output.sample_size for output in window)
-        assert metrics["loss"] == pytest.approx(sum(o.loss * o.sample_size for o in window) / total, rel=1e-14)
-        assert metrics["grad_norm"] == pytest.approx(sum(o.grad_norm for o in window) / len(window), rel=1e-14)
-        assert metrics["clipped"] == sum(o.grad_norm > 1.0 for o in window) / len(window)
-        assert metrics["sample_size"] == total / len(window)
-        assert metrics["samples"] == pytest.approx(sum(o.logs["samples"] for o in window) / total, rel=1e-14)
-        assert metrics["learning_rate"] == 0.05
-        assert metrics["skipped"] == 1
-        assert metrics["samples_per_second"] > 0
-
-
-def test_training_metrics_of_two_groups() -> None:
-    """Each parameter group has its own learning rate, in full precision."""
-    trainer, _, optimizer = make(groups=2)
-    optimizer.param_groups[1]["lr"] = 3e-7
-    TrainingMetrics().attach(trainer)
-    metrics = trainer.run(DATA, max_epochs=1).metrics
-    assert (metrics["learning_rate/0"], metrics["learning_rate/1"]) == (0.05, 3e-7)
-
-
-def test_training_metrics_go_on_in_the_middle_of_a_window() -> None:
-    """A window that is saved and loaded ends as if nothing had happened."""
-    trainer, _, _ = make()
-    whole = TrainingMetrics()
-    whole.attach(trainer, Events.ITERATION_COMPLETED(every=6))
-    saved: dict[str, Any] = {}
-    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), lambda: saved.update(whole.state_dict()))
-    expected = trainer.run(DATA, max_epochs=1).metrics
-
-    other, _, _ = make()
-    half = TrainingMetrics()
-    half.attach(other, Events.ITERATION_COMPLETED(every=6))
-    other.run(DATA, max_iters=2)
-    half.load_state_dict(saved)
-    metrics = other.run(DATA, max_iters=6).metrics
-    timed = {"samples_per_second", "data_wait"}
-    assert {k: v for k, v in metrics.items() if k not in timed} == {k: v for k, v in expected.items() if k not in timed}
-
-
-def test_training_metrics_say_how_long_the_data_took(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock that only loader, forward and a handler move, 3 of 4 seconds are spent waiting; the handler's do not count."""
-    clock = [100.0]
-    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
-
-    def take(seconds: float) -> None:
-        clock[0] += seconds
-
-    def loader() -> Iterator[Any]:
-        for batch in DATA:
-            take(3.0)
-            yield batch
-
-    def forward(model: nn.Module, micro_batch: Any) -> ForwardOutput:
-        take(1.0)
-        return cuts.forward(model, micro_batch)
-
-    trainer, _, _ = make(forward)
-    trainer.add_event_handler(Events.ITERATION_COMPLETED, take, 50.0)
-    TrainingMetrics().attach(trainer, Events.ITERATION_COMPLETED(every=2))
-    metrics = trainer.run(loader()).metrics
-    assert metrics["data_wait"] == 0.75
-    assert metrics["samples_per_second"] == metrics["sample_size"] / 4.0
 
 
 # --- Validation ---
@@ -403,64 +309,6 @@ def test_time_limit_refuses(seconds: Any) -> None:
 # --- showing ---
 
 
-def test_progress_log(capsys: pytest.CaptureFixture[str]) -> None:
-    """A line every N updates with the metrics, one for each validation, one at the end, with the skips."""
-    holder: list[Trainer] = []
-    trainer, model, _ = make(overflow_at(2)(holder), on_nonfinite="skip")
-    holder.append(trainer)
-    evaluator = create_evaluator(model, cuts.forward)
-    Validation(evaluator, DATA).attach(trainer)
-    ProgressLog().attach(trainer, Events.ITERATION_COMPLETED(every=3), evaluator=evaluator)
-    TrainingMetrics().attach(trainer, Events.ITERATION_COMPLETED(every=3))
-    trainer.run(DATA, max_epochs=2)
-    lines = capsys.readouterr().out.splitlines()
-    heads = ["epoch 1, update 3: ", "epoch 1, update 6: ", "validation after update 6: loss ", "epoch 2, update 9: "]
-    heads += [
-        "epoch 2, update 12: ",
-        "validation after update 12: loss ",
-        "finished after 12 updates (11 steps, 1 skipped) in 2 epochs",
-    ]
-    assert len(lines) == len(heads)
-    for line, head in zip(lines, heads, strict=True):
-        assert line.startswith(head)
-    assert "skipped 1" in lines[0]
-    assert "loss " in lines[0]
-
-
-class ShownBar(tqdm):  # type: ignore[type-arg]
-    """A bar that is shown though this is no terminal, and remembers whether it was closed."""
-
-    shown: ClassVar[list[ShownBar]] = []
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**(options | {"disable": False, "file": io.StringIO()}))
-        self.is_closed, self.n_at_start = False, self.n
-        self.shown.append(self)
-
-    def close(self) -> None:
-        self.is_closed = True
-        super().close()
-
-
-def test_progress_log_closes_its_bar_when_the_run_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An exception ends the bar too; running again opens a new one that starts where the run stands."""
-    monkeypatch.setattr("ignite_train.handlers.progress.tqdm", ShownBar)
-    trainer, _, _ = make()
-    progress = ProgressLog()
-    progress.attach(trainer)
-    failures = [RuntimeError("once")]
-
-    @trainer.on(Events.ITERATION_COMPLETED(once=4))
-    def fail() -> None:
-        if failures:
-            raise failures.pop()
-
-    with pytest.raises(RuntimeError, match="once"):
-        trainer.run(DATA, max_epochs=1)
-    trainer.run(DATA, max_epochs=1)
-    assert [(bar.n_at_start, bar.n, bar.total, bar.is_closed) for bar in ShownBar.shown] == [(0, 4, 6, True), (4, 6, 6, True)]
-
-
 def test_tensorboard(tmp_path: Path) -> None:
     """Every scalar is written once, at the number of its update, validation under its own tag."""
     trainer, model, _ = make()
@@ -497,7 +345,7 @@ def scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:
     """All points as TensorBoard shows them, but for those that depend on the clock."""
     events = EventAccumulator(str(directory))
     events.Reload()
-    tags = {*events.Tags()["scalars"]} - {"samples_per_second", "data_wait"}
+    tags = {*events.Tags()["scalars"]} - TIMED_METRICS
     return {tag: [(scalar.step, scalar.value) for scalar in events.Scalars(tag)] for tag in tags}
 
 
@@ -637,6 +485,7 @@ def test_whatever_is_published_beside_the_logs_is_reserved(groups: int) -> None:
     trainer.run(DATA, max_epochs=1)
     published = {*trainer.state.metrics, *create_evaluator(model, without_logs).run(DATA).metrics}
     assert {name for name in published if not name.startswith("learning_rate/")} <= RESERVED_NAMES
+    published |= {"tokens_per_second", *RESERVED_NAMES}
     for name in published:
         with pytest.raises(ForwardContractError, match=f"'{name}'"):
             as_forward_output((torch.ones(()), 1, {name: 1.0}))

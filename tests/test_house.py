@@ -37,7 +37,7 @@ ROWS = (
     ("protection",),  # attaches handlers by default, and so may import them
     ("create",),
 )
-VOCABULARY = ("arguments", "carried", "errors", "events", "forward", "state", "traffic")
+VOCABULARY = ("arguments", "carried", "errors", "events", "forward", "metrics", "state", "traffic")
 # Files whose public names do not contain the name of the file: each is a collection, and is called what it collects.
 COLLECTIONS = {
     "ignite_train/arguments.py",

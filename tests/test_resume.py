@@ -35,6 +35,7 @@ from ignite_train import (
     create_trainer,
 )
 from ignite_train.handlers import Checkpoint, LearningRateSchedule, TimeLimit, TrainingMetrics, Validation
+from ignite_train.metrics import TIMED_METRICS
 from tiers import one_in
 
 SAMPLES, BATCH, EPOCHS = 17, 3, 3  # six micro-batches to an epoch, the last one of two samples
@@ -192,8 +193,7 @@ class Journal:
         self.lines.append(["end of epoch", trainer.state.epoch, trainer.state.iteration, self._metrics(trainer)])
 
     def _metrics(self, trainer: Trainer) -> Any:
-        timed = ("samples_per_second", "data_wait")
-        return [[name, repr(value)] for name, value in trainer.state.metrics.items() if name not in timed]
+        return [[name, repr(value)] for name, value in trainer.state.metrics.items() if name not in TIMED_METRICS]
 
     def state_dict(self) -> dict[str, Any]:
         return {"lines": self.lines}

@@ -26,7 +26,8 @@ class NonFiniteSearch:
 
     The loss is reduced, and so is the norm of a sharded model: if one of them is not finite, all ranks search. Replicas take
     the norm of their own copy of the gradients, and if a copy was spoiled after the reduction its rank is alone here. So the
-    ranks vote, and exchange what they have found only if all of them search.
+    ranks vote, and search only if all of them do: forward may have collectives, and what was spoiled after the reduction would
+    not be found.
 
     Args:
         reduction: has the model without a wrapper, and runs placeholders.

@@ -1,0 +1,309 @@
+"""The metrics of a run in a file of text: JSON lines, or a table of comma-separated values."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import logging
+import math
+import os
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
+
+from ignite.engine import Engine, Events, RemovableEventHandle
+
+from ignite_train.arguments import check_state_dict, describe, one_of
+from ignite_train.evaluator import Evaluator
+from ignite_train.events import Event
+from ignite_train.handler import Handler
+from ignite_train.metrics import grouped_metrics
+from ignite_train.ranks import collectives
+from ignite_train.trainer import Trainer
+
+__all__ = ["Csv", "JsonLines", "LogFile"]
+
+_logger = logging.getLogger(__name__)
+
+
+class LogFile(Handler, ABC):
+    """Writes `trainer.state.metrics` to a file of text, a line for each time, on rank 0 only; see `JsonLines` and `Csv`.
+
+    Names have their group, as in `"train/loss"`, `"optimizer/grad_norm"`, `"speed/data_wait"`, `"validation/loss"`. A metric
+    that is not a single number becomes several, or is left out with one warning.
+
+    A line is with the operating system as soon as it is written, so that a killed process loses none. A run that resumes cuts
+    off what was written after its checkpoint, and continues: each line is there once. A run that starts from the beginning
+    renames the file of an earlier one to `*.old`.
+
+    Args:
+        path: the file. Its directory is made.
+        on_error: what happens when the file cannot be written, because the disk is full, say: `"warn"` and train without this
+            line, or `"raise"`, which ends the run on all ranks.
+
+    Attributes:
+        path: the file.
+
+    Raises:
+        TypeError: `path` is not a path.
+        ValueError: `on_error` is another one.
+    """
+
+    def __init__(self, path: str | Path, *, on_error: Literal["warn", "raise"] = "warn") -> None:
+        if not isinstance(path, (str, Path)):
+            raise TypeError(f"path must be the path of a file, got {describe(path)}")
+        self.path = Path(path)
+        self.on_error = one_of("on_error", on_error, ("warn", "raise"))
+        self._trainer: Trainer | None = None
+        self._file: BinaryIO | None = None  # opened when there is something to write
+        self._begin = 0  # the update after which this process took over
+        self._is_known = False  # whether the next two are those of the file: it was loaded, or written by this process
+        self._latest, self._lines = 0, 0  # the update of the latest lines, and how many they are
+        self._written: int | None = None  # the update in which the trainer's metrics were written last
+        self._failures = 0
+        self._left_out: set[str] = set()
+
+    @property
+    def files(self) -> list[Path]:
+        """The file."""
+        return [self.path]
+
+    def attach(
+        self,
+        trainer: Trainer,
+        event: Event = Events.ITERATION_COMPLETED(every=50),
+        *,
+        evaluator: Evaluator | None = None,
+        tag: str = "validation",
+    ) -> RemovableEventHandle | None:
+        """Writes at `event`, at the end of the run, and, as `tag/...`, what `evaluator` finds when it has run.
+
+        A second call with the same trainer adds the evaluator only.
+        """
+        if not collectives.is_main_rank():
+            return None
+        if evaluator is not None:
+            evaluator.add_event_handler(Events.COMPLETED, self._write_evaluation, trainer, tag)
+        if self._trainer is trainer:
+            return None
+        self._trainer = trainer
+        trainer.prepend_event_handler(Events.STARTED, self._note_begin)
+        trainer.add_event_handler(Events.COMPLETED, self._write_rest)
+        trainer.on_exit.append(self._close)
+        return trainer.add_event_handler(event, self)
+
+    def __call__(self, trainer: Trainer) -> None:
+        """Writes the metrics as they are.
+
+        Raises:
+            OSError: the file cannot be written, and `on_error` is `"raise"`.
+        """
+        self._written = trainer.state.iteration
+        self._write(trainer, grouped_metrics(trainer.state.metrics, self._left_out))
+
+    def state_dict(self) -> dict[str, Any]:
+        """How far the file is. What was written so far is on the disk when it returns."""
+        if self._file is not None:
+            with suppress(OSError):
+                os.fsync(self._file.fileno())
+        return {"written": self._written, "latest": self._latest, "lines": self._lines}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Has the next line stand after those that were there when `state_dict` was taken.
+
+        Raises:
+            TypeError: it is no mapping.
+            ValueError: a key is missing.
+        """
+        check_state_dict(type(self).__name__, state_dict, ("written", "latest", "lines"), ("latest", "lines"))
+        self._close()
+        self._written, self._latest, self._lines = (state_dict[name] for name in ("written", "latest", "lines"))
+        self._is_known = True
+
+    # --- what a format says -----------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _updates(self, file: BinaryIO) -> Iterator[int | None]:
+        """The update of each line, and None for a line without one that is to be kept.
+
+        Raises:
+            ValueError: the line is not whole.
+        """
+
+    @abstractmethod
+    def _add(self, file: BinaryIO, place: Mapping[str, int], numbers: Mapping[str, float]) -> BinaryIO:
+        """Writes a line at the end, and returns the file, or the one that has taken its place."""
+
+    # --- the file ---------------------------------------------------------------------------------------------------------
+
+    def _note_begin(self, trainer: Trainer) -> None:
+        if self._file is None:
+            self._begin = trainer.state.iteration
+
+    def _write_evaluation(self, evaluator: Engine, trainer: Trainer, tag: str) -> None:
+        self._write(trainer, grouped_metrics(evaluator.state.metrics, self._left_out, tag))
+
+    def _write_rest(self, trainer: Trainer) -> None:
+        """What was published after the last time, at the end of the run."""
+        if trainer.state.iteration != self._written:
+            self(trainer)
+
+    def _write(self, trainer: Trainer, numbers: Mapping[str, float]) -> None:
+        update = trainer.state.iteration
+        if not numbers:
+            return
+        try:
+            file = self._open() if self._file is None else self._file
+            self._file = self._add(file, {"update": update, "epoch": trainer.state.epoch}, numbers)
+        except OSError as error:
+            self._close()  # the next line begins by cutting off what there is of this one
+            if self.on_error == "raise":
+                raise
+            self._failures += 1
+            if self._failures & (self._failures - 1) == 0:  # the 1st, 2nd, 4th, 8th, ...
+                _logger.warning(f"a line of update {update} could not be written ({error}); failures so far: {self._failures}")
+            return
+        self._lines = self._lines + 1 if update == self._latest else 1
+        self._latest = update
+
+    def _open(self) -> BinaryIO:
+        """Opens the file at the end of what is to stay of it."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if self._begin == 0 and not self._is_known and self.path.exists() and self.path.stat().st_size > 0:
+            self.path.replace(self.path.with_name(f"{self.path.name}.old"))
+        if not self._is_known:
+            self._latest, self._lines = self._begin, sys.maxsize if self._begin else 0
+        file = self.path.open("a+b", buffering=0)
+        file.seek(0)
+        file.truncate(self._end(file))
+        file.seek(0, os.SEEK_END)
+        if not self._is_known:
+            self._lines = 0
+        self._is_known = True
+        return file
+
+    def _end(self, file: BinaryIO) -> int:
+        """The byte after the last line that is to stay: of an update before the latest, or one of its `_lines` lines."""
+        end = lines = 0
+        with suppress(ValueError, TypeError, IndexError):  # the line is not whole, or not one of ours
+            for update in self._updates(file):
+                lines += update == self._latest
+                if update is not None and (update > self._latest or lines > self._lines):
+                    break
+                end = file.tell()
+        return end
+
+    def _close(self) -> None:
+        if self._file is not None:
+            with suppress(OSError):
+                self._file.close()
+        self._file = None
+
+
+class JsonLines(LogFile):
+    """Writes `trainer.state.metrics` as one JSON object a line, on rank 0 only; see `LogFile` for what holds of the file.
+
+    A line has `"update"`, `"epoch"` and the metrics. NaN and infinities, which JSON does not know, are the strings `"nan"`,
+    `"inf"` and `"-inf"`, which Python's `float` reads. `python -m ignite_train.plot` draws such files.
+
+    Example:
+        >>> from ignite_train.handlers import JsonLines, TrainingMetrics
+        >>> trainer, directory = getfixture("trainer"), getfixture("tmp_path")
+        >>> handle = TrainingMetrics().attach(trainer, Events.ITERATION_COMPLETED(every=2))
+        >>> handle = JsonLines(directory / "metrics.jsonl").attach(trainer, Events.ITERATION_COMPLETED(every=2))
+        >>> state = trainer.run(getfixture("loader"), max_epochs=1)
+        >>> [json.loads(line)["update"] for line in (directory / "metrics.jsonl").read_text().splitlines()]
+        [2, 4]
+    """
+
+    def _updates(self, file: BinaryIO) -> Iterator[int | None]:
+        for line in iter(file.readline, b""):
+            entries = json.loads(line)
+            if not line.endswith(b"\n") or not isinstance(entries, dict):
+                raise ValueError("not a whole line")
+            yield int(entries["update"]) if "update" in entries else None
+
+    def _add(self, file: BinaryIO, place: Mapping[str, int], numbers: Mapping[str, float]) -> BinaryIO:
+        entries = {name: value if math.isfinite(value) else str(value) for name, value in numbers.items()}
+        _write_whole(file, (json.dumps({**place, **entries}) + "\n").encode())
+        return file
+
+
+class Csv(LogFile):
+    """Writes `trainer.state.metrics` as comma-separated values, on rank 0 only; see `LogFile` for what holds of the file.
+
+    The first line has the names: `update`, `epoch` and the metrics, in the order in which they came. What a line does not have
+    is left blank. When a metric comes for the first time, the file is written again with one more column.
+
+    Example:
+        >>> from ignite_train.handlers import Csv, TrainingMetrics
+        >>> trainer, directory = getfixture("trainer"), getfixture("tmp_path")
+        >>> handle = TrainingMetrics().attach(trainer, Events.ITERATION_COMPLETED(every=2))
+        >>> handle = Csv(directory / "metrics.csv").attach(trainer, Events.ITERATION_COMPLETED(every=2))
+        >>> state = trainer.run(getfixture("loader"), max_epochs=1)
+        >>> [row["update"] for row in csv.DictReader((directory / "metrics.csv").read_text().splitlines())]
+        ['2', '4']
+    """
+
+    def __init__(self, path: str | Path, *, on_error: Literal["warn", "raise"] = "warn") -> None:
+        super().__init__(path, on_error=on_error)
+        self._columns: list[str] = []
+
+    def _updates(self, file: BinaryIO) -> Iterator[int | None]:
+        self._columns = []
+        for line in iter(file.readline, b""):
+            fields = _fields(line)
+            if not self._columns:
+                self._columns = fields
+                yield None
+            else:
+                yield int(fields[0])
+
+    def _add(self, file: BinaryIO, place: Mapping[str, int], numbers: Mapping[str, float]) -> BinaryIO:
+        entries: dict[str, float] = {**place, **numbers}
+        new = [name for name in entries if name not in self._columns]
+        if new:
+            file = self._widen(file, [*self._columns, *new])
+        _write_whole(file, _row([repr(entries[name]) if name in entries else "" for name in self._columns]))
+        return file
+
+    def _widen(self, file: BinaryIO, columns: list[str]) -> BinaryIO:
+        """Puts a file with these columns and the same lines in the place of `file`."""
+        file.seek(0)
+        lines = [_fields(line) for line in file][1:]
+        temporary = self.path.with_name(f".{self.path.name}.unfinished")
+        text = b"".join(_row(line + [""] * (len(columns) - len(line))) for line in [columns, *lines])
+        with temporary.open("wb", buffering=0) as wider:
+            _write_whole(wider, text)
+            os.fsync(wider.fileno())
+        temporary.replace(self.path)
+        file.close()
+        self._columns = columns
+        return self.path.open("a+b", buffering=0)
+
+
+def _write_whole(file: BinaryIO, data: bytes) -> None:
+    """Writes all of it: a disk that is nearly full may take a part."""
+    while data:
+        data = data[file.write(data) :]
+
+
+def _fields(line: bytes) -> list[str]:
+    """The fields of a whole line.
+
+    Raises:
+        ValueError: it has no end.
+    """
+    if not line.endswith(b"\n"):
+        raise ValueError("not a whole line")
+    return next(csv.reader([line.decode()]))
+
+
+def _row(fields: list[str]) -> bytes:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerow(fields)
+    return text.getvalue().encode()

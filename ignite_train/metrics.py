@@ -1,0 +1,135 @@
+"""The names of the metrics that handlers publish, the groups in which loggers show them, and metrics as single numbers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "PUBLISHED_METRICS",
+    "TIMED_METRICS",
+    "grouped_metric",
+    "grouped_metrics",
+    "is_published_metric",
+    "single_metrics",
+]
+
+_OF_THE_OPTIMIZER = ("clipped", "grad_norm", "grad_norm_max", "learning_rate", "loss_scale", "skipped")
+_SECONDS = ("checkpoint_seconds", "data_seconds", "evaluation_seconds", "handler_seconds", "update_seconds")
+_MEMORY = ("host_memory", "memory_allocated", "memory_peak", "memory_reserved")
+_OF_THE_CLOCK = ("data_wait", "model_flop_utilisation", "samples_per_second", "time_to_go", "updates_per_second")
+_WALLS = ("train_wall", "wall")
+_PER_SECOND = "_per_second"
+_MAX_EXPANDED = 32  # numbers of one metric that are shown apart
+
+TIMED_METRICS = frozenset((*_SECONDS, *_MEMORY, *_OF_THE_CLOCK, *_WALLS))
+"""Those that depend on the clock or on the machine: two runs with the same bits differ in them."""
+
+PUBLISHED_METRICS: Mapping[str, str] = {
+    **dict.fromkeys(("loss", "loss_base2", "perplexity", "sample_size"), "train"),
+    **dict.fromkeys(_OF_THE_OPTIMIZER, "optimizer"),
+    **dict.fromkeys(("progress", *sorted(TIMED_METRICS)), "speed"),
+}
+"""What `TrainingMetrics`, `LossScaleLogger` and the evaluator publish in `state.metrics`, and the group of each."""
+
+_logger = logging.getLogger(__name__)
+
+
+def is_published_metric(name: str) -> bool:
+    """Whether handlers publish a metric of this name: one of `PUBLISHED_METRICS`, a learning rate or a rate per second."""
+    return name in PUBLISHED_METRICS or name.startswith("learning_rate/") or name.endswith(_PER_SECOND)
+
+
+def grouped_metric(name: str) -> str:
+    """The name under which loggers show a metric of the trainer.
+
+    Args:
+        name: its name in `state.metrics`.
+
+    Returns:
+        `"train/loss"`, `"optimizer/grad_norm"`, `"speed/data_wait"`; a name of the user's own is put into `train`, unless it
+        has a group (a `/`) already.
+
+    Example:
+        >>> [grouped_metric(name) for name in ("loss", "learning_rate/0", "accuracy", "baseline/loss")]
+        ['train/loss', 'optimizer/learning_rate/0', 'train/accuracy', 'baseline/loss']
+    """
+    group = PUBLISHED_METRICS.get(name.partition("/")[0])
+    if group is None and name.endswith(_PER_SECOND):
+        group = "speed"
+    if group is None:
+        return name if "/" in name else f"train/{name}"
+    return f"{group}/{name}"
+
+
+def grouped_metrics(metrics: Mapping[str, Any], left_out: set[str], tag: str | None = None) -> dict[str, float]:
+    """The metrics as single numbers under the names by which loggers show them.
+
+    Args:
+        metrics: by name.
+        left_out: see `single_metrics`.
+        tag: the group of all of them, for those of an evaluator; None for those of the trainer, see `grouped_metric`.
+    """
+    numbers = single_metrics(metrics, left_out)
+    return {grouped_metric(name) if tag is None else f"{tag}/{name}": value for name, value in numbers.items()}
+
+
+def single_metrics(metrics: Mapping[str, Any], left_out: set[str]) -> dict[str, float]:
+    """The metrics as single numbers, for what can show nothing else.
+
+    A mapping, a list or a small tensor becomes several numbers: `"recall"` becomes `"recall/0"`, `"recall/1"`, ... What is
+    not made of numbers, and what has more than 32 of them, is left out with a warning. A tensor on a device is read in one
+    transfer.
+
+    Args:
+        metrics: by name.
+        left_out: the names that a warning was given for. The function adds to it, so that each name is warned about once.
+
+    Returns:
+        The numbers by name, in the order of `metrics`.
+    """
+    numbers: dict[str, float] = {}
+    for name, value in metrics.items():
+        try:
+            found = dict(_numbers(str(name), value))
+        except (TypeError, ValueError, RuntimeError, OverflowError):  # what torch and Python raise for what is no number
+            found = None
+        if found is not None and len(found) <= _MAX_EXPANDED:
+            numbers |= found
+        elif name not in left_out:
+            left_out.add(name)
+            why = "is not made of numbers"
+            if found is not None:
+                why = f"has {len(found)} numbers, and {_MAX_EXPANDED} may be shown"
+            _logger.warning(f"the metric {name!r} {why} ({type(value).__name__}); it is left out of the logs")
+    return numbers
+
+
+def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
+    if isinstance(value, Real):
+        yield name, float(value)
+    elif isinstance(value, Mapping):
+        for key, entry in value.items():
+            yield from _numbers(f"{name}/{key}", entry)
+    elif isinstance(value, (list, tuple)):
+        for index, entry in enumerate(value):
+            yield from _numbers(f"{name}/{index}", entry)
+    else:
+        tensor = value.detach() if isinstance(value, Tensor) else torch.as_tensor(value)
+        if tensor.is_complex():
+            raise TypeError("complex")
+        yield from _of_tensor(name, tensor)
+
+
+def _of_tensor(name: str, tensor: Tensor) -> Iterator[tuple[str, float]]:
+    if tensor.numel() == 1:
+        yield name, float(tensor)
+    elif tensor.numel() > _MAX_EXPANDED:  # not read
+        yield from ((f"{name}/{index}", 0.0) for index in range(tensor.numel()))
+    else:
+        yield from _numbers(name, tensor.tolist())

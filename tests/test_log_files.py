@@ -1,0 +1,258 @@
+"""Logs as JSON lines and comma-separated values: every line once, whatever happens to the process or the disk."""
+
+from __future__ import annotations
+
+import csv
+import errno
+import json
+import math
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import ignite.distributed as idist
+import pytest
+import torch
+from ignite.engine import Events
+
+import cuts
+from ignite_train import Trainer, UpdateOptions, create_evaluator, create_trainer
+from ignite_train.handlers import Checkpoint, Csv, JsonLines, LogFile, TrainingMetrics, Validation
+from ignite_train.handlers import log_file as module
+from ignite_train.metrics import TIMED_METRICS
+from ranks import run_ranks
+
+DATA = cuts.cut(cuts.samples(), [4, 12, 7, 9, 16, 16])  # six micro-batches
+EVERY = Events.ITERATION_COMPLETED
+KINDS: dict[str, type[LogFile]] = {"json": JsonLines, "csv": Csv}
+kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+class Killed(BaseException):
+    """Stands for the end of a process."""
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The lines without what depends on the clock and without blanks, values as text in full precision."""
+    with path.open(newline="") as file:
+        if path.suffix == ".jsonl":
+            rows = [{name: str(value) for name, value in json.loads(line, parse_constant=pytest.fail).items()} for line in file]
+        else:
+            rows = [dict(row) for row in csv.DictReader(file, strict=True)]
+    assert all(None not in row for row in rows), "a line is longer than the header"
+    return [
+        {name: value for name, value in row.items() if value not in ("", None) and name.rpartition("/")[2] not in TIMED_METRICS}
+        for row in rows
+    ]
+
+
+def make(directory: Path, kind: str, *, every: int = 1, save: int | None = None, **options: Any) -> tuple[Trainer, LogFile]:
+    """Logs every `every` updates, validates at the end of each epoch of six updates, saves every `save` updates."""
+    model, reduction = cuts.linear(), "explicit" if idist.get_world_size() > 1 else "auto"
+    trainer = create_trainer(
+        model, torch.optim.SGD(model.parameters(), lr=0.05), cuts.forward, options=UpdateOptions(reduction=reduction)
+    )
+    evaluator = create_evaluator(model, cuts.forward)
+    Validation(evaluator, DATA).attach(trainer)
+    log = KINDS[kind](directory / ("log.jsonl" if kind == "json" else "log.csv"), **options)
+    log.attach(trainer, EVERY(every=every), evaluator=evaluator)
+    TrainingMetrics().attach(trainer, EVERY(every=every))
+    if save is not None:
+        Checkpoint(directory / "checkpoints", every=save, asynchronous=False).attach(trainer)
+    return trainer, log
+
+
+@kinds
+def test_a_line_has_the_metrics(tmp_path: Path, kind: str) -> None:
+    """Under their grouped names, bit by bit; validation is a line of its own; the end of the run is there."""
+    trainer, log = make(tmp_path, kind, every=4)
+    expected: list[tuple[str, str]] = []
+    for event in (EVERY(every=4), Events.COMPLETED):
+        trainer.add_event_handler(
+            event, lambda: expected.append((str(trainer.state.iteration), repr(trainer.state.metrics["loss"])))
+        )
+    trainer.run(DATA, max_iters=10)
+    rows = read(log.path)
+    assert [(row["update"], row["train/loss"]) for row in rows if "train/loss" in row] == expected
+    assert [row["update"] for row in rows] == ["4", "6", "8", "10"]
+    assert {*rows[1]} == {"update", "epoch", "validation/loss", "validation/samples"}
+    assert {"optimizer/learning_rate", "train/samples"} <= {*rows[0]}
+    assert (rows[-1]["epoch"], log.files) == ("2", [log.path])
+
+
+@kinds
+@pytest.mark.parametrize(
+    ("save", "killed_at"),
+    [
+        (2, Events.ITERATION_STARTED(once=2)),
+        (2, Events.ITERATION_STARTED(once=4)),
+        (3, Events.EPOCH_COMPLETED(once=1)),
+        (4, Events.ITERATION_STARTED(once=8)),
+        (6, Events.ITERATION_STARTED(once=7)),
+        (6, Events.COMPLETED),
+    ],
+    ids=["before-a-checkpoint", "after-one", "between-a-checkpoint-and-validation", "second-epoch", "at-one", "at-the-end"],
+)
+def test_each_line_is_there_once_when_a_run_resumes(tmp_path: Path, kind: str, save: int, killed_at: Any) -> None:
+    """Without gap or double, as in the log of a run that was not killed; also where the last line was torn."""
+    trainer, log = make(tmp_path / "whole", kind, save=save)
+    trainer.run(DATA, max_epochs=2)
+    expected = read(log.path)
+    assert [row["update"] for row in expected] == [*"123456", "6", *"789", "10", "11", "12", "12"]
+
+    trainer, log = make(tmp_path / "killed", kind, save=save)
+
+    @trainer.on(killed_at)
+    def die() -> None:
+        raise Killed
+
+    with pytest.raises(Killed):
+        trainer.run(DATA, max_epochs=2)
+    with log.path.open("ab") as file:
+        file.write(b'{"update": 1' if kind == "json" else b"12,2,0.")
+    trainer, log = make(tmp_path / "killed", kind, save=save)
+    trainer.run(DATA, max_epochs=2)
+    assert read(log.path) == expected
+
+
+@kinds
+def test_a_run_from_the_beginning_does_not_destroy_an_earlier_log(tmp_path: Path, kind: str) -> None:
+    """The file of the earlier run has another name then; a finished run that is started again changes nothing."""
+    trainer, log = make(tmp_path, kind, save=3)
+    trainer.run(DATA, max_epochs=1)
+    before = log.path.read_bytes()
+    trainer, _ = make(tmp_path, kind, save=3)
+    trainer.run(DATA, max_epochs=1)
+    assert log.path.read_bytes() == before
+    trainer, _ = make(tmp_path, kind)
+    trainer.run(DATA, max_iters=2)
+    assert log.path.with_name(f"{log.path.name}.old").read_bytes() == before
+    assert [row["update"] for row in read(log.path)] == ["1", "2"]
+
+
+@kinds
+def test_a_second_run_of_the_same_trainer_continues(tmp_path: Path, kind: str) -> None:
+    """Also after an exception, with what was written before it."""
+    trainer, log = make(tmp_path, kind)
+    failures = [RuntimeError("once")]
+
+    @trainer.on(Events.ITERATION_STARTED(once=4))
+    def fail() -> None:
+        if failures:
+            raise failures.pop()
+
+    with pytest.raises(RuntimeError, match="once"):
+        trainer.run(DATA, max_iters=5)
+    trainer.run(DATA, max_iters=5)
+    trainer.run(DATA, max_iters=8)
+    assert [row["update"] for row in read(log.path)] == [*"123456", "6", "7", "8"]
+
+
+def test_a_table_gets_columns_when_metrics_come(tmp_path: Path) -> None:
+    """One header; earlier lines stay, with blanks; names and values may hold commas."""
+    trainer, log = make(tmp_path, "csv")
+    trainer.add_event_handler(EVERY(once=3), lambda: trainer.state.metrics.update({"a, b": math.nan}))
+    trainer.run(DATA, max_iters=4)
+    with log.path.open(newline="") as file:
+        header, *rows = csv.reader(file)
+    assert header[:3] == ["update", "epoch", "train/loss"]
+    assert header[-1] == "train/a, b"
+    assert {len(row) for row in rows} == {len(header)}
+    assert [row[-1] for row in rows] == ["", "", "", "nan"]
+    assert [path.name for path in tmp_path.iterdir()] == ["log.csv"]
+
+
+def test_json_knows_no_nan(tmp_path: Path) -> None:
+    """What is not finite is a string that `float` reads; so every JSON reader reads the line."""
+    trainer, log = make(tmp_path, "json")
+    trainer.add_event_handler(
+        Events.ITERATION_STARTED(once=2), lambda: trainer.state.metrics.update(low=-math.inf, none=math.nan)
+    )
+    trainer.run(DATA, max_iters=2)
+    row = json.loads(log.path.read_text().splitlines()[1], parse_constant=pytest.fail)
+    assert (row["train/low"], row["train/none"]) == ("-inf", "nan")
+    assert float(row["train/low"]) == -math.inf
+
+
+@kinds
+def test_a_second_attach_adds_an_evaluator(tmp_path: Path, kind: str) -> None:
+    """No line of the training is there twice."""
+    trainer, log = make(tmp_path, kind)
+    evaluator = create_evaluator(trainer._stateful_parts["model"], cuts.forward)  # type: ignore[arg-type]
+    Validation(evaluator, DATA).attach(trainer)
+    log.attach(trainer, evaluator=evaluator, tag="averaged")
+    trainer.run(DATA, max_epochs=1)
+    rows = read(log.path)
+    assert [row["update"] for row in rows] == [*"123456", "6", "6"]
+    assert rows[-1]["averaged/loss"] == rows[-2]["validation/loss"]
+
+
+class FullDisk:
+    """Has room for a half of the line that is written in one update, and later for all."""
+
+    def __init__(self, update: bytes) -> None:
+        self.update, self.write = update, module._write_whole
+        self.is_full = True
+
+    def __call__(self, file: BinaryIO, data: bytes) -> None:
+        if self.is_full and data.startswith((self.update + b",", b'{"update": ' + self.update + b",")):
+            self.is_full = False
+            self.write(file, data[: len(data) // 2])
+            raise OSError(errno.ENOSPC, "No space left on device")
+        self.write(file, data)
+
+
+@kinds
+def test_a_full_disk_costs_a_line_and_no_more(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The run continues, a warning says so, and half a line does not stay."""
+    monkeypatch.setattr(module, "_write_whole", FullDisk(b"3"))
+    trainer, log = make(tmp_path, kind)
+    trainer.run(DATA, max_epochs=1)
+    assert [row["update"] for row in read(log.path)] == [*"12456", "6"]
+    assert [line for line in caplog.messages if "could not be written" in line] == [
+        "a line of update 3 could not be written ([Errno 28] No space left on device); failures so far: 1"
+    ]
+
+
+@kinds
+def test_a_full_disk_ends_the_run_if_asked_to(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error is the system's own."""
+    monkeypatch.setattr(module, "_write_whole", FullDisk(b"3"))
+    trainer, _ = make(tmp_path, kind, on_error="raise")
+    with pytest.raises(OSError, match="No space left"):
+        trainer.run(DATA, max_epochs=1)
+    assert trainer.state.iteration == 3
+
+
+def of_a_rank(directory: Path, full: bool) -> tuple[int, str]:
+    if full:
+        module._write_whole = FullDisk(b"3")
+    trainer, _ = make(directory, "json", on_error="raise")
+    try:
+        trainer.run(DATA, max_epochs=1)
+    except (OSError, RuntimeError) as error:  # PeerFailureError is one, and so is what gloo says when the peer is gone
+        return trainer.state.iteration, " ".join(
+            [str(error), *error.__notes__] if hasattr(error, "__notes__") else [str(error)]
+        )
+    return trainer.state.iteration, ""
+
+
+def test_rank_0_writes_and_its_failure_ends_all(tmp_path: Path) -> None:
+    """Two ranks write each line once; if rank 0 cannot and must, no rank hangs."""
+    assert run_ranks(of_a_rank, tmp_path / "good", False) == [(6, ""), (6, "")]
+    assert [row["update"] for row in read(tmp_path / "good/log.jsonl")] == [*"123456", "6"]
+    (_, first), (_, second) = run_ranks(of_a_rank, tmp_path / "full", True, timeout_seconds=60.0)
+    assert first.startswith("[Errno 28] No space left on device")
+    assert "rank 0 failed at update 3: OSError: [Errno 28] No space left on device" in second
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"path": None}, "path must be"), ({"path": "log", "on_error": "ignore"}, "on_error must be one of")],
+    ids=["path", "on_error"],
+)
+def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:
+    """One line says which."""
+    with pytest.raises((TypeError, ValueError), match=message):
+        JsonLines(**options)

@@ -1,0 +1,366 @@
+"""What a user sees of a run, on a terminal of 80 and 130 columns and in a log file."""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import json
+import logging
+import math
+import os
+import pty
+import re
+import signal
+import struct
+import sys
+import termios
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from ignite.engine import Events
+from torch import nn
+from tqdm import tqdm
+
+import cuts
+from ignite_train import Evaluator, ForwardOutput, Trainer, create_evaluator, create_trainer
+from ignite_train.handlers import Checkpoint, ProgressLog, StopOnSignal, TrainingMetrics, Validation
+from ranks import run_ranks
+
+DATA = cuts.cut(cuts.samples(), [4, 12, 7, 9, 16, 16])  # six micro-batches
+EVERY = Events.ITERATION_COMPLETED
+
+
+def make(forward: Callable[..., Any] = cuts.forward, **options: Any) -> tuple[Trainer, Evaluator, torch.optim.Optimizer]:
+    model = cuts.linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    return create_trainer(model, optimizer, forward, **options), create_evaluator(model, cuts.forward), optimizer
+
+
+class Screen:
+    """A terminal: what stands in its rows after some output. It has no more columns than it has."""
+
+    def __init__(self, columns: int) -> None:
+        self.columns, self.rows, self.row, self.column = columns, [""], 0, 0
+        self.history: list[list[str]] = []  # after each move of the cursor
+
+    def show(self, text: str) -> None:
+        for piece in re.findall(r"\x1b\[A|\x1b\[K|[\r\n]|[^\r\n\x1b]+", text):
+            if piece == "\n":
+                self.row += 1
+                self.rows += [""] * (self.row + 1 - len(self.rows))
+            elif piece == "\r":
+                self.column = 0
+            elif piece == "\x1b[A":
+                self.row -= 1
+            else:
+                self._write(piece)
+            self.history.append([*self.rows])
+
+    def _write(self, piece: str) -> None:
+        assert self.column + len(piece) <= self.columns, f"wraps after {self.columns} columns: {piece!r}"
+        row = self.rows[self.row].ljust(self.column)
+        self.rows[self.row] = row[: self.column] + piece + row[self.column + len(piece) :]
+        self.column += len(piece)
+
+
+@contextmanager
+def terminal(monkeypatch: pytest.MonkeyPatch, columns: int) -> Iterator[list[str]]:
+    """Standard output and error are a pseudo-terminal; the list has what was written to it once the block is left."""
+    leader, follower = pty.openpty()
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    written: list[bytes] = []
+
+    def read() -> None:
+        while True:
+            try:
+                block = os.read(leader, 65536)
+            except OSError:  # the other end was closed
+                return
+            if not block:
+                return
+            written.append(block)
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    text: list[str] = []
+    with os.fdopen(follower, "w", encoding="utf-8") as stream, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", stream)
+        patch.setattr(sys, "stderr", stream)
+        yield text
+        stream.flush()
+    reader.join(20)
+    os.close(leader)
+    text.append(b"".join(written).decode().replace("\r\n", "\r\n"))
+
+
+@pytest.mark.parametrize("columns", [80, 130])
+@pytest.mark.parametrize("with_metrics", [True, False], ids=["with-metrics", "alone"])
+def test_a_terminal_has_bars(monkeypatch: pytest.MonkeyPatch, columns: int, with_metrics: bool) -> None:
+    """One with loss, rate, speed and time to go, one for validation; no row wraps, no interval leaves a line behind."""
+    monkeypatch.setattr("ignite_train.handlers.progress._REFRESH_SECONDS", 0.0)
+    trainer, evaluator, _ = make()
+    Validation(evaluator, DATA).attach(trainer)
+    ProgressLog().attach(trainer, EVERY(every=2), evaluator=evaluator)
+    if with_metrics:
+        TrainingMetrics().attach(trainer, EVERY(every=2))
+    with terminal(monkeypatch, columns) as text:
+        trainer.run(DATA, max_epochs=2)
+    screen = Screen(columns)
+    screen.show(text[0])
+    rows = [row.rstrip() for rows in screen.history for row in rows]
+    bars = {row for row in rows if row.startswith("epoch ")}
+    middle = r"epoch 1/2  33%\|.+\| 4/12 \[\d\d:\d\d, loss \S+, lr 0.05, \S+/s, \d:\d\d:\d\d left\]"
+    assert any(re.fullmatch(middle, row) for row in bars), bars
+    assert any(row.startswith("epoch 2/2 100%|") for row in bars)
+    assert any(re.match(r"validation: +\d+%\|", row) for row in rows)
+    end = [row.rstrip() for row in screen.rows if row.strip()]
+    assert [row.partition(" after ")[0].split(",")[0] for row in end[:3]] == ["validation", "validation", "finished"]
+    assert re.match(r"validation after update 6  loss \S+ +samples ", end[0])
+    assert [row.split()[0] for row in end[3:]] == (["time", "best", "memory"] if with_metrics else ["best"])
+
+
+def test_a_message_does_not_break_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is logged while a bar is shown stands on a row of its own."""
+    monkeypatch.setattr("ignite_train.handlers.progress._REFRESH_SECONDS", 0.0)
+    trainer, _, _ = make()
+    ProgressLog().attach(trainer)
+    trainer.add_event_handler(EVERY(once=3), lambda: logging.getLogger("mine").warning("look here"))
+    handlers = [*logging.getLogger().handlers]
+    with terminal(monkeypatch, 80) as text:
+        trainer.run(DATA, max_epochs=1)
+    screen = Screen(80)
+    screen.show(text[0])
+    assert screen.rows[0].rstrip() == "look here"
+    assert logging.getLogger().handlers == handlers
+
+
+def lines_of(capsys: pytest.CaptureFixture[str], style: Any = "auto", **options: Any) -> list[str]:
+    """Two epochs with a line every third update, a schedule, a constant of the user's own, a skip and validation."""
+    infinite = InfiniteIn(5)
+    trainer, evaluator, optimizer = make(infinite, on_nonfinite="skip", **options)
+    infinite.trainer = trainer
+    trainer.state.metrics["baseline"] = 2.5
+    Validation(evaluator, DATA).attach(trainer)
+    ProgressLog(style).attach(trainer, EVERY(every=3), evaluator=evaluator)
+    TrainingMetrics().attach(trainer, EVERY(every=3))
+    trainer.add_event_handler(EVERY(once=7), lambda: optimizer.param_groups[0].update(lr=0.01))
+    trainer.run(DATA, max_epochs=2)
+    return capsys.readouterr().out.splitlines()
+
+
+class InfiniteIn:
+    """A forward whose loss is infinite in some updates of its trainer."""
+
+    def __init__(self, *updates: int) -> None:
+        self.updates = updates
+        self.trainer: Trainer | None = None
+
+    def __call__(self, model: nn.Module, micro_batch: Any) -> ForwardOutput:
+        output = cuts.forward(model, micro_batch)
+        assert self.trainer is not None
+        return output._replace(loss=output.loss * math.inf) if self.trainer.state.iteration in self.updates else output
+
+
+def test_a_log_file_has_short_aligned_lines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loss first, constants never, at most 100 columns, one column under the other."""
+    monkeypatch.setattr("ignite_train.handlers.progress._LONG_WAIT", 2.0)  # what depends on the clock is not shown
+    lines = lines_of(capsys)
+    training = [line for line in lines if line.startswith("epoch")]
+    assert [line[:23] for line in training] == [
+        "epoch 1/2  update  3/12",
+        "epoch 1/2  update  6/12",
+        "epoch 2/2  update  9/12",
+        "epoch 2/2  update 12/12",
+    ]
+    assert all(len(line) <= 100 for line in lines)
+    assert len({line.index("  loss ") for line in training}) == 1
+    assert len({line.index("  samples ") for line in training}) == 1
+    assert len({line.index(" samples/s  ") for line in training}) == 1
+    assert not any("norm" in line for line in training), "there is no room for it beside the learning rate"
+    assert not any("baseline" in line or "sample_size" in line or "clipped" in line for line in training)
+    assert ["skipped 1" in line for line in training] == [False, True, False, False]
+    assert ["lr 0.01" in line for line in training] == [False, False, True, True]
+    assert all(re.search(r"\S samples/s  \d:\d\d:\d\d left", line) for line in training)
+    assert [line.partition("  loss")[0] for line in lines if line.startswith("validation")] == [
+        "validation after update 6",
+        "validation after update 12",
+    ]
+
+
+def test_a_table_ends_the_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Where the time went, the best score and its update, skips, memory, and where the files are."""
+    trainer, evaluator, _ = make()
+    validation = Validation(evaluator, DATA)
+    validation.attach(trainer)
+    ProgressLog("simple").attach(trainer, EVERY(every=4), evaluator=evaluator)
+    TrainingMetrics().attach(trainer, EVERY(every=4), evaluator=evaluator)
+    checkpoint = Checkpoint(tmp_path, every=4, asynchronous=False)
+    checkpoint.attach(trainer)
+    trainer.run(DATA, max_epochs=2)
+    lines = capsys.readouterr().out.splitlines()
+    begin = next(index for index, line in enumerate(lines) if line.startswith("finished"))
+    assert lines[begin].startswith("finished after 12 updates (12 steps, 0 skipped) in 2 epochs, ")
+    table = {line.split()[0]: line for line in lines[begin + 1 :]}
+    assert [*table] == ["time", "best", "memory", "files"]
+    for section in ("data", "update", "evaluation", "checkpoint"):
+        assert re.search(rf"{section} \d+\.\d s \(\d+%\)", table["time"])
+    assert f"loss {validation.best:.6g} at update 12" in table["best"]
+    assert str(tmp_path) in table["files"]
+
+
+def test_without_training_metrics_it_shows_the_loss(capsys: pytest.CaptureFixture[str]) -> None:
+    """That of the latest update."""
+    trainer, _, _ = make()
+    losses: list[float] = []
+    trainer.add_event_handler(EVERY(every=3), lambda: losses.append(trainer.state.update_output.loss))
+    ProgressLog().attach(trainer, EVERY(every=3))
+    trainer.run(DATA, max_epochs=1)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  loss ")[1] for line in lines[:2]] == [f"{loss:.4g}" for loss in losses]
+
+
+def test_json_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every line is an object with all metrics; what is not finite is a string, for JSON knows no NaN."""
+    lines = [json.loads(line, parse_constant=pytest.fail) for line in lines_of(capsys, "json")]
+    assert [line.get("update") for line in lines] == [3, 6, 6, 9, 12, 12, None]
+    assert lines[0]["total"] == 12
+    assert lines[1]["optimizer/skipped"] == 1
+    assert {"train/loss", "train/samples", "optimizer/learning_rate", "speed/data_wait"} <= {*lines[0]}
+    assert {*lines[2]} == {"epoch", "update", "validation/loss", "validation/samples"}
+    assert (lines[-1]["finished"], lines[-1]["skipped"]) == (12, 1)
+    trainer, _, _ = make(lambda model, batch: model(batch[0]).sum() * math.nan, on_nonfinite="skip")
+    ProgressLog("json").attach(trainer, EVERY(every=6))
+    trainer.run(DATA, max_epochs=1)
+    assert json.loads(capsys.readouterr().out.splitlines()[0])["train/loss"] == "nan"
+
+
+def test_none_is_silent(capsys: pytest.CaptureFixture[str]) -> None:
+    """Not a word."""
+    assert lines_of(capsys, "none") == []
+
+
+def test_a_resumed_run_says_where(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """In its first line."""
+    for limit in (4, 6):
+        trainer, _, _ = make()
+        ProgressLog().attach(trainer, EVERY(every=50))
+        Checkpoint(tmp_path).attach(trainer)
+        trainer.run(DATA, max_iters=limit)
+    assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("resumed")] == ["resumed after update 4"]
+
+
+def test_a_second_attach_adds_an_evaluator(capsys: pytest.CaptureFixture[str]) -> None:
+    """No line of the training is printed twice."""
+    trainer, first, _ = make()
+    second = create_evaluator(first.model, cuts.forward)
+    progress = ProgressLog()
+    progress.attach(trainer, EVERY(every=3), evaluator=first)
+    progress.attach(trainer, evaluator=second, tag="averaged")
+    for evaluator in (first, second):
+        Validation(evaluator, DATA).attach(trainer)
+    trainer.run(DATA, max_epochs=1)
+    heads = [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()[:4]]
+    assert heads == ["epoch 1/1", "epoch 1/1", "validation after update 6", "averaged after update 6"]
+
+
+def test_a_metric_that_is_not_one_number_does_not_end_the_run(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of the trainer and of the evaluator; a warning says once what is left out."""
+    trainer, evaluator, _ = make()
+    Validation(evaluator, DATA).attach(trainer)
+    ProgressLog().attach(trainer, EVERY(every=2), evaluator=evaluator)
+    evaluator.add_event_handler(Events.EPOCH_COMPLETED, lambda: evaluator.state.metrics.update(confusion=torch.eye(9)))
+    trainer.add_event_handler(EVERY, lambda: trainer.state.metrics.update(note="hello"))
+    trainer.run(DATA, max_epochs=2)
+    assert [record.args or record.getMessage() for record in caplog.records if "left out" in record.getMessage()] == [
+        "the metric 'note' is not made of numbers (str); it is left out of the logs",
+        "the metric 'confusion' has 81 numbers, and 32 may be shown (Tensor); it is left out of the logs",
+    ]
+    assert "validation after update 12  loss" in capsys.readouterr().out
+
+
+class ShownBar(tqdm):  # type: ignore[type-arg]
+    """A bar that remembers whether it was closed."""
+
+    shown: ClassVar[list[ShownBar]] = []
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**(options | {"disable": False, "file": io.StringIO()}))
+        self.is_closed, self.n_at_start = False, self.n
+        self.shown.append(self)
+
+    def close(self) -> None:
+        self.is_closed = True
+        super().close()
+
+
+def test_the_bar_is_closed_when_the_run_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exception ends the bar too; running again opens a new one that starts where the run stands."""
+    monkeypatch.setattr("ignite_train.handlers.progress.tqdm", ShownBar)
+    monkeypatch.setattr("ignite_train.handlers.progress._REFRESH_SECONDS", 0.0)
+    monkeypatch.setattr(ShownBar, "shown", [])
+    trainer, _, _ = make()
+    ProgressLog("bar").attach(trainer)
+    failures = [RuntimeError("once")]
+
+    @trainer.on(EVERY(once=4))
+    def fail() -> None:
+        if failures:
+            raise failures.pop()
+
+    with pytest.raises(RuntimeError, match="once"):
+        trainer.run(DATA, max_epochs=1)
+    trainer.run(DATA, max_epochs=1)
+    assert [(bar.n_at_start, bar.n, bar.total, bar.is_closed) for bar in ShownBar.shown] == [(0, 4, 6, True), (4, 6, 6, True)]
+
+
+def interrupted() -> tuple[list[str], int]:
+    """What a rank writes to standard error, by Python's handler of last resort, when Ctrl-C reaches it."""
+    trainer, _, _ = make(protect=False, reduction="explicit")
+    stop = StopOnSignal([signal.SIGINT])
+    stop.attach(trainer)
+    trainer.add_event_handler(Events.ITERATION_STARTED(once=3), lambda: signal.raise_signal(signal.SIGINT))
+    heard = Heard()
+    logging.getLogger("ignite_train.handlers.stop_on_signal").addHandler(heard)
+
+    @trainer.on(EVERY(once=3))
+    def wait_until_heard() -> None:  # the line is written by a thread
+        deadline = time.monotonic() + 20
+        while stop._watch._first is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    trainer.run(DATA, max_epochs=3)
+    return heard.lines, trainer.state.iteration
+
+
+class Heard(logging.Handler):
+    """Keeps the messages that Python prints where logging was not set up."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def test_ctrl_c_prints_its_line_once() -> None:
+    """A terminal sends it to all ranks; rank 0 says so."""
+    (first, update), (second, other) = run_ranks(interrupted)
+    assert len(first) == 1
+    assert first[0].startswith("SIGINT: the run ends")
+    assert second == []
+    assert update == other < 18
+
+
+def test_a_style_must_be_one_of_them() -> None:
+    """The message names the nearest."""
+    with pytest.raises(ValueError, match=r"style must be one of 'auto', 'bar', .* did you mean 'simple'"):
+        ProgressLog("simpel")  # type: ignore[arg-type]

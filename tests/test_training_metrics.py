@@ -1,0 +1,425 @@
+"""TrainingMetrics publishes exact means over its interval, and the time, the memory and the place of the run."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ignite.engine import Events
+from torch import nn
+
+import cuts
+from ignite_train import (
+    ForwardOutput,
+    NoLossScaling,
+    StaticLossScaling,
+    Trainer,
+    count_traffic,
+    create_evaluator,
+    create_trainer,
+)
+from ignite_train.handlers import Checkpoint, TrainingMetrics, Validation
+from ignite_train.loop.progress import run_progress
+from ignite_train.metrics import PUBLISHED_METRICS, TIMED_METRICS, grouped_metric, single_metrics
+from ranks import run_ranks
+
+DATA = cuts.cut(cuts.samples(), [4, 12, 7, 9, 16, 16])  # six micro-batches
+EVERY = Events.ITERATION_COMPLETED
+
+
+def make(forward: Callable[..., Any] = cuts.forward, groups: int = 1, **options: Any) -> Trainer:
+    model = cuts.linear()
+    parameters = [{"params": [model.weight]}, {"params": [model.bias], "lr": 3e-7}] if groups == 2 else model.parameters()
+    return create_trainer(model, torch.optim.SGD(parameters, lr=0.05), forward, **options)
+
+
+def untimed(metrics: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in metrics.items() if name not in TIMED_METRICS}
+
+
+class InfiniteIn:
+    """A forward whose loss is infinite in some updates of its trainer."""
+
+    def __init__(self, *updates: int) -> None:
+        self.updates = updates
+        self.trainer: Trainer | None = None
+
+    def __call__(self, model: nn.Module, micro_batch: Any) -> ForwardOutput:
+        output = cuts.forward(model, micro_batch)
+        assert self.trainer is not None
+        return output._replace(loss=output.loss * math.inf) if self.trainer.state.iteration in self.updates else output
+
+
+# --- means ---
+
+
+@pytest.mark.parametrize("logger_first", [True, False])
+def test_the_means_are_those_of_the_records(logger_first: bool) -> None:
+    """Σloss/Σsize over the applied updates of an interval; a reader on the same event sees it, whenever attached."""
+    forward = InfiniteIn(4)
+    trainer = forward.trainer = make(forward, on_nonfinite="skip", max_grad_norm=1.0)
+    outputs: list[Any] = []
+    published: list[dict[str, float]] = []
+
+    def read() -> None:
+        published.append(dict(trainer.state.metrics))
+
+    event = EVERY(every=4)
+    trainer.add_event_handler(EVERY, lambda: outputs.append(trainer.state.update_output))
+    for attaches in (logger_first, not logger_first):
+        if attaches:
+            trainer.add_event_handler(event, read)
+            trainer.add_event_handler(Events.COMPLETED, read)
+        else:
+            TrainingMetrics(base2=True, perplexity=True).attach(trainer, event)
+    trainer.run(DATA, max_epochs=1)
+
+    for metrics, interval in zip(published, [outputs[:3], outputs[4:]], strict=True):
+        total = sum(output.sample_size for output in interval)
+        loss = sum(o.loss * o.sample_size for o in interval) / total
+        norms = [output.grad_norm for output in interval]
+        assert metrics["loss"] == pytest.approx(loss, rel=1e-14)
+        assert metrics["loss_base2"] == pytest.approx(math.log2(math.e) * loss, rel=1e-14)
+        assert metrics["perplexity"] == pytest.approx(math.e**loss, rel=1e-13)
+        assert metrics["grad_norm"] == pytest.approx(sum(norms) / len(norms), rel=1e-14)
+        assert metrics["grad_norm_max"] == max(norms)
+        assert metrics["clipped"] == sum(norm > 1.0 for norm in norms) / len(norms)
+        assert metrics["sample_size"] == total / len(interval)
+        assert metrics["samples"] == pytest.approx(sum(o.logs["samples"] for o in interval) / total, rel=1e-14)
+        assert metrics["learning_rate"] == 0.05
+        assert metrics["skipped"] == 1
+        assert "loss_scale" not in metrics
+
+
+def test_the_loss_is_that_of_float64_by_hand() -> None:
+    """With a learning rate too small to matter, it is the mean over all samples of the interval, each by its weight."""
+    model = cuts.linear()
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=1e-300), cuts.forward, accumulation_steps=2)
+    TrainingMetrics().attach(trainer, EVERY(every=3))
+    metrics = trainer.run(DATA, max_epochs=1).metrics
+    x, y, w = cuts.samples()
+    by_hand = (w * (x @ torch.tensor([0.3, -0.2, 0.1], dtype=torch.float64) + 0.05 - y) ** 2).sum() / w.sum()
+    assert metrics["loss"] == pytest.approx(float(by_hand), rel=1e-13)
+    assert metrics["samples"] == pytest.approx(64 / float(w.sum()), rel=1e-14)
+
+
+def of_a_rank(attaches: bool) -> tuple[dict[str, float], list[int]]:
+    trainer = make(max_grad_norm=1.0, protect=False, reduction="explicit")
+    if attaches:
+        TrainingMetrics().attach(trainer, EVERY(every=2))
+    with count_traffic("cpu") as traffic:
+        counts: list[int] = []
+        for event in (Events.ITERATION_STARTED, EVERY):
+            trainer.append_event_handler(event, lambda: counts.append(len(traffic.collectives)))
+        metrics = trainer.run(cuts.shard([[4, 12, 7, 9], [16, 0, 5, 11]]), max_iters=4).metrics
+    return metrics, [end - begin for begin, end in zip(counts[0::2], counts[1::2], strict=True)]
+
+
+def test_two_ranks_publish_the_same_without_a_collective_of_their_own() -> None:
+    """The means are over the samples of both, and each update has the one collective that it has without handlers."""
+    (first, collectives), (second, others) = run_ranks(of_a_rank, True)
+    assert untimed(first) == untimed(second)
+    assert collectives[1:] == others[1:] == [1, 1, 1]  # in the first update the ranks agree on names
+    assert [counts for _, counts in run_ranks(of_a_rank, False)] == [collectives, others]
+    model, outputs = cuts.linear(), []
+    shares = [cuts.cut(cuts.samples(), [4, 12, 7, 9]), cuts.cut(cuts.samples(), [16, 0, 5, 11], start=32)]
+    alone = create_trainer(
+        model, torch.optim.SGD(model.parameters(), lr=0.05), cuts.forward, accumulation_steps=2, max_grad_norm=1.0
+    )
+    alone.add_event_handler(EVERY, lambda: outputs.append(alone.state.update_output))
+    alone.run([share[number] for number in range(4) for share in shares], max_epochs=1)
+    total = sum(output.sample_size for output in outputs[2:])
+    assert first["loss"] == pytest.approx(sum(o.loss * o.sample_size for o in outputs[2:]) / total, rel=1e-12)
+    assert first["samples"] == pytest.approx(sum(o.logs["samples"] for o in outputs[2:]) / total, rel=1e-12)
+    assert first["grad_norm_max"] == pytest.approx(max(o.grad_norm for o in outputs[2:]), rel=1e-12)
+
+
+def test_an_interval_without_a_step_has_no_means() -> None:
+    """The loss of the interval before is taken away, so that no logger writes it as if it were of this one."""
+    forward = InfiniteIn(3, 4)
+    trainer = forward.trainer = make(forward, on_nonfinite="skip")
+    TrainingMetrics().attach(trainer, EVERY(every=2))
+    seen: list[bool] = []
+    trainer.add_event_handler(EVERY(every=2), lambda: seen.append("loss" in trainer.state.metrics))
+    trainer.run(DATA, max_epochs=1)
+    assert seen == [True, False, True]
+
+
+def test_each_group_has_its_learning_rate_in_full_precision() -> None:
+    """Two groups, two metrics."""
+    trainer = make(groups=2)
+    TrainingMetrics().attach(trainer)
+    metrics = trainer.run(DATA, max_epochs=1).metrics
+    assert (metrics["learning_rate/0"], metrics["learning_rate/1"]) == (0.05, 3e-7)
+
+
+@pytest.mark.parametrize("scale", [1.0, 8.0])
+def test_the_loss_scale_is_published_where_there_is_one(scale: float) -> None:
+    """It is that of the latest update; without loss scaling there is none."""
+    trainer = make(loss_scaling=StaticLossScaling(scale) if scale != 1.0 else NoLossScaling())
+    TrainingMetrics().attach(trainer)
+    assert trainer.run(DATA, max_epochs=1).metrics.get("loss_scale", 1.0) == scale
+
+
+def test_a_perplexity_beyond_floats_is_infinite() -> None:
+    """It does not end the run."""
+    trainer = make(lambda model, batch: model(batch[0]).sum() * 0 + 1e4)
+    TrainingMetrics(perplexity=True).attach(trainer)
+    assert trainer.run(DATA, max_epochs=1).metrics["perplexity"] == math.inf
+
+
+# --- resumption ---
+
+
+def test_an_interval_is_continued_where_it_was_saved() -> None:
+    """An interval that is saved and loaded ends as if nothing had happened."""
+    trainer, whole = make(), TrainingMetrics()
+    whole.attach(trainer, EVERY(every=6))
+    saved: dict[str, Any] = {}
+    trainer.add_event_handler(EVERY(once=2), lambda: saved.update(whole.state_dict()))
+    expected = trainer.run(DATA, max_epochs=1).metrics
+
+    other, half = make(), TrainingMetrics()
+    half.attach(other, EVERY(every=6))
+    other.run(DATA, max_iters=2)
+    half.load_state_dict(saved)
+    assert untimed(other.run(DATA, max_iters=6).metrics) == untimed({**expected, "progress": 5 / 6})
+
+
+def train(directory: Path, published: list[tuple[int, dict[str, Any]]], *, stop_after: int | None = None) -> TrainingMetrics:
+    """Two epochs, metrics every 5 updates, checkpoints every 3; breaks off after update `stop_after`."""
+    trainer, metrics = make(), TrainingMetrics()
+    metrics.attach(trainer, EVERY(every=5))
+    trainer.add_event_handler(EVERY(every=5), lambda: published.append((trainer.state.iteration, dict(trainer.state.metrics))))
+    Checkpoint(directory, every=3, asynchronous=False).attach(trainer)
+    if stop_after is not None:
+
+        @trainer.on(EVERY(once=stop_after))
+        def fail() -> None:
+            raise ConnectionError
+
+        with pytest.raises(ConnectionError):
+            trainer.run(DATA, max_epochs=2)
+    else:
+        trainer.run(DATA, max_epochs=2)
+    return metrics
+
+
+@pytest.mark.parametrize("stop_after", [4, 7, 11])
+def test_intervals_survive_an_interruption_bit_by_bit(tmp_path: Path, stop_after: int) -> None:
+    """A run that broke off within an interval publishes the same numbers as one that did not."""
+    whole: list[Any] = []
+    train(tmp_path / "whole", whole)
+    before: list[Any] = []
+    after: list[Any] = []
+    train(tmp_path / "broken", before, stop_after=stop_after)
+    resumed = train(tmp_path / "broken", after)
+    assert [update for update, _ in whole] == [5, 10]
+    assert {update: untimed(metrics) for update, metrics in before + after} == {u: untimed(metrics) for u, metrics in whole}
+    assert sum(resumed.seconds_by_section.values()) > 0
+
+
+# --- time ---
+
+
+class Clock:
+    """Time that moves only when somebody takes it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+
+    def take(self, seconds: float) -> None:
+        self.now += seconds
+
+    def loader(self, seconds: float) -> Iterator[Any]:
+        for batch in DATA:
+            self.take(seconds)
+            yield batch
+
+    def forward(self, model: nn.Module, micro_batch: Any) -> ForwardOutput:
+        self.take(1.0)
+        return cuts.forward(model, micro_batch)
+
+
+@pytest.mark.parametrize("evaluates_first", [True, False], ids=["evaluation-first", "metrics-first"])
+def test_time_is_put_into_sections(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, evaluates_first: bool) -> None:
+    """By a clock that loader (3 s), forward (1 s), a handler (50 s), evaluation (6 s) and saving (20 s) move."""
+    clock = Clock(monkeypatch)
+    trainer, metrics = make(clock.forward), TrainingMetrics(flops_per_sample=10.0, peak_flops=1e3)
+    evaluator = create_evaluator(trainer._stateful_parts["model"], clock.forward)  # type: ignore[arg-type]
+    validation = Validation(evaluator, DATA)
+    if evaluates_first:
+        validation.attach(trainer, EVERY(every=2))
+    trainer.add_event_handler(EVERY, clock.take, 50.0)
+    metrics.attach(trainer, EVERY(every=2), evaluator=evaluator)
+    if not evaluates_first:
+        validation.attach(trainer, EVERY(every=2))
+    checkpoint = Checkpoint(tmp_path, every=4, asynchronous=False)
+    save = checkpoint.saver.save
+    monkeypatch.setattr(checkpoint.saver, "save", lambda *args, **options: (clock.take(20.0), save(*args, **options))[1])
+    checkpoint.attach(trainer)
+    published: list[dict[str, float]] = []
+    trainer.add_event_handler(EVERY(every=2), lambda: published.append(dict(trainer.state.metrics)))
+    begin = clock.now
+    trainer.run(clock.loader(3.0))
+
+    names = [f"{name}_seconds" for name in ("data", "update", "evaluation", "checkpoint", "handler")]
+    # What comes in an update after the metrics are published is of the next interval. They are published first in any case.
+    assert [[each[name] for name in names] for each in published] == [
+        [6.0, 2.0, 0.0, 0.0, 50.0],
+        [6.0, 2.0, 6.0, 0.0, 100.0],
+        [6.0, 2.0, 6.0, 20.0, 100.0],
+    ]
+    for each in published:
+        assert each["data_wait"] == 0.75
+        assert each["updates_per_second"] == 0.25
+        assert each["samples_per_second"] == each["sample_size"] / 4.0
+        assert each["samples_per_second"] * 0.01 == pytest.approx(each["model_flop_utilisation"], rel=1e-14)
+    assert published[-1]["train_wall"] == 24.0
+    assert published[-1]["wall"] == sum(sum(each[name] for name in names) for each in published)
+    assert sum(metrics.seconds_by_section.values()) <= clock.now - begin
+
+
+def test_rates_of_logs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A log that counts something is published per second of data and update."""
+    clock = Clock(monkeypatch)
+
+    def forward(model: nn.Module, micro_batch: Any) -> ForwardOutput:
+        output = clock.forward(model, micro_batch)
+        return output._replace(logs={**output.logs, "tokens": 100 * len(micro_batch[0])})
+
+    trainer = make(forward)
+    TrainingMetrics(per_second=("samples", "tokens")).attach(trainer, EVERY(every=2))
+    trainer.add_event_handler(EVERY, clock.take, 50.0)
+    metrics = trainer.run(DATA, max_epochs=1).metrics
+    assert metrics["samples_per_second"] == 32 / 2.0
+    assert metrics["tokens_per_second"] == 3200 / 2.0
+
+
+def test_the_time_to_go_counts_evaluation_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Updates take 1 s, then 3 s; an evaluation of 6 s comes every 2 of them."""
+    clock = Clock(monkeypatch)
+
+    def forward(model: nn.Module, micro_batch: Any) -> ForwardOutput:
+        clock.take(3.0 if trainer.state.iteration > 2 else 1.0)
+        return cuts.forward(model, micro_batch)
+
+    trainer = make(forward)
+    evaluator = create_evaluator(trainer._stateful_parts["model"], clock.forward)  # type: ignore[arg-type]
+    TrainingMetrics().attach(trainer, EVERY(every=2), evaluator=evaluator)
+    Validation(evaluator, DATA).attach(trainer, EVERY(every=2))
+    published: list[tuple[float, float]] = []
+    trainer.add_event_handler(
+        EVERY(every=2), lambda: published.append((trainer.state.metrics["time_to_go"], trainer.state.metrics["progress"]))
+    )
+    trainer.run(DATA, max_epochs=2)
+    to_go, progress = zip(*published, strict=True)
+    assert to_go == pytest.approx([10 * 1, 8 * (3 + 6 / 4), 6 * (3 + 12 / 6), 4 * (3 + 18 / 8), 2 * (3 + 24 / 10), 0])
+    assert progress == pytest.approx([n / 12 for n in (1, 3, 5, 7, 9, 11)])
+
+
+@pytest.mark.parametrize("limit", [{"max_epochs": 3}, {"max_iters": 9}, {}])
+def test_progress_is_below_one_and_rises(limit: dict[str, int]) -> None:
+    """Also with epochs of different lengths, between epochs and after the run."""
+    trainer, seen = make(accumulation_steps=[1, 2, 3] if "max_epochs" in limit else 2), []
+    for event in (Events.EPOCH_STARTED, Events.ITERATION_STARTED, EVERY, Events.EPOCH_COMPLETED, Events.COMPLETED):
+        trainer.add_event_handler(event, lambda: seen.append(run_progress(trainer)))
+    trainer.run(DATA, **limit)
+    known = [progress for progress in seen if progress is not None]
+    assert [progress.after for progress in known] == sorted(progress.after for progress in known)
+    assert known[-1].after == 1.0
+    assert all(0 <= progress.before < 1 and progress.before <= progress.after for progress in known)
+    if "max_epochs" in limit:
+        in_epochs = [progress.after for progress in seen[-len(seen) :] if progress is not None]
+        assert pytest.approx(1 / 3) in in_epochs
+        assert pytest.approx(2 / 3 + 1 / 6) in in_epochs, "the first of two updates in the third epoch"
+
+
+def test_progress_is_unknown_without_a_length() -> None:
+    """A stream without a limit of updates: nothing is published."""
+    trainer = make()
+    TrainingMetrics().attach(trainer)
+    assert not {"progress", "time_to_go"} & {*trainer.run(cuts.Unsized(DATA), max_epochs=1).metrics}
+
+
+def test_memory_is_published_on_request() -> None:
+    """What this process has resident, in GiB: at least what torch takes by itself."""
+    for memory in (True, False):
+        trainer = make()
+        TrainingMetrics(memory=memory).attach(trainer)
+        metrics = trainer.run(DATA, max_epochs=1).metrics
+        assert ("host_memory" in metrics) is memory
+        assert not memory or 0.05 < metrics["host_memory"] < 64
+        assert "memory_peak" not in metrics
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"per_second": "tokens"}, "pass \\('tokens',\\)"),
+        ({"flops_per_sample": 6e9}, "go together"),
+        ({"flops_per_sample": 6e9, "peak_flops": 0}, "peak_flops must be greater than 0"),
+    ],
+    ids=["string", "half", "zero"],
+)
+def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:
+    """One line says which."""
+    with pytest.raises((TypeError, ValueError), match=message):
+        TrainingMetrics(**options)
+
+
+# --- names and numbers ---
+
+
+def test_whatever_is_published_has_a_group() -> None:
+    """No metric of ours falls into the group of the user's own."""
+    trainer = make(groups=2, loss_scaling=StaticLossScaling(8.0))
+    TrainingMetrics(base2=True, perplexity=True, per_second=("samples",), flops_per_sample=1.0, peak_flops=1.0).attach(trainer)
+    names = {*trainer.run(DATA, max_epochs=1).metrics} - {"samples"}
+    assert {name for name in names if name.partition("/")[0] not in PUBLISHED_METRICS} == {"samples_per_second"} - names
+    groups = {grouped_metric(name).partition("/")[0] for name in names}
+    assert groups == {"train", "optimizer", "speed"}
+    assert grouped_metric("tokens_per_second") == "speed/tokens_per_second"
+    assert set(TIMED_METRICS) <= set(PUBLISHED_METRICS)
+
+
+def test_metrics_that_are_not_one_number(caplog: pytest.LogCaptureFixture) -> None:
+    """Mappings, lists and small tensors become several numbers; the others are left out with one warning each."""
+    metrics = {
+        "loss": torch.tensor(0.5),
+        "recall": torch.tensor([0.25, 0.75]),
+        "by_class": {"cat": 1, "dog": {"big": 2.0}},
+        "confusion": torch.eye(2, dtype=torch.int64),
+        "flag": True,
+        "text": "hello",
+        "nothing": None,
+        "wide": torch.zeros(40),
+        "complex": torch.tensor(1j),
+        "one": torch.ones(1, 1),
+    }
+    left_out: set[str] = set()
+    for _ in range(2):
+        assert single_metrics(metrics, left_out) == {
+            "loss": 0.5,
+            "recall/0": 0.25,
+            "recall/1": 0.75,
+            "by_class/cat": 1.0,
+            "by_class/dog/big": 2.0,
+            "confusion/0/0": 1.0,
+            "confusion/0/1": 0.0,
+            "confusion/1/0": 0.0,
+            "confusion/1/1": 1.0,
+            "flag": 1.0,
+            "one": 1.0,
+        }
+    warned = [record.getMessage() for record in caplog.records]
+    assert len(warned) == 4
+    assert "'text' is not made of numbers (str)" in warned[0]
+    assert "'wide' has 40 numbers, and 32 may be shown" in warned[2]
