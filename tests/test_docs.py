@@ -124,6 +124,17 @@ def test_every_command_that_is_named_exists(document):
     assert set(_COMMAND.findall("\n".join([*inline, *(text for _, text in blocks)]))) <= targets
 
 
+def test_every_command_of_the_workflows_exists():
+    """What runs on a hosting site, and what its forms ask for, are targets of the Makefile and files of this repository."""
+    texts = [path.read_text(encoding="utf-8") for path in [*(ROOT / ".github").rglob("*.*"), ROOT / ".pre-commit-config.yaml"]]
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    commands = {command for text in texts for command in re.findall(r"(?:run: |`)make ([a-z][\w-]*)", text)}
+
+    assert {"test-all", "nightly", "wheel-test"} <= commands <= targets
+    assert any("run: bash .ci/run" in text for text in texts)
+    assert (ROOT / ".ci/run").is_file()
+
+
 # --- names ---
 
 

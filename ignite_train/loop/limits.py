@@ -45,7 +45,7 @@ def checked_limits(state: TrainState, max_epochs: Any, max_iters: Any) -> tuple[
     """The limits of a run: those that are given, or those it had, or one epoch.
 
     Raises:
-        TypeError: one is no integer.
+        TypeError: a limit is not an integer.
         ValueError: both are given, or one is below 1 or below what was trained already.
     """
     if max_epochs is not None and max_iters is not None:
