@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import MethodType
@@ -23,17 +23,21 @@ from ignite_train.ranks import collectives
 from ignite_train.ranks.messages import Outgoing, Piggyback, RankRequests
 from ignite_train.state import TrainState, UpdateOutput
 
-__all__ = ["DefaultHandler", "Process", "Restorer", "Trainer"]
+__all__ = ["DefaultHandler", "OutputTransform", "Process", "Restorer", "Trainer"]
 
 _COUNTERS = ("iteration", "num_steps", "num_skipped", "num_micro_batches")
 _LIMITS = ("epoch_length", "max_epochs", "max_iters")
 
 
+OutputTransform = Callable[[UpdateOutput], Any]
+"""Makes `state.output` of the record of an update."""
+
+
 class Process(Protocol):
     """The update as its trainer sees it; see `Update`, the one there is."""
 
-    def __call__(self, trainer: Trainer, micro_batches: list[Any]) -> UpdateOutput:
-        """Does one update."""
+    def __call__(self, trainer: Trainer, micro_batches: list[Any]) -> Any:
+        """Does one update, and returns what becomes `state.output`."""
 
     def named_gradients(self) -> dict[str, Tensor]:
         """The gradients in GRADIENTS_READY."""
@@ -85,6 +89,7 @@ class Trainer(Loop):
         parts: Mapping[str, Any] | None = None,
         settings: Mapping[str, Any] | None = None,
         carried: Carried | None = None,
+        output_transform: OutputTransform | None = None,
     ) -> None:
         super().__init__(update)
         self.state = TrainState(carried)
@@ -96,6 +101,7 @@ class Trainer(Loop):
         self._resume_with: Restorer | None = None
         self.defaults: list[DefaultHandler] = []
         self._update, self._open_groups = update, open_groups
+        self._output_transform = output_transform
         self._groups: Groups | None = None  # of the pass that is running or ran last
         self._position: Mapping[str, Any] = {}  # in the data, where no pass has been made since it was loaded
         self._on_changed_data = "raise"
@@ -192,6 +198,18 @@ class Trainer(Loop):
         else:
             self._requests.interrupt = True
 
+    def _publish(self, output: UpdateOutput) -> None:
+        """Puts the record of an update, and what the output transform makes of it, into the state."""
+        self.state.update_output = output
+        self.state.output = output if self._output_transform is None else self._output_transform(output)
+
+    def _amend(self, output: UpdateOutput) -> UpdateOutput:
+        """Replaces the record that was published; the output transform is called once an update, and not again."""
+        if self.state.output is self.state.update_output:
+            self.state.output = output
+        self.state.update_output = output
+        return output
+
     def _finish_update(self, requests: RankRequests, *, applied: bool) -> None:
         """Counts an update that has had its effect, fires its last event, and does what the ranks asked for together."""
         if requests.stop:
@@ -277,6 +295,7 @@ class Trainer(Loop):
         self._update.load_state_dict(state_dict["update"])
         self.state.carried.load_state_dict(state_dict.get("carried", Carried().state_dict()))  # earlier versions had none
         self._groups, self._position = None, {}
+        self.state.update_output = self.state.output = None  # a checkpoint puts its record back after this
         for key in (*_COUNTERS, *_LIMITS, *self.state_dict_user_keys):
             setattr(self.state, key, state_dict[key])
         self._epoch_iteration, self._ended = state_dict["epoch_iteration"], bool(state_dict["ended"])

@@ -207,7 +207,7 @@ def test_precision_and_loss_scaling(arguments: dict[str, Any], scale: float, dty
     with torch.no_grad():
         model.weight.mul_(1 / 64)
     trainer.run(small[:1], max_epochs=1)
-    output = trainer.state.output
+    output = trainer.state.update_output
     assert output is not None
     assert (computed, output.loss_scale, output.applied) == ([dtype], scale, True)
     x, y = (part.double() for part in small[0])
