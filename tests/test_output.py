@@ -1,4 +1,4 @@
-"""`state.output` is what Ignite's handlers expect: stock Ignite runs beside in float64, on one thread of the same arithmetic."""
+"""`state.output` is what Ignite's handlers expect: stock Ignite runs beside it, in float64."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def test_progress_bar(capsys):
 
 @pytest.mark.parametrize("transforms", [False, True], ids=["default", "transform"])
 def test_predictions_are_not_held(transforms):
-    """Without a transform no prediction outlives its micro-batch; with one that does not return it, none outlives the update."""
+    """Without a transform no prediction outlives its forward; with one that returns none of it, none outlives the update."""
     alive: list[weakref.ref[Tensor]] = []
 
     def watch(y_pred: Tensor) -> Tensor:
