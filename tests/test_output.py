@@ -179,7 +179,7 @@ def test_progress_bar(capsys):
 
 @pytest.mark.parametrize("transforms", [False, True], ids=["default", "transform"])
 def test_predictions_are_not_held(transforms):
-    """Without a transform no prediction outlives its forward; with one that returns none of it, none outlives the update."""
+    """Without a transform no prediction is left when the next micro-batch begins; with one, none after the update."""
     alive: list[weakref.ref[Tensor]] = []
 
     def watch(y_pred: Tensor) -> Tensor:
