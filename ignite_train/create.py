@@ -8,11 +8,13 @@ from dataclasses import fields
 from functools import wraps
 from typing import Any, Literal, ParamSpec
 
+import numpy as np
 import torch
-from ignite.engine import _prepare_batch
+from ignite.engine import Events, _prepare_batch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import LBFGS, Optimizer
+from torch.utils import _pytree as pytree
 
 from ignite_train.arguments import describe, one_of, real_number
 from ignite_train.carried import Carried
@@ -30,7 +32,8 @@ from ignite_train.ranks.placeholder_reduction import PlaceholderReduction
 from ignite_train.ranks.reduction import Reduction
 from ignite_train.ranks.statistics import Statistics
 from ignite_train.ranks.wrapping import reduction_for
-from ignite_train.trainer import Trainer
+from ignite_train.state import UpdateOutput
+from ignite_train.trainer import OutputTransform, Trainer
 from ignite_train.update.compilation import Compile, compile_in_place
 from ignite_train.update.loss_declaration import warn_of_misdeclared_loss
 from ignite_train.update.loss_scaling import LossScaling, NoLossScaling, TorchLossScaling
@@ -71,6 +74,7 @@ def create_trainer(
     loss_scaling: LossScaling | None = None,
     compile: Compile = False,  # noqa: A002  # torch's name for it
     protect: Protect = True,
+    output_transform: OutputTransform | None = None,
     options: UpdateOptions | None = None,
 ) -> Trainer:
     """Makes a trainer: an Ignite engine whose one iteration is one optimizer update over a group of micro-batches.
@@ -94,6 +98,9 @@ def create_trainer(
             are attached: True, False, or a mapping of their settings by name in snake_case, such as
             `{"hang_watch": {"timeout_seconds": 120}, "state_consistency": {"every": 500}, "failure_board": False}`. One that
             you attach yourself replaces the default. All ranks pass the same.
+        output_transform: makes `state.output`, which Ignite's handlers read, of the `UpdateOutput` of each update; None leaves
+            it the `UpdateOutput` itself. Called once an update, before GRADIENTS_READY. `state.update_output` is always the
+            record.
         options: the rare settings, such as `UpdateOptions(reduction="explicit", on_nonfinite="skip")`; None means the defaults.
 
     Returns:
@@ -107,6 +114,7 @@ def create_trainer(
     _check_model(model)
     _check_optimizer(model, optimizer)
     check_forward(forward)
+    _check_transform(output_transform)
     if max_grad_norm is not None:
         real_number("max_grad_norm", max_grad_norm, above=0)
     if options.create_graph:
@@ -139,7 +147,7 @@ def create_trainer(
     grouping = MicroBatchGrouping(accumulation_steps, options.uneven, synchronised_norm=_synchronised_norm(model))
     parts = {"model": reduction.module, "optimizer": optimizer}
     description = _description(accumulation_steps, max_grad_norm, precision, options.reduction)
-    trainer = Trainer(update, grouping, parts, description, carried)
+    trainer = Trainer(update, grouping, parts, description, carried, output_transform)
     return protect_ranks(refuse_sparse_gradients(warn_of_misdeclared_loss(trainer), model), protect, model)
 
 
@@ -152,7 +160,7 @@ def create_supervised_trainer(
     non_blocking: bool = False,
     prepare_batch: Callable[..., tuple[Any, Any]] = _prepare_batch,  # type: ignore[assignment]
     model_transform: Callable[[Any], Any] = lambda output: output,
-    output_transform: None = None,
+    output_transform: Callable[[Any, Any, Any, Any], Any] | None = None,
     deterministic: bool = False,
     amp_mode: Literal["amp"] | None = None,
     scaler: bool = False,
@@ -179,8 +187,13 @@ def create_supervised_trainer(
         non_blocking: handed to `prepare_batch`.
         prepare_batch: `prepare_batch(batch, device=, non_blocking=)` returns `(x, y)`.
         model_transform: applied to what the model returns.
-        output_transform: not supported: `state.output` is an `UpdateOutput`.
-        deterministic: not supported: call `torch.use_deterministic_algorithms(True)`.
+        output_transform: `output_transform(x, y, y_pred, loss)` makes `state.output`: of the last micro-batch of the update on
+            this rank, detached, and of the mean loss of the update over all micro-batches and ranks, a number (with `item()`,
+            as Ignite's functions expect). None makes it that loss as a float, and holds no predictions. A rank without a
+            micro-batch in this update has None for the first three; after a resume `state.output` is None until an update.
+        deterministic: True has each run call `torch.use_deterministic_algorithms(True, warn_only=True)` and switch off cuDNN's
+            benchmark, where there is CUDA, as Ignite's DeterministicEngine does. The order of the data, and random numbers
+            after a resume, are those of a run without a break anyway: see `ResumableLoader`.
         amp_mode: `"amp"` is Ignite's name for `precision="fp16"`.
         scaler: True scales the loss by `TorchLossScaling()`.
         gradient_accumulation_steps: `create_trainer`'s `accumulation_steps`.
@@ -198,12 +211,9 @@ def create_supervised_trainer(
     Raises:
         TypeError, ValueError: as `create_trainer`, and for what is not supported.
     """
-    if output_transform is not None:
-        raise ValueError(
-            "output_transform must be None: state.output is an UpdateOutput; return logs from create_trainer's forward"
-        )
-    if deterministic is not False:
-        raise ValueError("deterministic must be False: call torch.use_deterministic_algorithms(True) and give samplers a seed")
+    _check_transform(output_transform)
+    if not isinstance(deterministic, bool):
+        raise TypeError(f"deterministic must be True or False, got {describe(deterministic)}")
     if not isinstance(scaler, bool):
         raise TypeError(f"scaler must be a bool, got {type(scaler).__name__}; pass loss_scaling=TorchLossScaling(...)")
     if amp_mode is not None:
@@ -213,10 +223,14 @@ def create_supervised_trainer(
     if not callable(loss_fn):
         raise TypeError(f"loss_fn must be callable as loss_fn(y_pred, y), got {loss_fn!r}")
     is_sum = isinstance(loss_fn, nn.modules.loss._Loss) and loss_fn.reduction == "sum"
+    last = None if output_transform is None else _LastMicroBatch(output_transform)
 
     def forward(model: nn.Module, batch: Any) -> ForwardOutput:
         x, y = prepare_batch(batch, device=device, non_blocking=non_blocking)
-        loss = loss_fn(model_transform(model_fn(model, x)), y)
+        y_pred = model_transform(model_fn(model, x))
+        if last is not None:
+            last.hold(x, y, y_pred)
+        loss = loss_fn(y_pred, y)
         return ForwardOutput(loss if is_sum else loss * len(y), sample_size=len(y))
 
     scaling = TorchLossScaling() if scaler and loss_scaling is None else loss_scaling
@@ -232,9 +246,59 @@ def create_supervised_trainer(
         loss_scaling=scaling,
         compile=compile,
         protect=protect,
+        output_transform=_loss_of if last is None else last,
         options=options,
     )
+    if last is not None:
+        trainer.add_event_handler(TrainEvents.FORWARD_COMPLETED, last.keep)
+    if deterministic:
+        trainer.add_event_handler(Events.STARTED, _use_deterministic_algorithms)
     return _refuse_other_than_pairs(trainer) if prepare_batch is _prepare_batch else trainer
+
+
+class _LastMicroBatch:
+    """Makes `state.output` by Ignite's `output_transform(x, y, y_pred, loss)`; holds a micro-batch until then.
+
+    Args:
+        transform: the user's function.
+    """
+
+    def __init__(self, transform: Callable[[Any, Any, Any, Any], Any]) -> None:
+        self._transform = transform
+        self._latest: tuple[Any, Any, Any] = (None, None, None)
+        self._held: tuple[Any, Any, Any] | None = None
+
+    def hold(self, x: Any, y: Any, y_pred: Any) -> None:
+        """Holds what forward has run on, without the graph of the prediction. That may be a placeholder."""
+        self._latest = x, y, pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, y_pred)
+
+    def keep(self) -> None:
+        """Called at FORWARD_COMPLETED: what is held counts, and takes the place of the one before."""
+        self._held, self._latest = self._latest, (None, None, None)
+
+    def __call__(self, output: UpdateOutput) -> Any:
+        """Called once an update. None where this process has run no micro-batch yet, as after a resume."""
+        if self._held is None:
+            return None
+        held, self._held = self._held, (None, None, None)
+        self._latest = self._held
+        return self._transform(*held, np.float64(output.loss))
+
+
+def _loss_of(output: UpdateOutput) -> float:
+    return output.loss
+
+
+def _use_deterministic_algorithms() -> None:
+    """As Ignite's DeterministicEngine does when a run starts."""
+    if torch.cuda.is_available():
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.backends.cudnn.benchmark = False
+
+
+def _check_transform(transform: Any) -> None:
+    if transform is not None and not callable(transform):
+        raise TypeError(f"output_transform must be a function, or None, got {describe(transform)}")
 
 
 def _refuse_other_than_pairs(trainer: Trainer) -> Trainer:

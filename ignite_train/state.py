@@ -81,7 +81,9 @@ class TrainState(_Carrying):
         batch: the group of this update: a list of micro-batches.
         forward_output: what `forward` returned for the running micro-batch; None outside of it.
         update_output: the record of the latest update, set before GRADIENTS_READY; None before the first.
-        output: what Ignite's handlers read: the same `UpdateOutput`.
+        output: what Ignite's handlers read: what `output_transform` made of `update_output`; by default the same object, and
+            with `create_supervised_trainer` the loss. After a resume it is made of the record that was saved; it is None until
+            the first update where `output_transform` needs a micro-batch too.
         metrics: numbers that handlers publish, by name.
         carried: what forward carries from micro-batch to micro-batch on this rank; see `Carried`.
     """

@@ -27,17 +27,21 @@ from ignite_train.ranks import collectives
 from ignite_train.ranks.messages import Outgoing, Piggyback, RankRequests
 from ignite_train.state import TrainState, UpdateOutput
 
-__all__ = ["DefaultHandler", "Process", "Trainer"]
+__all__ = ["DefaultHandler", "OutputTransform", "Process", "Trainer"]
 
 _COUNTERS = ("iteration", "num_steps", "num_skipped", "num_micro_batches")
 _LIMITS = ("epoch_length", "max_epochs", "max_iters")
 
 
+OutputTransform = Callable[[UpdateOutput], Any]
+"""Makes `state.output` of the record of an update."""
+
+
 class Process(Protocol):
     """The update as its trainer sees it; see `Update`, the one there is."""
 
-    def __call__(self, trainer: Trainer, micro_batches: list[Any]) -> UpdateOutput:
-        """Does one update."""
+    def __call__(self, trainer: Trainer, micro_batches: list[Any]) -> Any:
+        """Does one update, and returns what becomes `state.output`."""
 
     def named_gradients(self) -> dict[str, Tensor]:
         """The gradients in GRADIENTS_READY."""
@@ -78,6 +82,7 @@ class Trainer(Loop):
         parts: Mapping[str, Any] | None = None,
         settings: Mapping[str, Any] | None = None,
         carried: Carried | None = None,
+        output_transform: OutputTransform | None = None,
     ) -> None:
         super().__init__(update)
         self.state = TrainState(carried)
@@ -89,6 +94,7 @@ class Trainer(Loop):
         self._resume_with: Callable[[str | Path], AbstractContextManager[None]] | None = None  # of a `Checkpoint`
         self.defaults: list[DefaultHandler] = []
         self._update, self._open_groups = update, open_groups
+        self._output_transform = output_transform
         self._groups: Groups | None = None  # of the pass that is running or ran last
         self._position: Mapping[str, Any] = {}  # in the data, where no pass has been made since it was loaded
         self._on_changed_data = "raise"
@@ -226,6 +232,18 @@ class Trainer(Loop):
         else:
             self._requests.interrupt = True
 
+    def _publish(self, output: UpdateOutput) -> None:
+        """Puts the record of an update, and what the output transform makes of it, into the state."""
+        self.state.update_output = output
+        self.state.output = output if self._output_transform is None else self._output_transform(output)
+
+    def _amend(self, output: UpdateOutput) -> UpdateOutput:
+        """Replaces the record that was published; the output transform is called once an update, and not again."""
+        if self.state.output is self.state.update_output:
+            self.state.output = output
+        self.state.update_output = output
+        return output
+
     def _finish_update(self, requests: RankRequests, *, applied: bool) -> None:
         """Counts an update that has had its effect, fires its last event, and does what the ranks asked for together."""
         if requests.stop:
@@ -336,6 +354,7 @@ class Trainer(Loop):
         if self._stream is not None:  # its place is to be found again
             self._stream = self._as_stream(self._stream.data, self._stream.updates_per_epoch)
         self._epoch_started = self._interrupted = False
+        self.state.update_output = self.state.output = None  # a checkpoint puts its record back after this
         for key in (*_COUNTERS, *_LIMITS, *self.state_dict_user_keys):
             setattr(self.state, key, state_dict[key])
         self._epoch_iteration, self._ended = state_dict["epoch_iteration"], bool(state_dict["ended"])

@@ -208,6 +208,7 @@ def test_settings_of_update_options(case):
 @cases(
     Case("mapping", {"options": {"uneven": "all"}}, TypeError, "options", "UpdateOptions(...)", "'uneven'"),
     Case("class", {"options": UpdateOptions}, TypeError, "options", "UpdateOptions(...)", "class"),
+    Case("transform", {"output_transform": 3}, TypeError, "output_transform", "a function", "3 of type int"),
     Case("misplaced", {"on_nonfinite": "skip"}, TypeError, "on_nonfinite", "options=UpdateOptions(on_nonfinite=...)"),
     Case("unknown", {"on_nonfinit": "skip"}, TypeError, "on_nonfinit"),
 )
@@ -232,8 +233,8 @@ def supervised(**changes: Any) -> Callable[[], Any]:
 
 
 @cases(
-    Case("output-transform", supervised(output_transform=lambda *_: 0), ValueError, "output_transform", "None", "logs"),
-    Case("deterministic", supervised(deterministic=True), ValueError, "deterministic", "use_deterministic_algorithms(True)"),
+    Case("output-transform", supervised(output_transform="loss"), TypeError, "output_transform", "a function", "'loss'"),
+    Case("deterministic", supervised(deterministic=1), TypeError, "deterministic", "True or False", "1 of type int"),
     Case("scaler", supervised(scaler=torch.amp.GradScaler("cpu")), TypeError, "scaler", "GradScaler", "loss_scaling="),
     Case("amp-apex", supervised(amp_mode="apex"), ValueError, "amp_mode", "'apex'", "'amp'"),
     Case("amp-beside", supervised(amp_mode="amp", precision="bf16"), ValueError, "amp_mode", "precision='bf16'", "one of them"),

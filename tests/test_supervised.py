@@ -99,7 +99,7 @@ def test_the_reported_loss_is_the_mean_over_the_samples() -> None:
     trainer = create_supervised_trainer(
         model, torch.optim.SGD(model.parameters(), lr=RATE), mse_loss, gradient_accumulation_steps=4
     )
-    output = trainer.run(pairs(), max_epochs=1).output
+    output = trainer.run(pairs(), max_epochs=1).update_output
     x, y = (torch.cat(parts) for parts in zip(*pairs(), strict=True))
     assert output is not None
     assert output.loss == pytest.approx(float((x @ linear().weight.detach().T - y).square().mean()), rel=1e-13)
@@ -207,7 +207,7 @@ def test_precision_and_loss_scaling(arguments: dict[str, Any], scale: float, dty
     with torch.no_grad():
         model.weight.mul_(1 / 64)
     trainer.run(small[:1], max_epochs=1)
-    output = trainer.state.output
+    output = trainer.state.update_output
     assert output is not None
     assert (computed, output.loss_scale, output.applied) == ([dtype], scale, True)
     x, y = (part.double() for part in small[0])

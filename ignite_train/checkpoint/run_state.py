@@ -90,7 +90,8 @@ class RunState:
         state.carried.load_state_dict(self._own["trainer"].get("carried", Carried().state_dict()))
         for key in self._trainer.state_dict_user_keys:
             setattr(state, key, copy.deepcopy(self._own["trainer"][key]))
-        state.update_output = state.output = results["output"] and UpdateOutput(**results["output"])
+        if results["output"]:
+            self._trainer._publish(UpdateOutput(**results["output"]))
         state.metrics = copy.deepcopy(results["metrics"])
         for name, entry in self._objects.shared.items():
             _load(entry, self._shared[name])

@@ -77,8 +77,16 @@ class Update:
             loss_scaling=self.loss_scaling,
         )
 
-    def __call__(self, trainer: Trainer, micro_batches: list[Any]) -> UpdateOutput:
-        """Runs one update. `micro_batches` is empty on a rank whose data has run out while others have some. Collective."""
+    def __call__(self, trainer: Trainer, micro_batches: list[Any]) -> Any:
+        """Runs one update. Collective.
+
+        Args:
+            trainer: whose update it is.
+            micro_batches: the group; empty on a rank whose data has run out while others have some.
+
+        Returns:
+            What the trainer's output transform has made of the update's record.
+        """
         micro_batches_before = trainer.state.num_micro_batches
         try:
             self._begin(trainer, micro_batches)
@@ -93,7 +101,7 @@ class Update:
             self._discard(error)
             raise
         trainer._finish_update(totals.requests, applied=output.applied)
-        return output
+        return trainer.state.output
 
     def named_gradients(self) -> dict[str, Tensor]:
         """See `Trainer.gradients`."""
@@ -180,14 +188,13 @@ class Update:
     def _show_gradients(self, trainer: Trainer, totals: Totals, decision: Decision) -> UpdateOutput:
         """Publishes the record of the update and lets handlers read the gradients; they may set the learning rates too."""
         output = self._record(totals, decision)
-        trainer.state.update_output = trainer.state.output = output
+        trainer._publish(output)
         if totals.num_out_of_memory:
             trainer.fire_event(TrainEvents.OUT_OF_MEMORY)
         with self.gradients.readable(decision.mean_factor):
             trainer.fire_event(TrainEvents.GRADIENTS_READY)
         if (rates := self.learning_rates()) != output.learning_rates:
-            output = replace(output, learning_rates=rates)
-            trainer.state.update_output = trainer.state.output = output
+            output = trainer._amend(replace(output, learning_rates=rates))
         return output
 
     def _record(self, totals: Totals, decision: Decision) -> UpdateOutput:
