@@ -250,7 +250,7 @@ def train_replicas(backward: bool) -> tuple[list[float], int]:
 
 def test_on_plain_replicas():
     """The ranks end alike, and where they end without it; also the one that has no data in the last update."""
-    plain, traced = (run_ranks(train_replicas, backward, timeout_seconds=60.0) for backward in (False, True))
+    plain, traced = (run_ranks(train_replicas, backward) for backward in (False, True))
 
     assert traced[0][0] == traced[1][0]
     assert traced[0][0] == pytest.approx(plain[0][0], rel=1e-12)

@@ -22,6 +22,7 @@ from ignite_train import CheckpointError, ForwardOutput, ResumableLoader, create
 from ignite_train.checkpoint.inspection import consolidate, verify
 from ignite_train.handlers import Checkpoint
 from ranks import run_ranks
+from tiers import slow
 
 
 class InjectedError(Exception):
@@ -119,7 +120,7 @@ def load(directory: str, way: str) -> dict[str, Any]:
     return {"model": whole(model.state_dict()), "optimizer": whole(optimizer.state_dict()), "update": trainer.state.iteration}
 
 
-@pytest.mark.parametrize(("way", "world_size", "stop"), [("fsdp", 2, 6), ("ddp", 2, 5), ("hsdp", 4, 4)])
+@pytest.mark.parametrize(("way", "world_size", "stop"), [("fsdp", 2, 6), slow("ddp", 2, 5), slow("hsdp", 4, 4)])
 def test_resumes_in_the_middle_of_an_epoch(way: str, world_size: int, stop: int, tmp_path: Path) -> None:
     """Broken off in an update of the second epoch, and built anew: all shards, moments, losses and generators are right."""
     expected = run_ranks(train, None, way, 0, None, world_size=world_size, timeout_seconds=60)
@@ -134,11 +135,11 @@ def test_resumes_in_the_middle_of_an_epoch(way: str, world_size: int, stop: int,
 
 @pytest.mark.parametrize(("first", "ranks", "second", "others"), [
     ("fsdp", 2, "none", 1),
-    ("none", 1, "fsdp", 2),
+    slow("none", 1, "fsdp", 2),
     ("fsdp", 2, "fsdp", 3),
-    ("fsdp", 3, "ddp", 2),
-    ("hsdp", 4, "none", 1),
-    ("ddp", 2, "hsdp", 4),
+    slow("fsdp", 3, "ddp", 2),
+    slow("hsdp", 4, "none", 1),
+    slow("ddp", 2, "hsdp", 4),
 ])  # fmt: skip
 def test_any_sharding_reads_any_other(first: str, ranks: int, second: str, others: int, tmp_path: Path) -> None:
     """Parameters, buffers and moments are the same numbers, and back in the first sharding they still are."""

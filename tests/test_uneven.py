@@ -28,6 +28,7 @@ from ignite_train import (
     create_trainer,
 )
 from ranks import run_ranks
+from tiers import only
 from update_options import with_options
 
 SIZE = 4  # samples of a micro-batch: all_gather wants the same everywhere
@@ -162,7 +163,7 @@ def draw_after(forwards: int) -> float:
 
 @LOADERS
 @pytest.mark.parametrize("way", [*WAYS, "fsdp"])
-@pytest.mark.parametrize("accumulation_steps", [1, 2, 3])
+@pytest.mark.parametrize("accumulation_steps", only([2], [1, 2, 3]))
 def test_a_placeholder_keeps_ranks_in_step(accumulation_steps: int, way: str, sized: bool) -> None:
     """3 and 2 micro-batches: the update is the gradient of the losses that count, which have seen a placeholder, by hand.
 
@@ -269,7 +270,7 @@ def one_bad(way: str, counts: tuple[int, int], bad: tuple[int, int], scaled: boo
     return {"steps": trainer.state.num_steps, "skips": trainer.state.num_skipped, "parameters": numbers(model)}
 
 
-@pytest.mark.parametrize("scaled", [False, True], ids=["unscaled", "scaled"])
+@pytest.mark.parametrize("scaled", only([True], [False, True]), ids=["unscaled", "scaled"])
 @pytest.mark.parametrize("way", ["ddp", "explicit", "ddp-replay", "explicit-replay", "fsdp"])
 @pytest.mark.parametrize(
     ("counts", "bad"),
