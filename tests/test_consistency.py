@@ -632,7 +632,7 @@ def test_shards_that_several_ranks_hold_are_compared(part: Any, victims: list[in
 def test_with_three_copies_of_a_shard_the_rank_that_differs_is_named(
     monkeypatch: Any, digests: list[int], whole: list[int], expected: Any
 ) -> None:
-    """Six ranks in three copies of two shards, of which ranks 0, 2 and 4 hold the first: copies are compared with their like."""
+    """Six ranks in three copies of two shards, of which ranks 0, 2 and 4 hold the first: each is compared with its like."""
     shards = [_Shard(part=(rank % 2,), copy=(rank // 2,), copies=3) for rank in range(6)]
     checks = [_Check(1, {"bias": whole[rank]}, {"weight": digests[rank]}, shards[rank]) for rank in range(6)]
     monkeypatch.setattr("ignite_train.ranks.collectives.gather_objects", lambda _: checks)
