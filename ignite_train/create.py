@@ -34,7 +34,7 @@ from ignite_train.update.loss_declaration import warn_of_misdeclared_loss
 from ignite_train.update.loss_scaling import LossScaling, NoLossScaling, TorchLossScaling
 from ignite_train.update.out_of_memory import OnOutOfMemory, RaiseOutOfMemory, RecoverFromOutOfMemory, Recovery
 from ignite_train.update.queued_step import QueuedStep
-from ignite_train.update.sparse_gradients import refuse_sparse_shards
+from ignite_train.update.sparse_gradients import refuse_sparse_gradients
 from ignite_train.update.update import Update
 
 __all__ = ["create_supervised_trainer", "create_trainer"]
@@ -149,7 +149,7 @@ def create_trainer(
     settings = _settings(accumulation_steps, max_grad_norm, precision, reduction)
     grouping = MicroBatchGrouping(accumulation_steps, uneven, synchronised_norm=_synchronised_norm(model))
     trainer = Trainer(update, grouping, {"model": way.module, "optimizer": optimizer}, settings, carried)
-    return protect_ranks(refuse_sparse_shards(warn_of_misdeclared_loss(trainer), model), protect, model)
+    return protect_ranks(refuse_sparse_gradients(warn_of_misdeclared_loss(trainer), model), protect, model)
 
 
 def create_supervised_trainer(

@@ -12,10 +12,13 @@ from ignite_train.errors import SparseGradientError
 from ignite_train.events import TrainEvents
 from ignite_train.trainer import Trainer
 
-__all__ = ["refuse_sparse_shards"]
+__all__ = ["refuse_sparse_gradients"]
+
+_EMBEDDINGS = ("EmbeddingBackward0", "EmbeddingBagBackward0")
+_LEAF = "torch::autograd::AccumulateGrad"
 
 
-def refuse_sparse_shards(trainer: Trainer, model: nn.Module) -> Trainer:
+def refuse_sparse_gradients(trainer: Trainer, model: nn.Module) -> Trainer:
     """Has `trainer` raise a `SparseGradientError` before its first backward, if `fully_shard` was applied to `model`.
 
     FSDP2 fails inside backward over a sparse gradient and then has it no more, so that the parameter could not be named. In all
@@ -42,7 +45,7 @@ def _sparse_leaves(loss: Tensor) -> Iterator[Tensor]:
     while nodes:
         node = nodes.pop()
         below = [] if node is None else [child for child, _ in node.next_functions if child is not None]
-        if getattr(node, "_saved_sparse", False) and below and hasattr(below[0], "variable"):
+        if node is not None and node.name() in _EMBEDDINGS and node._saved_sparse and below[0].name() == _LEAF:
             yield below[0].variable
         nodes += [child for child in below if child not in seen]
         seen.update(below)
