@@ -154,8 +154,9 @@ def test_at_the_beginning_of_an_epoch_any_change_is_listed(case: str, tmp_path: 
         (lambda: resumable(shuffle=False), lambda: resumable(50, shuffle=False), "samples: 48 -> 50", 50),
         (lambda: plain(shuffle=False), lambda: stateful(shuffle=False), "loader: 'DataLoader' -> 'StatefulDataLoader'", 48),
         (lambda: plain(47), lambda: plain(47, drop_last=True), "drop_last: False -> True", 44),
+        (lambda: resumable(shuffle=False), lambda: resumable(shuffle=False, seed=4), "seed: 3 -> 4", 48),
     ],
-    ids=["longer, in order", "longer resumable, in order", "another loader, in order", "drop_last"],
+    ids=["longer, in order", "longer resumable, in order", "another loader, in order", "drop_last", "seed, in order"],
 )
 def test_a_harmless_change_is_a_warning(before: Any, after: Any, message: str, uses: int, tmp_path: Path, caplog: Any) -> None:
     """The rest of the epoch is what the new loader has left: nothing is missed, nothing used twice."""

@@ -14,6 +14,9 @@ from ignite_train.trainer import Trainer
 
 __all__ = ["refuse_sparse_gradients"]
 
+_EMBEDDINGS = ("EmbeddingBackward0", "EmbeddingBagBackward0")
+_LEAF = "torch::autograd::AccumulateGrad"
+
 
 def refuse_sparse_gradients(trainer: Trainer, model: nn.Module) -> Trainer:
     """Has `trainer` raise a `SparseGradientError` before its first backward, if `fully_shard` was applied to `model`.
@@ -42,14 +45,10 @@ def _sparse_leaves(loss: Tensor) -> Iterator[Tensor]:
     while nodes:
         node = nodes.pop()
         below = [] if node is None else [child for child, _ in node.next_functions if child is not None]
-        if node is not None and node.name().startswith("Embedding") and node._saved_sparse and _is_leaf(below):
+        if node is not None and node.name() in _EMBEDDINGS and node._saved_sparse and below[0].name() == _LEAF:
             yield below[0].variable
         nodes += [child for child in below if child not in seen]
         seen.update(below)
-
-
-def _is_leaf(below: list[Any]) -> bool:
-    return bool(below) and below[0].name().endswith("AccumulateGrad")
 
 
 def _names(model: nn.Module, leaf: Tensor) -> list[str]:
