@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import logging
+import re
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from ignite.engine import Events, RemovableEventHandle
-from ignite.handlers import TensorboardLogger
+from ignite.engine import Engine, Events, RemovableEventHandle
 
-from ignite_train.arguments import describe
+from ignite_train.arguments import describe, one_of
+from ignite_train.checkpoint.config import versions
 from ignite_train.evaluator import Evaluator
 from ignite_train.events import Event
 from ignite_train.handler import Handler
+from ignite_train.metrics import grouped_metric, grouped_metrics
 from ignite_train.ranks import collectives
 from ignite_train.trainer import Trainer
 
@@ -25,14 +29,25 @@ _PATIENCE_SECONDS = 2.0  # for a second to pass
 
 
 class TensorBoard(Handler):
-    """Writes `trainer.state.metrics` as scalars over the number of the update, by Ignite's logger. On rank 0 only.
+    """Writes `trainer.state.metrics` as scalars over the number of the update. On rank 0 only.
 
-    A run that goes on, from a checkpoint or from its beginning, shows each point once: those that an earlier process wrote
+    Scalars have the groups `train/`, `optimizer/` and `speed/`, those of an evaluator its tag, `validation/` say. The tab
+    "custom scalars" shows the training and each evaluation in one chart, metric by metric; the tabs "text" and "hparams" have
+    `config`, how the trainer was made, and the versions of what it runs on. The points that are written together are one event.
+
+    A run that resumes, from a checkpoint or from its beginning, shows each point once: those that an earlier process wrote
     after the place where this one takes over are hidden. All that was written before a checkpoint is with the operating
-    system when the checkpoint is.
+    system when the checkpoint is. A metric that is not a single number becomes several, or is left out with one warning.
 
     Args:
         log_dir: a directory, of one run; `tensorboard --logdir` opens it.
+        config: the hyper-parameters: plain values by name, which may be nested.
+        on_error: what happens when the points cannot be written, because the disk is full, say: `"warn"` and train without
+            them, or `"raise"`, which ends the run on all ranks.
+
+    Raises:
+        TypeError: `log_dir` is not a path.
+        ValueError: `on_error` is another one.
 
     Example:
         >>> from ignite_train.handlers import TensorBoard, TrainingMetrics
@@ -44,16 +59,34 @@ class TensorBoard(Handler):
         1
     """
 
-    def __init__(self, log_dir: str | Path) -> None:
+    def __init__(
+        self,
+        log_dir: str | Path,
+        *,
+        config: Mapping[str, Any] | None = None,
+        on_error: Literal["warn", "raise"] = "warn",
+    ) -> None:
         if not isinstance(log_dir, (str, Path)):
             raise TypeError(f"log_dir must be a path of a directory, got {describe(log_dir)}")
-        self.log_dir = Path(log_dir)
-        self._logger: Any = None  # made when there is something to write
+        self.log_dir, self.config = Path(log_dir), dict(config or {})
+        self.on_error = one_of("on_error", on_error, ("warn", "raise"))
+        self._trainer: Trainer | None = None
+        self._tags: list[str] = []  # of the evaluators
+        self._writer: Any = None  # made when there is something to write
         self._begin: int | None = None  # the update after which this process took over
         self._loaded = False
+        self._is_described = False  # the texts are in a file
+        self._has_layout = False  # the charts are; TensorBoard takes the first layout that it finds
         self._written: int | None = None
         self._latest: int | None = None  # the update of the latest points, which are
         self._points: dict[str, float] = {}
+        self._failures = 0
+        self._left_out: set[str] = set()
+
+    @property
+    def files(self) -> list[Path]:
+        """The directory."""
+        return [self.log_dir]
 
     def attach(
         self,
@@ -63,11 +96,18 @@ class TensorBoard(Handler):
         evaluator: Evaluator | None = None,
         tag: str = "validation",
     ) -> RemovableEventHandle | None:
-        """Writes at `event` and, as `tag/...`, what `evaluator` finds when it has run."""
+        """Writes at `event`, at the end of the run, and, as `tag/...`, what `evaluator` finds when it has run.
+
+        A second call with the same trainer adds the evaluator only.
+        """
         if not collectives.is_main_rank():
             return None
         if evaluator is not None:
+            self._tags.append(tag)
             evaluator.add_event_handler(Events.COMPLETED, self._write_evaluation, trainer, tag)
+        if self._trainer is trainer:
+            return None
+        self._trainer = trainer
         trainer.prepend_event_handler(Events.STARTED, self._note_begin)
         trainer.add_event_handler(Events.COMPLETED, self._write_rest)
         trainer.add_event_handler(Events.TERMINATE, self._flush)
@@ -75,42 +115,65 @@ class TensorBoard(Handler):
         return trainer.add_event_handler(event, self)
 
     def __call__(self, trainer: Trainer) -> None:
-        """Writes the metrics as they are."""
+        """Writes the metrics as they are.
+
+        Raises:
+            OSError: they cannot be written, and `on_error` is `"raise"`.
+        """
         self._written = trainer.state.iteration
-        for name, value in trainer.state.metrics.items():
-            self._write(trainer, name, float(value))
+        self._write(trainer, grouped_metrics(trainer.state.metrics, self._left_out))
 
     def state_dict(self) -> dict[str, Any]:
         """The latest points and their update. What was written so far leaves this process first."""
         self._flush()
-        return {"written": self._written, "latest": self._latest, "points": dict(self._points)}
+        latest = {"written": self._written, "latest": self._latest, "points": dict(self._points)}
+        return {**latest, "is_described": self._is_described, "has_layout": self._has_layout}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes them over: points of the same update that were written after the state was taken are hidden too."""
         self._written, self._latest = state_dict["written"], state_dict["latest"]
         self._points, self._loaded = dict(state_dict["points"]), True
-        if self._logger is not None:
-            self._logger.close()
-        self._logger = None
+        self._is_described = bool(state_dict.get("is_described"))  # earlier versions described nothing
+        self._has_layout = bool(state_dict.get("has_layout"))
+        self._close()
 
-    def _write(self, trainer: Trainer, name: str, value: float) -> None:
+    # --- points -----------------------------------------------------------------------------------------------------------
+
+    def _write(self, trainer: Trainer, points: Mapping[str, float]) -> None:
+        """Writes `points` of the running update as one event."""
         update = trainer.state.iteration
-        if self._logger is None:
-            self._open(update)
-        if update != self._latest:
-            self._latest, self._points = update, {}
-        self._points[name] = value
-        self._logger.writer.add_scalar(name, value, update)
+        if not points:
+            return
+        try:
+            if self._writer is None:
+                self._open(trainer, update)
+            if update != self._latest:
+                self._latest, self._points = update, {}
+            self._put(points, update)
+            self._points |= points
+        except OSError as error:
+            self._fail(error)
 
-    def _open(self, update: int) -> None:
+    def _put(self, points: Mapping[str, float], update: int) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in points.items()]
+        self._writer.file_writer.add_summary(Summary(value=values), update)
+
+    def _open(self, trainer: Trainer, update: int) -> None:
         """Hides what was written after the beginning, and writes once more what was written there before the checkpoint."""
+        from torch.utils.tensorboard import SummaryWriter
+
         begin = update if self._begin is None else self._begin
         hidden_from = begin if self._loaded or begin == 0 else begin + 1
+        # TensorBoard hides scalars and no texts: those of an earlier process are shown, and not written again.
+        self._is_described = self._is_described or any(self.log_dir.glob("events.out.tfevents.*"))
         self._wait_for_a_later_name()
-        self._logger = TensorboardLogger(log_dir=str(self.log_dir), purge_step=hidden_from)
-        if self._loaded and self._latest == begin:
-            for name, value in self._points.items():
-                self._logger.writer.add_scalar(name, value, begin)
+        self._writer = SummaryWriter(str(self.log_dir), purge_step=hidden_from)
+        if not self._is_described:
+            self._describe(trainer)
+        if self._loaded and self._latest == begin and self._points:
+            self._put(self._points, begin)
 
     def _wait_for_a_later_name(self) -> None:
         """TensorBoard reads files in the order of their names, which begin with the second in which they were made."""
@@ -123,12 +186,14 @@ class TensorBoard(Handler):
             time.sleep(rest)
 
     def _note_begin(self, trainer: Trainer) -> None:
-        if self._logger is None:
+        if self._writer is None:
             self._begin = trainer.state.iteration
 
-    def _write_evaluation(self, evaluator: Evaluator, trainer: Trainer, tag: str) -> None:
-        for name, value in evaluator.state.metrics.items():
-            self._write(trainer, f"{tag}/{name}", float(value))
+    def _write_evaluation(self, evaluator: Engine, trainer: Trainer, tag: str) -> None:
+        points = grouped_metrics(evaluator.state.metrics, self._left_out, tag)
+        self._write(trainer, points)
+        if not self._has_layout and self._writer is not None:
+            self._lay_out([name.removeprefix(f"{tag}/") for name in points], trainer.state.iteration)
 
     def _write_rest(self, trainer: Trainer) -> None:
         """What was published after the last time, at the end of the run."""
@@ -136,9 +201,71 @@ class TensorBoard(Handler):
             self(trainer)
         self._flush()
 
+    # --- what is written once ---------------------------------------------------------------------------------------------
+
+    def _describe(self, trainer: Trainer) -> None:
+        """The tabs "text" and "hparams"."""
+        from torch.utils.tensorboard.summary import hparams
+
+        settings = {**dict(_flat("", self.config)), **dict(_flat("trainer", trainer._description))}
+        environment = {**versions(), "ranks": collectives.world_size(), "command": " ".join(sys.argv)}
+        for tag, entries in (("config", settings), ("environment", environment)):
+            table = "".join(f"| {name} | `{value}` |\n" for name, value in entries.items())
+            self._writer.add_text(tag, f"| name | value |\n| --- | --- |\n{table}", 0)
+        results = dict.fromkeys([grouped_metric("loss"), *(f"{tag}/loss" for tag in self._tags)], 0.0)
+        for summary in hparams(settings, results):  # type: ignore[no-untyped-call]
+            self._writer.file_writer.add_summary(summary, 0)
+        self._writer.flush()
+        self._is_described = True
+
+    def _lay_out(self, names: list[str], update: int) -> None:
+        """The tab "custom scalars": a chart for each metric, with a line of the training and one of each evaluator."""
+        from torch.utils.tensorboard.summary import custom_scalars
+
+        charts = {}
+        for name in names:
+            tags = [grouped_metric(name), *(f"{tag}/{name}" for tag in self._tags)]
+            charts[name] = ["Multiline", [f"^{re.escape(tag)}$" for tag in tags]]
+        try:
+            summary = custom_scalars({"training and evaluation": charts})  # type: ignore[no-untyped-call]
+            self._writer.file_writer.add_summary(summary, update)
+            self._has_layout = True
+        except OSError as error:
+            self._fail(error)
+
+    # --- the writer -------------------------------------------------------------------------------------------------------
+
     def _flush(self) -> None:
-        if self._logger is not None:
-            self._logger.writer.flush()
+        if self._writer is not None:
+            try:
+                self._writer.flush()
+            except OSError as error:
+                self._fail(error)
 
     def _flush_at_exception(self, _error: BaseException) -> None:
         self._flush()
+
+    def _fail(self, error: OSError) -> None:
+        """A writer that has failed once fails always: the next points go into a file of their own, which hides none."""
+        with suppress(OSError):
+            self._close()
+        self._writer, self._begin, self._loaded = None, self._latest, False
+        if self.on_error == "raise":
+            raise error
+        self._failures += 1
+        if self._failures & (self._failures - 1) == 0:  # the 1st, 2nd, 4th, 8th, ...
+            _logger.warning(f"points could not be written to {self.log_dir} ({error}); failures so far: {self._failures}")
+
+    def _close(self) -> None:
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
+
+
+def _flat(name: str, value: Any) -> Iterator[tuple[str, bool | int | float | str]]:
+    """Plain values under names with dots."""
+    if isinstance(value, Mapping):
+        for key, entry in value.items():
+            yield from _flat(f"{name}.{key}" if name else str(key), entry)
+    else:
+        yield name, value if isinstance(value, (bool, int, float, str)) else str(value)

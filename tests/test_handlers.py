@@ -7,12 +7,11 @@ import logging
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 from ignite.engine import Events
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
 import cuts
@@ -33,12 +32,10 @@ from ignite_train.handlers import (
     LearningRateSchedule,
     LossScaleLogger,
     MinLearningRate,
-    TensorBoard,
     TimeLimit,
     TrainingMetrics,
     Validation,
 )
-from ignite_train.metrics import TIMED_METRICS
 from update_options import with_options
 
 DATA = cuts.cut(cuts.samples(), [4, 12, 7, 9, 16, 16])  # six micro-batches
@@ -307,169 +304,6 @@ def test_time_limit_refuses(seconds: Any) -> None:
 
 
 # --- showing ---
-
-
-def test_tensorboard(tmp_path: Path) -> None:
-    """Every scalar is written once, at the number of its update, validation under its own tag."""
-    trainer, model, _ = make()
-    evaluator = create_evaluator(model, cuts.forward)
-    Validation(evaluator, DATA).attach(trainer)
-    expected: list[float] = []
-    TensorBoard(tmp_path).attach(trainer, Events.ITERATION_COMPLETED(every=2), evaluator=evaluator)
-    TrainingMetrics().attach(trainer, Events.ITERATION_COMPLETED(every=2))
-    trainer.add_event_handler(Events.ITERATION_COMPLETED(every=2), lambda: expected.append(trainer.state.metrics["loss"]))
-    trainer.run(DATA, max_epochs=2)
-    events = EventAccumulator(str(tmp_path))
-    events.Reload()
-    assert [scalar.step for scalar in events.Scalars("loss")] == [2, 4, 6, 8, 10, 12]
-    assert [scalar.value for scalar in events.Scalars("loss")] == pytest.approx(expected, rel=1e-6)
-    assert [scalar.step for scalar in events.Scalars("validation/loss")] == [6, 12]
-
-
-def test_tensorboard_has_the_end_of_the_run(tmp_path: Path) -> None:
-    """What is left of the last window is written when the run is over, and nothing is written twice."""
-    trainer, _, _ = make()
-    TensorBoard(tmp_path).attach(trainer, Events.ITERATION_COMPLETED(every=2))
-    TrainingMetrics().attach(trainer, Events.ITERATION_COMPLETED(every=2))
-    trainer.run(DATA, max_iters=5)
-    events = EventAccumulator(str(tmp_path))
-    events.Reload()
-    assert [scalar.step for scalar in events.Scalars("loss")] == [2, 4, 5]
-
-
-class Killed(BaseException):
-    """Stands for the end of a process."""
-
-
-def scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:
-    """All points as TensorBoard shows them, but for those that depend on the clock."""
-    events = EventAccumulator(str(directory))
-    events.Reload()
-    tags = {*events.Tags()["scalars"]} - TIMED_METRICS
-    return {tag: [(scalar.step, scalar.value) for scalar in events.Scalars(tag)] for tag in tags}
-
-
-def train_with_tensorboard(directory: Path, *, every: int, killed_at: Any = None) -> None:
-    """Two epochs of six updates with points at every update and after each epoch; flushes what it wrote when it is killed."""
-    trainer, model, _ = make()
-    evaluator = create_evaluator(model, cuts.forward)
-    Validation(evaluator, DATA).attach(trainer)
-    tensorboard = TensorBoard(directory / "points")
-    tensorboard.attach(trainer, Events.ITERATION_COMPLETED(every=1), evaluator=evaluator)
-    TrainingMetrics().attach(trainer, Events.ITERATION_COMPLETED(every=1))
-    Checkpoint(directory / "checkpoints", every=every, asynchronous=False).attach(trainer)
-    if killed_at is not None:
-
-        @trainer.on(killed_at)
-        def die() -> None:
-            raise Killed
-
-        with pytest.raises(Killed):
-            trainer.run(DATA, max_epochs=2)
-    else:
-        trainer.run(DATA, max_epochs=2)
-
-
-@pytest.mark.parametrize(
-    ("every", "killed_at"),
-    [
-        (2, Events.ITERATION_STARTED(once=2)),  # no checkpoint yet: begins anew
-        (2, Events.ITERATION_STARTED(once=4)),  # one point after the checkpoint
-        (3, Events.EPOCH_COMPLETED(once=1)),  # the checkpoint of update 6 has no validation, the points do
-        (4, Events.ITERATION_STARTED(once=8)),
-        (6, Events.ITERATION_STARTED(once=7)),
-        (6, Events.COMPLETED),
-    ],
-)
-def test_tensorboard_shows_each_point_once_when_a_run_goes_on(tmp_path: Path, every: int, killed_at: Any) -> None:
-    """What was written after the checkpoint and is written again is hidden; what was written before it is there."""
-    train_with_tensorboard(tmp_path / "whole", every=every)
-    expected = scalars(tmp_path / "whole/points")
-    assert [step for step, _ in expected["loss"]] == [*range(1, 13)]
-    assert [step for step, _ in expected["validation/loss"]] == [6, 12]
-    train_with_tensorboard(tmp_path / "killed", every=every, killed_at=killed_at)
-    train_with_tensorboard(tmp_path / "killed", every=every)
-    assert scalars(tmp_path / "killed/points") == expected
-
-
-class HoldingLogger:
-    """Its writer keeps what it is given until it is flushed, as a queue does when a process is killed."""
-
-    def __init__(self, **_options: Any) -> None:
-        self.writer, self.held, self.flushed = self, [], []
-        HoldingLogger.made = self
-
-    made: ClassVar[Any] = None
-
-    def add_scalar(self, name: str, _value: float, update: int) -> None:
-        self.held.append((name, update))
-
-    def flush(self) -> None:
-        self.flushed, self.held = self.flushed + self.held, []
-
-
-def test_tensorboard_has_what_was_written_before_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once it is committed, whatever happens: SIGKILL asks nobody to flush."""
-    monkeypatch.setattr("ignite_train.handlers.tensorboard.TensorboardLogger", HoldingLogger)
-    trainer, _, _ = make()
-    TensorBoard(tmp_path / "points").attach(trainer, Events.ITERATION_COMPLETED(every=1))
-    TrainingMetrics().attach(trainer, Events.ITERATION_COMPLETED(every=1))
-    checkpoint, seen = Checkpoint(tmp_path / "checkpoints", every=3, asynchronous=False), []
-    checkpoint.attach(trainer)
-
-    @trainer.on(Events.ITERATION_STARTED(once=6))
-    def look() -> None:
-        seen.append([update for name, update in HoldingLogger.made.flushed if name == "loss"])
-
-    trainer.run(DATA, max_epochs=1)
-    assert seen == [[1, 2, 3]]
-
-
-class FakeClock:
-    """Stands for the module `time`."""
-
-    def __init__(self, now: float) -> None:
-        self.now, self.slept = now, 0.0
-
-    def time(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        assert seconds > 0
-        self.now, self.slept = self.now + seconds / 2, self.slept + seconds / 2  # as a sleep may, it ends too early
-
-
-@pytest.mark.parametrize(
-    ("newest", "slept", "warns"),
-    [(None, 0.0, False), (1699999999, 0.0, False), (1700000000, 0.5, False), (1700000001, 1.5, False), (1700000009, 0.0, True)],
-    ids=["none", "earlier", "this second", "the next", "far ahead"],
-)
-def test_tensorboard_waits_for_a_later_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any, newest: int | None, slept: float, warns: bool
-) -> None:
-    """A file is made in a later second than the newest one, and with a word where that one is of a time to come."""
-    clock, made = FakeClock(1700000000.5), list[float]()
-    monkeypatch.setattr("ignite_train.handlers.tensorboard.time", clock)
-    monkeypatch.setattr(
-        "ignite_train.handlers.tensorboard.TensorboardLogger", lambda **_: made.append(clock.now) or HoldingLogger()
-    )
-    for name in ("1600000000.host.7.0", "abc.host", *([] if newest is None else [f"{newest}.host.1.0"])):
-        (tmp_path / f"events.out.tfevents.{name}").touch()
-    trainer, _, _ = make()
-    TensorBoard(tmp_path).attach(trainer, Events.ITERATION_COMPLETED(every=1))
-    TrainingMetrics().attach(trainer, Events.ITERATION_COMPLETED(every=1))
-    trainer.run(DATA, max_epochs=1)
-    assert clock.slept == pytest.approx(slept, abs=1e-6)
-    assert len(made) == 1
-    assert warns or made[0] >= (newest or 0) + 1
-    assert ("is of a time to come" in caplog.text) == warns
-
-
-def test_tensorboard_has_no_file_of_a_run_that_does_nothing(tmp_path: Path) -> None:
-    """A finished run that is started again leaves no trace."""
-    for _ in range(2):
-        train_with_tensorboard(tmp_path, every=4)
-    assert len(list((tmp_path / "points").iterdir())) == 1
 
 
 @pytest.mark.parametrize("groups", [1, 2])

@@ -1,0 +1,279 @@
+"""What TensorBoard shows of a run: groups, charts and texts; every point once, whatever happens to the process."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from ignite.engine import Events
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
+from tensorboard.util.tensor_util import make_ndarray
+
+import cuts
+from ignite_train import Evaluator, Trainer, create_evaluator, create_trainer
+from ignite_train.handlers import Checkpoint, TensorBoard, TrainingMetrics, Validation
+from ignite_train.metrics import TIMED_METRICS
+
+DATA = cuts.cut(cuts.samples(), [4, 12, 7, 9, 16, 16])  # six micro-batches
+EVERY = Events.ITERATION_COMPLETED
+
+
+def make() -> tuple[Trainer, Evaluator]:
+    model = cuts.linear()
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.05), cuts.forward)
+    evaluator = create_evaluator(model, cuts.forward)
+    Validation(evaluator, DATA).attach(trainer)
+    return trainer, evaluator
+
+
+def load(directory: Path) -> EventAccumulator:
+    events = EventAccumulator(str(directory), {"scalars": 0, "tensors": 0})
+    events.Reload()
+    return events
+
+
+def steps(events: EventAccumulator, tag: str) -> list[int]:
+    return [point.step for point in events.Scalars(tag)]
+
+
+def test_points_have_groups(tmp_path: Path) -> None:
+    """Every scalar is written once, at the number of its update; what is the user's own is beside the loss."""
+    trainer, evaluator = make()
+    expected: list[float] = []
+    TensorBoard(tmp_path).attach(trainer, EVERY(every=2), evaluator=evaluator)
+    TrainingMetrics().attach(trainer, EVERY(every=2))
+    trainer.add_event_handler(EVERY(every=2), lambda: expected.append(trainer.state.metrics["loss"]))
+    trainer.run(DATA, max_epochs=2)
+    events = load(tmp_path)
+    assert steps(events, "train/loss") == [2, 4, 6, 8, 10, 12]
+    assert [point.value for point in events.Scalars("train/loss")] == pytest.approx(expected, rel=1e-6)
+    assert steps(events, "validation/loss") == [6, 12]
+    tags = {*events.Tags()["scalars"]}
+    assert {tag.partition("/")[0] for tag in tags} == {"train", "validation", "optimizer", "speed"}
+    assert {"train/samples", "optimizer/learning_rate", "speed/data_wait", "validation/samples"} <= tags
+
+
+def test_points_of_one_update_are_one_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the training; an evaluation adds one of its own."""
+    from torch.utils.tensorboard import FileWriter
+
+    written: list[tuple[int, int]] = []
+    add = FileWriter.add_summary
+
+    def count(self: Any, summary: Any, global_step: Any = None, walltime: Any = None) -> None:
+        if isinstance(summary, Summary) and summary.value[0].WhichOneof("value") == "simple_value":
+            written.append((global_step, len(summary.value)))
+        add(self, summary, global_step, walltime)
+
+    monkeypatch.setattr(FileWriter, "add_summary", count)
+    trainer, evaluator = make()
+    TensorBoard(tmp_path).attach(trainer, EVERY(every=3), evaluator=evaluator)
+    TrainingMetrics().attach(trainer, EVERY(every=3))
+    trainer.run(DATA, max_epochs=1)
+    assert [update for update, _ in written] == [3, 6, 6]
+    assert written[0][1] > 15
+    assert written[2][1] == 2
+
+
+def test_training_and_validation_are_in_one_chart(tmp_path: Path) -> None:
+    """The layout of the tab "custom scalars" is written once, with every evaluator."""
+    trainer, evaluator = make()
+    second = create_evaluator(evaluator.model, cuts.forward)
+    tensorboard = TensorBoard(tmp_path)
+    tensorboard.attach(trainer, EVERY(every=2), evaluator=evaluator)
+    tensorboard.attach(trainer, evaluator=second, tag="averaged")
+    Validation(second, DATA).attach(trainer)
+    TrainingMetrics().attach(trainer, EVERY(every=2))
+    trainer.run(DATA, max_epochs=2)
+    events = load(tmp_path)
+    (found,) = events.Tensors("custom_scalars__config__")
+    layout = Layout.FromString(make_ndarray(found.tensor_proto).item())
+    charts = {chart.title: [*chart.multiline.tag] for category in layout.category for chart in category.chart}
+    assert charts["loss"] == ["^train/loss$", "^validation/loss$", "^averaged/loss$"]
+    assert steps(events, "train/loss") == [2, 4, 6, 8, 10, 12], "a second attach adds the evaluator only"
+    assert steps(events, "averaged/loss") == [6, 12]
+
+
+def test_the_run_is_described(tmp_path: Path) -> None:
+    """Hyper-parameters, how the trainer was made, versions: as text, and in the tab "hparams"."""
+    trainer, evaluator = make()
+    config = {"width": 8, "optimizer": {"name": "sgd", "betas": (0.9, 0.95)}, "note": None}
+    TensorBoard(tmp_path, config=config).attach(trainer, EVERY(every=2), evaluator=evaluator)
+    TrainingMetrics().attach(trainer, EVERY(every=2))
+    trainer.run(DATA, max_epochs=1)
+    events = load(tmp_path)
+    (text,) = events.Tensors("config/text_summary")
+    shown = make_ndarray(text.tensor_proto).item().decode()
+    for line in ("| width | `8` |", "| optimizer.name | `sgd` |", "| optimizer.betas | `(0.9, 0.95)` |", "trainer.precision"):
+        assert line in shown
+    (text,) = events.Tensors("environment/text_summary")
+    assert f"| torch | `{torch.__version__}` |" in make_ndarray(text.tensor_proto).item().decode()
+    metadata = events.summary_metadata["_hparams_/session_start_info"].plugin_data
+    assert metadata.plugin_name == "hparams"
+    assert b"optimizer.name" in metadata.content
+
+
+def test_the_end_of_the_run_is_there(tmp_path: Path) -> None:
+    """What is left of the last interval is written when the run is over, and nothing is written twice."""
+    trainer, _ = make()
+    TensorBoard(tmp_path).attach(trainer, EVERY(every=2))
+    TrainingMetrics().attach(trainer, EVERY(every=2))
+    trainer.run(DATA, max_iters=5)
+    assert steps(load(tmp_path), "train/loss") == [2, 4, 5]
+
+
+# --- resumption ---
+
+
+class Killed(BaseException):
+    """Stands for the end of a process."""
+
+
+def shown(directory: Path) -> dict[str, Any]:
+    """All that TensorBoard shows, but for values that depend on the clock."""
+    events = load(directory)
+    tags = [tag for tag in events.Tags()["scalars"] if tag.rpartition("/")[2] not in TIMED_METRICS]
+    points: dict[str, Any] = {tag: [(point.step, point.value) for point in events.Scalars(tag)] for tag in tags}
+    texts = {tag: [tensor.step for tensor in events.Tensors(tag)] for tag in events.Tags()["tensors"]}
+    texts["custom_scalars__config__"] = texts["custom_scalars__config__"][:1]  # TensorBoard looks at the first
+    return points | texts
+
+
+def train(directory: Path, *, every: int, killed_at: Any = None) -> None:
+    """Two epochs of six updates with points at every update and after each epoch; flushes what it wrote when it is killed."""
+    trainer, evaluator = make()
+    TensorBoard(directory / "points").attach(trainer, EVERY(every=1), evaluator=evaluator)
+    TrainingMetrics().attach(trainer, EVERY(every=1))
+    Checkpoint(directory / "checkpoints", every=every, asynchronous=False).attach(trainer)
+    if killed_at is not None:
+
+        @trainer.on(killed_at)
+        def die() -> None:
+            raise Killed
+
+        with pytest.raises(Killed):
+            trainer.run(DATA, max_epochs=2)
+    else:
+        trainer.run(DATA, max_epochs=2)
+
+
+@pytest.mark.parametrize(
+    ("every", "killed_at"),
+    [
+        (2, Events.ITERATION_STARTED(once=2)),  # no checkpoint yet: begins anew
+        (2, Events.ITERATION_STARTED(once=4)),  # one point after the checkpoint
+        (3, Events.EPOCH_COMPLETED(once=1)),  # the checkpoint of update 6 has no validation, the points do
+        (4, Events.ITERATION_STARTED(once=8)),
+        (6, Events.ITERATION_STARTED(once=7)),
+        (6, Events.COMPLETED),
+    ],
+    ids=["before-a-checkpoint", "after-one", "between-a-checkpoint-and-validation", "second-epoch", "at-one", "at-the-end"],
+)
+def test_each_point_is_shown_once_when_a_run_resumes(tmp_path: Path, every: int, killed_at: Any) -> None:
+    """What was written after the checkpoint and is written again is hidden; what was written before it is there."""
+    train(tmp_path / "whole", every=every)
+    expected = shown(tmp_path / "whole/points")
+    assert [step for step, _ in expected["train/loss"]] == [*range(1, 13)]
+    assert [step for step, _ in expected["validation/loss"]] == [6, 12]
+    train(tmp_path / "killed", every=every, killed_at=killed_at)
+    train(tmp_path / "killed", every=every)
+    assert shown(tmp_path / "killed/points") == expected
+
+
+class HoldingWriter:
+    """Keeps what it is given until it is flushed, as a queue does when a process is killed."""
+
+    made: ClassVar[Any] = None
+
+    def __init__(self, *_arguments: Any, **_options: Any) -> None:
+        self.file_writer, self.held, self.flushed = self, [], []
+        HoldingWriter.made = self
+
+    def add_summary(self, summary: Any, update: int) -> None:
+        self.held += [(value.tag, update) for value in summary.value]
+
+    def add_text(self, *_arguments: Any) -> None: ...
+
+    def close(self) -> None: ...
+
+    def flush(self) -> None:
+        self.flushed, self.held = self.flushed + self.held, []
+
+
+def test_what_was_written_before_a_checkpoint_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once it is committed, whatever happens: SIGKILL does not wait for a flush."""
+    monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter", HoldingWriter)
+    trainer, _ = make()
+    TensorBoard(tmp_path / "points").attach(trainer, EVERY(every=1))
+    TrainingMetrics().attach(trainer, EVERY(every=1))
+    checkpoint, seen = Checkpoint(tmp_path / "checkpoints", every=3, asynchronous=False), []
+    checkpoint.attach(trainer)
+
+    @trainer.on(Events.ITERATION_STARTED(once=6))
+    def look() -> None:
+        seen.append([update for name, update in HoldingWriter.made.flushed if name == "train/loss"])
+
+    trainer.run(DATA, max_epochs=1)
+    assert seen == [[1, 2, 3]]
+
+
+def test_a_run_that_does_nothing_leaves_no_file(tmp_path: Path) -> None:
+    """A finished run that is started again leaves no trace."""
+    for _ in range(2):
+        train(tmp_path, every=4)
+    assert len(list((tmp_path / "points").iterdir())) == 1
+
+
+# --- what goes wrong ---
+
+
+def test_a_metric_that_is_not_one_number_does_not_end_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It becomes several points, or is left out with one warning; in training and in validation."""
+    trainer, evaluator = make()
+    TensorBoard(tmp_path).attach(trainer, EVERY(every=2), evaluator=evaluator)
+    evaluator.add_event_handler(
+        Events.EPOCH_COMPLETED, lambda: evaluator.state.metrics.update(recall=torch.tensor([0.5, 0.25]), text="hello")
+    )
+    trainer.add_event_handler(EVERY, lambda: trainer.state.metrics.update(by_class={"cat": 1.0}, none=None))
+    trainer.run(DATA, max_epochs=2)
+    events = load(tmp_path)
+    assert [point.value for point in events.Scalars("validation/recall/1")] == [0.25, 0.25]
+    assert steps(events, "by_class/cat") == [2, 4, 6, 8, 10, 12]
+    assert len([line for line in caplog.messages if "left out of the logs" in line]) == 2
+
+
+class FullDiskError(OSError):
+    """No space left."""
+
+    def __init__(self) -> None:
+        super().__init__(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("on_error", ["warn", "raise"])
+def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, on_error: Any) -> None:
+    """Costs the points of one time and says so, or ends the run if asked to."""
+    from torch.utils.tensorboard import FileWriter
+
+    trainer, _ = make()
+    TensorBoard(tmp_path, on_error=on_error).attach(trainer, EVERY(every=2))
+    TrainingMetrics().attach(trainer, EVERY(every=2))
+    add, full = FileWriter.add_summary, [FullDiskError()]
+
+    def fail(self: Any, summary: Any, global_step: Any = None, walltime: Any = None) -> None:
+        if global_step == 4 and full:
+            raise full.pop()
+        add(self, summary, global_step, walltime)
+
+    monkeypatch.setattr(FileWriter, "add_summary", fail)
+    if on_error == "raise":
+        with pytest.raises(FullDiskError):
+            trainer.run(DATA, max_epochs=1)
+        return
+    trainer.run(DATA, max_epochs=1)
+    assert steps(load(tmp_path), "train/loss") == [2, 6]
+    assert len([line for line in caplog.messages if "could not be written" in line]) == 1
