@@ -350,7 +350,7 @@ def _print(line: str) -> None:
 
 def _table(trainer: Trainer) -> Iterator[tuple[str, str]]:
     """What the handlers of the run know at its end."""
-    handlers, saver = [*trainer.stateful.values()], trainer._resume_with
+    handlers, saver = [*trainer._stateful.values()], trainer._resume_with
     for timer in (handler for handler in handlers if isinstance(handler, _KnowsTheTime)):
         seconds = {name: value for name, value in timer.seconds_by_section.items() if value > 0}
         whole = sum(seconds.values())

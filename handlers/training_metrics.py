@@ -210,10 +210,10 @@ class TrainingMetrics(Handler):
     def _add(self, trainer: Trainer) -> None:
         output, sums, seconds, now = trainer.state.update_output, self._sums, self._seconds, time.perf_counter()
         assert output is not None  # noqa: S101  # set before these events
-        fetched = trainer.fetch_ended
+        fetched = trainer._fetch_ended
         if self._mark is not None:
-            seconds["handler"] += trainer.fetch_started - self._mark
-        seconds["data"] += fetched - trainer.fetch_started
+            seconds["handler"] += trainer._fetch_started - self._mark
+        seconds["data"] += fetched - trainer._fetch_started
         seconds["update"] += now - fetched
         self._mark = now
         sums["updates"] += 1

@@ -214,12 +214,7 @@ def create_supervised_trainer(
     _check_transform(output_transform)
     if not isinstance(deterministic, bool):
         raise TypeError(f"deterministic must be True or False, got {describe(deterministic)}")
-    if not isinstance(scaler, bool):
-        raise TypeError(f"scaler must be a bool, got {type(scaler).__name__}; pass loss_scaling=TorchLossScaling(...)")
-    if amp_mode is not None:
-        one_of("amp_mode", amp_mode, ("amp",))
-        if precision not in (None, "fp16"):
-            raise ValueError(f"amp_mode='amp' means precision='fp16', got precision={precision!r} beside it; pass one of them")
+    precision, loss_scaling = _of_ignite(amp_mode, scaler, precision, loss_scaling)
     if not callable(loss_fn):
         raise TypeError(f"loss_fn must be callable as loss_fn(y_pred, y), got {loss_fn!r}")
     is_sum = isinstance(loss_fn, nn.modules.loss._Loss) and loss_fn.reduction == "sum"
@@ -233,17 +228,14 @@ def create_supervised_trainer(
         loss = loss_fn(y_pred, y)
         return ForwardOutput(loss if is_sum else loss * len(y), sample_size=len(y))
 
-    scaling = TorchLossScaling() if scaler and loss_scaling is None else loss_scaling
-    if amp_mode is not None and scaling is None:
-        scaling = NoLossScaling()  # Ignite's amp_mode="amp" without a scaler
     trainer = create_trainer(
         model,
         optimizer,
         forward,
         accumulation_steps=gradient_accumulation_steps,
         max_grad_norm=max_grad_norm,
-        precision="fp16" if amp_mode is not None else precision or "fp32",
-        loss_scaling=scaling,
+        precision=precision,
+        loss_scaling=loss_scaling,
         compile=compile,
         protect=protect,
         output_transform=_loss_of if last is None else last,
@@ -254,6 +246,23 @@ def create_supervised_trainer(
     if deterministic:
         trainer.add_event_handler(Events.STARTED, _use_deterministic_algorithms)
     return _refuse_other_than_pairs(trainer) if prepare_batch is _prepare_batch else trainer
+
+
+def _of_ignite(
+    amp_mode: Any, scaler: Any, precision: PrecisionName | None, loss_scaling: LossScaling | None
+) -> tuple[PrecisionName, LossScaling | None]:
+    """Precision and loss scaling for Ignite's arguments `amp_mode` and `scaler`, and ours beside them."""
+    if not isinstance(scaler, bool):
+        raise TypeError(f"scaler must be a bool, got {type(scaler).__name__}; pass loss_scaling=TorchLossScaling(...)")
+    if amp_mode is not None:
+        one_of("amp_mode", amp_mode, ("amp",))
+        if precision not in (None, "fp16"):
+            raise ValueError(f"amp_mode='amp' means precision='fp16', got precision={precision!r} beside it; pass one of them")
+    if scaler and loss_scaling is None:
+        loss_scaling = TorchLossScaling()
+    if amp_mode is not None and loss_scaling is None:
+        loss_scaling = NoLossScaling()  # Ignite's amp_mode="amp" without a scaler
+    return "fp16" if amp_mode is not None else precision or "fp32", loss_scaling
 
 
 class _LastMicroBatch:

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ignite_train.arguments import check_state_dict, describe, positive_int
 from ignite_train.carried import Carried
-from ignite_train.data.groups import Groups, OpenGroups
+from ignite_train.data.grouping import MicroBatchGrouping, MicroBatchPass
 from ignite_train.data.stream import Stream
 from ignite_train.events import EVENT_COUNTERS, TrainEvents
 from ignite_train.loop.dispatch import Attachable, Stateful
@@ -65,12 +65,7 @@ class Trainer(Loop):
 
     Attributes:
         state: counters, the latest output and the metrics; see `TrainState`.
-        signals: what this rank will tell the others with the next update.
-        max_micro_batches: micro-batches of the rank that has the most of them in this update; None if nobody knows.
-        piggybacks: whose numbers travel with the statistics of each update; attached alike on all ranks.
-        parts: what the update moves, by name: `"model"` and `"optimizer"`.
-        settings: how it was made, in plain types.
-        defaults: the handlers that were attached by default and not by the user.
+        piggybacks: handlers whose numbers travel with the statistics of each update; the same on all ranks, in one order.
     """
 
     state: TrainState
@@ -78,7 +73,7 @@ class Trainer(Loop):
     def __init__(
         self,
         update: Process,
-        open_groups: OpenGroups,
+        grouping: MicroBatchGrouping,
         parts: Mapping[str, Any] | None = None,
         settings: Mapping[str, Any] | None = None,
         carried: Carried | None = None,
@@ -90,12 +85,12 @@ class Trainer(Loop):
         self.piggybacks: list[Piggyback] = []
         self._stateful_parts: dict[str, Stateful] = dict(parts or {})
         self._description = dict(settings or {})
-        self.max_micro_batches: int | None = None
+        self._max_micro_batches: int | None = None  # of the rank that has the most in this update; None if unknown
         self._resume_with: Callable[[str | Path], AbstractContextManager[None]] | None = None  # of a `Checkpoint`
-        self.defaults: list[DefaultHandler] = []
-        self._update, self._open_groups = update, open_groups
+        self._defaults: list[DefaultHandler] = []  # attached by default and not by the user
+        self._update, self._grouping = update, grouping
         self._output_transform = output_transform
-        self._groups: Groups | None = None  # of the pass that is running or ran last
+        self._groups: MicroBatchPass | None = None  # of the pass that is running or ran last
         self._position: Mapping[str, Any] = {}  # in the data, where no pass has been made since it was loaded
         self._on_changed_data = "raise"
         self._stream: Stream | None = None  # with epoch_length: the data of the run
@@ -178,7 +173,7 @@ class Trainer(Loop):
 
     def _expected_length(self, data: Iterable[Any]) -> int | None:
         source = data if self._stream is None else self._stream
-        return self._open_groups.updates(
+        return self._grouping.updates(
             source, epoch=self.state.epoch + (not self._epoch_open), first_update=self.state.iteration + 1
         )
 
@@ -253,7 +248,7 @@ class Trainer(Loop):
         if requests.interrupt:
             self.interrupt(agreed=True)
         self._ranks_have_more = requests.more_data > 0
-        self.settled = True
+        self._settled = True
         if applied:
             self.state.num_steps += 1
             self.fire_event(TrainEvents.STEP_COMPLETED)
@@ -276,10 +271,10 @@ class Trainer(Loop):
         for piggyback in self.piggybacks:
             piggyback.settle()
 
-    def replace_default(self, handler: object) -> None:
+    def _replace_default(self, handler: object) -> None:
         """Takes off the default handler of the same kind. A handler that can be a default calls it when it is attached."""
-        for default in [default for default in self.defaults if isinstance(handler, type(default))]:
-            self.defaults.remove(default)
+        for default in [default for default in self._defaults if isinstance(handler, type(default))]:
+            self._defaults.remove(default)
             default.detach(self)
 
     def gradients(self) -> dict[str, Tensor]:
@@ -316,7 +311,7 @@ class Trainer(Loop):
         """Counters, limits, position in the epoch, user keys, the loss scaling and what forward carries, in plain types."""
         state = self.state
         saved: dict[str, Any] = {name: getattr(state, name) for name in _COUNTERS}
-        if self._iterating and not self.settled:  # an update that has not had its effect is not done
+        if self._iterating and not self._settled:  # an update that has not had its effect is not done
             saved["iteration"], saved["num_micro_batches"] = state.iteration - 1, self._micro_batches_before
         saved["epochs_completed"] = state.epoch - self._epoch_open
         saved["epoch_iteration"] = self._groups_done() if self._epoch_open else 0
@@ -388,18 +383,18 @@ class Trainer(Loop):
             )
         return super().add_event_handler(event_name, handler, *args, **kwargs)
 
-    def data_position(self) -> Mapping[str, Any]:
-        """Where this rank stands in its data, and how to find that place again: for `load_data_position`, in plain types.
+    def _data_position(self) -> Mapping[str, Any]:
+        """Where this rank stands in its data, and how to find that place again: for `_load_data_position`, in plain types.
 
         Without it a resumed run reads past what was done, in the order in which the loader then gives it.
         """
         return self._position if self._groups is None else self._groups.position(self._groups_done())
 
-    def load_data_position(self, position: Mapping[str, Any], *, on_changed_data: str = "raise") -> None:
+    def _load_data_position(self, position: Mapping[str, Any], *, on_changed_data: str = "raise") -> None:
         """Has the next run start there. To be called after `load_state_dict`.
 
         Args:
-            position: see `data_position`.
+            position: see `_data_position`.
             on_changed_data: what happens in the middle of an epoch if the loader is another one: `"raise"` or `"warn"`.
         """
         self._groups, self._position, self._on_changed_data = None, position, on_changed_data
@@ -409,17 +404,17 @@ class Trainer(Loop):
         return Outgoing(self._requests, self.piggybacks)
 
     def _groups_done(self) -> int:
-        return self._epoch_iteration + (self._iterating and self.settled)
+        return self._epoch_iteration + (self._iterating and self._settled)
 
     # --- what the loop asks -----------------------------------------------------------------------------------------------
 
-    def _open(self, data: Iterable[Any]) -> Groups:
+    def _open(self, data: Iterable[Any]) -> MicroBatchPass:
         skip, epoch = self._epoch_iteration, self.state.epoch
         first_update = self.state.iteration + 1 - skip
-        position = self.data_position() if skip or self._groups is None else {}
+        position = self._data_position() if skip or self._groups is None else {}
         position = {**position, "on_changed_data": self._on_changed_data} if position else {}
         source = data if self._stream is None else self._stream
-        groups = self._open_groups(source, epoch=epoch, first_update=first_update, skip=skip, position=position)
+        groups = self._grouping(source, epoch=epoch, first_update=first_update, skip=skip, position=position)
         self._groups = groups
         self._ranks_have_more = groups.length is not None or sum(collectives.everyones(groups.more)) > 0
         return groups
@@ -431,7 +426,7 @@ class Trainer(Loop):
             refuse_ended_iterator(self.state, self._stream.data)
         self._num_fetched = len(micro_batches)
         self._requests.more_data, self._micro_batches_before = batches.more, self.state.num_micro_batches
-        self.max_micro_batches = batches.widest
+        self._max_micro_batches = batches.max_micro_batches
         return group
 
     def _close_epoch(self, started: float) -> None:

@@ -291,6 +291,23 @@ def test_the_ids_of_tests_are_the_same_in_each_process(request):
     assert [name for name in given if " at 0x" in name or name in sets] == []
 
 
+def test_public_members_of_the_trainer_are_documented():
+    """What a trainer has beyond Ignite's engine is for users or authors of handlers, and a document names it."""
+    import torch
+    from ignite.engine import Engine
+
+    from ignite_train import create_trainer
+
+    model = torch.nn.Linear(1, 1)
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda model, x: model(x).sum())
+    of_ignite = {*dir(Engine(lambda engine, batch: None))}
+    members = {name for name in dir(trainer) if not name.startswith("_")} - of_ignite
+    documents = "\n".join(path.read_text(encoding="utf-8") for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+
+    assert {"gradients", "on_exit", "piggybacks"} <= members
+    assert [name for name in sorted(members) if not re.search(rf"[Tt]rainer\.{name}\b", documents)] == []
+
+
 # --- how it is written ---
 
 

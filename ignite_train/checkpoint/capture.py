@@ -62,7 +62,7 @@ def _own_state(trainer: Trainer, objects: RunObjects, *, main: bool) -> dict[str
     state = trainer.state
     return {
         "trainer": trainer.state_dict(),
-        "data": trainer.data_position(),
+        "data": trainer._data_position(),
         "results": {"output": state.update_output and asdict(state.update_output), "metrics": state.metrics},
         "buffers": {} if main else dict(objects.model.buffers()),
         "generators": capture_random_state(),

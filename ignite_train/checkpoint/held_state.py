@@ -85,7 +85,7 @@ class HeldState:
 def _held(engines: Iterable[Dispatcher]) -> Iterator[tuple[str, str, list[Tensor]]]:
     """Name of the handler, attribute, and the tensors in it."""
     for engine in engines:
-        for handler, arguments in engine.attached():
+        for handler, arguments in engine._attached():
             owner = handler.__self__ if isinstance(handler, types.MethodType) else handler
             if isinstance(owner, functools.partial):
                 arguments, owner = (*owner.args, *owner.keywords.values(), *arguments), owner.func

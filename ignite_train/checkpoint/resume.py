@@ -77,7 +77,7 @@ class Resumption:
         disk = self._writer.disk if root == self._writer.directory.path else None
         state, manifest, path = read_agreed(root, names, disk, lambda reader: RunState(reader, self._run, self._rules))
         together(collectives.gather_objects, f"resuming from {path}", state.restore)
-        trainer.load_data_position(trainer.data_position(), on_changed_data=self._on_changed_data)
+        trainer._load_data_position(trainer._data_position(), on_changed_data=self._on_changed_data)
         self._state = state
         self._writer.resume_from(path)
         if collectives.is_main_rank():

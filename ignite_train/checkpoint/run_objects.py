@@ -43,9 +43,9 @@ class SavedRun:
     def objects(self) -> RunObjects:
         """All that has a state, besides the trainer itself, as attached by now. An object is listed once."""
         shared = {**self.trainer._stateful_parts, **{f"to_save/{name}": entry for name, entry in self.to_save.items()}}
-        own = {f"handlers/{name}": entry for name, entry in self.trainer.stateful.items()}
+        own = {f"handlers/{name}": entry for name, entry in self.trainer._stateful.items()}
         known = {id(entry) for entry in (*shared.values(), *own.values())}
-        evaluator = {} if self.evaluator is None else self.evaluator.stateful
+        evaluator = {} if self.evaluator is None else self.evaluator._stateful
         own |= {f"evaluator/{name}": entry for name, entry in evaluator.items() if id(entry) not in known}
         listed = {id(entry) for entry in shared.values()}
         own = {name: entry for name, entry in own.items() if id(entry) not in listed}

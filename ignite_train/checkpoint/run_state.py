@@ -81,7 +81,7 @@ class RunState:
     def restore(self) -> None:
         """Puts everything back: counters, place in the data, and all that `restore_objects` does."""
         self._trainer.load_state_dict(self._own["trainer"])
-        self._trainer.load_data_position(self._own["data"])
+        self._trainer._load_data_position(self._own["data"])
         self.restore_objects()
 
     def restore_objects(self) -> None:

@@ -16,7 +16,7 @@ from ignite_train.data.samplers import set_epoch
 from ignite_train.data.stream import Stream
 from ignite_train.ranks import collectives
 
-__all__ = ["POLICIES", "AccumulationSteps", "MicroBatchGrouping", "Uneven"]
+__all__ = ["POLICIES", "AccumulationSteps", "MicroBatchGrouping", "MicroBatchPass", "Uneven"]
 
 AccumulationSteps = int | Sequence[int] | Callable[[int], int]
 """Micro-batches to an update: a number, one for each epoch (the last one repeats), or a function of the update's number."""
@@ -65,7 +65,7 @@ class MicroBatchGrouping:
 
     def __call__(
         self, loader: Iterable[Any], *, epoch: int, first_update: int, skip: int, position: Mapping[str, Any]
-    ) -> _Pass:
+    ) -> MicroBatchPass:
         """Starts epoch `epoch` (1-based) over `loader`. Collective.
 
         Samplers with `set_epoch` are told `epoch - 1`, so that each epoch has its own order.
@@ -78,7 +78,7 @@ class MicroBatchGrouping:
             position: what `position` of the pass that did them returned; see `DataPosition`.
         """
         set_epoch(loader, epoch - 1)
-        groups = _Pass(loader, lambda done: self._size(epoch, first_update + done), self._uneven, skip, position)
+        groups = MicroBatchPass(loader, lambda done: self._size(epoch, first_update + done), self._uneven, skip, position)
         if self._synchronised_norm is not None:
             self._check_in_step(self._synchronised_norm, groups.lengths)
         return groups
@@ -131,8 +131,22 @@ class MicroBatchGrouping:
         return self._steps
 
 
-class _Pass:
-    """One pass over a loader; `size(done)` says how many micro-batches the next group has after `done` groups."""
+class MicroBatchPass:
+    """One pass over the data of all ranks: an iterator of groups, empty where only other ranks have micro-batches.
+
+    Args:
+        loader: this rank's micro-batches.
+        size: `size(done)` says how many micro-batches the next group has after `done` groups.
+        uneven: see `Uneven`.
+        skip: groups of this epoch that are done already.
+        position: the position after them.
+
+    Attributes:
+        length: how many groups the epoch has, over all ranks; None if unknown.
+        lengths: the micro-batches that each rank has left; -1 where unknown.
+        more: this rank's vote on another group after the latest; see `RankRequests`.
+        max_micro_batches: the largest number of micro-batches that any rank has in the latest group; None if unknown.
+    """
 
     def __init__(
         self, loader: Iterable[Any], size: Callable[[int], int], uneven: str, skip: int, position: Mapping[str, Any]
@@ -154,7 +168,7 @@ class _Pass:
         self._used = [min(self.lengths)] * len(self.lengths) if self._against else self.lengths  # of each rank's micro-batches
         if self._is_stream:
             self._used = [sys.maxsize] * len(self.lengths)
-        self.widest: int | None = None
+        self.max_micro_batches: int | None = None
         self.more = 1
         self._fills_up = collectives.world_size() > 1  # with empty groups, while other ranks have more
         self._looks_ahead = self._fills_up and self.length is None
@@ -178,7 +192,7 @@ class _Pass:
         group = self._take()
         self._place.note(exhausted=self._exhausted)
         if self.length is not None:
-            self.widest = max(min(length, self._position) for length in self._used) - begin
+            self.max_micro_batches = max(min(length, self._position) for length in self._used) - begin
         if self._fills_up:
             self._leave_out(group, begin)
         if not group and not self._fills_up:

@@ -51,15 +51,12 @@ class Dispatcher(Engine):
 
     Args:
         process: called with the engine and a batch; what it returns becomes `state.output`.
-
-    Attributes:
-        stateful: the attached handlers that have a state to save, by the name of their class.
     """
 
     def __init__(self, process: Callable[[Any, Any], Any]) -> None:
         self._registered: set[str] = set()
         self._last: list[Callable[..., Any]] = []
-        self.stateful: dict[str, Stateful] = {}
+        self._stateful: dict[str, Stateful] = {}  # handlers with a state to save, by the name of their class
         super().__init__(process)
         self.logger = logging.getLogger("ignite_train")
 
@@ -71,7 +68,7 @@ class Dispatcher(Engine):
             self._event_handlers.setdefault(event, [])
 
     def add_event_handler(self, event_name: Any, handler: Any, *args: Any, **kwargs: Any) -> RemovableEventHandle:
-        """As in Ignite. If `handler`, or the object whose method it is, has a state, it is listed in `stateful`."""
+        """As in Ignite. If `handler`, or the object whose method it is, has a state, it is saved with every checkpoint."""
         _refuse_unattached(handler)
         handle = super().add_event_handler(event_name, handler, *args, **kwargs)
         for single in event_name if isinstance(event_name, EventsList) else [event_name]:
@@ -86,12 +83,12 @@ class Dispatcher(Engine):
 
     def _list_stateful(self, owner: Any) -> None:
         if isinstance(owner, Stateful) and not isinstance(owner, (Engine, type)):
-            if any(owner is listed for listed in self.stateful.values()):
+            if any(owner is listed for listed in self._stateful.values()):
                 return
             name, number = type(owner).__name__, 1
-            while (key := name if number == 1 else f"{name}-{number}") in self.stateful:
+            while (key := name if number == 1 else f"{name}-{number}") in self._stateful:
                 number += 1
-            self.stateful[key] = owner
+            self._stateful[key] = owner
 
     def prepend_event_handler(self, event: Event, handler: Callable[..., Any]) -> RemovableEventHandle:
         """Adds a handler that runs before all others of `event` that `add_event_handler` adds: for what these read."""
@@ -102,14 +99,14 @@ class Dispatcher(Engine):
             handlers.insert(0, handlers.pop(added))
         return handle
 
-    def attached(self) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    def _attached(self) -> Iterator[tuple[Any, tuple[Any, ...]]]:
         """The attached handlers, without their filters, and the arguments of each apart from the engine."""
         for entries in self._event_handlers.values():
             for handler, args, kwargs in entries:
                 given = (*args, *kwargs.values())
                 yield inspect.unwrap(handler), tuple(value for value in given if not isinstance(value, weakref.ref))
 
-    def has_handlers(self, event: Any) -> bool:
+    def _has_handlers(self, event: Any) -> bool:
         """Whether `event` has handlers, with or without a filter."""
         return bool(self._event_handlers.get(event))
 

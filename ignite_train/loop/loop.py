@@ -53,16 +53,15 @@ class Loop(Dispatcher):
             and signals that a handler needs during each call.
         on_exit: functions that are called without arguments when a run is over, after its last handler: at a limit, after a
             request to stop, and after an exception.
-        fetch_started: when the latest batch was requested, before GET_BATCH_STARTED; seconds of `time.perf_counter`.
-        fetch_ended: when it was there, or when the data had ended.
     """
 
     def __init__(self, process: Callable[[Any, Any], Any]) -> None:
         super().__init__(process)
         self.on_enter: list[Callable[[Any], None]] = []
         self.on_exit: list[Callable[[], None]] = []
-        self.fetch_started = self.fetch_ended = 0.0
-        self.settled = True  # whether the running iteration has had its effect and must not be repeated
+        # When the latest batch was requested, before GET_BATCH_STARTED, and when it was there: `time.perf_counter`, in seconds.
+        self._fetch_started = self._fetch_ended = 0.0
+        self._settled = True  # whether the running iteration has had its effect and must not be repeated
         self._running = False
         self._iterating = False
         self._interrupted = False  # the latest run ended by `interrupt`, and this one continues it
@@ -154,12 +153,12 @@ class Loop(Dispatcher):
         try:
             while not (over := self._epoch_is_over(batches)) and not self._stopping() and not self._reached_max_iters():
                 state.batch = None  # not held while the next one is fetched
-                self.fetch_started = time.perf_counter()
+                self._fetch_started = time.perf_counter()
                 self.fire_event(Events.GET_BATCH_STARTED)
                 if self._asked_to_stop():
                     continue
                 state.batch = self._fetch(batches)
-                self.fetch_ended = time.perf_counter()
+                self._fetch_ended = time.perf_counter()
                 if state.batch is _END:
                     state.batch, over = None, True
                     break
@@ -181,7 +180,7 @@ class Loop(Dispatcher):
         if self._asked_to_stop():
             return
         state.iteration += 1
-        self._iterating, self.settled = True, False
+        self._iterating, self._settled = True, False
         self.fire_event(Events.ITERATION_STARTED)
         if self._asked_to_stop():
             self._iterating = False
@@ -262,7 +261,7 @@ class Loop(Dispatcher):
 
     def _take_back(self) -> None:
         """Takes back the counters of an iteration that did not finish."""
-        if self._iterating and self.settled:
+        if self._iterating and self._settled:
             self._epoch_iteration += 1
         elif self._iterating:
             self.state.iteration -= 1

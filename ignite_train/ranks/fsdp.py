@@ -40,16 +40,16 @@ class FSDPReduction:
         self._root: Any = root
         self._placeholders = placeholders
 
-    def num_placeholders(self, group: list[Any], widest: int | None) -> int:
+    def num_placeholders(self, group: list[Any], max_micro_batches: int | None) -> int:
         """As many as the rank with the most micro-batches has more: all run the same number of forwards.
 
         Collective where the choice of placeholders is, and in every update if the loaders have no length.
         """
         if not self._placeholders.choose(group):
             return 0
-        if widest is None:
-            widest = int(collectives.largest(len(group))[0])
-        return widest - len(group)
+        if max_micro_batches is None:
+            max_micro_batches = int(collectives.largest(len(group))[0])
+        return max_micro_batches - len(group)
 
     def context(self, *, last: bool) -> AbstractContextManager[Any]:
         """Backward leaves whole gradients on this rank, unless it is the last."""

@@ -41,17 +41,17 @@ class PlaceholderReduction:
         """As without placeholders: gradients cross in the last backward, which may be that of a placeholder."""
         return self._reduction.context(last=last)
 
-    def num_placeholders(self, group: list[Any], widest: int | None) -> int:
+    def num_placeholders(self, group: list[Any], max_micro_batches: int | None) -> int:
         """As many as the rank with the most micro-batches has more.
 
         Collective where the choice of placeholders is, and in every update if the loaders have no length.
         """
         self._has_placeholder = self._placeholders.choose(group)
         if not self._has_placeholder:
-            return self._reduction.num_placeholders(group, widest)
-        if widest is None:
-            widest = int(collectives.largest(len(group))[0])
-        return widest - len(group)
+            return self._reduction.num_placeholders(group, max_micro_batches)
+        if max_micro_batches is None:
+            max_micro_batches = int(collectives.largest(len(group))[0])
+        return max_micro_batches - len(group)
 
     def run_placeholder(self, loss_of: Callable[[Any], Tensor]) -> Tensor:
         """Runs the forward of a placeholder. Collective, as the user's forward is."""

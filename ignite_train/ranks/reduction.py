@@ -38,12 +38,12 @@ class Reduction(Protocol):
     def context(self, *, last: bool) -> AbstractContextManager[Any]:
         """The context of a forward and its backward, whose gradients stay on this rank unless it is the update's `last`."""
 
-    def num_placeholders(self, group: list[Any], widest: int | None) -> int:
+    def num_placeholders(self, group: list[Any], max_micro_batches: int | None) -> int:
         """How often this rank has to run `run_placeholder` to take part in an update. May be collective.
 
         Args:
             group: this rank's micro-batches.
-            widest: how many the rank with the most of them has; None if nobody knows.
+            max_micro_batches: how many the rank with the most of them has; None if nobody knows.
         """
 
     def run_placeholder(self, loss_of: Callable[[Any], Tensor]) -> Tensor:
@@ -87,7 +87,7 @@ class PlainReduction:
         """Every backward is local."""
         return _NOTHING
 
-    def num_placeholders(self, group: list[Any], widest: int | None) -> int:  # noqa: ARG002
+    def num_placeholders(self, group: list[Any], max_micro_batches: int | None) -> int:  # noqa: ARG002
         """None: nobody waits in forward or backward."""
         return 0
 
@@ -135,7 +135,7 @@ class DDPReduction:
         """DDP's `no_sync`, which must cover forward and backward; none for the last."""
         return _NOTHING if last else self._ddp.no_sync()
 
-    def num_placeholders(self, group: list[Any], widest: int | None) -> int:  # noqa: ARG002
+    def num_placeholders(self, group: list[Any], max_micro_batches: int | None) -> int:  # noqa: ARG002
         """One without data, for the one backward that reduces."""
         return 0 if group else 1
 

@@ -95,7 +95,7 @@ class QueuedStep:
 
     def _why_not_queued(self, trainer: Trainer) -> str | None:
         """Why the host must know the numbers before the step; asked in each update, as handlers and hooks come and go."""
-        if trainer.has_handlers(TrainEvents.GRADIENTS_READY):
+        if trainer._has_handlers(TrainEvents.GRADIENTS_READY):
             return "GRADIENTS_READY has a handler"
         if {device for device, _ in self._gradients.kinds} != {self._statistics.device}:
             return "gradients are not on the device of the loss"

@@ -128,7 +128,7 @@ class Update:
         self.gradients.clear_stale()
         self._search.mark(self.loss_scaling.scale)
         self.carried.begin_update()
-        self._num_placeholders = self.reduction.num_placeholders(micro_batches, trainer.max_micro_batches)
+        self._num_placeholders = self.reduction.num_placeholders(micro_batches, trainer._max_micro_batches)
 
     def _accumulate(self, trainer: Trainer, micro_batches: list[Any]) -> None:
         """Adds up the gradients of all micro-batches. They cross the ranks in the last backward, or after it."""
