@@ -43,7 +43,7 @@ class Reduction(Protocol):
 
         Args:
             group: this rank's micro-batches.
-            max_micro_batches: how many the rank with the most of them has; None if nobody knows.
+            max_micro_batches: how many the rank with the most of them has; None if unknown.
         """
 
     def run_placeholder(self, loss_of: Callable[[Any], Tensor]) -> Tensor:

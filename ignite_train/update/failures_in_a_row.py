@@ -24,7 +24,7 @@ class FailuresInARow:
         self._counts: dict[str, int] = {}
 
     def count(self, update: int, output: UpdateOutput, *, scale_fell: bool) -> None:
-        """Counts an update. An overflow that lowered the loss scale (`scale_fell`) may end by itself, and is no failure.
+        """Counts an update. An overflow that lowered the loss scale (`scale_fell`) may end by itself, so it does not count.
 
         Raises:
             GaveUpError: it is one too many.
@@ -52,8 +52,8 @@ class FailuresInARow:
         """Takes counts over.
 
         Raises:
-            TypeError: it is no mapping.
-            ValueError: a count is no integer of at least 0.
+            TypeError: it is not a mapping.
+            ValueError: a count is not an integer of at least 0.
         """
         check_state_dict("Trainer", state_dict, (), state_dict)
         self._counts = dict(state_dict)

@@ -34,7 +34,7 @@ class NonFiniteSearch:
         gradients: dropped by a search.
         carried: what forward carries.
         loss_of: runs the user's forward of a micro-batch on the model without a wrapper, and scales the loss as the update did.
-        raises: whether an update that is not finite ends the run, where there is no loss scale.
+        raises: whether an update that is not finite ends the run without loss scaling.
         loss_scaling: the policy; an overflow near its floor is searched for too.
     """
 
@@ -80,7 +80,7 @@ class NonFiniteSearch:
         return tuple(f"rank {rank}, {report}" for rank, report in enumerate(reports) if report is not None), ()
 
     def _replay(self, micro_batches: list[Any], num_placeholders: int) -> str | None:
-        """What this rank finds. Random state, buffers and what forward carries are left as they were."""
+        """What this rank finds. Random state, buffers and what forward carries are put back."""
         module = self._reduction.module
         side_effects = SideEffects(module, self._carried)
         self._replay_point.restore()

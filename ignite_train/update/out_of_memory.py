@@ -171,7 +171,7 @@ class _Attempt:
 def halves(micro_batch: Any) -> list[Any]:
     """Both halves of a micro-batch along its batch dimension: the first of its first tensor, and of those as long as it."""
     size = _batch_size(micro_batch)
-    assert size is not None  # noqa: S101  # whoever calls has looked
+    assert size is not None  # noqa: S101  # the caller has looked
     middle = (size + 1) // 2
 
     def cut(part: slice) -> Any:

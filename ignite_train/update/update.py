@@ -115,7 +115,7 @@ class Update:
         """Takes it over.
 
         Raises:
-            ValueError: it is no state of an update, or the loss scaling's is not of this policy.
+            ValueError: it is not the state of an update, or the loss scaling's is not of this policy.
         """
         if not isinstance(state_dict, Mapping) or "loss_scaling" not in state_dict:
             raise ValueError(f"state_dict['update'] must be a mapping with the key loss_scaling, got {describe(state_dict)}")
@@ -214,7 +214,7 @@ class Update:
     def _step_or_skip(
         self, update: int, decision: Decision, output: UpdateOutput, micro_batches: list[Any], *, has_stepped: bool
     ) -> None:
-        """Unscales, normalises, clips and steps; or leaves everything as it is. The device may have made the step already."""
+        """Unscales, normalises, clips and steps; or changes nothing. The device may have made the step already."""
         reason = decision.skipped_reason
         assert reason is None or not has_stepped  # noqa: S101  # host and device decide from the same numbers
         if reason == "nonfinite" and self.options.on_nonfinite == "raise":
@@ -290,7 +290,7 @@ class Update:
         return self._search(micro_batches, self._num_placeholders, loss_is_finite=math.isfinite(output.loss))
 
     def _loss_without_wrapper(self, micro_batch: Any) -> Tensor:
-        """The loss of a micro-batch that is run again, scaled as it was."""
+        """The loss of a micro-batch that is run again, times the loss scale."""
         with self.precision.autocast():
             loss = as_forward_output(self.forward(self.reduction.module, self.transfer(micro_batch))).loss
         return loss * self.loss_scaling.scale if self.loss_scaling.enabled else loss
