@@ -217,7 +217,7 @@ class ProgressLog(Handler):
             place = {"epoch": state.epoch, "update": state.iteration}
             _print(_json(place | grouped_metrics(metrics, self._left_out, tag)))
             return
-        head = f"{tag} after update {state.iteration}"
+        head = f"{tag} after update {state.iteration}:"
         numbers = single_metrics(metrics, self._left_out)
         _print(_line(head, {name: (index, f"{name} {_short(value)}") for index, (name, value) in enumerate(numbers.items())}))
 
