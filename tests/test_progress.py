@@ -261,7 +261,7 @@ def test_a_second_attach_adds_an_evaluator(capsys: pytest.CaptureFixture[str]) -
     second = create_evaluator(first.model, cuts.forward)
     progress = ProgressLog()
     progress.attach(trainer, EVERY(every=3), evaluator=first)
-    progress.attach(trainer, evaluator=second, tag="averaged")
+    progress.attach(trainer, EVERY(every=3), evaluator=second, tag="averaged")
     for evaluator in (first, second):
         Validation(evaluator, DATA).attach(trainer)
     trainer.run(DATA, max_epochs=1)

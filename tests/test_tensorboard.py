@@ -86,7 +86,7 @@ def test_training_and_validation_are_in_one_chart(tmp_path: Path) -> None:
     second = create_evaluator(evaluator.model, cuts.forward)
     tensorboard = TensorBoard(tmp_path)
     tensorboard.attach(trainer, EVERY(every=2), evaluator=evaluator)
-    tensorboard.attach(trainer, evaluator=second, tag="averaged")
+    tensorboard.attach(trainer, EVERY(every=2), evaluator=second, tag="averaged")
     Validation(second, DATA).attach(trainer)
     TrainingMetrics().attach(trainer, EVERY(every=2))
     trainer.run(DATA, max_epochs=2)
