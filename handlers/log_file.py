@@ -97,7 +97,7 @@ class LogFile(Handler):
         return trainer.add_event_handler(event, self)
 
     def __call__(self, trainer: Trainer) -> None:
-        """Writes the metrics as they are.
+        """Writes the metrics that are published now.
 
         Raises:
             OSError: the file cannot be written, and `on_error` is `"raise"`.
@@ -127,7 +127,7 @@ class LogFile(Handler):
     # --- what a format says -----------------------------------------------------------------------------------------------
 
     def _updates(self, file: BinaryIO) -> Iterator[int | None]:
-        """The update of each line, and None for a line without one that is to be kept.
+        """The update of each line, and None for a line that has no update and stays.
 
         Raises:
             ValueError: the line is not whole.
