@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import torch
@@ -26,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector
 from torch.optim.lr_scheduler import LambdaLR
 
-from ignite_train import ForwardOutput, Trainer, UpdateOptions, UpdateOutput, create_trainer
+from ignite_train import ForwardOutput, Trainer, UpdateOptions, UpdateOutput, attach_defaults, create_trainer
 from ignite_train.handlers import (
     EmptyCache,
     FailureBoard,
@@ -337,6 +338,14 @@ def ignite_train_with_handlers(work: Work) -> Outcome:
     return run_trainer(work, trainer)
 
 
+def ignite_train_with_defaults(work: Work) -> Outcome:
+    """What `attach_defaults` attaches: metrics, lines, a log as JSON and TensorBoard, every 50 updates."""
+    trainer = trainer_of(work)
+    with TemporaryDirectory() as directory:
+        attach_defaults(trainer, directory=directory, every=LOG_EVERY)
+        return run_trainer(work, trainer)
+
+
 def trainer_of(work: Work) -> Trainer:
     """A trainer with nothing attached."""
     return create_trainer(
@@ -366,4 +375,5 @@ BY_HAND: dict[str, Contestant] = {REFERENCE: by_hand, f"{REFERENCE}, once more (
 IGNITE_TRAIN: dict[str, Contestant] = {
     "ignite_train": ignite_train,
     "ignite_train, all handlers, a line every 50": ignite_train_with_handlers,
+    "ignite_train, attach_defaults, logging every 50": ignite_train_with_defaults,
 }

@@ -45,7 +45,7 @@ def curve(events: EventAccumulator, tag: str) -> tuple[list[int], list[float]]:
 
 def draw(events: EventAccumulator, output: Path) -> None:
     """Draws the three curves; each is named at its end rather than in a legend."""
-    training, held_out = curve(events, "bits_per_byte"), curve(events, "validation/bits_per_byte")
+    training, held_out = curve(events, "train/bits_per_byte"), curve(events, "validation/bits_per_byte")
     bigram = curve(events, "bigram/bits_per_byte")[1][0]
     plt.rcParams.update({"font.family": "sans-serif", "font.size": 10, "text.color": INK, "axes.labelcolor": INK})
     figure, axes = plt.subplots(figsize=(7.5, 4.2), layout="constrained")

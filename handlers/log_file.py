@@ -9,7 +9,6 @@ import logging
 import math
 import os
 import sys
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -30,11 +29,12 @@ __all__ = ["Csv", "JsonLines", "LogFile"]
 _logger = logging.getLogger(__name__)
 
 
-class LogFile(Handler, ABC):
+class LogFile(Handler):
     """Writes `trainer.state.metrics` to a file of text, a line for each time, on rank 0 only; see `JsonLines` and `Csv`.
 
     Names have their group, as in `"train/loss"`, `"optimizer/grad_norm"`, `"speed/data_wait"`, `"validation/loss"`. A metric
-    that is not a single number becomes several, or is left out with one warning.
+    that is not a single number becomes several, or is left out with one warning. A class for another format defines `_updates`
+    and `_add`.
 
     A line is with the operating system as soon as it is written, so that a killed process loses none. A run that resumes cuts
     off what was written after its checkpoint, and continues: each line is there once. A run that starts from the beginning
@@ -97,7 +97,7 @@ class LogFile(Handler, ABC):
         return trainer.add_event_handler(event, self)
 
     def __call__(self, trainer: Trainer) -> None:
-        """Writes the metrics as they are.
+        """Writes the metrics that are published now.
 
         Raises:
             OSError: the file cannot be written, and `on_error` is `"raise"`.
@@ -126,17 +126,17 @@ class LogFile(Handler, ABC):
 
     # --- what a format says -----------------------------------------------------------------------------------------------
 
-    @abstractmethod
     def _updates(self, file: BinaryIO) -> Iterator[int | None]:
-        """The update of each line, and None for a line without one that is to be kept.
+        """The update of each line, and None for a line that has no update and stays.
 
         Raises:
             ValueError: the line is not whole.
         """
+        raise NotImplementedError
 
-    @abstractmethod
     def _add(self, file: BinaryIO, place: Mapping[str, int], numbers: Mapping[str, float]) -> BinaryIO:
         """Writes a line at the end, and returns the file, or the one that has taken its place."""
+        raise NotImplementedError
 
     # --- the file ---------------------------------------------------------------------------------------------------------
 

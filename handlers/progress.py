@@ -217,7 +217,7 @@ class ProgressLog(Handler):
             place = {"epoch": state.epoch, "update": state.iteration}
             _print(_json(place | grouped_metrics(metrics, self._left_out, tag)))
             return
-        head = f"{tag} after update {state.iteration}"
+        head = f"{tag} after update {state.iteration}:"
         numbers = single_metrics(metrics, self._left_out)
         _print(_line(head, {name: (index, f"{name} {_short(value)}") for index, (name, value) in enumerate(numbers.items())}))
 
@@ -275,7 +275,7 @@ class _Shown:
             self._skipped = metrics["skipped"]
             alarms["skipped"] = (0, f"skipped {self._skipped:g}")
         if metrics.get("data_wait", 0.0) >= _LONG_WAIT:
-            alarms["data_wait"] = (1, f"waiting {metrics['data_wait']:.0%}")
+            alarms["data_wait"] = (5, f"waiting {metrics['data_wait']:.0%}")
         return alarms
 
     def _set_first_rate(self, rate: float) -> float | None:

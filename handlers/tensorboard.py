@@ -115,7 +115,7 @@ class TensorBoard(Handler):
         return trainer.add_event_handler(event, self)
 
     def __call__(self, trainer: Trainer) -> None:
-        """Writes the metrics as they are.
+        """Writes the metrics that are published now.
 
         Raises:
             OSError: they cannot be written, and `on_error` is `"raise"`.

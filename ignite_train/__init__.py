@@ -4,6 +4,7 @@ from ignite_train.create import create_supervised_trainer, create_trainer
 from ignite_train.data.grouping import AccumulationSteps
 from ignite_train.data.resumable_loader import ResumableLoader
 from ignite_train.data.samplers import ShardedSampler
+from ignite_train.defaults import Defaults, attach_defaults
 from ignite_train.errors import (
     CheckpointError,
     CheckpointFormatError,
@@ -47,6 +48,7 @@ __all__ = [
     "Counted",
     "DamagedCheckpointError",
     "DeepSpeedLossScaling",
+    "Defaults",
     "Evaluator",
     "FairseqLossScaling",
     "Forward",
@@ -76,6 +78,7 @@ __all__ = [
     "UnreadableCheckpointError",
     "UpdateOptions",
     "UpdateOutput",
+    "attach_defaults",
     "count_traffic",
     "create_evaluator",
     "create_supervised_trainer",

@@ -35,7 +35,7 @@ ROWS = (
     ("update", "checkpoint", "handler"),
     ("handlers",),
     ("protection",),  # attaches handlers by default, and so may import them
-    ("create",),
+    ("create", "defaults", "plot"),
 )
 VOCABULARY = ("arguments", "carried", "errors", "events", "forward", "metrics", "state", "traffic")
 # Files whose public names do not contain the name of the file: each is a collection, and is called what it collects.

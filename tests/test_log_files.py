@@ -179,7 +179,7 @@ def test_a_second_attach_adds_an_evaluator(tmp_path: Path, kind: str) -> None:
     trainer, log = make(tmp_path, kind)
     evaluator = create_evaluator(trainer._stateful_parts["model"], cuts.forward)  # type: ignore[arg-type]
     Validation(evaluator, DATA).attach(trainer)
-    log.attach(trainer, evaluator=evaluator, tag="averaged")
+    log.attach(trainer, EVERY, evaluator=evaluator, tag="averaged")
     trainer.run(DATA, max_epochs=1)
     rows = read(log.path)
     assert [row["update"] for row in rows] == [*"123456", "6", "6"]

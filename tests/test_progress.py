@@ -121,7 +121,7 @@ def test_a_terminal_has_bars(monkeypatch: pytest.MonkeyPatch, columns: int, with
     assert any(re.match(r"validation: +\d+%\|", row) for row in rows)
     end = [row.rstrip() for row in screen.rows if row.strip()]
     assert [row.partition(" after ")[0].split(",")[0] for row in end[:3]] == ["validation", "validation", "finished"]
-    assert re.match(r"validation after update 6  loss \S+ +samples ", end[0])
+    assert re.match(r"validation after update 6:  loss \S+ +samples ", end[0])
     assert [row.split()[0] for row in end[3:]] == (["time", "best", "memory"] if with_metrics else ["best"])
 
 
@@ -188,8 +188,8 @@ def test_a_log_file_has_short_aligned_lines(capsys: pytest.CaptureFixture[str], 
     assert ["lr 0.01" in line for line in training] == [False, False, True, True]
     assert all(re.search(r"\S samples/s  \d:\d\d:\d\d left", line) for line in training)
     assert [line.partition("  loss")[0] for line in lines if line.startswith("validation")] == [
-        "validation after update 6",
-        "validation after update 12",
+        "validation after update 6:",
+        "validation after update 12:",
     ]
 
 
@@ -261,12 +261,12 @@ def test_a_second_attach_adds_an_evaluator(capsys: pytest.CaptureFixture[str]) -
     second = create_evaluator(first.model, cuts.forward)
     progress = ProgressLog()
     progress.attach(trainer, EVERY(every=3), evaluator=first)
-    progress.attach(trainer, evaluator=second, tag="averaged")
+    progress.attach(trainer, EVERY(every=3), evaluator=second, tag="averaged")
     for evaluator in (first, second):
         Validation(evaluator, DATA).attach(trainer)
     trainer.run(DATA, max_epochs=1)
     heads = [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()[:4]]
-    assert heads == ["epoch 1/1", "epoch 1/1", "validation after update 6", "averaged after update 6"]
+    assert heads == ["epoch 1/1", "epoch 1/1", "validation after update 6:", "averaged after update 6:"]
 
 
 def test_a_metric_that_is_not_one_number_does_not_end_the_run(
@@ -283,7 +283,7 @@ def test_a_metric_that_is_not_one_number_does_not_end_the_run(
         "the metric 'note' is not made of numbers (str); it is left out of the logs",
         "the metric 'confusion' has 81 numbers, and 32 may be shown (Tensor); it is left out of the logs",
     ]
-    assert "validation after update 12  loss" in capsys.readouterr().out
+    assert "validation after update 12:  loss" in capsys.readouterr().out
 
 
 class ShownBar(tqdm):  # type: ignore[type-arg]

@@ -86,7 +86,7 @@ def test_training_and_validation_are_in_one_chart(tmp_path: Path) -> None:
     second = create_evaluator(evaluator.model, cuts.forward)
     tensorboard = TensorBoard(tmp_path)
     tensorboard.attach(trainer, EVERY(every=2), evaluator=evaluator)
-    tensorboard.attach(trainer, evaluator=second, tag="averaged")
+    tensorboard.attach(trainer, EVERY(every=2), evaluator=second, tag="averaged")
     Validation(second, DATA).attach(trainer)
     TrainingMetrics().attach(trainer, EVERY(every=2))
     trainer.run(DATA, max_epochs=2)
@@ -165,7 +165,7 @@ def train(directory: Path, *, every: int, killed_at: Any = None) -> None:
 @pytest.mark.parametrize(
     ("every", "killed_at"),
     [
-        (2, Events.ITERATION_STARTED(once=2)),  # no checkpoint yet: begins anew
+        (2, Events.ITERATION_STARTED(once=2)),  # no checkpoint yet
         (2, Events.ITERATION_STARTED(once=4)),  # one point after the checkpoint
         (3, Events.EPOCH_COMPLETED(once=1)),  # the checkpoint of update 6 has no validation, the points do
         (4, Events.ITERATION_STARTED(once=8)),

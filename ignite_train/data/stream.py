@@ -100,4 +100,4 @@ class Stream:
         self._passes += 1
         self._given, self._micro_batches = 0, None
         self._ended = was_empty or isinstance(data, Iterator)
-        self._on_pass_ended()  # `replace` makes it go on
+        self._on_pass_ended()  # which may call `replace`

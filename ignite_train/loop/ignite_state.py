@@ -12,7 +12,7 @@ __all__ = ["from_ignite_state", "is_ignite_state"]
 
 def is_ignite_state(state_dict: Any) -> bool:
     """Whether `Engine.state_dict()` of stock Ignite gave it: counters and limits, and nothing of an update."""
-    return isinstance(state_dict, Mapping) and "epoch_length" in state_dict and "num_steps" not in state_dict
+    return isinstance(state_dict, Mapping) and "epoch_length" in state_dict and "update" not in state_dict
 
 
 def from_ignite_state(state_dict: Mapping[str, Any], accumulation_steps: Any) -> dict[str, Any]:

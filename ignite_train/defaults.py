@@ -1,0 +1,97 @@
+"""A run that is a pleasure to watch, in one line.
+
+Handlers are imported where they are attached, so that importing the package stays quick.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ignite.engine import Events
+
+from ignite_train.arguments import describe, did_you_mean, positive_int
+from ignite_train.evaluator import Evaluator
+from ignite_train.trainer import Trainer
+
+if TYPE_CHECKING:
+    from ignite_train.handlers import JsonLines, ProgressLog, TensorBoard, TrainingMetrics
+
+__all__ = ["Defaults", "attach_defaults"]
+
+
+class Defaults(NamedTuple):
+    """The handlers that `attach_defaults` has attached; None for one that was left out.
+
+    Attributes:
+        training_metrics: computes what the others show.
+        progress: the bar or the lines, and the table at the end.
+        json_lines: the file `metrics.jsonl`.
+        tensorboard: the folder `tensorboard`.
+    """
+
+    training_metrics: TrainingMetrics | None = None
+    progress: ProgressLog | None = None
+    json_lines: JsonLines | None = None
+    tensorboard: TensorBoard | None = None
+
+
+def attach_defaults(
+    trainer: Trainer,
+    *,
+    directory: str | Path,
+    evaluator: Evaluator | None = None,
+    every: int = 50,
+    config: Mapping[str, Any] | None = None,
+    leave_out: Collection[str] = (),
+) -> Defaults:
+    """Attaches what shows a run: `TrainingMetrics`, `ProgressLog`, `JsonLines` and `TensorBoard`.
+
+    Each of them can be attached alone instead, with settings of its own. Checkpoints and validation are not among them; a
+    `Checkpoint` may write into the same directory, and its files are named in the table at the end of the run. All ranks
+    call this alike; rank 0 shows and writes.
+
+    Args:
+        trainer: the trainer.
+        directory: where the run writes: `metrics.jsonl`, which `python -m ignite_train.plot` draws, and `tensorboard`.
+        evaluator: whose progress, metrics and time are shown, as `validation/...`.
+        every: updates between two lines, and between two points.
+        config: the hyper-parameters, for TensorBoard; see `TensorBoard`.
+        leave_out: names of `Defaults` that are not attached, such as `("tensorboard",)`.
+
+    Returns:
+        The handlers, by name.
+
+    Raises:
+        TypeError: an argument is of the wrong type.
+        ValueError: `every` is below 1, or `leave_out` has an unknown name.
+
+    Example:
+        >>> from ignite_train import attach_defaults
+        >>> trainer, directory = getfixture("trainer"), getfixture("tmp_path")
+        >>> attached = attach_defaults(trainer, directory=directory, every=2, leave_out=("progress",))
+        >>> state = trainer.run(getfixture("loader"), max_epochs=1)
+        >>> sorted(path.name for path in directory.iterdir())
+        ['metrics.jsonl', 'tensorboard']
+    """
+    from ignite_train.handlers import JsonLines, ProgressLog, TensorBoard, TrainingMetrics
+
+    if not isinstance(directory, (str, Path)):
+        raise TypeError(f"directory must be a path, got {describe(directory)}")
+    event = Events.ITERATION_COMPLETED(every=positive_int("every", every))
+    made: dict[str, Any] = {
+        "training_metrics": TrainingMetrics(),
+        "progress": ProgressLog(),
+        "json_lines": JsonLines(Path(directory) / "metrics.jsonl"),
+        "tensorboard": TensorBoard(Path(directory) / "tensorboard", config=config),
+    }
+    if isinstance(leave_out, str):
+        raise TypeError(f"leave_out must be a sequence of names, got {leave_out!r}; pass ({leave_out!r},)")
+    for name in leave_out:
+        if name not in made:
+            raise ValueError(f"leave_out must have names among {', '.join(made)}, got {name!r}{did_you_mean(name, made)}")
+    attached = {name: handler for name, handler in made.items() if name not in leave_out}
+    for handler in attached.values():
+        handler.attach(trainer, event, evaluator=evaluator)
+    return Defaults(**attached)

@@ -1,0 +1,169 @@
+"""A run in one line, and the pictures of its log."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ignite.engine import Events
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import cuts
+from ignite_train import attach_defaults, count_traffic, create_evaluator, create_trainer
+from ignite_train.handlers import Checkpoint, Validation
+from ignite_train.plot import main, plot_runs, read_curves
+from ranks import run_ranks
+
+DATA = cuts.cut(cuts.samples(), [4, 12, 7, 9, 16, 16])  # six micro-batches
+
+
+def train(directory: Path, *, max_epochs: int = 1, saves: bool = False, **options: Any) -> Any:
+    model = cuts.linear()
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.05), cuts.forward)
+    evaluator = create_evaluator(model, cuts.forward)
+    Validation(evaluator, DATA).attach(trainer)
+    attached = attach_defaults(trainer, evaluator=evaluator, directory=directory, every=2, **options)
+    if saves:
+        Checkpoint(directory, asynchronous=False).attach(trainer)
+    trainer.run(DATA, max_epochs=max_epochs)
+    return attached
+
+
+def test_one_line_gives_all_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Lines, a log, TensorBoard and the table with their places; validation in each of them, and its time apart."""
+    attached = train(tmp_path / "first", config={"width": 8})
+    assert None not in attached
+    printed = capsys.readouterr().out
+    for text in (
+        "epoch 1/1  update 4/6  loss ",
+        "validation after update 6:  loss ",
+        "finished after 6 updates",
+        "  best    loss",
+    ):
+        assert text in printed
+    assert str(tmp_path / "first/metrics.jsonl") in printed
+    assert str(tmp_path / "first/tensorboard") in printed
+    rows = [json.loads(line) for line in (tmp_path / "first/metrics.jsonl").read_text().splitlines()]
+    assert [row["update"] for row in rows] == [2, 4, 6, 6]
+    events = EventAccumulator(str(tmp_path / "first/tensorboard"))
+    events.Reload()
+    assert [point.step for point in events.Scalars("train/loss")] == [2, 4, 6]
+    assert [point.step for point in events.Scalars("validation/loss")] == [6]
+    assert attached.training_metrics.seconds_by_section["evaluation"] > 0
+
+
+def test_checkpoints_may_be_in_the_same_directory(tmp_path: Path) -> None:
+    """And a run that resumes from them has each line once."""
+    train(tmp_path, saves=True)
+    train(tmp_path, saves=True, max_epochs=2)
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["update"] for row in rows] == [2, 4, 6, 6, 8, 10, 12, 12]
+
+
+def test_parts_can_be_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By the names under which they are given back; a misspelt one is answered with the nearest."""
+    attached = train(tmp_path, leave_out=("tensorboard", "progress"))
+    assert [name for name, handler in attached._asdict().items() if handler is None] == ["progress", "tensorboard"]
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+    assert capsys.readouterr().out == ""
+    with pytest.raises(ValueError, match="did you mean 'tensorboard'"):
+        train(tmp_path, leave_out=("tensorbord",))
+    with pytest.raises(TypeError, match="pass \\('progress',\\)"):
+        train(tmp_path, leave_out="progress")
+    with pytest.raises(TypeError, match="directory must be a path"):
+        train(None)  # type: ignore[arg-type]
+
+
+def test_the_directory_has_a_name() -> None:
+    """As it is shown in the first line that a user reads."""
+    parameters = inspect.signature(attach_defaults).parameters
+    assert [*parameters][:3] == ["trainer", "directory", "evaluator"]
+    assert all(parameter.kind is parameter.KEYWORD_ONLY for parameter in [*parameters.values()][1:])
+
+
+def of_a_rank(directory: Path, attaches: bool) -> tuple[list[int], list[str]]:
+    model = cuts.linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    trainer = create_trainer(model, optimizer, cuts.forward, reduction="explicit", protect=False)
+    if attaches:
+        attach_defaults(trainer, directory=directory, every=2)
+    counts: list[int] = []
+    with count_traffic("cpu") as traffic:
+        for event in (Events.ITERATION_STARTED, Events.ITERATION_COMPLETED):
+            trainer.append_event_handler(event, lambda: counts.append(len(traffic.collectives)))
+        trainer.run(DATA, max_epochs=1)
+    files = sorted(path.name for path in directory.glob("*")) if directory.exists() else []
+    return [end - begin for begin, end in zip(counts[0::2], counts[1::2], strict=True)], files
+
+
+def test_on_two_ranks_nothing_is_exchanged_for_it(tmp_path: Path) -> None:
+    """One collective an update, as without; rank 0 writes."""
+    (first, files), (second, _) = run_ranks(of_a_rank, tmp_path / "shown", True)
+    assert first[1:] == second[1:] == [1] * 5
+    assert [counts for counts, _ in run_ranks(of_a_rank, tmp_path / "bare", False)] == [first, second]
+    assert files == ["metrics.jsonl", "tensorboard"]
+
+
+# --- python -m ignite_train.plot ---
+
+
+def test_curves_are_those_of_the_log(tmp_path: Path) -> None:
+    """Updates and values; what is not finite is a gap; a line that is being written is left out."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"update": 2, "epoch": 1, "train/loss": 0.5}\n{"update": 4, "train/loss": "nan"}\n{"update": 6, "tra')
+    updates, losses = read_curves(tmp_path)["train/loss"]
+    assert updates == [2, 4]
+    assert losses[0] == 0.5
+    assert losses[1] != losses[1]
+
+
+@pytest.mark.parametrize("ending", ["png", "svg"])
+def test_a_picture_of_two_runs(tmp_path: Path, ending: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Loss, learning rate, gradient norm and throughput, each run by its name."""
+    for name in ("first", "second"):
+        train(tmp_path / name, leave_out=("tensorboard", "progress"))
+    output = tmp_path / f"curves.{ending}"
+    assert main([str(tmp_path / "first"), str(tmp_path / "second"), "--output", str(output)]) == 0
+    assert capsys.readouterr().out == f"{output}  loss, learning rate, gradient norm, samples per second\n"
+    content = output.read_bytes()
+    assert content.startswith(b"\x89PNG" if ending == "png" else b"<?xml")
+    assert len(content) > 10_000
+    assert main([str(tmp_path / "first")]) == 0
+    assert (tmp_path / "first/curves.png").exists()
+
+
+def test_what_is_drawn(tmp_path: Path) -> None:
+    """Only the panels for which there is something; losses of training and validation in one."""
+    curves = {"train/loss": ([1, 2], [2.0, 1.0]), "validation/loss": ([2], [1.5]), "train/accuracy": ([1], [0.5])}
+    assert plot_runs({"run": curves}, tmp_path / "one.png") == ["loss"]
+    with pytest.raises(ValueError, match="attach TrainingMetrics"):
+        plot_runs({"run": {"train/accuracy": ([1], [0.5])}}, tmp_path / "none.png")
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (None, "there is no"),
+        ({}, "has no *.jsonl file; attach JsonLines"),
+        ({"a.jsonl": "", "b.jsonl": ""}, "pass one of them: a.jsonl, b.jsonl"),
+        ({"a.jsonl": "hello\n"}, "line 1 of"),
+        ({"a.jsonl": '{"loss": 1}\n'}, "must be one that JsonLines writes"),
+    ],
+    ids=["nothing", "empty", "several", "text", "other"],
+)
+def test_what_cannot_be_drawn_is_said_in_one_line(
+    tmp_path: Path, files: dict[str, str] | None, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And the status is 1."""
+    directory = tmp_path / "run"
+    if files is not None:
+        directory.mkdir()
+        for name, text in files.items():
+            (directory / name).write_text(text)
+    assert main([str(directory)]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
