@@ -295,7 +295,7 @@ def plain(value: Any) -> Any:
             value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(),
         )
     if isinstance(value, Mapping):
-        return [(repr(key), plain(entry)) for key, entry in value.items() if key not in _BY_THE_CLOCK]
+        return [(repr(key), plain(entry)) for key, entry in value.items() if str(key).rpartition("/")[2] not in _BY_THE_CLOCK]
     if isinstance(value, (list, tuple)):
         return [plain(entry) for entry in value]
     return repr(value)
