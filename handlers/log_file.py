@@ -18,7 +18,7 @@ from ignite.engine import Engine, Events, RemovableEventHandle
 
 from ignite_train.arguments import check_state_dict, describe, one_of
 from ignite_train.evaluator import Evaluator
-from ignite_train.events import Event
+from ignite_train.events import Event, every
 from ignite_train.handler import Handler
 from ignite_train.metrics import grouped_metrics
 from ignite_train.ranks import collectives
@@ -75,7 +75,7 @@ class LogFile(Handler):
     def attach(
         self,
         trainer: Trainer,
-        event: Event = Events.ITERATION_COMPLETED(every=50),
+        event: Event = every(50, Events.ITERATION_COMPLETED),
         *,
         evaluator: Evaluator | None = None,
         tag: str = "validation",
@@ -211,11 +211,20 @@ class JsonLines(LogFile):
     `"inf"` and `"-inf"`, which Python's `float` reads. `python -m ignite_train.plot` draws such files.
 
     Example:
+        >>> import json
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> import torch
+        >>> from ignite.engine import Events
+        >>> from ignite_train import create_trainer
         >>> from ignite_train.handlers import JsonLines, TrainingMetrics
-        >>> trainer, directory = getfixture("trainer"), getfixture("tmp_path")
+        >>> model = torch.nn.Linear(3, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> trainer = create_trainer(model, optimizer, lambda model, x: model(x).square().mean())
+        >>> directory = Path(tempfile.mkdtemp())
         >>> handle = TrainingMetrics().attach(trainer, Events.ITERATION_COMPLETED(every=2))
         >>> handle = JsonLines(directory / "metrics.jsonl").attach(trainer, Events.ITERATION_COMPLETED(every=2))
-        >>> state = trainer.run(getfixture("loader"), max_epochs=1)
+        >>> state = trainer.run([torch.ones(2, 3)] * 4, max_epochs=1)
         >>> [json.loads(line)["update"] for line in (directory / "metrics.jsonl").read_text().splitlines()]
         [2, 4]
     """
@@ -240,11 +249,20 @@ class Csv(LogFile):
     is left blank. When a metric comes for the first time, the file is written again with one more column.
 
     Example:
+        >>> import csv
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> import torch
+        >>> from ignite.engine import Events
+        >>> from ignite_train import create_trainer
         >>> from ignite_train.handlers import Csv, TrainingMetrics
-        >>> trainer, directory = getfixture("trainer"), getfixture("tmp_path")
+        >>> model = torch.nn.Linear(3, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> trainer = create_trainer(model, optimizer, lambda model, x: model(x).square().mean())
+        >>> directory = Path(tempfile.mkdtemp())
         >>> handle = TrainingMetrics().attach(trainer, Events.ITERATION_COMPLETED(every=2))
         >>> handle = Csv(directory / "metrics.csv").attach(trainer, Events.ITERATION_COMPLETED(every=2))
-        >>> state = trainer.run(getfixture("loader"), max_epochs=1)
+        >>> state = trainer.run([torch.ones(2, 3)] * 4, max_epochs=1)
         >>> [row["update"] for row in csv.DictReader((directory / "metrics.csv").read_text().splitlines())]
         ['2', '4']
     """

@@ -17,7 +17,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from ignite_train.arguments import one_of
 from ignite_train.evaluator import Evaluator
-from ignite_train.events import Event
+from ignite_train.events import Event, every
 from ignite_train.handler import Handler
 from ignite_train.metrics import PUBLISHED_METRICS, grouped_metrics, is_published_metric, single_metrics
 from ignite_train.ranks import collectives
@@ -85,11 +85,15 @@ class ProgressLog(Handler):
         ValueError: `style` is another one.
 
     Example:
+        >>> import torch
         >>> from ignite.engine import Events
+        >>> from ignite_train import create_trainer
         >>> from ignite_train.handlers import ProgressLog
-        >>> trainer = getfixture("trainer")
+        >>> model = torch.nn.Linear(3, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> trainer = create_trainer(model, optimizer, lambda model, x: model(x).square().mean())
         >>> handle = ProgressLog().attach(trainer, Events.ITERATION_COMPLETED(every=2))
-        >>> state = trainer.run(getfixture("loader"), max_epochs=1)  # doctest: +ELLIPSIS
+        >>> state = trainer.run([torch.ones(2, 3)] * 4, max_epochs=1)  # doctest: +ELLIPSIS
         epoch 1/1  update 2/4  loss ...
         epoch 1/1  update 4/4  loss ...
         finished after 4 updates (4 steps, 0 skipped) in 1 epoch, ... s
@@ -109,7 +113,7 @@ class ProgressLog(Handler):
     def attach(
         self,
         trainer: Trainer,
-        event: Event = Events.ITERATION_COMPLETED(every=50),
+        event: Event = every(50, Events.ITERATION_COMPLETED),
         *,
         evaluator: Evaluator | None = None,
         tag: str = "validation",

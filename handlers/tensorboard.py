@@ -16,7 +16,7 @@ from ignite.engine import Engine, Events, RemovableEventHandle
 from ignite_train.arguments import describe, one_of
 from ignite_train.checkpoint.config import versions
 from ignite_train.evaluator import Evaluator
-from ignite_train.events import Event
+from ignite_train.events import Event, every
 from ignite_train.handler import Handler
 from ignite_train.metrics import grouped_metric, grouped_metrics
 from ignite_train.ranks import collectives
@@ -50,11 +50,19 @@ class TensorBoard(Handler):
         ValueError: `on_error` is another one.
 
     Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> import torch
+        >>> from ignite.engine import Events
+        >>> from ignite_train import create_trainer
         >>> from ignite_train.handlers import TensorBoard, TrainingMetrics
-        >>> trainer, directory = getfixture("trainer"), getfixture("tmp_path")
+        >>> model = torch.nn.Linear(3, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> trainer = create_trainer(model, optimizer, lambda model, x: model(x).square().mean())
+        >>> directory = Path(tempfile.mkdtemp())
         >>> handle = TensorBoard(directory).attach(trainer, Events.ITERATION_COMPLETED(every=2))
         >>> handle = TrainingMetrics().attach(trainer, Events.ITERATION_COMPLETED(every=2))
-        >>> state = trainer.run(getfixture("loader"), max_epochs=1)
+        >>> state = trainer.run([torch.ones(2, 3)] * 4, max_epochs=1)
         >>> len(list(directory.glob("events.out.tfevents.*")))
         1
     """
@@ -91,7 +99,7 @@ class TensorBoard(Handler):
     def attach(
         self,
         trainer: Trainer,
-        event: Event = Events.ITERATION_COMPLETED(every=50),
+        event: Event = every(50, Events.ITERATION_COMPLETED),
         *,
         evaluator: Evaluator | None = None,
         tag: str = "validation",

@@ -15,7 +15,7 @@ from ignite.engine import Events, RemovableEventHandle
 
 from ignite_train.arguments import check_state_dict, real_number
 from ignite_train.evaluator import Evaluator
-from ignite_train.events import Event, TrainEvents
+from ignite_train.events import Event, TrainEvents, every
 from ignite_train.handler import Handler
 from ignite_train.loop.progress import run_progress
 from ignite_train.ranks import collectives
@@ -83,11 +83,15 @@ class TrainingMetrics(Handler):
         peak_flops: what one device can do in a second, by its data sheet.
 
     Example:
+        >>> import torch
         >>> from ignite.engine import Events
+        >>> from ignite_train import create_trainer
         >>> from ignite_train.handlers import TrainingMetrics
-        >>> trainer = getfixture("trainer")
+        >>> model = torch.nn.Linear(3, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> trainer = create_trainer(model, optimizer, lambda model, x: model(x).square().mean())
         >>> handle = TrainingMetrics(memory=False).attach(trainer, Events.ITERATION_COMPLETED(every=2))
-        >>> metrics = trainer.run(getfixture("loader"), max_epochs=1).metrics
+        >>> metrics = trainer.run([torch.ones(2, 3)] * 4, max_epochs=1).metrics
         >>> [name for name in metrics if "second" not in name]  # doctest: +NORMALIZE_WHITESPACE
         ['loss', 'grad_norm', 'grad_norm_max', 'clipped', 'sample_size', 'learning_rate', 'skipped', 'data_wait', 'train_wall',
          'wall', 'progress', 'time_to_go']
@@ -123,7 +127,7 @@ class TrainingMetrics(Handler):
     def attach(
         self,
         trainer: Trainer,
-        event: Event = Events.ITERATION_COMPLETED(every=50),
+        event: Event = every(50, Events.ITERATION_COMPLETED),
         *,
         evaluator: Evaluator | None = None,
     ) -> RemovableEventHandle:

@@ -68,10 +68,16 @@ def attach_defaults(
         ValueError: `every` is below 1, or `leave_out` has an unknown name.
 
     Example:
-        >>> from ignite_train import attach_defaults
-        >>> trainer, directory = getfixture("trainer"), getfixture("tmp_path")
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> import torch
+        >>> from ignite_train import attach_defaults, create_trainer
+        >>> model = torch.nn.Linear(3, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> trainer = create_trainer(model, optimizer, lambda model, x: model(x).square().mean())
+        >>> directory = Path(tempfile.mkdtemp())
         >>> attached = attach_defaults(trainer, directory=directory, every=2, leave_out=("progress",))
-        >>> state = trainer.run(getfixture("loader"), max_epochs=1)
+        >>> state = trainer.run([torch.ones(2, 3)] * 4, max_epochs=1)
         >>> sorted(path.name for path in directory.iterdir())
         ['metrics.jsonl', 'tensorboard']
     """

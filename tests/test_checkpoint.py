@@ -728,7 +728,7 @@ def test_a_terminated_epoch_does_not_move_the_next(tmp_path: Path) -> None:
     trainer.run(ResumableLoader(PAIRS, 2, shuffle=False), max_iters=4)
     fresh, _ = make()
     Checkpoint(tmp_path, every=1).attach(fresh)
-    fresh.add_event_handler(Events.EPOCH_STARTED(once=1), lambda engine: engine.terminate_epoch())
+    fresh.add_event_handler(Events.GET_BATCH_STARTED(once=4), lambda engine: engine.terminate_epoch())
     fresh.run(ResumableLoader(PAIRS, 2, shuffle=False), max_epochs=2)
     assert fresh.state.iteration == 4 + 6
 

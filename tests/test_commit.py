@@ -916,7 +916,7 @@ def test_without_links_the_last_state_is_written_again(tmp_path, build, micro_ba
 def test_a_run_that_is_told_to_stop_writes_its_state_once(tmp_path, build, micro_batches):
     """As SIGTERM does: the save that is due in that update is the one of the end."""
     setup, _, disk = _ends(build, tmp_path, micro_batches, every=1, keep=9)
-    setup.trainer.add_event_handler(Events.ITERATION_STARTED(once=3), lambda engine: engine.terminate())
+    setup.trainer.add_event_handler(TrainEvents.GRADIENTS_READY(once=3), lambda engine: engine.terminate())
     setup.trainer.run(micro_batches, max_epochs=1)
 
     assert disk.tensors() == ["write rank-00000.bin"] * 3

@@ -121,7 +121,7 @@ def test_floor(policy, lowered):
     raising = policy("raise")
     assert scales(raising, [1] * len(lowered)) == lowered
     for _ in range(2):
-        with pytest.raises(LossScaleFloorError, match=rf"loss scale {lowered[-1]} .* below 2\b") as raised:
+        with pytest.raises(LossScaleFloorError, match=rf"loss scale {lowered[-1]},.* below 2\b") as raised:
             raising.update(overflow=True)
         assert (raised.value.loss_scale, raised.value.floor) == (lowered[-1], 2.0)
         assert raising.scale == lowered[-1]

@@ -489,7 +489,7 @@ def test_a_rank_that_raises_alone_does_not_run_a_collective_forward(tmp_path: Pa
         assert [group.status(rank) for rank in (0, 1)] == [1, 1]
         kind, message = group.board.read("raised.1")
         assert kind == "NonFiniteError"
-        assert "not finite on this rank, but rank 0 did not judge so and most likely made the step" in message
+        assert "not finite on this rank, but finite on rank 0, which most likely made the step" in message
         assert "rank 1 failed at update 2: NonFiniteError: update 2: gradient norm nan" in group.stderr(0)
 
 

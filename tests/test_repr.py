@@ -21,9 +21,6 @@ ADDRESS = re.compile(r"0x[0-9a-f]+|<lambda>|<locals>")
 # Still with the address of a function; a signature that is corrected must be removed from here.
 WITH_ADDRESS = {
     "create_supervised_trainer",
-    "ProgressLog.attach",
-    "TensorBoard.attach",
-    "TrainingMetrics.attach",
 }
 
 

@@ -9,10 +9,12 @@ from ignite_train.arguments import positive_int
 
 __all__ = ["from_ignite_state", "is_ignite_state"]
 
+_OURS = frozenset({"num_steps", "epochs_completed", "update"})  # keys that only the state of a trainer has
+
 
 def is_ignite_state(state_dict: Any) -> bool:
     """Whether `Engine.state_dict()` of stock Ignite gave it: counters and limits, and nothing of an update."""
-    return isinstance(state_dict, Mapping) and "epoch_length" in state_dict and "update" not in state_dict
+    return isinstance(state_dict, Mapping) and "epoch_length" in state_dict and _OURS.isdisjoint(state_dict)
 
 
 def from_ignite_state(state_dict: Mapping[str, Any], accumulation_steps: Any) -> dict[str, Any]:

@@ -93,7 +93,7 @@ class Loop(Dispatcher):
             for callback in self.on_enter:
                 callback(self)
             if not self._epoch_open:
-                state.epoch_length = self._expected_length(data)
+                state.epoch_length = self._expected_length(data) or state.epoch_length
             if not continues:
                 self.fire_event(Events.STARTED)
             unclosed = self._epoch_open  # its last iteration may have been done, and EPOCH_COMPLETED not
