@@ -136,7 +136,7 @@ class ProgressLog(Handler):
         if self._trainer is trainer:
             return None
         self._trainer = trainer
-        trainer.add_event_handler(Events.STARTED, self._open)
+        trainer.on_enter.append(self._open)
         trainer.add_event_handler(Events.ITERATION_COMPLETED, self._advance)
         trainer.add_event_handler(Events.COMPLETED, self._conclude)
         trainer.add_event_handler(Events.TERMINATE | Events.INTERRUPT, self._close)
@@ -354,7 +354,7 @@ def _print(line: str) -> None:
 
 def _table(trainer: Trainer) -> Iterator[tuple[str, str]]:
     """What the handlers of the run know at its end."""
-    handlers, saver = [*trainer._stateful.values()], trainer._resume_with
+    handlers, saver = [*trainer._stateful.values()], trainer._checkpoint
     for timer in (handler for handler in handlers if isinstance(handler, _KnowsTheTime)):
         seconds = {name: value for name, value in timer.seconds_by_section.items() if value > 0}
         whole = sum(seconds.values())

@@ -140,7 +140,7 @@ class TrainingMetrics(Handler):
             event: the end of each interval.
             evaluator: whose time is `"evaluation_seconds"`; for more of them see `watch`.
         """
-        trainer.prepend_event_handler(Events.STARTED, self._start)
+        trainer.on_enter.append(self._start)
         trainer.prepend_event_handler(TrainEvents.STEP_COMPLETED | TrainEvents.STEP_SKIPPED, self._add)
         trainer.prepend_event_handler(Events.COMPLETED, self)
         if evaluator is not None:
@@ -306,7 +306,7 @@ class TrainingMetrics(Handler):
 
 
 def _held(trainer: Trainer) -> float:
-    saver = trainer._resume_with
+    saver = trainer._checkpoint
     return saver.total_held_seconds if isinstance(saver, _HoldsTheRun) else 0.0
 
 

@@ -177,6 +177,11 @@ class Trainer(Loop):
             source, epoch=self.state.epoch + (not self._epoch_open), first_update=self.state.iteration + 1
         )
 
+    @property
+    def _checkpoint(self) -> object:
+        """The handler that saves and resumes this run; None if there is none."""
+        return self._resume_with.__self__ if isinstance(self._resume_with, MethodType) else None
+
     def _resuming(self, resume: str | Path) -> AbstractContextManager[None]:
         """The `with` in which a run trains: its `Checkpoint`, if there is one, restores the state when it is entered."""
         if self._resume_with is not None:

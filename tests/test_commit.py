@@ -21,7 +21,7 @@ import torch
 from ignite.engine import Events
 
 import ignite_train
-from ignite_train import CheckpointError
+from ignite_train import CheckpointError, TrainEvents
 from ignite_train.checkpoint import inspection as checkpoint
 from ignite_train.checkpoint.directory import CheckpointDirectory
 from ignite_train.checkpoint.disk import Disk

@@ -13,7 +13,7 @@ from ignite.engine import Events
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import cuts
-from ignite_train import attach_defaults, count_traffic, create_evaluator, create_trainer
+from ignite_train import UpdateOptions, attach_defaults, count_traffic, create_evaluator, create_trainer
 from ignite_train.handlers import Checkpoint, Validation
 from ignite_train.plot import main, plot_runs, read_curves
 from ranks import run_ranks
@@ -88,7 +88,7 @@ def test_the_directory_has_a_name() -> None:
 def of_a_rank(directory: Path, attaches: bool) -> tuple[list[int], list[str]]:
     model = cuts.linear()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    trainer = create_trainer(model, optimizer, cuts.forward, reduction="explicit", protect=False)
+    trainer = create_trainer(model, optimizer, cuts.forward, options=UpdateOptions(reduction="explicit"), protect=False)
     if attaches:
         attach_defaults(trainer, directory=directory, every=2)
     counts: list[int] = []

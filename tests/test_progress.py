@@ -31,6 +31,7 @@ import cuts
 from ignite_train import Evaluator, ForwardOutput, Trainer, create_evaluator, create_trainer
 from ignite_train.handlers import Checkpoint, ProgressLog, StopOnSignal, TrainingMetrics, Validation
 from ranks import run_ranks
+from update_options import with_options
 
 DATA = cuts.cut(cuts.samples(), [4, 12, 7, 9, 16, 16])  # six micro-batches
 EVERY = Events.ITERATION_COMPLETED
@@ -39,7 +40,8 @@ EVERY = Events.ITERATION_COMPLETED
 def make(forward: Callable[..., Any] = cuts.forward, **options: Any) -> tuple[Trainer, Evaluator, torch.optim.Optimizer]:
     model = cuts.linear()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    return create_trainer(model, optimizer, forward, **options), create_evaluator(model, cuts.forward), optimizer
+    trainer = create_trainer(model, optimizer, forward, **with_options(**options))
+    return trainer, create_evaluator(model, cuts.forward), optimizer
 
 
 class Screen:

@@ -27,6 +27,7 @@ from ignite_train.handlers import Checkpoint, TrainingMetrics, Validation
 from ignite_train.loop.progress import run_progress
 from ignite_train.metrics import PUBLISHED_METRICS, TIMED_METRICS, grouped_metric, single_metrics
 from ranks import run_ranks
+from update_options import with_options
 
 DATA = cuts.cut(cuts.samples(), [4, 12, 7, 9, 16, 16])  # six micro-batches
 EVERY = Events.ITERATION_COMPLETED
@@ -35,7 +36,7 @@ EVERY = Events.ITERATION_COMPLETED
 def make(forward: Callable[..., Any] = cuts.forward, groups: int = 1, **options: Any) -> Trainer:
     model = cuts.linear()
     parameters = [{"params": [model.weight]}, {"params": [model.bias], "lr": 3e-7}] if groups == 2 else model.parameters()
-    return create_trainer(model, torch.optim.SGD(parameters, lr=0.05), forward, **options)
+    return create_trainer(model, torch.optim.SGD(parameters, lr=0.05), forward, **with_options(**options))
 
 
 def untimed(metrics: dict[str, Any]) -> dict[str, Any]:
@@ -343,10 +344,17 @@ def test_progress_is_below_one_and_rises(limit: dict[str, int]) -> None:
 
 
 def test_progress_is_unknown_without_a_length() -> None:
-    """A stream without a limit of updates: nothing is published."""
-    trainer = make()
-    TrainingMetrics().attach(trainer)
-    assert not {"progress", "time_to_go"} & {*trainer.run(cuts.Unsized(DATA), max_epochs=1).metrics}
+    """A loader without a length: nothing is published before its first pass has ended."""
+    trainer, known = make(), set[int]()
+    TrainingMetrics().attach(trainer, EVERY(every=1))
+
+    @trainer.on(EVERY)
+    def look() -> None:
+        if {"progress", "time_to_go"} & {*trainer.state.metrics}:
+            known.add(trainer.state.epoch)
+
+    trainer.run(cuts.Unsized(DATA), max_epochs=2)
+    assert known == {2}
 
 
 def test_memory_is_published_on_request() -> None:
