@@ -116,7 +116,7 @@ class LogFile(Handler):
         """Has the next line stand after those that were there when `state_dict` was taken.
 
         Raises:
-            TypeError: it is no mapping.
+            TypeError: `state_dict` is not a mapping.
             ValueError: a key is missing.
         """
         check_state_dict(type(self).__name__, state_dict, ("written", "latest", "lines"), ("latest", "lines"))

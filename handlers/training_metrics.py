@@ -187,7 +187,7 @@ class TrainingMetrics(Handler):
         """Continues with it.
 
         Raises:
-            TypeError: it is no mapping.
+            TypeError: `state_dict` is not a mapping.
             ValueError: a key is missing.
         """
         check_state_dict("TrainingMetrics", state_dict, ("sums", "logs"), ())
@@ -253,7 +253,7 @@ class TrainingMetrics(Handler):
     # --- what is published ------------------------------------------------------------------------------------------------
 
     def _publish_means(self, metrics: dict[str, Any]) -> None:
-        """The means over the applied updates; without one there are none, and those of the interval before are taken away."""
+        """Publishes the means over the applied updates. If no update was applied, those of the interval before are removed."""
         sums, steps = self._sums, self._sums["steps"]
         if not steps:
             for name in ("loss", "loss_base2", "perplexity", "grad_norm", "grad_norm_max", "clipped", "sample_size"):

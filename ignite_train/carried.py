@@ -107,7 +107,7 @@ def _has_graph(leaf: Any) -> bool:
 
 
 def _without_graphs(value: Any) -> Any:
-    """The value itself where no tensor in it has a graph. Otherwise its containers are made anew: the user's are in use."""
+    """The value itself where no tensor in it has a graph. Otherwise a copy with new containers: the user's are in use."""
     if not any(map(_has_graph, pytree.tree_leaves(value))):
         return value
     return pytree.tree_map(lambda leaf: leaf.detach() if _has_graph(leaf) else leaf, value)

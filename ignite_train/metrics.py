@@ -97,7 +97,12 @@ def single_metrics(metrics: Mapping[str, Any], left_out: set[str]) -> dict[str, 
     for name, value in metrics.items():
         try:
             found = dict(_numbers(str(name), value))
-        except (TypeError, ValueError, RuntimeError, OverflowError):  # what torch and Python raise for what is no number
+        except (
+            TypeError,
+            ValueError,
+            RuntimeError,
+            OverflowError,
+        ):  # what torch and Python raise for something that is not a number
             found = None
         if found is not None and len(found) <= _MAX_EXPANDED:
             numbers |= found

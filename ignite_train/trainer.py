@@ -117,7 +117,7 @@ class Trainer(Loop):
     ) -> TrainState:
         """Trains until a limit is reached.
 
-        A second call goes on where the first ended, whether by its limit, by `terminate` or by an exception; a run that has
+        A second call continues where the first ended, whether by its limit, by `terminate` or by an exception; a run that has
         reached its limit does nothing and says so. All ranks call it alike.
 
         Args:
@@ -136,7 +136,7 @@ class Trainer(Loop):
             The state.
 
         Raises:
-            TypeError: `data` cannot be iterated, or a limit is no integer.
+            TypeError: `data` cannot be iterated, or a limit is not an integer.
             ValueError: a limit is below 1 or below what was trained already, or both are given, or there is no data, or an
                 iterator ended before the limit, or `resume` asks for what is not there.
             CheckpointError: no checkpoint can be read.
@@ -152,7 +152,7 @@ class Trainer(Loop):
             if self._is_done(state) and self._ended:
                 self.logger.warning(
                     f"nothing to do: epoch {state.epoch} and update {state.iteration} are done and the limit is "
-                    f"max_epochs={state.max_epochs}, max_iters={state.max_iters}; raise it to go on"
+                    f"max_epochs={state.max_epochs}, max_iters={state.max_iters}; raise it to continue"
                 )
                 return state
             self._requests = RankRequests(stop_epoch=self._epoch_open and self._requests.stop_epoch)
@@ -336,8 +336,8 @@ class Trainer(Loop):
         loaded by you, and where data shuffles, the samples that are left of a half-read epoch may differ.
 
         Raises:
-            TypeError: it is no mapping, or a limit is no integer.
-            ValueError: a key is missing, or a counter or a limit is none.
+            TypeError: `state_dict` is not a mapping, or a limit is not an integer.
+            ValueError: a key is missing, or a counter or a limit is out of range.
         """
         if isinstance(state_dict, Mapping) and "micro_batch" in state_dict:  # what earlier versions called this counter
             state_dict = {"num_micro_batches": state_dict["micro_batch"], **state_dict}
@@ -351,7 +351,7 @@ class Trainer(Loop):
         self._update.load_state_dict(state_dict["update"])
         self.state.carried.load_state_dict(state_dict.get("carried", Carried().state_dict()))  # earlier versions had none
         self._groups, self._position = None, {}
-        if self._stream is not None:  # its place is to be found again
+        if self._stream is not None:  # its place must be found again
             self._stream = self._as_stream(self._stream.data, self._stream.updates_per_epoch)
         self._epoch_started = self._interrupted = False
         self.state.update_output = self.state.output = None  # a checkpoint puts its record back after this

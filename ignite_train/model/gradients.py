@@ -50,7 +50,7 @@ class Gradients:
             parameter.grad = None
 
     def clear_stale(self) -> None:
-        """Drops gradients that something else than an update left behind: they are no part of this update."""
+        """Drops gradients that something else than an update left behind: this update must not use them."""
         for parameter in self.parameters():
             if parameter.grad is not None:
                 self.clear()

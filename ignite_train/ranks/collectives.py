@@ -169,7 +169,7 @@ def _look_up(number: int) -> tuple[str, str]:
 
 
 def end_process(status: int) -> NoReturn:
-    """Ends this process within a second, from any thread: for one whose main thread waits in a collective for ever.
+    """Ends this process within a second, from any thread: for one whose main thread waits in a collective forever.
 
     Logs and standard streams are written out first, as far as that takes no longer. Nothing else is: no `finally`, no `atexit`.
     """

@@ -27,7 +27,7 @@ class Reduction(Protocol):
         module: the model without a wrapper around it, whose parameters have the names the user gave them.
         may_drop_micro_batches: whether a rank may drop a micro-batch on its own, since no collective is issued before all of
             its backwards are done.
-        forward_is_local: whether a rank can run `module` on its own: its forward is no collective.
+        forward_is_local: whether a rank can run `module` on its own: its forward has no collective.
     """
 
     divisor: int
@@ -88,7 +88,7 @@ class PlainReduction:
         return _NOTHING
 
     def num_placeholders(self, group: list[Any], max_micro_batches: int | None) -> int:  # noqa: ARG002
-        """None: nobody waits in forward or backward."""
+        """None: no rank waits in forward or backward."""
         return 0
 
     def run_placeholder(self, loss_of: Callable[[Any], Tensor]) -> Tensor:
@@ -107,7 +107,7 @@ class PlainReduction:
 
 
 class NoReduction(PlainReduction):
-    """One process: there is nobody to reduce with."""
+    """One process: there are no other ranks to reduce with."""
 
     def end(self, outgoing: Outgoing, statistics: Statistics, gradients: Gradients) -> float | Tensor:
         """The norm."""

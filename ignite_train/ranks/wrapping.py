@@ -42,7 +42,7 @@ def reduction_for(
 
     Raises:
         TypeError: the model is wrapped in a way that cannot be right.
-        ValueError: there are several ranks and parameters that nobody would synchronise; or torch cannot accumulate in the
+        ValueError: there are several ranks and parameters that no reduction would synchronise; or torch cannot accumulate in the
             way in which the model is wrapped.
     """
     one_of("reduction", name, ("auto", "ddp", "explicit", "fsdp"))

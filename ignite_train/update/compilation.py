@@ -38,7 +38,7 @@ def compile_in_place(model: nn.Module, options: Compile, *, backward: bool = Fal
     Raises:
         TypeError: the options are neither a bool nor a mapping.
         ValueError: the model is sharded, which puts calls between its blocks that no graph can span; or it is a bare module of
-            torch, whose code torch leaves as it is without a word. Backward is to be compiled without the model, or in
+            torch, whose code torch leaves as it is without a message. Backward is to be compiled without the model, or in
             DistributedDataParallel.
     """
     if not isinstance(options, (bool, Mapping)):

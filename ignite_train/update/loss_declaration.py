@@ -182,7 +182,7 @@ def _without(term: _Term, size: float) -> _Term:
 
 
 def _may_hold(term: _Term, size: float) -> bool:
-    """Whether its factor may be `size` times a weight that somebody chose, such as 0.64 = 64 · 0.01."""
+    """Whether its factor may be `size` times a weight that the user chose, such as 0.64 = 64 · 0.01."""
     weight = abs(_product(term)) / size
     return bool(term.scales) and math.isclose(float(f"{weight:.1g}"), weight, rel_tol=1e-6)
 

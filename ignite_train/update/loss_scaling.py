@@ -67,7 +67,7 @@ def scale_near_floor(policy: LossScaling) -> float:
 
 
 class NoLossScaling:
-    """Scale 1, for fp32 and bf16: there is nothing that a lower scale could mend, so non-finite gradients are no overflow."""
+    """Scale 1, for fp32 and bf16: a lower scale would not help, so non-finite gradients are no overflow."""
 
     scale = 1.0
     enabled = False
@@ -106,7 +106,7 @@ class StaticLossScaling:
         """Takes the scale over.
 
         Raises:
-            ValueError: it is the state of another policy, or the scale is none.
+            ValueError: it is the state of another policy, or the scale is not a positive number.
         """
         if set(state_dict) != {"scale"}:
             raise ValueError(f"StaticLossScaling state must have the key 'scale' alone, got {list(state_dict)}")
@@ -146,7 +146,7 @@ class _DynamicLossScaling:
         """Takes scale and counters over.
 
         Raises:
-            ValueError: it is the state of another policy, or the scale is none.
+            ValueError: it is the state of another policy, or the scale is not a positive number.
         """
         if set(state_dict) != set(self._saved):
             raise ValueError(f"{type(self).__name__} state must have the keys {list(self._saved)}, got {list(state_dict)}")
