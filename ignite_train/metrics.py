@@ -102,7 +102,7 @@ def single_metrics(metrics: Mapping[str, Any], left_out: set[str]) -> dict[str, 
             ValueError,
             RuntimeError,
             OverflowError,
-        ):  # what torch and Python raise for something that is not a number
+        ):  # torch's and Python's for what is not a number
             found = None
         if found is not None and len(found) <= _MAX_EXPANDED:
             numbers |= found

@@ -42,8 +42,8 @@ def reduction_for(
 
     Raises:
         TypeError: the model is wrapped in a way that cannot be right.
-        ValueError: there are several ranks and parameters that no reduction would synchronise; or torch cannot accumulate in the
-            way in which the model is wrapped.
+        ValueError: there are several ranks and parameters that no reduction would synchronise; or torch cannot accumulate in
+            the way in which the model is wrapped.
     """
     one_of("reduction", name, ("auto", "ddp", "explicit", "fsdp"))
     carried = Carried() if carried is None else carried
