@@ -41,3 +41,6 @@ class OpenGroups(Protocol):
 
     def updates(self, loader: Iterable[Any], *, epoch: int, first_update: int) -> int | None:
         """Updates of an epoch, where they can be known before it. Collective."""
+
+    def widest(self, group: list[Any]) -> int | None:
+        """What `Groups.widest` is for a group that comes from no loader: the ranks have equally many, or it is unknown."""
