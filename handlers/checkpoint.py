@@ -232,7 +232,7 @@ class Checkpoint(Handler):
         """When `run` begins: prepares saving, and says what may not be exact."""
         self._is_running = True
         self.saver.prepare()
-        if collectives.is_main_rank() and not self._has_warned:
+        if collectives.is_main_rank() and not self._has_warned and trainer.state.dataloader is not None:
             log_how_exact(trainer.state.dataloader)
         self._has_warned = True
         best = None

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,8 +35,10 @@ class Evaluator(Loop):
     """An Ignite engine that runs `forward` without gradients over a loader; `create_evaluator` makes it.
 
     After `run`, `state.metrics` has `"loss"` = Σloss / Σsample_size and, for each log, Σlog / Σsample_size: a count of correct
-    answers becomes the accuracy. All sums are over all ranks, reduced once at the end. `state.output` is the
-    `ForwardOutput` of the latest micro-batch. `state.carried` holds what forward carries from micro-batch to micro-batch; it is
+    answers becomes the accuracy. All sums are over all ranks, reduced once at the end. `state.forward_output` is the
+    `ForwardOutput` of the latest micro-batch. `state.output` is its `outputs`, which Ignite's metrics read, or the
+    `ForwardOutput` itself where it has none. A placeholder, which a rank runs after its data has ended, is no iteration: no
+    event fires for it. `state.carried` holds what forward carries from micro-batch to micro-batch; it is
     empty at the start of each run and separate from that of a trainer.
     """
 
@@ -105,7 +107,13 @@ class Evaluator(Loop):
 
     def _open(self, data: Iterable[Any]) -> _Whole:
         micro_batches = islice(open_loader(data), self._limit)
-        return _Whole(micro_batches if self._uneven == "all" else _in_step(micro_batches, self._uneven))
+        return _Whole(micro_batches if self._uneven == "all" else _in_step(micro_batches, self._uneven, self._run_placeholder))
+
+    def _run_placeholder(self, micro_batch: Any) -> None:
+        """Runs forward only so that the others' collectives complete: nothing of it counts."""
+        side_effects = SideEffects(self.model, self.state.carried)
+        _forward(self, micro_batch)
+        side_effects.undo()
 
     def _close_epoch(self, started: float) -> None:
         self._publish()
@@ -136,14 +144,13 @@ class _Whole:
         """Nothing to do."""
 
 
-class _Borrowed(NamedTuple):
-    """A micro-batch that does not count: a rank runs forward on it only so that the others' collectives complete."""
+def _in_step(micro_batches: Iterator[Any], uneven: Uneven, run_placeholder: Callable[[Any], None]) -> Iterator[Any]:
+    """Has every rank run forward equally often, because it has collectives. Collective, once for each micro-batch.
 
-    micro_batch: Any
-
-
-def _in_step(micro_batches: Iterator[Any], uneven: Uneven) -> Iterator[Any]:
-    """Gives every rank equally many micro-batches, because forward has collectives. Collective, once for each micro-batch.
+    Args:
+        micro_batches: those of this rank.
+        uneven: what to do where some ranks have fewer.
+        run_placeholder: runs forward on a micro-batch that does not count.
 
     Raises:
         ValueError: one rank has run out and another has not, and `uneven` is `"error"`.
@@ -163,18 +170,18 @@ def _in_step(micro_batches: Iterator[Any], uneven: Uneven) -> Iterator[Any]:
         dummy = dummy if lacks else micro_batch
         if number == 1 and some_lack:
             dummy = borrowed_micro_batch(dummy)
-        yield _Borrowed(dummy) if lacks else micro_batch
+        if lacks:
+            run_placeholder(dummy)
+        else:
+            yield micro_batch
 
 
-def _evaluate(engine: Evaluator, micro_batch: Any) -> ForwardOutput | None:
-    if isinstance(micro_batch, _Borrowed):
-        side_effects = SideEffects(engine.model, engine.state.carried)
-        _forward(engine, micro_batch.micro_batch)
-        side_effects.undo()
-        return None
+def _evaluate(engine: Evaluator, micro_batch: Any) -> Any:
+    engine.state.output = engine.state.forward_output = None  # not held while the next one is computed
     output = _forward(engine, micro_batch)
     engine.statistics.add(output)
-    return output
+    engine.state.forward_output = output
+    return output if output.outputs is None else output.outputs
 
 
 def _forward(engine: Evaluator, micro_batch: Any) -> ForwardOutput:

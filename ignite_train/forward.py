@@ -40,11 +40,15 @@ class ForwardOutput(NamedTuple):
             at least 0. The update's gradient is Σ∇loss / Σsample_size over all micro-batches and ranks.
         logs: sums to be added up over micro-batches and ranks beside the loss; numbers or scalar tensors by name. The names of
             metrics that are published anyway, such as `"loss"` and `"learning_rate"`, are refused.
+        outputs: anything that handlers and Ignite's metrics are to see of this micro-batch, such as `(y_pred, y)`. Neither
+            reduced nor kept: it is an evaluator's `state.output`, and `state.forward_output.outputs` in an update, where it
+            still has its graph.
     """
 
     loss: Tensor
     sample_size: float | Tensor = _NOT_DECLARED
     logs: Mapping[str, float | Tensor] = {}
+    outputs: Any = None
 
 
 Forward = Callable[[nn.Module, Any], "ForwardOutput | tuple[Any, ...] | Tensor"]
@@ -84,11 +88,11 @@ def as_forward_output(returned: Any) -> ForwardOutput:
     """
     if isinstance(returned, Tensor):
         output = ForwardOutput(returned)
-    elif isinstance(returned, tuple) and 1 <= len(returned) <= 3:
+    elif isinstance(returned, tuple) and 1 <= len(returned) <= 4:
         output = ForwardOutput(*returned)
     else:
         raise ForwardContractError(f"forward returned {_describe(returned)}; {_CONTRACT}")
-    loss, sample_size, logs = output
+    loss, sample_size, logs, _ = output
     if not isinstance(loss, Tensor):
         raise ForwardContractError(f"the loss that forward returned is {_describe(loss)}, not a tensor; {_CONTRACT}")
     if loss.numel() != 1:

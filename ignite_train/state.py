@@ -120,11 +120,16 @@ class EvaluatorState(_Carrying):
     """Ignite's state of one evaluation.
 
     Attributes:
+        forward_output: what `forward` returned for the latest micro-batch.
+        output: its `outputs`, or the `ForwardOutput` where it has none.
         carried: what forward carries from micro-batch to micro-batch of this evaluation; a trainer's is another.
     """
 
+    forward_output: ForwardOutput | None
+    output: Any
+
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(forward_output=None)
         self._carried = Carried()
 
     def __repr__(self) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import MethodType
 from typing import Any, Protocol
@@ -97,6 +98,9 @@ class Trainer(Loop):
         self._ranks_have_more = True
         self._micro_batches_before = 0  # this update
         self._num_fetched = 0  # micro-batches of this update
+        self._session_is_open = False  # from STARTED to the closing events of a session
+        self._updating = False  # an `update` is under way
+        self._has_warned_of_session = False
         self.register_events(*TrainEvents, event_to_attr=EVENT_COUNTERS)
 
     def __repr__(self) -> str:
@@ -159,6 +163,134 @@ class Trainer(Loop):
             self._run(loader)
         return state
 
+    @contextmanager
+    def session(self, *, max_iters: int | None = None, resume: str | Path = "auto") -> Iterator[TrainState]:
+        """A run whose updates are asked for by `update`, one by one, and not cut from a loader.
+
+            with trainer.session() as state:
+                for micro_batch in micro_batches[state.iteration :]:
+                    record = trainer.update([micro_batch])
+
+        It begins as `run` does: a `Checkpoint` restores the state, threads and files of handlers are opened, STARTED fires.
+        It ends as `run` does: with TERMINATE or INTERRUPT after a request to stop, with COMPLETED, or with EXCEPTION_RAISED if
+        an exception leaves the `with`; then all is closed. There are no epochs and no events of them. What the loop inside
+        reads is its own to find again after a resume; `state.iteration` says how many updates were done. All ranks open it
+        alike. Several trainers can have sessions at the same time, and one can `run` in the session of another.
+
+        Args:
+            max_iters: how many updates the training has in all, for `state.max_iters` and what shows progress. None: the limit
+                that was given before, if any.
+            resume: as for `run`.
+
+        Yields:
+            The state.
+
+        Raises:
+            RuntimeError: the trainer is running already, or `run` has left an epoch open.
+            ValueError: `max_iters` is below 1 or below what was trained already, or `resume` asks for what is not there.
+            CheckpointError: no checkpoint can be read.
+        """
+        self._refuse_nested_run()
+        with self._resuming(resume):
+            state = self.state
+            if self._epoch_open:
+                raise RuntimeError(
+                    f"session was opened in the middle of epoch {state.epoch}, which run has left after update "
+                    f"{state.iteration}; end the epoch with run first"
+                )
+            state.max_epochs = None
+            state.max_iters = state.max_iters if max_iters is None else checked_limits(state, None, max_iters)[1]
+            self._requests, self._stream = RankRequests(), None
+            with self._between_events(None):
+                self._session_is_open = True
+                try:
+                    yield state
+                finally:
+                    self._session_is_open = False
+
+    def update(self, micro_batches: list[Any]) -> UpdateOutput:
+        """Does one update on the group that it is given, as `run` does on those that it cuts from a loader.
+
+        ITERATION_STARTED, the events of `TrainEvents` and ITERATION_COMPLETED fire, and the counters count; nothing of epochs
+        or loaders fires. All ranks call it equally often. Their lists may differ in length or be empty, where the model is not
+        sharded and forward has no collectives of its own; `uneven="replay"` allows them to differ there too, for one more
+        small collective.
+
+        Call it in a `session`: in a loop of your own, or in a handler of another trainer. Without a session it does the same
+        update, but what begins and ends with a run does not take part: handlers of STARTED and COMPLETED, and whatever opens a
+        thread or a file for a run, such as `FailureBoard` and `HangWatch`. A warning says so once. A trainer with a
+        `Checkpoint` needs a session.
+
+        After an exception the counters are those before this update, unless it had moved the parameters already.
+
+        Args:
+            micro_batches: the group of this rank, of any length, whatever `accumulation_steps` is.
+
+        Returns:
+            The record of the update.
+
+        Raises:
+            TypeError: `micro_batches` is no list, or holds None.
+            RuntimeError: it is called inside a handler of its own run or update, or while `run` has left an epoch open, or a
+                stop was asked for, or a `Checkpoint` is attached and no session is open.
+        """
+        self._check_update(micro_batches)
+        state = self.state
+        self._num_fetched, self._micro_batches_before = len(micro_batches), state.num_micro_batches
+        self._max_micro_batches = self._grouping.max_micro_batches_of(micro_batches)
+        state.batch = micro_batches
+        self._fetch_started = self._fetch_ended = time.perf_counter()
+        self._updating = self._iterating = True
+        self._settled = False
+        state.iteration += 1
+        try:
+            self.fire_event(Events.ITERATION_STARTED)
+            self._process_function(self, self._batch())
+            self._iterating = False
+            self.fire_event(Events.ITERATION_COMPLETED)
+        finally:
+            self._take_back()
+            self._updating = self._iterating = False
+            state.batch = None
+        assert state.update_output is not None  # noqa: S101  # each update publishes one
+        return state.update_output
+
+    def _refuse_nested_run(self) -> None:
+        if self._session_is_open or self._updating:
+            raise RuntimeError("run or session was called inside a session or an update of the same trainer; leave it first")
+        super()._refuse_nested_run()
+
+    def _check_update(self, micro_batches: Any) -> None:
+        if not isinstance(micro_batches, list):
+            raise TypeError(f"micro_batches must be a list, got {describe(micro_batches)}; pass update([micro_batch])")
+        if any(micro_batch is None for micro_batch in micro_batches):
+            raise TypeError("micro_batches must not hold None; leave it out, since a rank without data passes update([])")
+        if self._session_is_open and not self._updating:
+            if self.should_terminate or self.should_interrupt:
+                raise RuntimeError(
+                    "update was called after a request to stop; leave the loop where trainer.should_terminate is set"
+                )
+            if self.state.max_iters is not None and self.state.iteration >= self.state.max_iters:
+                raise RuntimeError(
+                    f"update was called after max_iters={self.state.max_iters} updates; raise session's max_iters"
+                )
+            return
+        if self._running or self._updating:
+            raise RuntimeError("update was called inside a handler of its own run or update; call it from another trainer's")
+        if self._epoch_open:
+            raise RuntimeError(
+                f"update was called in the middle of epoch {self.state.epoch}, which run has left after update "
+                f"{self.state.iteration}; end the epoch with run first"
+            )
+        if self._resume_with is not None:
+            raise RuntimeError("update needs a session where a Checkpoint is attached; write: with trainer.session(): ...")
+        if not self._has_warned_of_session and (self.on_enter or self._has_handlers(Events.STARTED)):
+            self._has_warned_of_session = True
+            self.logger.warning(
+                "update was called without a session, in which STARTED, COMPLETED, FailureBoard, HangWatch and whatever else "
+                "begins and ends with a run have no part; write: with trainer.session(): ..."
+            )
+
     def _as_stream(self, data: Iterable[Any], epoch_length: int | None) -> Stream | None:
         """The data of a run with `epoch_length`; the one there is, if a run on the same data continues."""
         length = None if epoch_length is None else positive_int("epoch_length", epoch_length)
@@ -210,8 +342,10 @@ class Trainer(Loop):
         """Ends the epoch on all ranks after the same update; as `terminate` does the run.
 
         Raises:
-            RuntimeError: it is called in STARTED or EPOCH_STARTED, where the epoch has no updates yet.
+            RuntimeError: it is called in STARTED or EPOCH_STARTED, where the epoch has no updates yet; or in a session.
         """
+        if self._session_is_open:
+            raise RuntimeError("terminate_epoch was called in a session, which has no epochs; call terminate()")
         if self._running and not self._epoch_started:
             raise RuntimeError(
                 "terminate_epoch was called in STARTED or EPOCH_STARTED, before the epoch's first update; call it from "

@@ -728,7 +728,8 @@ def test_a_terminated_epoch_does_not_move_the_next(tmp_path: Path) -> None:
     trainer.run(ResumableLoader(PAIRS, 2, shuffle=False), max_iters=4)
     fresh, _ = make()
     Checkpoint(tmp_path, every=1).attach(fresh)
-    fresh.add_event_handler(Events.GET_BATCH_STARTED(once=4), lambda engine: engine.terminate_epoch())
+    in_epoch_1 = Events.GET_BATCH_STARTED(event_filter=lambda engine, _: engine.state.epoch == 1)
+    fresh.add_event_handler(in_epoch_1, lambda engine: engine.terminate_epoch())
     fresh.run(ResumableLoader(PAIRS, 2, shuffle=False), max_epochs=2)
     assert fresh.state.iteration == 4 + 6
 

@@ -98,6 +98,10 @@ class MicroBatchGrouping:
         micro_batches = min(lengths) if self._uneven == "shortest" else max(lengths)
         return _count_updates(micro_batches, lambda done: self._size(epoch, first_update + done), 0)
 
+    def max_micro_batches_of(self, group: list[Any]) -> int | None:
+        """Of a group that comes from no loader: as many as this rank has, or None with `"replay"`, where ranks may differ."""
+        return None if self._uneven == "replay" else len(group)
+
     def _check_in_step(self, name: str, lengths: list[int]) -> None:
         """Raises, or warns once if the lengths are not known.
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from ignite.engine import Events, State
@@ -82,6 +83,19 @@ class Loop(Dispatcher):
 
     def _run(self, data: Iterable[Any]) -> None:
         """Runs epochs until a limit of the state is reached or the run is stopped."""
+        state = self.state
+        try:
+            with self._between_events(data):
+                unclosed = self._epoch_open  # its last iteration may have been done, and EPOCH_COMPLETED not
+                while not self._stop_between_epochs() and (unclosed or not self._is_done(state)):
+                    unclosed = False
+                    self._run_epoch()
+        except StopIteration as error:
+            raise RuntimeError("a handler or the update raised StopIteration; only the data may end an epoch") from error
+
+    @contextmanager
+    def _between_events(self, data: Iterable[Any] | None) -> Iterator[None]:
+        """What a run is from STARTED to its closing events, or to EXCEPTION_RAISED. `data` is None without epochs."""
         self._refuse_nested_run()
         state, started = self.state, time.perf_counter()
         self.should_terminate = self.should_interrupt = False
@@ -93,13 +107,10 @@ class Loop(Dispatcher):
             for callback in self.on_enter:
                 callback(self)
             if not self._epoch_open:
-                state.epoch_length = self._expected_length(data) or state.epoch_length
+                state.epoch_length = None if data is None else self._expected_length(data) or state.epoch_length
             if not continues:
                 self.fire_event(Events.STARTED)
-            unclosed = self._epoch_open  # its last iteration may have been done, and EPOCH_COMPLETED not
-            while not self._stop_between_epochs() and (unclosed or not self._is_done(state)):
-                unclosed = False
-                self._run_epoch()
+            yield
             self._interrupted = bool(self.should_interrupt and not self.should_terminate)
             self._ended = not self._interrupted  # an interrupted run has yet to fire COMPLETED
             state.times[Events.COMPLETED.name] = time.perf_counter() - started
@@ -109,8 +120,6 @@ class Loop(Dispatcher):
         except BaseException as error:
             self._observe(error)
             self._take_back()
-            if isinstance(error, StopIteration):
-                raise RuntimeError("a handler or the update raised StopIteration; only the data may end an epoch") from error
             raise
         finally:
             self._running = self._iterating = self.should_interrupt = False
@@ -262,7 +271,7 @@ class Loop(Dispatcher):
     def _take_back(self) -> None:
         """Takes back the counters of an iteration that did not finish."""
         if self._iterating and self._settled:
-            self._epoch_iteration += 1
+            self._epoch_iteration += self._epoch_open
         elif self._iterating:
             self.state.iteration -= 1
             self.should_terminate_single_epoch = False  # the repeated iteration asks again
