@@ -143,7 +143,7 @@ class ScoreHandler(Handler):
         mode: `"min"` if lower scores are better, `"max"` if higher.
 
     Raises:
-        TypeError: `evaluator` is not an evaluator, or `score` is no string.
+        TypeError: `evaluator` is not an evaluator, or `score` is not a string.
         ValueError: `mode` is neither of the two.
     """
 
