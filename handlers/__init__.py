@@ -1,6 +1,7 @@
 """Ready-made handlers, imported as `ignite_train.handlers`. Each is one file; none imports another."""
 
 from ignite_train.handlers.checkpoint import Checkpoint
+from ignite_train.handlers.early_stopping import EarlyStopping
 from ignite_train.handlers.empty_cache import EmptyCache
 from ignite_train.handlers.failure_board import FailureBoard, PeerFailureError
 from ignite_train.handlers.grad_norm_consistency import GradNormConsistency, GradNormMismatchError
@@ -10,6 +11,7 @@ from ignite_train.handlers.log_file import Csv, JsonLines, LogFile
 from ignite_train.handlers.loss_scale import LossScaleLogger
 from ignite_train.handlers.min_learning_rate import MinLearningRate
 from ignite_train.handlers.progress import ProgressLog
+from ignite_train.handlers.reduce_on_plateau import ReduceOnPlateau
 from ignite_train.handlers.state_consistency import StateConsistency, StateMismatchError
 from ignite_train.handlers.stop_on_signal import StopOnSignal
 from ignite_train.handlers.tensorboard import TensorBoard
@@ -20,6 +22,7 @@ from ignite_train.handlers.validation import Validation
 __all__ = [
     "Checkpoint",
     "Csv",
+    "EarlyStopping",
     "EmptyCache",
     "FailureBoard",
     "GradNormConsistency",
@@ -32,6 +35,7 @@ __all__ = [
     "MinLearningRate",
     "PeerFailureError",
     "ProgressLog",
+    "ReduceOnPlateau",
     "StateConsistency",
     "StateMismatchError",
     "StopOnSignal",

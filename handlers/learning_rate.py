@@ -64,8 +64,8 @@ class LearningRateSchedule(Handler):
     def __init__(self, scheduler: LRScheduler) -> None:
         if isinstance(scheduler, ReduceLROnPlateau):
             raise TypeError(
-                "scheduler must not be ReduceLROnPlateau, which needs a score; call its step(score) in a "
-                "handler that you attach to the evaluator's Events.COMPLETED"
+                "scheduler must not be ReduceLROnPlateau, which needs a score; attach "
+                "ReduceOnPlateau(evaluator, scheduler), which steps it after each evaluation"
             )
         if not isinstance(scheduler, LRScheduler):
             raise TypeError(f"scheduler must be a scheduler of torch.optim.lr_scheduler, got {describe(scheduler)}")

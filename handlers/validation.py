@@ -69,8 +69,8 @@ class Validation(Handler):
         self._latest_update: int | None = None
 
     def attach(self, trainer: Trainer, event: Event = Events.EPOCH_COMPLETED) -> RemovableEventHandle:
-        """Validates at `event`."""
-        return trainer.add_event_handler(event, self)
+        """Validates at `event`, before the handlers there that `add_event_handler` adds, whatever the order of attaching."""
+        return trainer.add_evaluation_handler(event, self)
 
     def __call__(self, trainer: Trainer) -> None:
         """Validates, unless this update was validated already.

@@ -19,7 +19,7 @@ import pytest
 import torch
 from ignite.engine import Events
 
-from ignite_train import Trainer, TrainEvents, create_trainer
+from ignite_train import Trainer, TrainEvents, create_trainer, handlers
 
 ROOT = Path(__file__).parent.parent
 DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -221,6 +221,16 @@ def test_every_file_of_the_core_is_in_the_architecture():
     named = {path.rpartition("/")[2] for text in [*inline, *(text for _, text in blocks)] for path in _paths(text)}
 
     assert sorted({path.name for path in (ROOT / "ignite_train").rglob("[!_]*.py")} - named) == []
+
+
+def test_every_handler_is_in_a_table():
+    """docs/handlers.md has a row for each ready-made handler."""
+    text = (ROOT / "docs/handlers.md").read_text(encoding="utf-8")
+    first_cells = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
+    listed = {name for cell in first_cells for name in _INLINE.findall(cell)}
+    kinds = {name for name, value in vars(handlers).items() if isinstance(value, type) and not issubclass(value, Exception)}
+
+    assert listed == kinds
 
 
 def test_the_timeline_is_what_happens():

@@ -1,4 +1,4 @@
-"""Ignite's Engine with cheaper calls of handlers, and three stages of an event whose order does not depend on attaching."""
+"""Ignite's Engine with cheaper calls of handlers, and stages of an event whose order does not depend on attaching."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import logging
 import types
 import weakref
 from collections.abc import Callable, Iterator
+from enum import IntEnum
 from typing import Any, Protocol, runtime_checkable
 
 from ignite.engine import Engine, EventEnum, EventsList, RemovableEventHandle
@@ -15,7 +16,16 @@ from ignite.engine import Engine, EventEnum, EventsList, RemovableEventHandle
 from ignite_train.arguments import did_you_mean
 from ignite_train.events import Event
 
-__all__ = ["Attachable", "Dispatcher", "Stateful", "call"]
+__all__ = ["Attachable", "Dispatcher", "Stage", "Stateful", "call"]
+
+
+class Stage(IntEnum):
+    """The stages of an event, in their order."""
+
+    MEASURE = 0
+    EVALUATE = 1
+    REACT = 2
+    SAVE = 3
 
 
 @runtime_checkable
@@ -45,8 +55,8 @@ class Dispatcher(Engine):
     Handlers, events and filters are Ignite's. What differs:
 
     - Firing an event without handlers costs one look-up.
-    - An event has three stages: measure (`prepend_event_handler`), react (`add_event_handler`) and save
-      (`append_event_handler`).
+    - An event has four stages: measure (`prepend_event_handler`), evaluate (`add_evaluation_handler`), react
+      (`add_event_handler`) and save (`append_event_handler`).
     - Handlers that have a state are listed.
 
     Args:
@@ -55,8 +65,9 @@ class Dispatcher(Engine):
 
     def __init__(self, process: Callable[[Any, Any], Any]) -> None:
         self._registered: set[str] = set()
-        self._last: list[Callable[..., Any]] = []
         self._stateful: dict[str, Stateful] = {}  # handlers with a state to save, by the name of their class
+        self._stages: dict[Any, list[tuple[Callable[..., Any], Stage]]] = {}  # by event, for handlers that do not react
+        self._stage = Stage.REACT  # of what `add_event_handler` adds
         super().__init__(process)
         self.logger = logging.getLogger("ignite_train")
 
@@ -70,16 +81,41 @@ class Dispatcher(Engine):
     def add_event_handler(self, event_name: Any, handler: Any, *args: Any, **kwargs: Any) -> RemovableEventHandle:
         """As in Ignite. If `handler`, or the object whose method it is, has a state, it is saved with every checkpoint."""
         _refuse_unattached(handler)
+        if isinstance(event_name, EventsList):  # Ignite calls this method again for each of them
+            return super().add_event_handler(event_name, handler, *args, **kwargs)
         handle = super().add_event_handler(event_name, handler, *args, **kwargs)
-        for single in event_name if isinstance(event_name, EventsList) else [event_name]:
-            self._event_handlers[single].sort(key=lambda entry: entry[0] in self._last)
+        self._move_to_stage(self._event_handlers[event_name], self._stages.setdefault(event_name, []))
         self._list_stateful(handler.__self__ if isinstance(handler, types.MethodType) else handler)
         return handle
 
+    def prepend_event_handler(self, event: Event, handler: Callable[..., Any]) -> RemovableEventHandle:
+        """Adds a handler that runs before all others of `event`, also those attached later: for what these read."""
+        return self._add(Stage.MEASURE, event, handler)
+
+    def add_evaluation_handler(self, event: Event, handler: Callable[..., Any]) -> RemovableEventHandle:
+        """Adds a handler that runs before those of `add_event_handler`: for an evaluation, to which these react."""
+        return self._add(Stage.EVALUATE, event, handler)
+
     def append_event_handler(self, event: Event, handler: Callable[..., Any]) -> RemovableEventHandle:
         """Adds a handler that runs after all others of `event`, also those attached later: for saving their work."""
-        self._last.append(handler)
-        return self.add_event_handler(event, handler)
+        return self._add(Stage.SAVE, event, handler)
+
+    def _add(self, stage: Stage, event: Event, handler: Callable[..., Any]) -> RemovableEventHandle:
+        self._stage = stage
+        try:
+            return self.add_event_handler(event, handler)
+        finally:
+            self._stage = Stage.REACT
+
+    def _move_to_stage(self, entries: list[Any], stages: list[tuple[Callable[..., Any], Stage]]) -> None:
+        """Moves the handler that was added last to its stage: to the beginning of MEASURE, to the end of the others."""
+        added = entries.pop()
+        stages[:] = [known for known in stages if any(known[0] is handler for handler, _, _ in entries)]
+        stage_of = {id(handler): stage for handler, stage in stages}
+        stage, others = self._stage, [stage_of.get(id(handler), Stage.REACT) for handler, _, _ in entries]
+        entries.insert(sum(other < stage or (other == stage != Stage.MEASURE) for other in others), added)
+        if stage != Stage.REACT:
+            stages.append((added[0], stage))
 
     def _list_stateful(self, owner: Any) -> None:
         if isinstance(owner, Stateful) and not isinstance(owner, (Engine, type)):
@@ -89,15 +125,6 @@ class Dispatcher(Engine):
             while (key := name if number == 1 else f"{name}-{number}") in self._stateful:
                 number += 1
             self._stateful[key] = owner
-
-    def prepend_event_handler(self, event: Event, handler: Callable[..., Any]) -> RemovableEventHandle:
-        """Adds a handler that runs before all others of `event` that `add_event_handler` adds: for what these read."""
-        handle = self.add_event_handler(event, handler)
-        for single in event if isinstance(event, EventsList) else [event]:
-            handlers = self._event_handlers[single]
-            added = max(index for index, entry in enumerate(handlers) if entry[0] not in self._last)
-            handlers.insert(0, handlers.pop(added))
-        return handle
 
     def _attached(self) -> Iterator[tuple[Any, tuple[Any, ...]]]:
         """The attached handlers, without their filters, and the arguments of each apart from the engine."""
@@ -145,8 +172,6 @@ class Dispatcher(Engine):
                 handler(*args, **kwargs)
 
         filtered._parent = weakref.ref(handler)  # type: ignore[attr-defined]  # by which Ignite finds the handler
-        if handler in self._last:
-            self._last.append(filtered)
         return filtered
 
 

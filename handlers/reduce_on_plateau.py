@@ -1,0 +1,98 @@
+"""Lowering the learning rate when the score of the validation no longer improves."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from ignite.engine import Engine
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from ignite_train.arguments import describe
+from ignite_train.handler import ScoreHandler
+from ignite_train.model.learning_rates import are_of
+from ignite_train.ranks import collectives
+from ignite_train.trainer import Trainer
+
+__all__ = ["ReduceOnPlateau"]
+
+_logger = logging.getLogger(__name__)
+
+
+class ReduceOnPlateau(ScoreHandler):
+    """Steps torch's `ReduceLROnPlateau` with a score after each evaluation, so that it lowers the learning rate.
+
+    It reacts when the evaluation is complete: the next update uses the new rate, and so does a run that is resumed from a
+    checkpoint of this update. An evaluation before the first update does not count, and of several after the same update the
+    first does. torch's scheduler lowers the rate after more than `patience` evaluations in a row without an improvement:
+    `ReduceLROnPlateau(optimizer, factor=0.25, patience=0, threshold=0)` divides it by 4 after each evaluation that is not the
+    best so far. Use it without a `LearningRateSchedule` of the same optimizer, which may set the rate back.
+
+    Args:
+        evaluator: what evaluates; `Validation` runs it.
+        scheduler: torch's, of the trainer's optimizer; it says whether the `"min"` or the `"max"` is best.
+        score: one of the evaluator's metrics.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+
+    Example:
+        >>> import torch
+        >>> from ignite_train import create_evaluator, create_trainer
+        >>> from ignite_train.handlers import ReduceOnPlateau, Validation
+        >>> def forward(model, x):
+        ...     return model(x).square().mean()
+        >>> model = torch.nn.Linear(3, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        >>> trainer, evaluator = create_trainer(model, optimizer, forward), create_evaluator(model, forward)
+        >>> scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.25, patience=0, threshold=0)
+        >>> ReduceOnPlateau(evaluator, scheduler).attach(trainer)
+        >>> handle = Validation(evaluator, [torch.ones(8, 3)]).attach(trainer)
+        >>> state = trainer.run([torch.ones(8, 3)], max_epochs=2)  # the rate is too high: the loss grows in the second epoch
+        >>> optimizer.param_groups[0]["lr"]
+        0.25
+    """
+
+    def __init__(self, evaluator: Engine, scheduler: ReduceLROnPlateau, *, score: str = "loss") -> None:
+        if not isinstance(scheduler, ReduceLROnPlateau):
+            raise TypeError(
+                "scheduler must be a torch.optim.lr_scheduler.ReduceLROnPlateau, which is stepped with a score, got "
+                f"{describe(scheduler)}; other schedulers need LearningRateSchedule"
+            )
+        super().__init__(evaluator, score, scheduler.mode)
+        self.scheduler = scheduler
+
+    def attach(self, trainer: Trainer) -> None:
+        """Lowers the rate during the runs of `trainer`.
+
+        Raises:
+            ValueError: the scheduler is of another optimizer than that of `trainer`.
+        """
+        if not are_of(trainer._stateful_parts, self.scheduler.optimizer):
+            raise ValueError(
+                f"scheduler must be of the trainer's optimizer, got one of another {type(self.scheduler.optimizer).__name__}; "
+                "build it with the optimizer that create_trainer was given"
+            )
+        super().attach(trainer)
+
+    def on_score(self, trainer: Trainer, score: float) -> None:
+        """Steps the scheduler."""
+        before = self._rates()
+        self.scheduler.step(score)
+        if (after := self._rates()) != before and collectives.is_main_rank():
+            best = f"{self.score} {score:g} is no improvement on {self.scheduler.best:g}"
+            rates = f"{', '.join(map('{:g}'.format, before))} -> {', '.join(map('{:g}'.format, after))}"
+            _logger.info(f"update {trainer.state.iteration}: learning rate {rates}: {best}")
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the scheduler, and the latest update to whose score it has reacted."""
+        return self.scheduler.state_dict() | {"_latest_update": self._latest_update}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restores them."""
+        self._latest_update = state_dict["_latest_update"]
+        self.scheduler.load_state_dict({key: value for key, value in state_dict.items() if key != "_latest_update"})
+
+    def _rates(self) -> list[float]:
+        return [float(group["lr"]) for group in self.scheduler.optimizer.param_groups]  # sync, on an accelerator

@@ -1,0 +1,345 @@
+"""Handlers that react to a validation score: when they act, in what order, on all ranks, and after a resumption."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import ignite.distributed as idist
+import pytest
+import torch
+from ignite.engine import Engine, Events
+from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+
+import cuts
+from bits import bit_by_bit
+from ignite_train import Evaluator, Trainer, TrainEvents, create_evaluator, create_trainer
+from ignite_train.handlers import Checkpoint, EarlyStopping, ReduceOnPlateau, Validation
+from ranks import run_ranks
+
+DATA = cuts.cut(cuts.samples(), [8, 8, 8])
+
+
+def replicated(model: nn.Module) -> nn.Module:
+    """The model in DistributedDataParallel on several ranks."""
+    return nn.parallel.DistributedDataParallel(model) if idist.get_world_size() > 1 else model
+
+
+class Scripted:
+    """A trainer and an evaluator whose score after update N is `scores[N - 1]`, validated after each update."""
+
+    def __init__(self, scores: Sequence[float]) -> None:
+        self.model = replicated(cuts.linear())
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
+        self.trainer = create_trainer(self.model, self.optimizer, cuts.forward)
+        self.evaluator = create_evaluator(self.model, cuts.forward)
+        self.validation = Validation(self.evaluator, DATA[:1])
+        self.scores, self.length = scores, len(scores)
+        self.evaluator.add_event_handler(Events.EPOCH_COMPLETED, self._replace)
+
+    def _replace(self) -> None:
+        self.evaluator.state.metrics["loss"] = self.scores[self.trainer.state.iteration - 1]
+
+    def validate(self) -> None:
+        self.validation.attach(self.trainer, Events.ITERATION_COMPLETED)
+
+    def run(self, max_iters: int | None = None, **options: Any) -> int:
+        """The update after which it ended."""
+        return self.trainer.run(DATA, max_iters=max_iters or self.length, **options).iteration
+
+
+# --- the stages of an event ---
+
+
+def _noting(calls: list[Any], what: Any) -> Callable[[], None]:
+    return lambda: calls.append(what)
+
+
+@pytest.mark.parametrize("event", [Events.ITERATION_COMPLETED, Events.ITERATION_COMPLETED(every=1)], ids=["plain", "filtered"])
+def test_the_stages_do_not_depend_on_the_order_of_attaching(event: Any) -> None:
+    """Two handlers of each stage, in each of 40 random orders; within a stage the order is the documented one."""
+    for seed in range(40):
+        trainer, calls = Scripted([1.0]).trainer, []
+        stages = {
+            "measure": trainer.prepend_event_handler,
+            "evaluate": trainer.add_evaluation_handler,
+            "react": trainer.add_event_handler,
+            "save": trainer.append_event_handler,
+        }
+        order = [(stage, number) for stage in stages for number in (0, 1)]
+        random.Random(seed).shuffle(order)  # noqa: S311
+        for stage, number in order:
+            stages[stage](event, _noting(calls, (stage, number)))
+        trainer.run(DATA, max_iters=1)
+
+        def expected(stage: str, order: Any = order) -> list[Any]:
+            attached = [entry for entry in order if entry[0] == stage]
+            return attached[::-1] if stage == "measure" else attached
+
+        assert calls == [entry for stage in stages for entry in expected(stage)]
+
+
+def test_a_stage_is_of_one_event() -> None:
+    """A function that saves at one event may react at another, and its place there follows from that."""
+    trainer, calls = Scripted([1.0]).trainer, []
+
+    def both(trainer: Trainer) -> None:
+        calls.append(trainer.last_event_name)
+
+    trainer.append_event_handler(TrainEvents.STEP_COMPLETED, both)
+    trainer.add_event_handler(TrainEvents.STEP_COMPLETED, lambda: calls.append("last of all at STEP_COMPLETED"))
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, both)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: calls.append("after both"))
+    trainer.run(DATA, max_iters=1)
+    assert calls == ["last of all at STEP_COMPLETED", TrainEvents.STEP_COMPLETED, Events.ITERATION_COMPLETED, "after both"]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_checkpoint_of_the_same_update_has_the_reaction(seed: int, tmp_path: Path) -> None:
+    """In any order of attaching: a user's handler sees the validation, and the checkpoint holds the lowered rate and counts."""
+    job, seen = Scripted([3.0, 4.0]), []
+    stopping = EarlyStopping(job.evaluator, patience=5)
+    plateau = ReduceOnPlateau(job.evaluator, ReduceLROnPlateau(job.optimizer, factor=0.25, patience=0, threshold=0))
+    attach: list[Callable[[], Any]] = [
+        job.validate,
+        lambda: stopping.attach(job.trainer),
+        lambda: plateau.attach(job.trainer),
+        lambda: Checkpoint(tmp_path, every=1, asynchronous=False).attach(job.trainer, evaluator=job.evaluator),
+        lambda: job.trainer.add_event_handler(
+            Events.ITERATION_COMPLETED,
+            lambda: seen.append((job.validation.is_best, stopping.num_bad, job.optimizer.param_groups[0]["lr"])),
+        ),
+    ]
+    random.Random(seed).shuffle(attach)  # noqa: S311
+    for one in attach:
+        one()
+    job.run()
+    assert seen == [(True, 0, 1e-3), (False, 1, 2.5e-4)]
+
+    other = Scripted([3.0, 4.0, 5.0])
+    counted = EarlyStopping(other.evaluator, patience=5)
+    counted.attach(other.trainer)
+    Checkpoint(tmp_path).attach(other.trainer, evaluator=other.evaluator)
+    other.run(max_iters=3)
+    assert (counted.num_bad, other.optimizer.param_groups[0]["lr"]) == (1, 2.5e-4)  # nothing evaluated the third update
+
+
+# --- EarlyStopping ---
+
+
+@pytest.mark.parametrize(
+    ("settings", "scores", "ended", "best"),
+    [
+        ({"patience": 2}, [3.0, 2.0, 2.0, 2.5, 1.0], 4, (2.0, 2)),
+        ({"patience": 2}, [3.0, 2.0, 2.5, 1.0, 1.5], 5, (1.0, 4)),
+        ({"patience": 2, "mode": "max"}, [1.0, 2.0, 2.0, 1.0, 3.0], 4, (2.0, 2)),
+        ({"patience": 1, "min_delta": 0.5}, [3.0, 2.25, 1.75, 1.0], 3, (2.25, 2)),
+        ({"patience": 2, "min_delta": 0.5}, [3.0, 2.75, 2.25, 2.0, 1.875, 0.0], 5, (2.25, 3)),
+        ({"patience": 2}, [math.nan, 3.0, math.nan, math.nan, 1.0], 4, (3.0, 2)),
+        ({"patience": 2}, [math.nan, math.nan, 1.0], 2, (None, None)),
+        ({"target": 2.0}, [3.0, 9.0, 9.0, 2.0, 1.0], 4, (2.0, 4)),
+        ({"target": 2.0, "mode": "max"}, [1.0, math.nan, 2.5, 3.0], 3, (2.5, 3)),
+        ({"target": 2.0, "patience": 2}, [3.0, 3.0, 3.0, 1.0], 3, (3.0, 1)),
+        ({"patience": 3}, [3.0, 2.0, 1.0], 3, (1.0, 3)),
+    ],
+    ids=lambda value: str(value).replace(" ", "") if isinstance(value, dict) else None,
+)
+def test_the_update_after_which_it_ends(settings: dict[str, Any], scores: list[float], ended: int, best: Any) -> None:
+    """Worked out by hand: `patience` evaluations in a row that are not better by more than `min_delta`, or the target."""
+    job = Scripted(scores)
+    stopping = EarlyStopping(job.evaluator, **settings)
+    stopping.attach(job.trainer)
+    job.validate()
+    assert job.run() == ended
+    assert (stopping.best, stopping.best_update) == best
+
+
+def test_a_run_that_it_ended_stays_ended(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The same script, started again, adds no update and says why; with a larger patience it continues."""
+    scores, ends = [3.0, 4.0, 4.0, 4.0, 4.0, 4.0], []
+    for patience in (2, 2, 4):
+        job = Scripted(scores)
+        EarlyStopping(job.evaluator, patience=patience).attach(job.trainer)
+        job.validate()
+        Checkpoint(tmp_path).attach(job.trainer)
+        caplog.clear()
+        ends.append((job.run(), "EarlyStopping ends the run: loss was best in update 1 (3)" in caplog.text))
+    assert ends == [(3, True), (3, True), (5, True)]
+
+
+def test_evaluations_that_do_not_count(caplog: pytest.LogCaptureFixture) -> None:
+    """One before the first update, and a second one of the same update; and without any, a warning says what is missing."""
+    job = Scripted([3.0, 4.0, 2.0])
+    job.scores = [3.0, 4.0, 2.0, 0.0]  # index -1: before the first update
+    stopping = EarlyStopping(job.evaluator, patience=2)
+    stopping.attach(job.trainer)
+    job.trainer.add_event_handler(Events.STARTED, lambda: job.evaluator.run(DATA))
+    job.trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: job.evaluator.run(DATA))
+    job.validate()
+    assert job.run() == 3
+    assert (stopping.best, stopping.best_update) == (2.0, 3)
+
+    job = Scripted([3.0, 4.0])
+    EarlyStopping(job.evaluator, patience=2).attach(job.trainer)
+    assert not any("EarlyStopping has done nothing" in record.message for record in caplog.records)
+    job.run()
+    assert any("EarlyStopping has done nothing: its evaluator did not run" in record.message for record in caplog.records)
+
+
+# --- ReduceOnPlateau ---
+
+
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_the_rates_are_those_of_a_plain_loop(mode: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """A scheduler of torch, stepped by hand after each score, gives the rates that the updates use."""
+    scores = [3.0, 2.0, 2.5, 2.5, 2.5, 1.0, 4.0, 5.0, 6.0]
+    settings: dict[str, Any] = {"mode": mode, "factor": 0.5, "patience": 1, "cooldown": 1}
+    alone = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-3)
+    scheduler, expected = ReduceLROnPlateau(alone, **settings), []
+    for score in scores:
+        expected.append(alone.param_groups[0]["lr"])
+        scheduler.step(score)
+
+    job, used = Scripted(scores), []
+    ReduceOnPlateau(job.evaluator, ReduceLROnPlateau(job.optimizer, **settings)).attach(job.trainer)
+    job.validate()
+    job.trainer.add_event_handler(
+        TrainEvents.STEP_COMPLETED, lambda: used.append(job.trainer.state.update_output.learning_rates[0])
+    )
+    with caplog.at_level(logging.INFO):
+        job.run()
+    assert used == expected
+    assert len(set(expected)) > 2
+    assert sum("learning rate 0.001 -> 0.0005" in record.message for record in caplog.records) == 1
+
+
+# --- resumption ---
+
+
+SCORES = [3.0, 2.0, 2.5, 2.25, 1.5, 1.75, 2.0, 1.75, 9.0]
+
+
+def reacting(directory: Path | None = None) -> tuple[Scripted, dict[str, Any]]:
+    job = Scripted(SCORES)
+    stopping = EarlyStopping(job.evaluator, patience=3)
+    plateau = ReduceOnPlateau(job.evaluator, ReduceLROnPlateau(job.optimizer, factor=0.5, patience=1))
+    for handler in (stopping, plateau):
+        handler.attach(job.trainer)
+    job.validate()
+    if directory is not None:
+        Checkpoint(directory, every=1, asynchronous=False).attach(job.trainer)
+    return job, {"stopping": stopping, "plateau": plateau, "model": job.model, "optimizer": job.optimizer}
+
+
+@pytest.mark.parametrize("broken_at", [1, 4, 6])
+def test_resumed_it_ends_with_the_same_bits(broken_at: int, tmp_path: Path) -> None:
+    """An exception in the next update, and another process: it ends after the same update, with the same state."""
+    whole, expected = reacting()
+    assert whole.run() == 8
+    job, _ = reacting(tmp_path)
+    job.trainer.add_event_handler(Events.ITERATION_STARTED(once=broken_at + 1), lambda: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        job.run()
+    again, states = reacting(tmp_path)
+    assert again.run(resume="must") == 8
+    for name, entry in states.items():
+        assert bit_by_bit(entry.state_dict()) == bit_by_bit(expected[name].state_dict()), name
+
+
+# --- two ranks ---
+
+
+def _local_scores_on_this_rank() -> tuple[int, float]:
+    """An Ignite engine as evaluator whose metric differs from rank to rank: only rank 0's stops improving."""
+    job, rank = Scripted([1.0]), idist.get_rank()
+    evaluator = Engine(lambda engine, batch: None)
+    by_rank = ([3.0, 4.0, 4.0, 4.0], [3.0, 2.0, 1.0, 0.0])[rank]
+    evaluator.add_event_handler(
+        Events.EPOCH_COMPLETED, lambda: evaluator.state.metrics.update(loss=by_rank[job.trainer.state.iteration - 1])
+    )
+    EarlyStopping(evaluator, patience=2).attach(job.trainer)
+    ReduceOnPlateau(evaluator, ReduceLROnPlateau(job.optimizer, patience=0)).attach(job.trainer)
+    job.trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: evaluator.run([0]))
+    ended = job.run(max_iters=4)
+    return ended, job.optimizer.param_groups[0]["lr"]
+
+
+def _real_scores_on_this_rank() -> tuple[int, Any]:
+    """Each rank has its own share of the held-out samples, of different size; the rate is so high that the loss grows."""
+    model = replicated(cuts.linear())
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=10.0), cuts.forward)
+    evaluator: Evaluator = create_evaluator(model, cuts.forward)
+    stopping = EarlyStopping(evaluator, patience=2)
+    stopping.attach(trainer)
+    Validation(evaluator, cuts.shard([[7], [3, 4]])).attach(trainer, Events.ITERATION_COMPLETED)
+    return trainer.run(cuts.shard([[4] * 6, [4] * 6]), max_iters=6).iteration, stopping.state_dict()
+
+
+@pytest.mark.parametrize("way", [_local_scores_on_this_rank, _real_scores_on_this_rank], ids=["local", "real"])
+def test_all_ranks_react_alike(way: Callable[[], Any]) -> None:
+    """Both ranks end after the third update with the same rate and state, also where a metric was not reduced."""
+    first, second = run_ranks(way)
+    assert first == second
+    assert first[0] == 3
+
+
+# --- mistakes ---
+
+
+def mistakes(job: Scripted) -> dict[str, tuple[type[Exception], str, Callable[[], Any]]]:
+    other = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    plateau = ReduceLROnPlateau(job.optimizer)
+    return {
+        "trainer": (TypeError, "evaluator must be what create_evaluator", lambda: EarlyStopping(job.trainer, patience=1)),
+        "neither": (ValueError, "patience or target must be given", lambda: EarlyStopping(job.evaluator)),
+        "patience": (ValueError, "patience must be at least 1, got 0", lambda: EarlyStopping(job.evaluator, patience=0)),
+        "delta": (ValueError, "min_delta must be at least 0", lambda: EarlyStopping(job.evaluator, patience=1, min_delta=-1.0)),
+        "mode": (ValueError, "mode must be one of", lambda: EarlyStopping(job.evaluator, patience=1, mode="mix")),  # type: ignore[arg-type]
+        "target": (ValueError, "target must be finite", lambda: EarlyStopping(job.evaluator, target=math.nan)),
+        "score": (TypeError, "score must be the name of", lambda: EarlyStopping(job.evaluator, 3, patience=1)),  # type: ignore[arg-type]
+        "step": (TypeError, "need LearningRateSchedule", lambda: ReduceOnPlateau(job.evaluator, StepLR(job.optimizer, 1))),  # type: ignore[arg-type]
+        "other": (
+            ValueError,
+            "scheduler must be of the trainer's optimizer",
+            lambda: ReduceOnPlateau(job.evaluator, ReduceLROnPlateau(other)).attach(job.trainer),
+        ),
+        "order": (TypeError, "scheduler must be a", lambda: ReduceOnPlateau(plateau, job.evaluator)),  # type: ignore[arg-type]
+    }
+
+
+@pytest.mark.parametrize("name", list(mistakes(Scripted([1.0]))))
+def test_mistakes(name: str) -> None:
+    """Each is answered in one line, before training."""
+    error, says, make = mistakes(Scripted([1.0]))[name]
+    with pytest.raises(error, match=says) as raised:
+        make()
+    assert "\n" not in str(raised.value)
+
+
+def test_a_misspelt_score() -> None:
+    """The nearest metric is named when the evaluation is complete, the first time that the names are known."""
+    job = Scripted([1.0])
+    EarlyStopping(job.evaluator, "sampels", patience=1).attach(job.trainer)
+    job.validate()
+    with pytest.raises(ValueError, match="did you mean 'samples'"):
+        job.run()
+
+
+def test_both_react_to_one_evaluation_in_either_order() -> None:
+    """The rate is lowered in the update that also ends the run, whichever was attached first."""
+    results = []
+    for order in itertools.permutations((0, 1)):
+        job = Scripted([3.0, 4.0, 5.0])
+        stopping = EarlyStopping(job.evaluator, patience=1)
+        plateau = ReduceOnPlateau(job.evaluator, ReduceLROnPlateau(job.optimizer, factor=0.5, patience=0))
+        for index in order:
+            (stopping, plateau)[index].attach(job.trainer)
+        job.validate()
+        results.append((job.run(), job.optimizer.param_groups[0]["lr"]))
+    assert results == [(2, 5e-4)] * 2
