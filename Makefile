@@ -14,7 +14,7 @@ BENCH_INSTALLED := $(BENCH_VENV)/installed
 # Waiting threads that spin take the cores from those that work.
 export OMP_WAIT_POLICY = passive
 
-.PHONY: demo digits quick test slow test-all check nightly mutants torch-versions wheel-test curve bench clean
+.PHONY: demo digits quick test slow test-all check nightly mutants torch-versions ignite-suite wheel-test curve bench clean
 
 demo: $(INSTALLED)  ## train the language model; NPROC=2 for two processes
 	@echo "Training a small GPT on the source text of Python's standard library, for some minutes. Ctrl-C stops and saves it."
@@ -48,6 +48,9 @@ mutants: $(INSTALLED)  ## change the library at random and see which changes no 
 
 torch-versions:  ## the tests with the oldest and the newest torch, into docs/torch_versions.md; TORCH="2.14.1" for others
 	$(PYTHON) tests/torch_versions.py $(TORCH)
+
+ignite-suite: $(INSTALLED)  ## Ignite's own tests with our trainer in the place of its Engine; PARTS="engine" for some, IGNITE_SOURCE=path offline
+	$(BIN)/python tests/ignite_suite/run.py $(PARTS)
 
 wheel-test: $(INSTALLED)  ## the tests against the built wheel, where no checkout is near
 	there=$$(mktemp -d) && trap 'rm -rf "$$there"' EXIT && python="$$PWD/$(BIN)/python" && \
@@ -89,4 +92,4 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(BENCH_VENV) .venv-torch-* build dist *.egg-info runs
+	rm -rf $(VENV) $(BENCH_VENV) .venv-torch-* .ignite-suite build dist *.egg-info runs

@@ -35,6 +35,7 @@ from ignite_train.ranks.wrapping import reduction_for
 from ignite_train.state import UpdateOutput
 from ignite_train.trainer import OutputTransform, Trainer
 from ignite_train.update.compilation import Compile, compile_in_place
+from ignite_train.update.gradient_loggers import warn_of_gradient_loggers
 from ignite_train.update.loss_declaration import warn_of_misdeclared_loss
 from ignite_train.update.loss_scaling import LossScaling, NoLossScaling, TorchLossScaling
 from ignite_train.update.options import UpdateOptions
@@ -148,6 +149,7 @@ def create_trainer(
     parts = {"model": reduction.module, "optimizer": optimizer}
     description = _description(accumulation_steps, max_grad_norm, precision, options.reduction)
     trainer = Trainer(update, grouping, parts, description, carried, output_transform)
+    warn_of_gradient_loggers(trainer, keeps_gradients=options.keep_gradients)
     return protect_ranks(refuse_sparse_gradients(warn_of_misdeclared_loss(trainer), model), protect, model)
 
 

@@ -35,6 +35,8 @@ FOREIGN_FILES = {
 }
 FOREIGN_NAMES = {
     "DynamicLossScaler": "fairseq and DeepSpeed",
+    "GradsHistHandler": "a logger of Ignite's, in a module that not each installation can import",
+    "GradsScalarHandler": "another one",
 }
 ELSEWHERE = (
     builtins,

@@ -64,7 +64,7 @@ def note(engine: Engine, *events: Any) -> list[tuple[str, int, int]]:
     """Writes down the events as they fire, with epoch and iteration."""
     fired: list[tuple[str, int, int]] = []
 
-    def write(engine: Engine, event: Any) -> None:
+    def write(engine: Engine, event: Any, *_: Any) -> None:
         fired.append((event.name, engine.state.epoch, engine.state.iteration))
 
     for event in events:
@@ -437,6 +437,21 @@ def test_an_interrupted_run_continues_without_starting_again():
     assert fired[1] == ["STARTED", "EPOCH_STARTED", "COMPLETED", "STARTED", "EPOCH_COMPLETED", "COMPLETED"]
 
 
+def test_an_interrupt_between_epochs_hides_no_event():
+    """Interrupted at the end of an epoch and continued, a run fires the events of one that was not, and INTERRUPT."""
+    fired = []
+    for interrupts in (False, True):
+        trainer, _ = make()
+        events = note(trainer, *Events)
+        if interrupts:
+            trainer.add_event_handler(Events.EPOCH_COMPLETED(once=1), lambda engine: engine.interrupt())
+            trainer.run([1.0, 2.0], max_epochs=2)
+        trainer.run([1.0, 2.0], max_epochs=2)
+        fired.append(events)
+    assert ("DATALOADER_STOP_ITERATION", 2, 2) in fired[0]
+    assert fired[0] == [event for event in fired[1] if event[0] != "INTERRUPT"]
+
+
 # --- the rest --------------------------------------------------------------------------------------------------------------
 
 
@@ -493,3 +508,56 @@ def test_a_state_of_stock_ignite_within_a_group_is_refused():
     trainer, _ = make(accumulation_steps=4)
     with pytest.raises(ValueError, match="must be at the end of an update of 4 micro-batches, got 7, 2 batches into"):
         trainer.load_state_dict({"iteration": 7, "epoch_length": 5, "max_epochs": 3})
+
+
+@pytest.mark.parametrize(
+    ("saved", "message"),
+    [
+        ({"epoch_length": 5, "max_epochs": 3}, "one of the keys 'iteration' and 'epoch'"),
+        ({"epoch_length": 5, "iteration": 5, "epoch": 1, "max_epochs": 3}, "one of the keys 'iteration' and 'epoch'"),
+        ({"epoch_length": 5, "iteration": 5, "max_epochs": 3, "max_iters": 15}, "one of max_epochs and max_iters, got 3"),
+        ({"epoch_length": 5, "epoch": 4, "max_epochs": 3}, "must not be below the 4 that are done, got 3"),
+        ({"epoch_length": 5, "iteration": 9, "max_iters": 8}, "must not be below the 9 that are done, got 8"),
+    ],
+    ids=["no-place", "two-places", "two-limits", "epochs-below", "updates-below"],
+)
+def test_a_state_of_stock_ignite_that_contradicts_itself_is_refused(saved, message):
+    """What stock Ignite refuses is refused, and nothing of the trainer has changed."""
+    trainer, _ = make()
+    before = trainer.state_dict()
+    with pytest.raises(ValueError, match=message):
+        trainer.load_state_dict(saved)
+    assert trainer.state_dict() == before
+
+
+def names_where_handlers_change(engine: Engine) -> list[str]:
+    """The handlers of STARTED in the order of their calls, where the first adds one and replaces the second."""
+    names: list[str] = []
+
+    def first() -> None:
+        names.append("first")
+        engine.add_event_handler(Events.STARTED, lambda: names.append("added"))
+        engine._event_handlers[Events.STARTED][-2] = (lambda: names.append("replaced"), (), {})  # as HandlersTimeProfiler does
+
+    engine.add_event_handler(Events.STARTED, first)
+    engine.add_event_handler(Events.STARTED, lambda: names.append("second"))
+    engine.run([1.0])
+    return names
+
+
+def test_a_handler_may_add_and_replace_others_of_the_event_that_fires():
+    """One that is added while its event fires is called in that firing, once, as in Ignite; also among those that come last."""
+    stock, ours = (names_where_handlers_change(engine) for engine in (make_stock()[0], make()[0]))
+    assert stock == ours == ["first", "replaced", "added"]
+    names: list[str] = []
+    trainer, _ = make()
+
+    def last(engine: Trainer) -> None:
+        names.append("last")
+        if names == ["last"]:
+            engine.add_event_handler(Events.STARTED, lambda: names.append("added"))  # it stands before this one
+            engine.prepend_event_handler(Events.STARTED, lambda: names.append("prepended"))
+
+    trainer.append_event_handler(Events.STARTED, last)
+    trainer.run([1.0])
+    assert names == ["last", "prepended", "added"]

@@ -185,13 +185,21 @@ def _refuse_unattached(handler: Any) -> None:
 
 
 def _call_all(handlers: list[Any], event_args: tuple[Any, ...], event_kwargs: Any) -> None:
-    """Calls `handlers`, and those that are added while they run, as in Ignite. One that removes itself hides no other."""
-    called = tuple(handlers)
-    for entry in called:
+    """Calls `handlers` as they are when each has its turn, as in Ignite: one may add others, or replace those that follow.
+
+    One that removes itself hides no other, because Ignite's `remove_event_handler` makes a new list.
+    """
+    place, known = 0, tuple(handlers)
+    while place < len(handlers):
+        entry, length = handlers[place], len(handlers)
         call(entry, event_args, event_kwargs)
-    if len(handlers) > len(called):
-        for entry in [entry for entry in handlers if not any(entry is earlier for earlier in called)]:
-            call(entry, event_args, event_kwargs)
+        if len(handlers) > length and handlers[place] is not entry:  # it has added some that stand before it
+            place = next((index for index, other in enumerate(handlers) if other is entry), place)
+            for added in handlers[:place]:
+                if not any(added is other for other in known):
+                    call(added, event_args, event_kwargs)
+            known = tuple(handlers)
+        place += 1
 
 
 def call(entry: tuple[Any, tuple[Any, ...], dict[str, Any]], event_args: tuple[Any, ...], event_kwargs: Any) -> None:

@@ -25,7 +25,7 @@ def from_ignite_state(state_dict: Mapping[str, Any], accumulation_steps: Any) ->
         accumulation_steps: micro-batches to an update, a number.
 
     Raises:
-        ValueError: the engine did not stop between two updates, or a number is missing or out of range.
+        ValueError: the engine did not stop between two updates, or a number is missing or out of range, or two contradict.
         TypeError: a number is not an integer.
     """
     length = positive_int("state_dict['epoch_length']", state_dict["epoch_length"])
@@ -34,7 +34,7 @@ def from_ignite_state(state_dict: Mapping[str, Any], accumulation_steps: Any) ->
             "accumulation_steps must be a number to continue from a state of Ignite, whose counters are of batches, got "
             f"{accumulation_steps!r}; load it into a trainer with accumulation_steps=N, save that, and resume from it"
         )
-    batches = state_dict["iteration"] if "iteration" in state_dict else state_dict.get("epoch", 0) * length
+    batches = _batches(state_dict, length)
     if not isinstance(batches, int) or isinstance(batches, bool) or batches < 0:
         raise ValueError(f"state_dict['iteration'] must be a number of batches, at least 0, got {batches!r}")
     epochs, in_epoch = divmod(batches, length)
@@ -45,7 +45,7 @@ def from_ignite_state(state_dict: Mapping[str, Any], accumulation_steps: Any) ->
         )
     updates_per_epoch = -(-length // accumulation_steps)
     updates = epochs * updates_per_epoch + in_epoch // accumulation_steps
-    max_iters = state_dict.get("max_iters")
+    max_epochs, max_iters = _limits(state_dict, batches, epochs)
     return {
         "iteration": updates,
         "num_steps": updates,
@@ -54,7 +54,27 @@ def from_ignite_state(state_dict: Mapping[str, Any], accumulation_steps: Any) ->
         "epochs_completed": epochs,
         "epoch_iteration": in_epoch // accumulation_steps,
         "epoch_length": updates_per_epoch,
-        "max_epochs": state_dict.get("max_epochs"),
+        "max_epochs": max_epochs,
         "max_iters": max_iters and -(-max_iters // accumulation_steps),
         "ended": False,
     }
+
+
+def _batches(state_dict: Mapping[str, Any], length: int) -> Any:
+    """How many batches were done; it is the caller who looks whether that is a number of batches."""
+    given = [key for key in ("iteration", "epoch") if key in state_dict]
+    if len(given) != 1:
+        raise ValueError(f"state_dict must have one of the keys 'iteration' and 'epoch', got {given or sorted(state_dict)}")
+    value = state_dict[given[0]]
+    return value * length if given == ["epoch"] and isinstance(value, int) else value
+
+
+def _limits(state_dict: Mapping[str, Any], batches: int, epochs: int) -> tuple[Any, Any]:
+    """The limits in Ignite's meaning: one of them, which is not below what was done."""
+    max_epochs, max_iters = state_dict.get("max_epochs"), state_dict.get("max_iters")
+    if max_epochs is not None and max_iters is not None:
+        raise ValueError(f"state_dict must have one of max_epochs and max_iters, got {max_epochs!r} and {max_iters!r}")
+    for key, limit, done in (("max_epochs", max_epochs, epochs), ("max_iters", max_iters, batches)):
+        if limit is not None and positive_int(f"state_dict[{key!r}]", limit) < done:
+            raise ValueError(f"state_dict[{key!r}] must not be below the {done} that are done, got {limit}")
+    return max_epochs, max_iters

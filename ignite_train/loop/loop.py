@@ -70,7 +70,7 @@ class Loop(Dispatcher):
         self._epoch_started = False  # the handlers of the open epoch's EPOCH_STARTED have run in this process
         self._epoch_iteration = 0  # iterations of the open epoch that are done
         self._reading = False  # a pass over the data is open
-        self._data_ended = False  # the pass of the epoch before has ended in this run, by itself
+        self._data_ended = False  # the pass of the epoch before has ended in this run, or before its interrupt, by itself
         self._ended = False  # the latest run has come to its closing events
 
     def _expected_length(self, data: Iterable[Any]) -> int | None:  # noqa: ARG002  # for subclasses
@@ -101,7 +101,7 @@ class Loop(Dispatcher):
         self.should_terminate = self.should_interrupt = False
         self.should_terminate_single_epoch = self._epoch_open and self.should_terminate_single_epoch  # not done yet
         state.dataloader, continues = data, self._interrupted
-        self._running, self._ended, self._interrupted, self._data_ended = True, False, False, False
+        self._running, self._ended, self._interrupted, self._data_ended = True, False, False, self._data_ended and continues
         self._log(f"Engine run starting with max_epochs={state.max_epochs}, max_iters={state.max_iters}.")
         try:
             for callback in self.on_enter:

@@ -1,0 +1,145 @@
+"""Runs Ignite's own tests of its engine, handlers and metrics with our trainer in the place of its `Engine`.
+
+`make ignite-suite` calls it. The tests are those of the installed release: pip downloads its source distribution, once, into
+`.ignite-suite/`; where no package index can be reached, `IGNITE_SOURCE=path` names a checkout or an unpacked source
+distribution of the same version. What fails must be in differences.toml, with the heading of docs/differences-from-ignite.md
+that gives the reason; what is in that list must fail. A test that fails with Ignite's own engine too (a package is missing, the
+machine is slow) does not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import tomllib
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+FETCHED = ROOT / ".ignite-suite"
+PARTS = ("engine", "handlers", "metrics")
+PREFIX = "tests/ignite/"
+SECONDS_PER_TEST = 300
+
+Outcomes = Mapping[str, tuple[str, str]]  # by the name of a test: passed, failed or skipped; and its error
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the parts that are named, and prints what became of them; 1 if anything differs from the list."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}, or files of theirs; all by default")
+    parser.add_argument("-n", "--processes", default="2")
+    given = parser.parse_args(arguments)
+    parts = given.parts or list(PARTS)
+    listed = differences()
+    with tempfile.TemporaryDirectory() as place:
+        copied = Path(place) / "tests"
+        shutil.copytree(tests_of_the_release(), copied)
+        ours = run(copied.parent, [f"{PREFIX}{part}" for part in parts], given.processes)
+        unknown = [name for name, (outcome, _) in ours.items() if outcome == "failed" and reason(name, listed) is None]
+        stock = run(copied.parent, unknown, given.processes, stock=True) if unknown else {}
+    return report(ours, stock, listed)
+
+
+def tests_of_the_release() -> Path:
+    """The folder `tests` of the installed release of Ignite."""
+    wanted = version("pytorch-ignite")
+    if "IGNITE_SOURCE" in os.environ:
+        source = Path(os.environ["IGNITE_SOURCE"])
+        text = (source / "ignite/__init__.py").read_text(encoding="utf-8")
+        found = re.search(r'__version__ = "(.*)"', text)
+        if not found or found[1] != wanted:
+            sys.exit(f"IGNITE_SOURCE must have the installed version {wanted}, got {found and found[1]} in {source}")
+        return source / "tests"
+    place = FETCHED / wanted
+    if not (place / "tests").exists():
+        fetch(wanted, place)
+    return place / "tests"
+
+
+def fetch(wanted: str, place: Path) -> None:
+    """Unpacks the tests of the source distribution."""
+    with tempfile.TemporaryDirectory() as download:
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", "pytorch-ignite"]
+        result = subprocess.run([*command, "--dest", download, f"pytorch-ignite=={wanted}"], check=False)
+        if result.returncode:
+            sys.exit(f"pip could not fetch the source of Ignite {wanted}; pass IGNITE_SOURCE=path of a checkout of v{wanted}")
+        (archive,) = Path(download).glob("*.tar.gz")
+        with tarfile.open(archive) as opened:
+            opened.extractall(download, filter="data")
+        place.mkdir(parents=True, exist_ok=True)
+        (tests,) = Path(download).glob("*/tests")
+        shutil.copytree(tests, place / "partial", dirs_exist_ok=True)
+        (place / "partial").rename(place / "tests")
+
+
+def run(place: Path, names: Iterable[str], processes: str, *, stock: bool = False) -> Outcomes:
+    """Runs tests in `place`, where nothing but the tests is, so that the installed Ignite is imported."""
+    written = place / f"outcomes-{stock}.json"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (HERE, ROOT))), "IGNITE_SUITE_OUTCOMES": str(written)}
+    if stock:
+        environment["IGNITE_SUITE_STOCK"] = "1"
+    command = [sys.executable, "-m", "pytest", "-q", "--no-summary", "-p", "trainer_as_engine", "-p", "no:cacheprovider"]
+    command += ["-c", os.devnull, f"--rootdir={place}", "--continue-on-collection-errors", f"--timeout={SECONDS_PER_TEST}"]
+    command += ["-n", processes, "-m", "not distributed and not multinode_distributed and not tpu", "-W", "ignore"]
+    subprocess.run([*command, *names], cwd=place, env=environment, check=False)
+    if not written.exists():
+        sys.exit("pytest did not come to its end; the lines above say why")
+    return {name.removeprefix(PREFIX): tuple(outcome) for name, outcome in json.loads(written.read_text()).items()}
+
+
+def differences() -> dict[str, str]:
+    """The tests that may fail, or the beginnings of their names with a `*`, and the reason for each."""
+    entries = tomllib.loads((HERE / "differences.toml").read_text(encoding="utf-8"))["difference"]
+    return {test: entry["heading"] for entry in entries for test in entry["tests"]}
+
+
+def reason(name: str, listed: Mapping[str, str]) -> str | None:
+    """Why the test `name` may fail; None if it must pass. The name of a test without parameters stands for all of its cases."""
+    for entry, heading in listed.items():
+        if name == entry or name.startswith(f"{entry}[") or (entry.endswith("*") and name.startswith(entry[:-1])):
+            return heading
+    return None
+
+
+def report(ours: Outcomes, stock: Outcomes, listed: Mapping[str, str]) -> int:
+    """Prints the counts, and each test that differs from the list.
+
+    Returns:
+        0 if none does, or else 1.
+    """
+    counts: Counter[tuple[str, str]] = Counter()
+    by_reason: Counter[str] = Counter()
+    wrong = []
+    for name, (outcome, error) in sorted(ours.items()):
+        heading, part = reason(name, listed), name.partition("/")[0]
+        if outcome == "failed" and heading is not None:
+            outcome = "differ"
+            by_reason[heading] += 1
+        elif outcome == "failed" and stock.get(name, ("absent", ""))[0] == "failed":
+            outcome = "fail with Ignite's own engine too"
+        elif outcome == "failed":
+            wrong.append(f"fails, and is not in the list: {name}: {error}")
+        elif outcome == "passed" and heading is not None:
+            wrong.append(f"passes, and is in the list under {heading!r}: {name}")
+        counts[part, outcome] += 1
+    for part in sorted({part for part, _ in counts}):
+        print(f"{part}: {', '.join(f'{number} {outcome}' for (of, outcome), number in sorted(counts.items()) if of == part)}")
+    for heading, number in by_reason.most_common():
+        print(f"  {number:4} {heading}")
+    print(*wrong, sep="\n")
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

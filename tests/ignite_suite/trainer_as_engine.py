@@ -1,0 +1,159 @@
+"""A plugin of pytest for Ignite's own tests: `ignite.engine.Engine` is our trainer, around a process function.
+
+It is loaded with `-p trainer_as_engine` by `run.py`, and changes nothing when it is imported. The adaptor does what
+docs/differences-from-ignite.md tells a reader to do, so that the tests get past it: a group of one micro-batch is shown as the
+batch that it is; `None` for data is a list of as many placeholders; a run that is finished starts from the state that the
+trainer was made with. Two private attributes that Ignite's tests look at are there. All else is `Trainer`'s.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import pkgutil
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import ignite.engine
+import ignite.handlers
+import ignite.metrics
+import pytest
+from ignite.engine.utils import _check_signature
+
+from ignite_train import Trainer
+from ignite_train.data.grouping import MicroBatchGrouping
+from ignite_train.state import TrainState
+
+OUTCOMES = "IGNITE_SUITE_OUTCOMES"  # the file that they are written to
+STOCK = "IGNITE_SUITE_STOCK"  # set: Ignite's own Engine runs the tests
+_NOTHING = object()  # a micro-batch of a run without data
+
+
+class Processing:
+    """An update that does nothing but call a process function with the engine and a batch."""
+
+    def __init__(self, process_function: Callable[[Any, Any], Any]) -> None:
+        self.process_function = process_function
+
+    def __call__(self, trainer: Trainer, micro_batches: list[Any]) -> Any:
+        output = self.process_function(trainer, micro_batches[0])
+        trainer.settled = True
+        trainer.state.num_steps += 1
+        trainer.state.num_micro_batches += 1
+        return output
+
+    def named_gradients(self) -> dict[str, Any]:
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """There is nothing."""
+
+
+class TrainerAsEngine(Trainer):
+    """A `Trainer` that is made as Ignite's `Engine` is, with one micro-batch to an update.
+
+    Args:
+        process_function: called with the engine and a batch.
+    """
+
+    def __init__(self, process_function: Callable[[Any, Any], Any]) -> None:
+        super().__init__(Processing(process_function), MicroBatchGrouping(1))
+        if process_function is None:
+            raise ValueError("Engine must be given a processing function in order to run.")
+        _check_signature(process_function, "process_function", self, None)
+        self._as_made = self.state_dict()
+
+    def run(  # type: ignore[override]
+        self,
+        data: Iterable[Any] | None = None,
+        max_epochs: int | None = None,
+        max_iters: int | None = None,
+        epoch_length: int | None = None,
+    ) -> TrainState:
+        """As the trainer's, also without data, and again where a run is finished."""
+        if data is None and epoch_length is not None:
+            data = [_NOTHING] * epoch_length
+        if self._starts_again(max_epochs, max_iters):
+            self.load_state_dict(self._as_made | {key: getattr(self.state, key) for key in self.state_dict_user_keys})
+        return super().run(data, max_epochs, max_iters, epoch_length)
+
+    def _starts_again(self, max_epochs: int | None, max_iters: int | None) -> bool:
+        """Whether Ignite would: the limit is reached and not raised, or was set to None by hand."""
+        state = self.state
+        if state.max_epochs is None and state.max_iters is None:
+            return bool(state.epoch)
+        if max_epochs is None and max_iters is None:
+            return self._ended and self._is_done(state)
+        return self._ended and not self._epoch_open and (max_epochs == state.epoch or max_iters == state.iteration)
+
+    def fire_event(self, event_name: Any) -> None:
+        """By way of `_fire_event`, which Ignite's tests override to write down what fires."""
+        self._assert_allowed_event(event_name)
+        self._fire_event(event_name)
+
+    def _fetch(self, batches: Any) -> Any:
+        group = super()._fetch(batches)
+        batch = group[0] if isinstance(group, list) else group
+        return None if batch is _NOTHING else batch
+
+    def _batch(self) -> list[Any]:
+        return [self.state.batch]
+
+    @property
+    def _internal_run_generator(self) -> Any:  # type: ignore[override]
+        """None, or something where an interrupted run is to be continued. Ignite's tests look at it."""
+        return _NOTHING if self._interrupted else None
+
+    @_internal_run_generator.setter
+    def _internal_run_generator(self, value: Any) -> None:
+        """Ignite sets it when an engine is made."""
+
+    _dataloader_iter = _internal_run_generator  # type: ignore[assignment]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Puts the trainer in the place of the engine: for the tests, and for Ignite's functions that make engines."""
+    for package in (ignite.handlers, ignite.metrics):
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            importlib.import_module(module.name)  # they know engines by Ignite's class, from which ours derives
+    if STOCK not in os.environ:
+        ignite.engine.Engine = TrainerAsEngine  # type: ignore[misc]
+        ignite.engine.engine.Engine = TrainerAsEngine  # type: ignore[misc]
+
+
+class Recorder:
+    """Writes down what became of each test: `passed`, `failed` or `skipped`, and the last line of an error."""
+
+    def __init__(self) -> None:
+        self.outcomes: dict[str, tuple[str, str]] = {}
+
+    def note(self, name: str, report: Any) -> None:
+        if report.failed or (report.skipped and name not in self.outcomes) or (report.passed and report.when == "call"):
+            text = str(report.longrepr).strip().rpartition("\n")[2] if report.longrepr else ""
+            crash = getattr(report.longrepr, "reprcrash", None)
+            self.outcomes[name] = report.outcome, crash.message.split("\n")[0] if crash else text
+
+
+_recorder = Recorder()
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Called for each phase of each test."""
+    _recorder.note(report.nodeid, report)
+
+
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    """Called for each file: one that cannot be imported is a failure of that file."""
+    if report.failed:
+        _recorder.outcomes[report.nodeid] = "failed", str(report.longrepr).strip().rpartition("\n")[2]
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Hands the outcomes to `run.py`; with several workers, the main process has them all."""
+    if OUTCOMES in os.environ and not hasattr(session.config, "workerinput"):
+        Path(os.environ[OUTCOMES]).write_text(json.dumps(_recorder.outcomes), encoding="utf-8")

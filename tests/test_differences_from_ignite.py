@@ -1,0 +1,69 @@
+"""The code of docs/differences-from-ignite.md runs as printed, and the list of Ignite's tests that fail keeps to the page."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs/differences-from-ignite.md"
+
+pytestmark = pytest.mark.skipif(not PAGE.is_file(), reason="looks at a checkout, and here is none")
+
+
+def _headings() -> list[str]:
+    return re.findall(r"^## (.*)$", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
+
+
+@pytest.fixture
+def suite(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module of the command `make ignite-suite`."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent / "ignite_suite"))
+    import run  # type: ignore[import-not-found]
+
+    yield run
+    sys.modules.pop("run", None)
+
+
+def test_the_page_runs_as_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    """All blocks print what stands beside each `print`; one in a loop prints each word of its comment."""
+    code = "".join(re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL))
+    exec(compile(code, str(PAGE), "exec"), {"__name__": "page"})  # noqa: S102
+    promised = re.findall(r"^( *)print\(.*\)  # (.*)$", code, flags=re.MULTILINE)
+    lines = [line for indent, text in promised for line in (text.split() if indent else [text])]
+
+    assert len(promised) == 11
+    assert capsys.readouterr().out.splitlines() == lines
+
+
+def test_counting_in_updates_comes_first() -> None:
+    """What differs for each user of accumulation is what the page begins with."""
+    assert _headings()[0] == "An iteration is an update, not a batch"
+
+
+def test_each_test_in_the_list_has_a_heading(suite: Any) -> None:
+    """The list of Ignite's tests that may fail gives no reason that is not on the page."""
+    listed = suite.differences()
+    assert len(listed) > 50
+    assert {heading for heading in listed.values() if heading not in _headings()} == set()
+
+
+def test_the_suite_reports_what_differs_from_the_list(suite: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """A failure that is not listed, and a listed test that passes, are errors; one that fails with stock too is not."""
+    listed = {"engine/t.py::a": "why", "engine/t.py::b[1-*": "why"}
+    fine = {"engine/t.py::a[x]": ("failed", ""), "engine/t.py::b[1-2]": ("failed", ""), "engine/t.py::b[2-2]": ("passed", "")}
+    assert suite.report(fine, {}, listed) == 0
+    assert "engine: 2 differ, 1 passed" in capsys.readouterr().out
+
+    assert suite.report({"engine/t.py::ab": ("failed", "it broke")}, {}, listed) == 1
+    assert "fails, and is not in the list: engine/t.py::ab: it broke" in capsys.readouterr().out
+    assert suite.report({"engine/t.py::a": ("passed", "")}, {}, listed) == 1
+    assert "passes, and is in the list under 'why': engine/t.py::a" in capsys.readouterr().out
+
+    same = {"engine/t.py::c": ("failed", "no package")}
+    assert suite.report(same, same, listed) == 0
+    assert suite.report(same, {"engine/t.py::c": ("passed", "")}, listed) == 1
