@@ -21,7 +21,7 @@ from ignite_train.carried import Carried
 from ignite_train.data.grouping import AccumulationSteps, MicroBatchGrouping
 from ignite_train.device.to_device import ToDevice
 from ignite_train.events import TrainEvents
-from ignite_train.forward import Forward, ForwardOutput, check_forward
+from ignite_train.forward import Forward, ForwardOutput, bind_forward
 from ignite_train.model.gradients import Gradients
 from ignite_train.model.learning_rates import LearningRates
 from ignite_train.model.precision import Precision, PrecisionName
@@ -32,7 +32,7 @@ from ignite_train.ranks.placeholder_reduction import PlaceholderReduction
 from ignite_train.ranks.reduction import Reduction
 from ignite_train.ranks.statistics import Statistics
 from ignite_train.ranks.wrapping import reduction_for
-from ignite_train.state import UpdateOutput
+from ignite_train.state import TrainState, UpdateOutput
 from ignite_train.trainer import OutputTransform, Trainer
 from ignite_train.update.compilation import Compile, compile_in_place
 from ignite_train.update.gradient_loggers import warn_of_gradient_loggers
@@ -87,7 +87,8 @@ def create_trainer(
         model: a plain module in a single process; wrapped by `idist.auto_model` or `DistributedDataParallel` on several ranks.
         optimizer: over all parameters of the model that require gradients.
         forward: `forward(model, micro_batch)` returns `ForwardOutput(loss, sample_size, logs)` with the loss *summed*, a tuple
-            of these, or a bare scalar: a mean, which makes the update the mean of the micro-batch means.
+            of these, or a bare scalar: a mean, which makes the update the mean of the micro-batch means. If it has a third
+            positional parameter without a default, it is given `trainer.state` too.
         accumulation_steps: micro-batches to an update: a number, one for each epoch (the last repeats), or a function of
             the number of the update.
         max_grad_norm: clip the gradient's L2 norm over all parameters to this; None leaves it alone.
@@ -114,20 +115,22 @@ def create_trainer(
     options = _checked_options(options)
     _check_model(model)
     _check_optimizer(model, optimizer)
-    check_forward(forward)
+    state = TrainState()
+    bound = bind_forward(forward, lambda: state)
     _check_transform(output_transform)
     if max_grad_norm is not None:
         real_number("max_grad_norm", max_grad_norm, above=0)
     if options.create_graph:
         _check_second_order(compiled=compile is not False)
-    carried, device = Carried(), next(model.parameters()).device
+    carried, device = state.carried, next(model.parameters()).device
     accumulates, replays = accumulation_steps != 1, options.uneven == "replay"
     reduction = reduction_for(model, options.reduction, accumulates=accumulates, in_step=replays, carried=carried)
     gradients, statistics = Gradients(reduction.module, optimizer), Statistics(device)
     stepping, rates = Stepping(optimizer, gradients), LearningRates(optimizer)
     update = Update(
         model=model,
-        forward=forward,
+        state=state,
+        forward=bound,
         backward=compile_in_place(model, compile, backward=options.compiled_autograd),
         transfer=ToDevice(device),
         precision=Precision(precision, device),
@@ -148,7 +151,7 @@ def create_trainer(
     grouping = MicroBatchGrouping(accumulation_steps, options.uneven, synchronised_norm=_synchronised_norm(model))
     parts = {"model": reduction.module, "optimizer": optimizer}
     description = _description(accumulation_steps, max_grad_norm, precision, options.reduction)
-    trainer = Trainer(update, grouping, parts, description, carried, output_transform)
+    trainer = Trainer(update, grouping, parts, description, state, output_transform)
     warn_of_gradient_loggers(trainer, keeps_gradients=options.keep_gradients)
     return protect_ranks(refuse_sparse_gradients(warn_of_misdeclared_loss(trainer), model), protect, model)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any
@@ -17,7 +18,7 @@ from ignite_train.data.description import length_of
 from ignite_train.data.grouping import POLICIES, Uneven
 from ignite_train.data.position import open_loader
 from ignite_train.device.to_device import ToDevice
-from ignite_train.forward import Forward, ForwardOutput, as_forward_output, check_forward
+from ignite_train.forward import Forward, ForwardOutput, as_forward_output, bind_forward
 from ignite_train.loop.loop import Loop
 from ignite_train.model.precision import Precision, PrecisionName
 from ignite_train.model.replay import SideEffects
@@ -48,7 +49,8 @@ class Evaluator(Loop):
         super().__init__(_evaluate)
         self.state = EvaluatorState()
         self.model = unwrap(model)
-        self.forward = forward
+        this = weakref.proxy(self)
+        self.forward = bind_forward(forward, lambda: this.state)
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         self.transfer, self.precision = ToDevice(device), Precision(precision, device)
         self.statistics = Statistics(device)
@@ -210,7 +212,7 @@ def create_evaluator(
 
     Args:
         model: the model; it may be the one that is being trained.
-        forward: as for `create_trainer`; the same function can serve both.
+        forward: as for `create_trainer`; the same function can serve both. A third parameter is the state of the evaluator.
         precision: as for `create_trainer`.
         uneven: what ranks with different numbers of micro-batches do. With `"all"` each evaluates its own, without a collective
             until the end; a `forward` with collectives of its own then hangs (SyncBatchNorm has none in eval mode). The other
@@ -236,6 +238,5 @@ def create_evaluator(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {describe(model)}")
-    check_forward(forward)
     one_of("uneven", uneven, POLICIES)
     return Evaluator(model, forward, precision, uneven)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from numbers import Real
@@ -13,7 +14,15 @@ from ignite_train.arguments import describe
 from ignite_train.errors import ForwardContractError
 from ignite_train.metrics import PUBLISHED_METRICS, is_published_metric
 
-__all__ = ["RESERVED_NAMES", "Forward", "ForwardOutput", "as_forward_output", "check_forward", "is_declared"]
+__all__ = [
+    "RESERVED_NAMES",
+    "BoundForward",
+    "Forward",
+    "ForwardOutput",
+    "as_forward_output",
+    "bind_forward",
+    "is_declared",
+]
 
 _CONTRACT = "return ForwardOutput(loss, sample_size=..., logs={...}), (loss, sample_size) or a scalar mean loss"
 
@@ -51,28 +60,51 @@ class ForwardOutput(NamedTuple):
     outputs: Any = None
 
 
-Forward = Callable[[nn.Module, Any], "ForwardOutput | tuple[Any, ...] | Tensor"]
-"""`forward(model, micro_batch)`: a `ForwardOutput`, a plain tuple of its fields, or a scalar: a mean loss of weight 1."""
+BoundForward = Callable[[nn.Module, Any], ForwardOutput | tuple[Any, ...] | Tensor]
+"""`forward(model, micro_batch)`, which knows the state if it needs one."""
+
+Forward = BoundForward | Callable[[nn.Module, Any, Any], ForwardOutput | tuple[Any, ...] | Tensor]
+"""`forward(model, micro_batch)` or `forward(model, micro_batch, state)`, with the state of the engine that calls it. Returns
+a `ForwardOutput`, a plain tuple of its fields, or a scalar: a mean loss of weight 1."""
+
+_CALLS = "forward(model, micro_batch) or forward(model, micro_batch, state)"
 
 
-def check_forward(forward: Any) -> None:
-    """Refuses what cannot be called as `forward(model, micro_batch)`.
+def bind_forward(forward: Callable[..., Any], get_state: Callable[[], Any]) -> BoundForward:
+    """Makes a function of two arguments of `forward`, which gets the state if it has a third positional parameter.
+
+    A parameter with a default is not the state's, nor is one that `functools.partial` has filled in.
+
+    Args:
+        forward: the user's.
+        get_state: gives the state.
+
+    Returns:
+        `forward` itself if it has two.
 
     Raises:
         TypeError: it is not callable, or takes other arguments.
     """
     if not callable(forward):
-        raise TypeError(f"forward must be callable as forward(model, micro_batch), got {describe(forward)}")
+        raise TypeError(f"forward must be callable as {_CALLS}, got {describe(forward)}")
     try:
         signature = inspect.signature(forward)
     except ValueError:  # some functions that are not written in Python have none
-        return
+        return forward
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    required = [one for one in signature.parameters.values() if one.kind in positional and one.default is one.empty]
     try:
-        signature.bind(None, None)
+        signature.bind(*(None,) * max(2, min(3, len(required))))
     except TypeError:
-        raise TypeError(
-            f"forward must be callable as forward(model, micro_batch), got one with the parameters {signature!s:.80}"
-        ) from None
+        raise TypeError(f"forward must be callable as {_CALLS}, got one with the parameters {signature!s:.80}") from None
+    if len(required) < 3:
+        return forward
+
+    @functools.wraps(forward)
+    def bound(model: nn.Module, micro_batch: Any) -> Any:
+        return forward(model, micro_batch, get_state())
+
+    return bound
 
 
 def is_declared(output: ForwardOutput) -> bool:

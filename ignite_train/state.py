@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -86,6 +86,11 @@ class TrainState(_Carrying):
             the first update where `output_transform` needs a micro-batch too.
         metrics: numbers that handlers publish, by name.
         carried: what forward carries from micro-batch to micro-batch on this rank; see `Carried`.
+        micro_batch_in_group: index of the running micro-batch in its group, from 0; None outside of one, and in a forward that
+            is run on a placeholder.
+        group_size: micro-batches of this rank in the running group; None where there is none.
+        progress: the fraction of the run that was done before the running update, or the latest; in [0, 1). None without a
+            limit, or where the length of an epoch is unknown.
     """
 
     num_steps: int
@@ -95,16 +100,29 @@ class TrainState(_Carrying):
     update_output: UpdateOutput | None
     output: Any
     batch: Any
+    micro_batch_in_group: int | None
 
     def __init__(self, carried: Carried | None = None) -> None:
         # Ignite keeps one map of events to counters for the whole process, which any other engine can re-point.
         self.event_to_attr = {**EVENT_COUNTERS}
         super().__init__(num_steps=0, num_skipped=0, num_micro_batches=0, forward_output=None, update_output=None)
+        self.micro_batch_in_group = None
         self._carried = Carried() if carried is None else carried
+        self._progress: Callable[[], float | None] = lambda: None  # until a trainer tells
 
     def __repr__(self) -> str:
         counters = f"{self.num_steps} steps, {self.num_skipped} skipped, {self.num_micro_batches} micro-batches"
         return f"TrainState(epoch {self.epoch}, update {self.iteration}, {counters})"
+
+    @property
+    def group_size(self) -> int | None:
+        """See above."""
+        return len(self.batch) if isinstance(self.batch, list) else None
+
+    @property
+    def progress(self) -> float | None:
+        """See above."""
+        return self._progress()
 
     def get_event_attrib_value(self, event_name: Any) -> int:
         """The counter that a filter on `event_name` looks at."""
@@ -123,7 +141,14 @@ class EvaluatorState(_Carrying):
         forward_output: what `forward` returned for the latest micro-batch.
         output: its `outputs`, or the `ForwardOutput` where it has none.
         carried: what forward carries from micro-batch to micro-batch of this evaluation; a trainer's is another.
+        micro_batch_in_group: 0, because each micro-batch stands alone.
+        group_size: 1.
+        progress: None.
     """
+
+    micro_batch_in_group = 0
+    group_size = 1
+    progress: float | None = None
 
     forward_output: ForwardOutput | None
     output: Any

@@ -24,6 +24,7 @@ from ignite_train.loop.dispatch import Attachable, Stateful
 from ignite_train.loop.ignite_state import from_ignite_state, is_ignite_state
 from ignite_train.loop.limits import checked_limits, refuse_ended_iterator, refuse_used_iterator
 from ignite_train.loop.loop import Batches, Loop
+from ignite_train.loop.progress import run_progress
 from ignite_train.ranks import collectives
 from ignite_train.ranks.messages import Outgoing, Piggyback, RankRequests
 from ignite_train.state import TrainState, UpdateOutput
@@ -77,11 +78,13 @@ class Trainer(Loop):
         grouping: MicroBatchGrouping,
         parts: Mapping[str, Any] | None = None,
         settings: Mapping[str, Any] | None = None,
-        carried: Carried | None = None,
+        state: TrainState | None = None,
         output_transform: OutputTransform | None = None,
     ) -> None:
         super().__init__(update)
-        self.state = TrainState(carried)
+        self.state = TrainState() if state is None else state
+        this = weakref.proxy(self)
+        self.state._progress = lambda: None if (progress := run_progress(this)) is None else progress.before
         self._requests = RankRequests()
         self.piggybacks: list[Piggyback] = []
         self._stateful_parts: dict[str, Stateful] = dict(parts or {})

@@ -298,7 +298,12 @@ def loss(model: nn.Module) -> torch.Tensor:
     ),
     Case("empty-tuple", lambda model: (), ForwardContractError, "forward", "()", "ForwardOutput"),
     Case(
-        "tuple-of-4", lambda model: (loss(model), 1, {}, 2), ForwardContractError, "forward", "of type tuple", "ForwardOutput"
+        "tuple-of-5",
+        lambda model: (loss(model), 1, {}, 2, 3),
+        ForwardContractError,
+        "forward",
+        "of type tuple",
+        "ForwardOutput",
     ),
     Case("number-first", lambda model: (3, loss(model)), ForwardContractError, "loss", "3 of type int", "not a tensor"),
     Case("vector", lambda model: model(torch.ones(4, 2)), ForwardContractError, "loss", "(4, 1)", ".sum()", ".mean()"),

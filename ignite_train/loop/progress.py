@@ -10,7 +10,7 @@ __all__ = ["RunProgress", "run_progress"]
 
 
 class RunProgress(NamedTuple):
-    """Where the latest iteration stands in the whole run.
+    """Where the running iteration, or the latest, stands in the whole run.
 
     Attributes:
         before: the fraction that was done before it; in [0, 1).
@@ -37,7 +37,7 @@ def run_progress(loop: Loop) -> RunProgress | None:
         done, total = float(state.iteration), state.max_iters
         each = 1.0
     elif state.max_epochs is not None and state.epoch_length:
-        in_epoch = loop._epoch_iteration + (loop._iterating and loop._settled)
+        in_epoch = loop._epoch_iteration + loop._iterating
         begun = in_epoch > 0 or loop._epoch_open  # a run that resumes between two epochs has none that is begun
         each = 1.0 / state.epoch_length
         done, total = max(0, state.epoch - begun) + in_epoch * each, state.max_epochs

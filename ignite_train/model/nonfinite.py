@@ -15,7 +15,7 @@ __all__ = ["find_nonfinite"]
 
 
 def find_nonfinite(
-    module: nn.Module, micro_batches: list[Any], loss_of: Callable[[Any], Tensor], *, all_of_them: bool
+    module: nn.Module, micro_batches: list[Any], loss_of: Callable[[Any, int], Tensor], *, all_of_them: bool
 ) -> str | None:
     """Says which micro-batch, and which module or parameter in it, is the first that is not finite.
 
@@ -25,7 +25,7 @@ def find_nonfinite(
     Args:
         module: the model, without a wrapper.
         micro_batches: those of the update, in order.
-        loss_of: runs the forward of one of them.
+        loss_of: runs the forward of one of them; takes its index too.
         all_of_them: go through all, because other ranks take part in each, and not only to the first that is not finite.
 
     Returns:
@@ -40,7 +40,7 @@ def find_nonfinite(
                 check("the micro-batch itself", leaf)
         with torch.compiler.set_stance("force_eager"), _watched(module, check):  # a compiled module calls no new hooks
             try:
-                loss = loss_of(micro_batch)
+                loss = loss_of(micro_batch, number - 1)
                 check("the loss", loss.detach())
                 torch.autograd.backward(loss)
             except Exception as error:  # the run ends with the first error; this is about where that came from

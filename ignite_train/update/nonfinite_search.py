@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +20,10 @@ from ignite_train.update.loss_scaling import LossScaling, scale_near_floor
 __all__ = ["NonFiniteSearch"]
 
 
+class _LossOf(Protocol):
+    def __call__(self, micro_batch: Any, index: int | None = None) -> Tensor: ...
+
+
 class NonFiniteSearch:
     """Runs the micro-batches of an update again, from the state before it, to find the first value that is not finite.
 
@@ -33,7 +36,8 @@ class NonFiniteSearch:
         reduction: has the model without a wrapper, and runs placeholders.
         gradients: dropped by a search.
         carried: what forward carries.
-        loss_of: runs the user's forward of a micro-batch on the model without a wrapper, and scales the loss as the update did.
+        loss_of: runs the user's forward of a micro-batch on the model without a wrapper, and scales the loss as the update did;
+            takes the index in the group too, but for a placeholder.
         raises: whether an update that is not finite ends the run without loss scaling.
         loss_scaling: the policy; an overflow near its floor is searched for too.
     """
@@ -44,7 +48,7 @@ class NonFiniteSearch:
         reduction: Reduction,
         gradients: Gradients,
         carried: Carried,
-        loss_of: Callable[[Any], Tensor],
+        loss_of: _LossOf,
         raises: bool,
         loss_scaling: LossScaling,
     ) -> None:

@@ -21,14 +21,14 @@ from ignite_train.errors import (
     TrainingError,
 )
 from ignite_train.events import TrainEvents
-from ignite_train.forward import Forward, ForwardOutput, as_forward_output
+from ignite_train.forward import BoundForward, ForwardOutput, as_forward_output
 from ignite_train.model.gradients import Gradients
 from ignite_train.model.learning_rates import LearningRates
 from ignite_train.model.precision import Precision
 from ignite_train.model.stepping import Stepping
 from ignite_train.ranks.reduction import Reduction
 from ignite_train.ranks.statistics import Statistics, Totals
-from ignite_train.state import UpdateOutput
+from ignite_train.state import TrainState, UpdateOutput
 from ignite_train.trainer import Trainer
 from ignite_train.update.compilation import Backward
 from ignite_train.update.decision import Decision, decide, may_trust_norm
@@ -47,7 +47,8 @@ class Update:
     """What a trainer does with one group of micro-batches: a step along Σ∇loss / Σsample_size, over all ranks too."""
 
     model: nn.Module
-    forward: Forward
+    state: TrainState
+    forward: BoundForward
     backward: Backward
     transfer: ToDevice
     precision: Precision
@@ -98,6 +99,7 @@ class Update:
             self._finish(output)
         except BaseException as error:
             trainer.state.num_micro_batches, trainer.state.forward_output = micro_batches_before, None
+            trainer.state.micro_batch_in_group = None
             self._discard(error)
             raise
         trainer._finish_update(totals.requests, applied=output.applied)
@@ -136,7 +138,7 @@ class Update:
         num_backwards = len(micro_batches) + self._num_placeholders
         for number, micro_batch in enumerate(micro_batches, start=1):
             last = number == num_backwards
-            state.num_micro_batches += 1
+            state.num_micro_batches, state.micro_batch_in_group = state.num_micro_batches + 1, number - 1
             fire(TrainEvents.MICRO_BATCH_STARTED)
             with self.reduction.context(last=last):
                 for part in self.recovery.parts(micro_batch):  # one, unless it had to be cut to fit into memory
@@ -157,6 +159,7 @@ class Update:
             if self.options.create_graph:
                 self.gradients.detach()
             state.forward_output = None  # and its graph
+        state.micro_batch_in_group = None
         for number in range(len(micro_batches) + 1, num_backwards + 1):
             self._run_placeholder(trainer, last=number == num_backwards)
 
@@ -289,8 +292,9 @@ class Update:
     def _find_nonfinite(self, micro_batches: list[Any], output: UpdateOutput) -> tuple[tuple[str, ...], tuple[int, ...]]:
         return self._search(micro_batches, self._num_placeholders, loss_is_finite=math.isfinite(output.loss))
 
-    def _loss_without_wrapper(self, micro_batch: Any) -> Tensor:
-        """The loss of a micro-batch that is run again, times the loss scale."""
+    def _loss_without_wrapper(self, micro_batch: Any, index: int | None = None) -> Tensor:
+        """The loss of a micro-batch that is run again, times the loss scale; `index` in the group, None for a placeholder."""
+        self.state.micro_batch_in_group = index
         with self.precision.autocast():
             loss = as_forward_output(self.forward(self.reduction.module, self.transfer(micro_batch))).loss
         return loss * self.loss_scaling.scale if self.loss_scaling.enabled else loss
