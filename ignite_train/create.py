@@ -152,8 +152,15 @@ def create_trainer(
     parts = {"model": reduction.module, "optimizer": optimizer}
     description = _description(accumulation_steps, max_grad_norm, precision, options.reduction)
     trainer = Trainer(update, grouping, parts, description, state, output_transform)
+    _watch_for_mistakes(trainer, model, options)
+    return protect_ranks(trainer, protect, model)
+
+
+def _watch_for_mistakes(trainer: Trainer, model: nn.Module, options: UpdateOptions) -> None:
+    """Looks for mistakes that are known only when the run starts or in the first micro-batch."""
     warn_of_gradient_loggers(trainer, keeps_gradients=options.keep_gradients)
-    return protect_ranks(refuse_sparse_gradients(warn_of_misdeclared_loss(trainer), model), protect, model)
+    warn_of_misdeclared_loss(trainer)
+    refuse_sparse_gradients(trainer, model)
 
 
 @_names_the_options

@@ -321,7 +321,7 @@ def test_norm(build, micro_batches, dtype, factor):
         return ForwardOutput(mse_loss(model(x.to(dtype)), y.to(dtype), reduction="sum") * factor, 4)
 
     model, _, trainer = build(forward, dtype=dtype)
-    loss, _, _ = forward(model, micro_batches[2])
+    loss = forward(model, micro_batches[2]).loss
     flat = torch.cat([gradient.double().flatten() for gradient in torch.autograd.grad(loss, list(model.parameters()))])
     trainer.run(micro_batches[2:3])
     assert trainer.state.output.grad_norm == pytest.approx(torch.linalg.norm(flat / 4).item(), rel=1e-6)
