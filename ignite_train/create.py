@@ -116,12 +116,10 @@ def create_trainer(
     _check_model(model)
     _check_optimizer(model, optimizer)
     state = TrainState()
-    bound = bind_forward(forward, lambda: state)
     _check_transform(output_transform)
     if max_grad_norm is not None:
         real_number("max_grad_norm", max_grad_norm, above=0)
-    if options.create_graph:
-        _check_second_order(compiled=compile is not False)
+    _check_second_order(options, compiled=compile is not False)
     carried, device = state.carried, next(model.parameters()).device
     accumulates, replays = accumulation_steps != 1, options.uneven == "replay"
     reduction = reduction_for(model, options.reduction, accumulates=accumulates, in_step=replays, carried=carried)
@@ -130,7 +128,7 @@ def create_trainer(
     update = Update(
         model=model,
         state=state,
-        forward=bound,
+        forward=bind_forward(forward, lambda: state),
         backward=compile_in_place(model, compile, backward=options.compiled_autograd),
         transfer=ToDevice(device),
         precision=Precision(precision, device),
@@ -398,7 +396,9 @@ def _loss_scaling(loss_scaling: Any, precision: PrecisionName) -> LossScaling:
     return loss_scaling
 
 
-def _check_second_order(*, compiled: bool) -> None:
+def _check_second_order(options: UpdateOptions, *, compiled: bool) -> None:
+    if not options.create_graph:
+        return
     if collectives.world_size() > 1:
         raise ValueError(
             "create_graph must be False on several ranks: DistributedDataParallel's gradients have no graph; take second "
