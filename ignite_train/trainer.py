@@ -25,6 +25,7 @@ from ignite_train.loop.ignite_state import from_ignite_state, is_ignite_state
 from ignite_train.loop.limits import checked_limits, refuse_ended_iterator, refuse_used_iterator
 from ignite_train.loop.loop import Batches, Loop
 from ignite_train.loop.progress import run_progress
+from ignite_train.model.random_state import capture_random_state, restore_random_state
 from ignite_train.ranks import collectives
 from ignite_train.ranks.messages import Outgoing, Piggyback, RankRequests
 from ignite_train.state import TrainState, UpdateOutput
@@ -95,12 +96,14 @@ class Trainer(Loop):
         self._update, self._grouping = update, grouping
         self._output_transform = output_transform
         self._groups: MicroBatchPass | None = None  # of the pass that is running or ran last
+        self._pass_is_opened = False  # the pass of the open epoch
         self._position: Mapping[str, Any] = {}  # in the data, where no pass has been made since it was loaded
         self._on_changed_data = "raise"
         self._stream: Stream | None = None  # with epoch_length: the data of the run
         self._ranks_have_more = True
         self._micro_batches_before = 0  # this update
         self._num_fetched = 0  # micro-batches of this update
+        self._random_before_fetch: dict[str, Any] | None = None  # where a handler may stop the run before the update
         self._session_is_open = False  # from STARTED to the closing events of a session
         self._updating = False  # an `update` is under way
         self._has_warned_of_session = False
@@ -390,7 +393,7 @@ class Trainer(Loop):
         if requests.interrupt:
             self.interrupt(agreed=True)
         self._ranks_have_more = requests.more_data > 0
-        self._settled = True
+        self._settled, self._random_before_fetch = True, None
         if applied:
             self.state.num_steps += 1
             self.fire_event(TrainEvents.STEP_COMPLETED)
@@ -530,7 +533,11 @@ class Trainer(Loop):
 
         Without it a resumed run reads past what was done, in the order in which the loader then gives it.
         """
-        return self._position if self._groups is None else self._groups.position(self._groups_done())
+        if self._groups is None:
+            return self._position
+        if self._epoch_open and not self._pass_is_opened:  # the latest pass is that of the epoch before
+            return self._groups.position_at_end()
+        return self._groups.position(self._groups_done())
 
     def _load_data_position(self, position: Mapping[str, Any], *, on_changed_data: str = "raise") -> None:
         """Has the next run start there. To be called after `load_state_dict`.
@@ -556,12 +563,16 @@ class Trainer(Loop):
         position = self._data_position() if skip or self._groups is None else {}
         position = {**position, "on_changed_data": self._on_changed_data} if position else {}
         source = data if self._stream is None else self._stream
+        if skip == 0 and self._groups is not None and not self._pass_is_opened:
+            self._position = self._groups.position_at_end()
         groups = self._grouping(source, epoch=epoch, first_update=first_update, skip=skip, position=position)
-        self._groups = groups
+        self._groups, self._pass_is_opened = groups, True
         self._ranks_have_more = groups.length is not None or sum(collectives.everyones(groups.more)) > 0
         return groups
 
     def _fetch(self, batches: Any) -> Any:
+        may_stop = self._has_handlers(Events.GET_BATCH_COMPLETED) or self._has_handlers(Events.ITERATION_STARTED)
+        self._random_before_fetch = capture_random_state(accelerators=False) if may_stop else None
         group = super()._fetch(batches)
         micro_batches = group if isinstance(group, list) else []  # or else the pass has ended
         if self._stream is not None and not micro_batches:
@@ -571,6 +582,21 @@ class Trainer(Loop):
         self._max_micro_batches = batches.max_micro_batches
         return group
 
+    def _leave_out_iteration(self) -> None:
+        """Leaves no trace of a group that was fetched and not used, or of a pass that was opened and not used.
+
+        So what a dataset or a sampler drew for it is drawn again, the same, when the next run fetches it.
+        """
+        if not self._stopping():  # it is the end of the epoch: no run will do this update
+            return
+        assert self._groups is not None  # noqa: S101  # a pass was opened
+        if self._epoch_iteration == 0:
+            self._groups.take_back_opening()
+            self._groups, self._pass_is_opened = None, False
+        elif self._random_before_fetch is not None:
+            restore_random_state(self._random_before_fetch)
+        self._random_before_fetch = None
+
     def _close_epoch(self, started: float) -> None:
         if self._epoch_iteration == 0 and not self.should_terminate_single_epoch:
             if isinstance(self.state.dataloader, Iterator) and self.state.iteration > 0:
@@ -579,6 +605,7 @@ class Trainer(Loop):
         assert self._groups is not None  # noqa: S101  # a pass was made
         self._groups.finish()
         super()._close_epoch(started)
+        self._pass_is_opened = False
         self._data_ended &= self._stream is None  # a stream says itself when a pass has ended
         self._requests.stop_epoch = False  # what handlers of EPOCH_COMPLETED asked for is done already
 

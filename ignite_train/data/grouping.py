@@ -213,6 +213,14 @@ class MicroBatchPass:
         given = self._before + self._read - (0 if latest else self._latest)
         return self._place.saved(rounds, given, latest=latest)
 
+    def position_at_end(self) -> dict[str, Any]:
+        """Where this rank stands after all groups that were given."""
+        return self.position(self._done)
+
+    def take_back_opening(self) -> None:
+        """Call it where the run ends before the first update of the epoch: the next run opens the same pass again."""
+        self._place.take_back_opening()
+
     def finish(self) -> None:
         """Ends the epoch. Call it before the position at the end of the epoch is read.
 

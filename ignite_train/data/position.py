@@ -108,6 +108,8 @@ class DataPosition:
         self._description = describe_data(loader)
         self._first_sample = 0
         self._opening: dict[str, Any] = {}
+        self._before_opening: dict[str, Any] = {}  # the generators, where the pass begins at its start
+        self._generators: list[Any] = [None, None]  # of a stateful loader, before and after the latest group
         self._states: list[Any] = [None, None]  # of a stateful loader, before and after the latest group
         self._exhausted = False  # whether it was exhausted then
         self._own_after: Any = {}  # its own generators once the position is found
@@ -131,6 +133,8 @@ class DataPosition:
             self._go_to(saved)
         else:
             self._go_to_the_start(saved)
+        if not skip:
+            self._before_opening = {**capture_random_state(accelerators=False), "own": self._own_generators()}
         if self._seekable is None and not self._opening:
             process = {} if self._stateful is not None else capture_random_state()  # a stateful one does not need it
             self._opening = {**process, "own": self._own_generators()}
@@ -146,10 +150,16 @@ class DataPosition:
             self._set_own_generators(self._own_after)
             self._generators_before = None
 
+    def take_back_opening(self) -> None:
+        """Puts the generators back to what they were before the pass was opened, at the start of an epoch."""
+        restore_random_state(self._before_opening)
+        self._set_own_generators(self._before_opening["own"])
+
     def note(self, *, exhausted: bool) -> None:
         """Call it when a group was read, before anything is read ahead, and when the loader is exhausted."""
         if self._stateful is not None:
             self._states, self._exhausted = [self._states[1], self._stateful.state_dict()], exhausted
+            self._generators = [self._generators[1], self._own_generators()]
 
     def saved(self, rounds: int, given: int, *, latest: bool) -> dict[str, Any]:
         """The position in plain types.
@@ -166,6 +176,8 @@ class DataPosition:
         position["micro_batches"] = given
         if self._stateful is not None:
             state = {"loader": self._states[latest], "exhausted": self._exhausted and latest}
+            if self._generators[latest] is not None:
+                state["generators"] = self._generators[latest]
             return position | state | {"opening": self._opening}
         if isinstance(self._loader, DataLoader):
             position["workers"] = self._loader.num_workers

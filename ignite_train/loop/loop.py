@@ -165,6 +165,7 @@ class Loop(Dispatcher):
                 self._fetch_started = time.perf_counter()
                 self.fire_event(Events.GET_BATCH_STARTED)
                 if self._asked_to_stop():
+                    self._leave_out_iteration()
                     continue
                 state.batch = self._fetch(batches)
                 self._fetch_ended = time.perf_counter()
@@ -187,6 +188,7 @@ class Loop(Dispatcher):
         state = self.state
         self.fire_event(Events.GET_BATCH_COMPLETED)
         if self._asked_to_stop():
+            self._leave_out_iteration()
             return
         state.iteration += 1
         self._iterating, self._settled = True, False
@@ -194,11 +196,15 @@ class Loop(Dispatcher):
         if self._asked_to_stop():
             self._iterating = False
             state.iteration -= 1
+            self._leave_out_iteration()
             return
         state.output = self._process_function(self, self._batch())
         self._iterating = False
         self._epoch_iteration += 1
         self.fire_event(Events.ITERATION_COMPLETED)
+
+    def _leave_out_iteration(self) -> None:
+        """Called where a stop was asked for before an iteration. If it stops the run, the next one does that iteration."""
 
     def _batch(self) -> Any:
         """What the running iteration works on: `state.batch`, as handlers may have replaced it."""
