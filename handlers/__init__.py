@@ -10,6 +10,7 @@ from ignite_train.handlers.learning_rate import LearningRateSchedule
 from ignite_train.handlers.log_file import Csv, JsonLines, LogFile
 from ignite_train.handlers.loss_scale import LossScaleLogger
 from ignite_train.handlers.min_learning_rate import MinLearningRate
+from ignite_train.handlers.model_ema import ModelEMA
 from ignite_train.handlers.progress import ProgressLog
 from ignite_train.handlers.reduce_on_plateau import ReduceOnPlateau
 from ignite_train.handlers.state_consistency import StateConsistency, StateMismatchError
@@ -33,6 +34,7 @@ __all__ = [
     "LogFile",
     "LossScaleLogger",
     "MinLearningRate",
+    "ModelEMA",
     "PeerFailureError",
     "ProgressLog",
     "ReduceOnPlateau",

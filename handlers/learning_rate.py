@@ -21,6 +21,7 @@ from ignite_train.arguments import describe
 from ignite_train.events import Event, TrainEvents
 from ignite_train.handler import Handler
 from ignite_train.model.learning_rates import are_of
+from ignite_train.model.warm_up_schedule import WarmUpSchedule
 from ignite_train.ranks import collectives
 from ignite_train.trainer import Trainer
 
@@ -31,6 +32,7 @@ _LENGTHS: dict[type[LRScheduler], tuple[str, str]] = {
     CosineAnnealingLR: ("T_max", "its learning rate will rise again"),
     OneCycleLR: ("total_steps", "it will raise an error at its next step"),
     PolynomialLR: ("total_iters", "its learning rate will stay at 0"),
+    WarmUpSchedule: ("total", "its learning rate will stay at its final value"),
 }
 """Schedules that are made for a number of steps: the option with that number, and what happens after them."""
 

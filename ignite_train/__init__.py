@@ -24,6 +24,7 @@ from ignite_train.evaluator import Evaluator, create_evaluator
 from ignite_train.events import TrainEvents
 from ignite_train.forward import Forward, ForwardOutput
 from ignite_train.model.precision import PrecisionName
+from ignite_train.model.warm_up_schedule import WarmUpSchedule
 from ignite_train.ranks.messages import Piggyback
 from ignite_train.state import TrainState, UpdateOutput
 from ignite_train.traffic import Counted, Traffic, count_traffic
@@ -78,6 +79,7 @@ __all__ = [
     "UnreadableCheckpointError",
     "UpdateOptions",
     "UpdateOutput",
+    "WarmUpSchedule",
     "attach_defaults",
     "count_traffic",
     "create_evaluator",

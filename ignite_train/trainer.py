@@ -422,6 +422,38 @@ class Trainer(Loop):
             self._defaults.remove(default)
             default.detach(self)
 
+    def total_updates(self, data: Iterable[Any], max_epochs: int = 1, *, epoch_length: int | None = None) -> int:
+        """The updates of a run from its beginning, for the length of a learning-rate schedule. Collective.
+
+        It counts as `run` does, with `accumulation_steps` and the longest of the ranks' loaders, and opens nothing. Updates
+        that will be skipped are counted, so a schedule that follows steps may not reach its end.
+
+        Args:
+            data: the loader, whose length is taken to be the same in each epoch.
+            max_epochs: as for `run`.
+            epoch_length: as for `run`.
+
+        Returns:
+            The number.
+
+        Raises:
+            TypeError: `data` cannot be iterated, or a number is not an integer.
+            ValueError: a number is below 1, or a loader has no length and no `epoch_length` is given.
+        """
+        loader, epochs = self._as_loader(data), positive_int("max_epochs", max_epochs)
+        if epoch_length is not None:
+            return epochs * positive_int("epoch_length", epoch_length)
+        total = 0
+        for epoch in range(1, epochs + 1):
+            updates = self._grouping.updates(loader, epoch=epoch, first_update=total + 1)
+            if updates is None:
+                raise ValueError(
+                    f"data must have a length on all ranks, got {type(loader).__name__}; pass epoch_length to this and to run, "
+                    "or limit the run with max_iters, which is then the total"
+                )
+            total += updates
+        return total
+
     def gradients(self) -> dict[str, Tensor]:
         """The gradients of this update by parameter name: reduced over ranks, unscaled, normalised, not yet clipped.
 

@@ -2,9 +2,10 @@
 
 python -m ignite_train.checkpoint list DIR
 python -m ignite_train.checkpoint verify DIR
-python -m ignite_train.checkpoint consolidate DIR [--output FILE]
+python -m ignite_train.checkpoint consolidate DIR [--output FILE] [--entry NAME]
 
-DIR is one checkpoint, or a directory of them: then `consolidate` takes the newest that is whole.
+DIR is one checkpoint, or a directory of them: then `consolidate` takes the newest that is whole. With `--entry` it writes
+another object than the model, such as `ModelEMA`, or `to_save/teacher`.
 """
 
 from __future__ import annotations
@@ -14,13 +15,16 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from ignite_train.arguments import did_you_mean
 from ignite_train.checkpoint.directory import CheckpointDirectory
 from ignite_train.checkpoint.disk import Disk
 from ignite_train.checkpoint.manifest import MANIFEST, Manifest, UnusableCheckpoint, read_manifest
 from ignite_train.checkpoint.reader import CheckpointReader
+from ignite_train.checkpoint.run_objects import HANDLERS
 from ignite_train.errors import CheckpointError, CheckpointFormatError, DamagedCheckpointError, UnreadableCheckpointError
 
 __all__ = ["Found", "consolidate", "find", "latest", "main", "verify"]
@@ -99,7 +103,7 @@ def latest(directory: str | Path) -> Path | None:
     return None
 
 
-def consolidate(path: str | Path, output: str | Path) -> None:
+def consolidate(path: str | Path, output: str | Path, *, entry: str = "model") -> None:
     """Writes the model of a checkpoint, assembled from its shards, as one plain state_dict: `torch.load` reads it.
 
     The file appears whole or not at all, and replaces one of that name.
@@ -107,13 +111,16 @@ def consolidate(path: str | Path, output: str | Path) -> None:
     Args:
         path: the checkpoint.
         output: the file.
+        entry: what is written: the name of an object in the checkpoint, such as `"to_save/teacher"`, which may be left without
+            `to_save/` or `handlers/`. Of an object that holds a model under `"model"`, as `ModelEMA` does, that model.
 
     Raises:
         DamagedCheckpointError: something that was needed is not what was written.
+        CheckpointError: the checkpoint has no such object.
     """
     output = Path(output)
     with CheckpointReader(Path(path)) as stored:
-        model = stored.read("model")
+        model = _read_entry(stored, entry)
     unfinished = output.with_name(f".{output.name}.{os.urandom(4).hex()}")
     try:
         with unfinished.open("xb") as file:
@@ -126,6 +133,18 @@ def consolidate(path: str | Path, output: str | Path) -> None:
     Disk().sync_directory(output.absolute().parent)
 
 
+def _read_entry(stored: CheckpointReader, entry: str) -> Any:
+    """The state of an object; of one that holds a model, that of the model."""
+    known = stored.names()
+    name = next((name for prefix in ("", "to_save/", HANDLERS) if (name := prefix + entry) in known), None)
+    if name is None:
+        raise CheckpointError(
+            f"entry must be an object of {stored.path}, any of {known}, got {entry!r}{did_you_mean(entry, known)}"
+        )
+    state = stored.read(name)
+    return state["model"] if isinstance(state, dict) and isinstance(state.get("model"), dict) else state
+
+
 def main(arguments: list[str] | None = None) -> int:
     """The command; returns its exit status: 0, or 1 if something is damaged or missing."""
     parser = argparse.ArgumentParser(prog="python -m ignite_train.checkpoint", description=(__doc__ or "").partition("\n")[0])
@@ -135,10 +154,11 @@ def main(arguments: list[str] | None = None) -> int:
         command.add_argument("directory", type=Path, help="one checkpoint, or a directory of them")
         if name == "consolidate":
             command.add_argument("--output", type=Path, default=Path("model.pt"), help="the file to write (default: model.pt)")
+            command.add_argument("--entry", default="model", help="the object to write, such as ModelEMA (default: model)")
     options = parser.parse_args(arguments)
     try:
         if options.command == "consolidate":
-            return _consolidate(options.directory, options.output)
+            return _consolidate(options.directory, options.output, options.entry)
         return _list(options.directory, thoroughly=options.command == "verify")
     except (CheckpointError, OSError) as error:
         print(error, file=sys.stderr)  # noqa: T201
@@ -168,12 +188,12 @@ def _list(directory: Path, *, thoroughly: bool) -> int:
     return status
 
 
-def _consolidate(directory: Path, output: Path) -> int:
+def _consolidate(directory: Path, output: Path, entry: str) -> int:
     path = latest(directory)
     if path is None:
         raise CheckpointError(f"{directory} has no whole checkpoint")
-    consolidate(path, output)
-    print(f"{output}  the model of {path}; torch.load({str(output)!r}, weights_only=True) reads it")  # noqa: T201
+    consolidate(path, output, entry=entry)
+    print(f"{output}  the {entry} of {path}; torch.load({str(output)!r}, weights_only=True) reads it")  # noqa: T201
     return 0
 
 

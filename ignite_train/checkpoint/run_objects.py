@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,10 +15,13 @@ from ignite_train.arguments import describe
 from ignite_train.checkpoint.optimizer_state import check_torch_shape
 from ignite_train.checkpoint.schedule_state import schedules_of
 from ignite_train.evaluator import Evaluator
-from ignite_train.loop.dispatch import Dispatcher, Stateful
+from ignite_train.loop.dispatch import Attachable, Dispatcher, Stateful
 from ignite_train.trainer import Trainer
 
-__all__ = ["RunObjects", "SavedModule", "SavedRun", "checked_objects"]
+__all__ = ["HANDLERS", "RunObjects", "SavedModule", "SavedRun", "checked_objects"]
+
+HANDLERS = "handlers/"
+"""What the name of a handler that is attached to the trainer begins with, in a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +46,14 @@ class SavedRun:
     def objects(self) -> RunObjects:
         """All that has a state, besides the trainer itself, as attached by now. An object is listed once."""
         shared = {**self.trainer._stateful_parts, **{f"to_save/{name}": entry for name, entry in self.to_save.items()}}
-        own = {f"handlers/{name}": entry for name, entry in self.trainer._stateful.items()}
+        own = {f"{HANDLERS}{name}": entry for name, entry in self.trainer._stateful.items()}
         known = {id(entry) for entry in (*shared.values(), *own.values())}
         evaluator = {} if self.evaluator is None else self.evaluator._stateful
         own |= {f"evaluator/{name}": entry for name, entry in evaluator.items() if id(entry) not in known}
         listed = {id(entry) for entry in shared.values()}
         own = {name: entry for name, entry in own.items() if id(entry) not in listed}
+        alike = {name: e for name, e in own.items() if isinstance(e, Attachable) and e.same_on_all_ranks}
+        shared, own = shared | alike, {name: entry for name, entry in own.items() if name not in alike}
         shared = {name: SavedModule(entry) if isinstance(entry, nn.Module) else entry for name, entry in shared.items()}
         return RunObjects(shared, own)
 
@@ -101,6 +106,15 @@ class RunObjects:
 
     shared: dict[str, Stateful]
     own: dict[str, Stateful]
+
+    def without(self, names: Collection[str]) -> RunObjects:
+        """All but these."""
+        shared, own = ({k: v for k, v in entries.items() if k not in names} for entries in (self.shared, self.own))
+        return RunObjects(shared, own)
+
+    def handlers(self) -> list[str]:
+        """The names of the handlers among them."""
+        return [*self.own, *(name for name in self.shared if name.startswith(HANDLERS))]
 
     @property
     def optimizers(self) -> dict[str, Optimizer]:

@@ -16,7 +16,7 @@ from ignite_train.carried import Carried
 from ignite_train.checkpoint.claims import EVERY_RANK, Claims
 from ignite_train.checkpoint.optimizer_state import Consolidates
 from ignite_train.checkpoint.reader import CheckpointReader
-from ignite_train.checkpoint.run_objects import RunObjects, SavedModule, SavedRun
+from ignite_train.checkpoint.run_objects import HANDLERS, RunObjects, SavedModule, SavedRun
 from ignite_train.checkpoint.schedule_state import rescale_schedule
 from ignite_train.checkpoint.state_rules import StateRules
 from ignite_train.checkpoint.tree import KeyPath
@@ -53,8 +53,10 @@ class RunState:
 
     def __init__(self, reader: CheckpointReader, run: SavedRun, rules: StateRules) -> None:
         self._trainer, self._rules = run.trainer, rules
-        everything = run.objects()
-        self._objects = rules.keep(everything)
+        everything, of_all = run.objects(), reader.names(0)
+        kept = rules.keep(everything)
+        added = [name for name in kept.shared if name.startswith(HANDLERS) and name not in of_all]
+        self._objects = kept.without(added)
         rank, world_size = collectives.rank(), reader.manifest.world_size
         self._is_new = rank >= world_size
         source = 0 if self._is_new else rank
@@ -69,9 +71,9 @@ class RunState:
         if "numpy" in self._own["data"].get("opening", {}):  # a loader with a state of its own needs none of them
             check_generators(self._own["data"]["opening"])
         prefixes = ("handlers/", "evaluator/", "to_save/")
-        known = {*everything.own, *self._objects.shared}
+        known = {*everything.own, *everything.shared}
         self.unused = [name for name in names if name.startswith(prefixes) and name not in known]
-        self.fresh = [name for name in self._objects.own if name not in own]
+        self.fresh = [*added, *(name for name in self._objects.own if name not in own)]
         self.changed = rules.changes(self._objects, self._claims.description)
         if rules.drops_carried:
             self._drop_carried()

@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ignite_train.arguments import describe
 from ignite_train.errors import CheckpointError
+from ignite_train.model.warm_up_schedule import WarmUpSchedule
 
 __all__ = [
     "check_schedule",
@@ -38,6 +39,7 @@ _PROPORTIONAL = (
     schedulers.PolynomialLR,
     schedulers.SequentialLR,
     schedulers.StepLR,
+    WarmUpSchedule,
 )
 """Those whose rate is a multiple of the base rate, if their `eta_min` is 0."""
 

@@ -47,7 +47,7 @@ class StateRules:
         """
         objects = run.objects()
         self._note(objects)
-        handlers = sorted({name.partition("/")[2] for name in objects.own} | {*holders, _CARRIED})
+        handlers = sorted({name.partition("/")[2] for name in objects.handlers()} | {*holders, _CARRIED})
         options = sorted({key for groups in self._script.values() for group in groups for key in group})
         for argument, given, known, what in (
             ("leave_out", self.leave_out, handlers, f"{_CARRIED!r} or attached handlers that have a state"),
@@ -64,8 +64,7 @@ class StateRules:
 
     def keep(self, objects: RunObjects) -> RunObjects:
         """All objects except those that the user leaves out."""
-        own = {name: entry for name, entry in objects.own.items() if name.partition("/")[2] not in self.leave_out}
-        return RunObjects(objects.shared, own)
+        return objects.without({name for name in objects.handlers() if name.partition("/")[2] in self.leave_out})
 
     def describe(self, objects: RunObjects) -> dict[str, Any]:
         """What a checkpoint stores beside the state, so that the next run can compare."""

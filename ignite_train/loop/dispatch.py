@@ -44,9 +44,11 @@ class Attachable:
 
     Attributes:
         is_attaching: whether its `attach` is running.
+        same_on_all_ranks: whether its state is the same on all ranks, or sharded over them, so that a checkpoint holds it once.
     """
 
     is_attaching = False
+    same_on_all_ranks = False
 
 
 class Dispatcher(Engine):
