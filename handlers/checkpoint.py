@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from ignite.engine import Events
+from ignite.engine import Engine, Events
 
 from ignite_train.arguments import one_of, positive_int
 from ignite_train.checkpoint.cadence import Cadence
@@ -24,9 +24,8 @@ from ignite_train.checkpoint.retention import Retention
 from ignite_train.checkpoint.run_objects import SavedRun, checked_objects
 from ignite_train.checkpoint.state_rules import StateRules
 from ignite_train.checkpoint.writer import GIVE_UP_AFTER, CheckpointWriter
-from ignite_train.evaluator import Evaluator
 from ignite_train.handler import Handler
-from ignite_train.loop.dispatch import Stateful
+from ignite_train.loop.dispatch import Dispatcher, Stateful
 from ignite_train.ranks import collectives
 from ignite_train.trainer import Trainer
 
@@ -166,12 +165,13 @@ class Checkpoint(Handler):
         """The newest checkpoint that this process has committed or resumed from; None before the first."""
         return self.saver.latest
 
-    def attach(self, trainer: Trainer, *, evaluator: Evaluator | None = None) -> None:
+    def attach(self, trainer: Trainer, *, evaluator: Engine | None = None) -> None:
         """Saves during each run of `trainer`, and lets `trainer.run` resume.
 
         Args:
             trainer: the trainer, with its model and optimizer complete.
-            evaluator: its metric decides what is `best`, and its handlers are saved too.
+            evaluator: its metric decides what is `best`, and its handlers are saved too, as those of the evaluators are that
+                an attached `Validation` runs. Any engine of Ignite.
 
         Raises:
             ValueError: the trainer has a `Checkpoint` already, or `best` is given without an evaluator.
@@ -185,11 +185,10 @@ class Checkpoint(Handler):
         run.refuse_odd_optimizers()
         self._run = run
         self._resumption = Resumption(run, self._rules, self.saver, self.config, self.on_changed_data)
+        self._follow_evaluations()
         trainer._resume_with = self._resuming
         if self.cadence.every_seconds is not None:
             trainer.piggybacks.append(self.cadence)
-        if evaluator is not None and self.cadence.best is not None:
-            evaluator.append_event_handler(Events.COMPLETED, self._after_evaluation)
         trainer.on_enter.append(self._start)
         trainer.append_event_handler(Events.STARTED, self._put_back)
         trainer.append_event_handler(Events.STARTED, self._try_out)
@@ -231,6 +230,7 @@ class Checkpoint(Handler):
     def _start(self, trainer: Trainer) -> None:
         """When `run` begins: prepares saving, and says what may not be exact."""
         self._is_running = True
+        self._follow_evaluations()
         self.saver.prepare()
         if collectives.is_main_rank() and not self._has_warned and trainer.state.dataloader is not None:
             log_how_exact(trainer.state.dataloader)
@@ -239,6 +239,19 @@ class Checkpoint(Handler):
         if self.cadence.best is not None:
             best = together(collectives.gather_objects, "looking for the best checkpoint", self._best_on_disk)[0]
         self.cadence.start(best)
+
+    def _follow_evaluations(self) -> None:
+        """Looks at the score after all other handlers of the evaluation. On a stock engine it is moved to the end."""
+        evaluator, event = self._attached()[0].evaluator, Events.COMPLETED
+        if evaluator is None or self.cadence.best is None:
+            return
+        is_attached = evaluator.has_event_handler(self._after_evaluation, event)
+        if not isinstance(evaluator, Dispatcher):
+            if is_attached:
+                evaluator.remove_event_handler(self._after_evaluation, event)
+            evaluator.add_event_handler(event, self._after_evaluation)
+        elif not is_attached:
+            evaluator.append_event_handler(event, self._after_evaluation)
 
     def _best_on_disk(self) -> float | None:
         found = self.saver.directory.scan()[0] if collectives.is_main_rank() else []
@@ -257,7 +270,7 @@ class Checkpoint(Handler):
 
     # --- when the run is saved --------------------------------------------------------------------------------------------
 
-    def _after_evaluation(self, evaluator: Evaluator) -> None:
+    def _after_evaluation(self, evaluator: Engine) -> None:
         run, _ = self._attached()
         self.cadence.note_evaluation(run.trainer.state.iteration, evaluator.state.metrics)
 

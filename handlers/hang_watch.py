@@ -14,8 +14,9 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
+from ignite.engine import Engine
+
 from ignite_train.arguments import real_number
-from ignite_train.evaluator import Evaluator
 from ignite_train.handler import Handler
 from ignite_train.ranks import collectives
 from ignite_train.ranks.sealed_messages import SealedMessages
@@ -97,10 +98,10 @@ class HangWatch(Handler):
             if standstill_seconds is None
             else real_number("standstill_seconds", standstill_seconds, at_least=self.timeout_seconds)
         )
-        self._evaluator: Evaluator | None = None
+        self._evaluator: Engine | None = None
         self._watch: _Watch | None = None
 
-    def attach(self, trainer: Trainer, *, evaluator: Evaluator | None = None) -> None:
+    def attach(self, trainer: Trainer, *, evaluator: Engine | None = None) -> None:
         """Watches each run of `trainer` from STARTED until it is over; micro-batches of `evaluator` count as progress."""
         self._evaluator = evaluator
         trainer._replace_default(self)
@@ -181,7 +182,7 @@ class _Watch:
     def __init__(
         self,
         trainer: Trainer,
-        evaluator: Evaluator | None,
+        evaluator: Engine | None,
         timeout: float,
         first_timeout: float,
         standstill: float | None = None,

@@ -17,7 +17,6 @@ from typing import Any, BinaryIO, Literal
 from ignite.engine import Engine, Events, RemovableEventHandle
 
 from ignite_train.arguments import check_state_dict, describe, one_of
-from ignite_train.evaluator import Evaluator
 from ignite_train.events import Event, every
 from ignite_train.handler import Handler
 from ignite_train.metrics import grouped_metrics
@@ -77,7 +76,7 @@ class LogFile(Handler):
         trainer: Trainer,
         event: Event = every(50, Events.ITERATION_COMPLETED),
         *,
-        evaluator: Evaluator | None = None,
+        evaluator: Engine | None = None,
         tag: str = "validation",
     ) -> RemovableEventHandle | None:
         """Writes at `event`, at the end of the run, and, as `tag/...`, what `evaluator` finds when it has run.

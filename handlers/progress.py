@@ -16,9 +16,10 @@ from tqdm.auto import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from ignite_train.arguments import one_of
-from ignite_train.evaluator import Evaluator
 from ignite_train.events import Event, every
 from ignite_train.handler import Handler
+from ignite_train.loop.dispatch import stateful_handlers
+from ignite_train.loop.loop import Loop
 from ignite_train.metrics import PUBLISHED_METRICS, grouped_metrics, is_published_metric, single_metrics
 from ignite_train.ranks import collectives
 from ignite_train.trainer import Trainer
@@ -115,7 +116,7 @@ class ProgressLog(Handler):
         trainer: Trainer,
         event: Event = every(50, Events.ITERATION_COMPLETED),
         *,
-        evaluator: Evaluator | None = None,
+        evaluator: Engine | None = None,
         tag: str = "validation",
     ) -> RemovableEventHandle | None:
         """Prints at `event`, and shows `evaluator` when it runs.
@@ -132,7 +133,8 @@ class ProgressLog(Handler):
             evaluator.add_event_handler(Events.STARTED, self._open_evaluation, tag)
             evaluator.add_event_handler(Events.ITERATION_COMPLETED, self._advance_evaluation)
             evaluator.add_event_handler(Events.COMPLETED, self._print_evaluation, trainer, tag)
-            evaluator.add_event_handler(Events.EXCEPTION_RAISED, self._close_at_exception)
+            if isinstance(evaluator, Loop):  # on a stock engine a handler of EXCEPTION_RAISED would suppress the exception
+                evaluator.add_event_handler(Events.EXCEPTION_RAISED, self._close_at_exception)
         if self._trainer is trainer:
             return None
         self._trainer = trainer
@@ -354,7 +356,7 @@ def _print(line: str) -> None:
 
 def _table(trainer: Trainer) -> Iterator[tuple[str, str]]:
     """What the handlers of the run know at its end."""
-    handlers, saver = [*trainer._stateful.values()], trainer._checkpoint
+    handlers, saver = [*stateful_handlers(trainer).values()], trainer._checkpoint
     for timer in (handler for handler in handlers if isinstance(handler, _KnowsTheTime)):
         seconds = {name: value for name, value in timer.seconds_by_section.items() if value > 0}
         whole = sum(seconds.values())

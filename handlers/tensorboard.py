@@ -15,7 +15,6 @@ from ignite.engine import Engine, Events, RemovableEventHandle
 
 from ignite_train.arguments import describe, one_of
 from ignite_train.checkpoint.config import versions
-from ignite_train.evaluator import Evaluator
 from ignite_train.events import Event, every
 from ignite_train.handler import Handler
 from ignite_train.metrics import grouped_metric, grouped_metrics
@@ -101,7 +100,7 @@ class TensorBoard(Handler):
         trainer: Trainer,
         event: Event = every(50, Events.ITERATION_COMPLETED),
         *,
-        evaluator: Evaluator | None = None,
+        evaluator: Engine | None = None,
         tag: str = "validation",
     ) -> RemovableEventHandle | None:
         """Writes at `event`, at the end of the run, and, as `tag/...`, what `evaluator` finds when it has run.

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from ignite.engine import Events, RemovableEventHandle
+from ignite.engine import Engine, Events, RemovableEventHandle
 
 from ignite_train.arguments import check_state_dict, real_number
-from ignite_train.evaluator import Evaluator
 from ignite_train.events import Event, TrainEvents, every
 from ignite_train.handler import Handler
 from ignite_train.loop.progress import run_progress
@@ -129,7 +128,7 @@ class TrainingMetrics(Handler):
         trainer: Trainer,
         event: Event = every(50, Events.ITERATION_COMPLETED),
         *,
-        evaluator: Evaluator | None = None,
+        evaluator: Engine | None = None,
     ) -> RemovableEventHandle:
         """Publishes at `event`, before whatever reads the metrics there.
 
@@ -147,7 +146,7 @@ class TrainingMetrics(Handler):
             self.watch(evaluator)
         return trainer.prepend_event_handler(event, self)
 
-    def watch(self, evaluator: Evaluator) -> None:
+    def watch(self, evaluator: Engine) -> None:
         """Counts the time of this evaluator as `"evaluation_seconds"` too."""
         evaluator.add_event_handler(Events.STARTED, self._start_evaluation)
         evaluator.add_event_handler(Events.COMPLETED, self._end_evaluation)

@@ -7,10 +7,9 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
-from ignite.engine import Events, RemovableEventHandle
+from ignite.engine import Engine, Events, RemovableEventHandle
 
-from ignite_train.arguments import did_you_mean, one_of
-from ignite_train.evaluator import Evaluator
+from ignite_train.arguments import describe, did_you_mean, one_of
 from ignite_train.events import Event
 from ignite_train.handler import Handler
 from ignite_train.trainer import Trainer
@@ -27,7 +26,8 @@ class Validation(Handler):
     same update, such as the end of an epoch and every N updates, it validates once.
 
     Args:
-        evaluator: from `create_evaluator`.
+        evaluator: from `create_evaluator`, or any other engine of Ignite whose metrics are equal on all ranks. What is attached
+            to it and has a state, such as `EarlyStopping`, is in the checkpoints of the run.
         loader: held-out micro-batches; the ranks' shares may differ.
         score: the metric that decides which parameters are best.
         mode: `"min"` if lower scores are better, `"max"` if higher. Only a strictly better score is a new best, NaN never.
@@ -55,7 +55,7 @@ class Validation(Handler):
 
     def __init__(
         self,
-        evaluator: Evaluator,
+        evaluator: Engine,
         loader: Iterable[Any],
         *,
         score: str = "loss",
@@ -77,15 +77,16 @@ class Validation(Handler):
 
         Raises:
             ValueError: the evaluator has no metric of the score's name.
+            TypeError: that metric is not one number.
         """
         update = trainer.state.iteration
         if update == self._latest_update:
             return
-        metrics = self.evaluator.run(self.loader).metrics
+        metrics = self._evaluate()
         if self.score not in metrics:
             hint = did_you_mean(self.score, metrics)
             raise ValueError(f"score must be one of the evaluator's metrics {sorted(metrics)}, got {self.score!r}{hint}")
-        score = metrics[self.score]
+        score = _number(self.score, metrics[self.score])
         if math.isnan(score):
             _logger.warning(f"update {update}: the validation's {self.score} is NaN; the best so far stays {self.best}")
         self.is_best = self.best is None or self._sign * score < self._sign * self.best
@@ -93,6 +94,11 @@ class Validation(Handler):
         if self.is_best:
             self.best, self.best_update = score, update
         self._latest_update = update
+
+    def _evaluate(self) -> Mapping[str, Any]:
+        # Ignite's own engine gives None once, and does nothing, if its latest run ended with an exception.
+        state: Any = self.evaluator.run(self.loader) or self.evaluator.run(self.loader)
+        return dict(state.metrics)
 
     def state_dict(self) -> dict[str, Any]:
         """The best score, its update and the latest one validated."""
@@ -102,3 +108,11 @@ class Validation(Handler):
         """Restores them."""
         self.best, self.best_update = state_dict["best"], state_dict["best_update"]
         self._latest_update = state_dict["latest_update"]
+
+
+def _number(name: str, value: Any) -> float:
+    """A score as a number; a metric of Ignite may be a tensor of one element, or a matrix."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"score must name a metric that is one number, got {name!r}, which is {describe(value)}") from error

@@ -9,10 +9,9 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ignite.engine import Events
+from ignite.engine import Engine, Events
 
 from ignite_train.arguments import describe, did_you_mean, positive_int
-from ignite_train.evaluator import Evaluator
 from ignite_train.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -41,7 +40,7 @@ def attach_defaults(
     trainer: Trainer,
     *,
     directory: str | Path,
-    evaluator: Evaluator | None = None,
+    evaluator: Engine | None = None,
     every: int = 50,
     config: Mapping[str, Any] | None = None,
     leave_out: Collection[str] = (),

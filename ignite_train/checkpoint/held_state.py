@@ -14,7 +14,7 @@ from ignite.engine import Engine
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ignite_train.loop.dispatch import Dispatcher, Stateful
+from ignite_train.loop.dispatch import Stateful, attached
 
 __all__ = ["HeldState"]
 
@@ -35,13 +35,13 @@ class HeldState:
         self._versions: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._warned: set[str] = set()
 
-    def note(self, engines: Iterable[Dispatcher]) -> None:
+    def note(self, engines: Iterable[Engine]) -> None:
         """To be called when a run starts: what is held, and in which version."""
         for _, _, tensors in _held(engines):
             self._note(tensors)
 
     def warn(
-        self, engines: Iterable[Dispatcher], saved: Iterable[Tensor], modules: Iterable[nn.Module], leave_out: Sequence[str]
+        self, engines: Iterable[Engine], saved: Iterable[Tensor], modules: Iterable[nn.Module], leave_out: Sequence[str]
     ) -> None:
         """To be called when a checkpoint is taken.
 
@@ -65,7 +65,7 @@ class HeldState:
                     "this warning"
                 )
 
-    def names(self, engines: Iterable[Dispatcher]) -> set[str]:
+    def names(self, engines: Iterable[Engine]) -> set[str]:
         """The handlers that hold any tensors, by the names that a warning gives them."""
         return {name for name, _, _ in _held(engines)}
 
@@ -82,10 +82,10 @@ class HeldState:
         return tensor._version != before[1]
 
 
-def _held(engines: Iterable[Dispatcher]) -> Iterator[tuple[str, str, list[Tensor]]]:
+def _held(engines: Iterable[Engine]) -> Iterator[tuple[str, str, list[Tensor]]]:
     """Name of the handler, attribute, and the tensors in it."""
     for engine in engines:
-        for handler, arguments in engine._attached():
+        for _, handler, arguments in attached(engine):
             owner = handler.__self__ if isinstance(handler, types.MethodType) else handler
             if isinstance(owner, functools.partial):
                 arguments, owner = (*owner.args, *owner.keywords.values(), *arguments), owner.func

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
+from ignite.engine import Engine
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -14,14 +15,20 @@ from torch.optim.lr_scheduler import LRScheduler
 from ignite_train.arguments import describe
 from ignite_train.checkpoint.optimizer_state import check_torch_shape
 from ignite_train.checkpoint.schedule_state import schedules_of
-from ignite_train.evaluator import Evaluator
-from ignite_train.loop.dispatch import Attachable, Dispatcher, Stateful
+from ignite_train.loop.dispatch import Attachable, Stateful, stateful_handlers
 from ignite_train.trainer import Trainer
 
 __all__ = ["HANDLERS", "RunObjects", "SavedModule", "SavedRun", "checked_objects"]
 
 HANDLERS = "handlers/"
 """What the name of a handler that is attached to the trainer begins with, in a checkpoint."""
+
+
+@runtime_checkable
+class _KnowsAnEvaluator(Protocol):
+    """A handler that runs an evaluator; `Validation` does."""
+
+    evaluator: Engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,25 +38,37 @@ class SavedRun:
     Attributes:
         trainer: its trainer.
         to_save: the user's additional objects, by name.
-        evaluator: the evaluator whose handlers are saved too.
+        evaluator: the evaluator whose handlers are saved too, besides those that handlers of the trainer run.
     """
 
     trainer: Trainer
     to_save: Mapping[str, Stateful] = field(default_factory=dict)
-    evaluator: Evaluator | None = None
+    evaluator: Engine | None = None
 
     @property
-    def engines(self) -> list[Dispatcher]:
-        """The trainer, and the evaluator if there is one."""
-        return [self.trainer] if self.evaluator is None else [self.trainer, self.evaluator]
+    def evaluators(self) -> list[Engine]:
+        """The evaluators that are known: the one that the user named, and those of attached handlers. Each is listed once."""
+        found = [] if self.evaluator is None else [self.evaluator]
+        for handler in stateful_handlers(self.trainer).values():
+            if isinstance(handler, _KnowsAnEvaluator) and isinstance(handler.evaluator, Engine):
+                found.append(handler.evaluator)
+        return list({id(engine): engine for engine in found}.values())
+
+    @property
+    def engines(self) -> list[Engine]:
+        """The trainer and the evaluators."""
+        return [self.trainer, *self.evaluators]
 
     def objects(self) -> RunObjects:
         """All that has a state, besides the trainer itself, as attached by now. An object is listed once."""
         shared = {**self.trainer._stateful_parts, **{f"to_save/{name}": entry for name, entry in self.to_save.items()}}
-        own = {f"{HANDLERS}{name}": entry for name, entry in self.trainer._stateful.items()}
+        own = {f"{HANDLERS}{name}": entry for name, entry in stateful_handlers(self.trainer).items()}
         known = {id(entry) for entry in (*shared.values(), *own.values())}
-        evaluator = {} if self.evaluator is None else self.evaluator._stateful
-        own |= {f"evaluator/{name}": entry for name, entry in evaluator.items() if id(entry) not in known}
+        for number, evaluator in enumerate(self.evaluators, start=1):
+            folder = "evaluator" if number == 1 else f"evaluator-{number}"
+            entries = {f"{folder}/{name}": entry for name, entry in stateful_handlers(evaluator).items()}
+            own |= {name: entry for name, entry in entries.items() if id(entry) not in known}
+            known |= {id(entry) for entry in entries.values()}
         listed = {id(entry) for entry in shared.values()}
         own = {name: entry for name, entry in own.items() if id(entry) not in listed}
         alike = {name: e for name, e in own.items() if isinstance(e, Attachable) and e.same_on_all_ranks}

@@ -16,7 +16,7 @@ from ignite.engine import Engine, EventEnum, EventsList, RemovableEventHandle
 from ignite_train.arguments import did_you_mean
 from ignite_train.events import Event
 
-__all__ = ["Attachable", "Dispatcher", "Stage", "Stateful", "call"]
+__all__ = ["Attachable", "Dispatcher", "Stage", "Stateful", "attached", "call", "stateful_handlers"]
 
 
 class Stage(IntEnum):
@@ -87,7 +87,7 @@ class Dispatcher(Engine):
             return super().add_event_handler(event_name, handler, *args, **kwargs)
         handle = super().add_event_handler(event_name, handler, *args, **kwargs)
         self._move_to_stage(self._event_handlers[event_name], self._stages.setdefault(event_name, []))
-        self._list_stateful(handler.__self__ if isinstance(handler, types.MethodType) else handler)
+        _list_stateful(self._stateful, handler)
         return handle
 
     def prepend_event_handler(self, event: Event, handler: Callable[..., Any]) -> RemovableEventHandle:
@@ -118,22 +118,6 @@ class Dispatcher(Engine):
         entries.insert(sum(other < stage or (other == stage != Stage.MEASURE) for other in others), added)
         if stage != Stage.REACT:
             stages.append((added[0], stage))
-
-    def _list_stateful(self, owner: Any) -> None:
-        if isinstance(owner, Stateful) and not isinstance(owner, (Engine, type)):
-            if any(owner is listed for listed in self._stateful.values()):
-                return
-            name, number = type(owner).__name__, 1
-            while (key := name if number == 1 else f"{name}-{number}") in self._stateful:
-                number += 1
-            self._stateful[key] = owner
-
-    def _attached(self) -> Iterator[tuple[Any, tuple[Any, ...]]]:
-        """The attached handlers, without their filters, and the arguments of each apart from the engine."""
-        for entries in self._event_handlers.values():
-            for handler, args, kwargs in entries:
-                given = (*args, *kwargs.values())
-                yield inspect.unwrap(handler), tuple(value for value in given if not isinstance(value, weakref.ref))
 
     def _has_handlers(self, event: Any) -> bool:
         """Whether `event` has handlers, with or without a filter."""
@@ -175,6 +159,44 @@ class Dispatcher(Engine):
 
         filtered._parent = weakref.ref(handler)  # type: ignore[attr-defined]  # by which Ignite finds the handler
         return filtered
+
+
+def attached(engine: Engine) -> Iterator[tuple[Any, Any, tuple[Any, ...]]]:
+    """What is attached to an engine, which may be a stock one of Ignite.
+
+    Yields:
+        Of each handler its event, itself without a filter, and its arguments apart from the engine.
+    """
+    for event, entries in engine._event_handlers.items():
+        for handler, args, kwargs in entries:
+            given = (*args, *kwargs.values())
+            yield event, inspect.unwrap(handler), tuple(value for value in given if not isinstance(value, weakref.ref))
+
+
+def stateful_handlers(engine: Engine) -> dict[str, Stateful]:
+    """The handlers attached to an engine that have a state to save, by the name of their class.
+
+    Those of a stock engine of Ignite are in the order of the events that were attached to first.
+    """
+    if isinstance(engine, Dispatcher):
+        return engine._stateful
+    found: dict[str, Stateful] = {}
+    for _, handler, _ in attached(engine):
+        _list_stateful(found, handler)
+    return found
+
+
+def _list_stateful(listed: dict[str, Stateful], handler: Any) -> None:
+    """Adds `handler`, or the object whose method it is, if it has a state and is not in the list yet."""
+    owner = handler.__self__ if isinstance(handler, types.MethodType) else handler
+    if not isinstance(owner, Stateful) or isinstance(owner, (Engine, type)):
+        return
+    if any(owner is other for other in listed.values()):
+        return
+    name, number = type(owner).__name__, 1
+    while (key := name if number == 1 else f"{name}-{number}") in listed:
+        number += 1
+    listed[key] = owner
 
 
 def _refuse_unattached(handler: Any) -> None:

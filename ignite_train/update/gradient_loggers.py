@@ -8,6 +8,7 @@ from typing import Any
 from ignite.engine import CallableEventWithFilter, Events
 
 from ignite_train.events import TrainEvents
+from ignite_train.loop.dispatch import attached
 from ignite_train.trainer import Trainer
 
 __all__ = ["warn_of_gradient_loggers"]
@@ -27,15 +28,14 @@ def warn_of_gradient_loggers(trainer: Trainer, *, keeps_gradients: bool) -> Trai
     """Has `trainer` say once, when a run starts, if a logger of gradients is attached where it would write none, or a sum."""
 
     def look(trainer: Trainer) -> None:
-        for event, entries in trainer._event_handlers.items():
-            for name in (type(entry[0]).__name__ for entry in entries):
-                problem = _problem(event, keeps_gradients=keeps_gradients)
-                if name in _LOGGERS and problem and not warned:
-                    warned.append(name)
-                    _logger.warning(
-                        f"{name} is attached to {event!r}, where .grad {problem}; pass UpdateOptions(keep_gradients=True) and "
-                        "attach it to Events.ITERATION_COMPLETED"
-                    )
+        for event, handler, _ in attached(trainer):
+            name, problem = type(handler).__name__, _problem(event, keeps_gradients=keeps_gradients)
+            if name in _LOGGERS and problem and not warned:
+                warned.append(name)
+                _logger.warning(
+                    f"{name} is attached to {event!r}, where .grad {problem}; pass UpdateOptions(keep_gradients=True) and "
+                    "attach it to Events.ITERATION_COMPLETED"
+                )
 
     warned: list[str] = []
     trainer.add_event_handler(Events.STARTED, look)

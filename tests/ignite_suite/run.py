@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         shutil.copytree(tests_of_the_release(), copied)
         ours = run(copied.parent, [f"{PREFIX}{part}" for part in parts], given.processes)
         unknown = [name for name, (outcome, _) in ours.items() if outcome == "failed" and reason(name, listed) is None]
-        stock = run(copied.parent, unknown, given.processes, stock=True) if unknown else {}
+        stock = run(copied.parent, [f"{PREFIX}{name}" for name in unknown], given.processes, stock=True) if unknown else {}
     return report(ours, stock, listed)
 
 

@@ -1,0 +1,230 @@
+"""Any engine of Ignite is an evaluator, and what is attached to an evaluator comes back when the run resumes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ignite.engine import Engine, Events, create_supervised_evaluator
+from ignite.handlers import Checkpoint as IgniteCheckpoint
+from ignite.handlers import DiskSaver, EarlyStopping, global_step_from_engine
+from ignite.metrics import Loss, MeanSquaredError
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import nn
+
+import cuts
+from ignite_train import Trainer, create_evaluator, create_trainer
+from ignite_train.checkpoint.inspection import find
+from ignite_train.handlers import Checkpoint, JsonLines, ProgressLog, TensorBoard, Validation
+
+DATA = cuts.cut(cuts.samples(), [16, 16])
+SCORES = [5.0, 3.0, 4.0, 2.0, 2.5, 2.6, 2.7, 2.8, 1.0, 1.0]  # of epochs 1, 2, ...; with patience 3 the run stops after 7
+
+
+def pair(batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    x, y, _ = batch
+    return x, y.unsqueeze(1)
+
+
+def make_ours(model: nn.Module) -> Engine:
+    return create_evaluator(model, cuts.forward)
+
+
+def make_stock(model: nn.Module) -> Engine:
+    """Ignite's evaluator, of the same data."""
+
+    def step(engine: Engine, batch: Any) -> Any:
+        with torch.no_grad():
+            x, y = pair(batch)
+            return model(x), y
+
+    return Engine(step)
+
+
+EVALUATORS: dict[str, Callable[[nn.Module], Engine]] = {"ours": make_ours, "stock": make_stock}
+
+
+def make_trainer() -> tuple[Trainer, nn.Module]:
+    model = cuts.linear()
+    return create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.01), cuts.forward), model
+
+
+def scored(evaluator: Engine, trainer: Trainer) -> None:
+    """Has the evaluator publish the scores of the list, in place of what it finds."""
+
+    def publish(engine: Engine) -> None:
+        engine.state.metrics["score"] = SCORES[trainer.state.epoch - 1]
+
+    evaluator.add_event_handler(Events.EPOCH_COMPLETED, publish)
+
+
+def test_a_stock_evaluator_is_validated_logged_and_the_best_is_saved(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The metrics of Ignite's evaluator are in the validation, the log file, TensorBoard and on the lines; the best is kept."""
+    trainer, model = make_trainer()
+    evaluator = create_supervised_evaluator(
+        model,
+        {"mse": MeanSquaredError(), "half": Loss(lambda y_pred, y: nn.functional.mse_loss(y_pred, y) / 2)},
+        prepare_batch=lambda batch, **_: pair(batch),
+    )
+    for handler in (ProgressLog("json"), JsonLines(tmp_path / "log.jsonl"), TensorBoard(tmp_path / "points")):
+        handler.attach(trainer, Events.ITERATION_COMPLETED(every=2), evaluator=evaluator)
+    validation = Validation(evaluator, DATA, score="mse")
+    validation.attach(trainer)
+    checkpoint = Checkpoint(tmp_path / "run", best="mse", every=100)
+    checkpoint.attach(trainer, evaluator=evaluator)
+    means: list[float] = []
+
+    @trainer.on(Events.EPOCH_COMPLETED)
+    def expect() -> None:
+        with torch.no_grad():
+            errors = [(model(x) - y).square() for x, y in map(pair, DATA)]
+        means.append(float(torch.cat(errors).mean()))
+
+    modes: list[bool] = []
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: modes.append(model.training))
+    trainer.run(DATA, max_epochs=3)
+
+    assert validation.best == pytest.approx(min(means), rel=1e-6)
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["validation/mse"] for line in lines if "validation/mse" in line] == pytest.approx(means, rel=1e-6)
+    logged = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [line["validation/half"] for line in logged if "validation/half" in line] == pytest.approx(
+        [mean / 2 for mean in means], rel=1e-6
+    )
+    points = EventAccumulator(str(tmp_path / "points")).Reload()
+    assert [point.value for point in points.Scalars("validation/mse")] == pytest.approx(means, rel=1e-6)
+    assert min(scores(tmp_path / "run").values()) == pytest.approx(min(means), rel=1e-6)
+    assert modes == [True] * 6  # although Ignite's evaluator leaves the model in eval mode
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("kind", sorted(EVALUATORS))
+def test_the_best_is_seen_wherever_the_metric_is_published(tmp_path: Path, kind: str, when: str) -> None:
+    """A handler of COMPLETED that publishes the score may be attached before or after `Checkpoint`."""
+    trainer, model = make_trainer()
+    evaluator = EVALUATORS[kind](model)
+    checkpoint = Checkpoint(tmp_path, best="late", every=100, keep_best=99)
+
+    def publish(engine: Engine) -> None:
+        engine.state.metrics["late"] = SCORES[trainer.state.epoch - 1]
+
+    if when == "after":
+        checkpoint.attach(trainer, evaluator=evaluator)
+    evaluator.add_event_handler(Events.COMPLETED, publish)
+    if when == "before":
+        checkpoint.attach(trainer, evaluator=evaluator)
+    trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: evaluator.run(DATA))
+    trainer.run(DATA, max_epochs=3)
+    trainer.run(DATA, max_epochs=4)
+    assert {2: 5.0, 4: 3.0, 8: 2.0}.items() <= scores(tmp_path).items()
+
+
+def scores(directory: Path) -> dict[int, float]:
+    """The scores in the manifests, by update."""
+    manifests = [entry.manifest for entry in find(directory) if entry.manifest]
+    return {manifest.update: manifest.score for manifest in manifests if manifest.score is not None}
+
+
+class Run:
+    """A run with early stopping and Ignite's checkpoint of the best model on the evaluator, which only `Validation` knows."""
+
+    def __init__(self, directory: Path, kind: str) -> None:
+        self.trainer, self.model = make_trainer()
+        self.evaluator = EVALUATORS[kind](self.model)
+        scored(self.evaluator, self.trainer)
+        negative = IgniteCheckpoint.get_default_score_fn("score", -1.0)
+        self.stopping = EarlyStopping(patience=3, score_function=negative, trainer=self.trainer)
+        self.evaluator.add_event_handler(Events.COMPLETED, self.stopping)
+        self.best_model = IgniteCheckpoint(
+            {"model": self.model},
+            DiskSaver(directory / "best", create_dir=True, require_empty=False),
+            n_saved=1,
+            score_function=negative,
+            score_name="score",
+            global_step_transform=global_step_from_engine(self.trainer),
+        )
+        self.evaluator.add_event_handler(Events.COMPLETED, self.best_model)
+        Validation(self.evaluator, DATA, score="score").attach(self.trainer)
+        Checkpoint(directory / "run").attach(self.trainer)
+
+    def names(self) -> Iterator[str]:
+        """The files of the best models."""
+        return (path.name for path in Path(self.best_model.save_handler.dirname).iterdir())
+
+
+@pytest.mark.parametrize("cut", [3, 5, 6])
+@pytest.mark.parametrize("kind", sorted(EVALUATORS))
+def test_what_is_on_the_evaluator_comes_back(tmp_path: Path, kind: str, cut: int) -> None:
+    """Cut after any epoch and started again, the run stops at the epoch of one that was not cut, with the same best model."""
+    whole = Run(tmp_path / "whole", kind)
+    whole.trainer.run(DATA, max_epochs=10)
+    assert whole.trainer.state.epoch == 7
+
+    first = Run(tmp_path / "cut", kind)
+    first.trainer.run(DATA, max_epochs=cut)
+    second = Run(tmp_path / "cut", kind)
+    second.trainer.run(DATA, max_epochs=10)
+    assert second.trainer.state.epoch == 7
+    assert second.stopping.counter == whole.stopping.counter == 3
+    assert sorted(second.names()) == sorted(whole.names()) == ["model_4_score=-2.0000.pt"]
+
+
+def test_evaluators_have_names_of_their_own(tmp_path: Path) -> None:
+    """Two evaluators with handlers of the same class: each state comes back to its own."""
+    counters = []
+    for epochs in (2, 3):
+        trainer, model = make_trainer()
+        stops = []
+        for patience, evaluator in ((10, make_ours(model)), (20, make_stock(model))):
+            scored(evaluator, trainer)
+            flat = EarlyStopping(patience, lambda engine, patience=patience: -patience, trainer)
+            evaluator.add_event_handler(Events.COMPLETED, flat)
+            Validation(evaluator, DATA, score="score").attach(trainer)
+            stops.append(flat)
+        stops[1].counter = 4 if epochs == 2 else 0
+        Checkpoint(tmp_path).attach(trainer)
+        trainer.run(DATA, max_epochs=epochs)
+        counters.append([stop.counter for stop in stops])
+    assert counters == [[1, 5], [2, 6]]
+
+
+def test_an_error_of_a_stock_evaluator_is_raised() -> None:
+    """Its exception ends the run although a progress log is attached, and the next run validates again."""
+    trainer, _ = make_trainer()
+    fails = [True]
+
+    def step(engine: Engine, batch: Any) -> Any:
+        if fails[0]:
+            raise RuntimeError("no such file")
+
+    evaluator = Engine(step)
+    scored(evaluator, trainer)
+    ProgressLog("simple").attach(trainer, evaluator=evaluator)
+    validation = Validation(evaluator, DATA, score="score")
+    validation.attach(trainer)
+    with pytest.raises(RuntimeError, match="no such file"):
+        trainer.run(DATA, max_epochs=1)
+    assert validation.best is None
+    fails[0] = False
+    trainer.run(DATA, max_epochs=2)
+    assert validation.best == SCORES[1]
+
+
+def test_a_score_is_one_number() -> None:
+    """A tensor of one element is a score; a metric that is a matrix is refused in one line."""
+    trainer, model = make_trainer()
+    evaluator, value = make_stock(model), [torch.tensor(2.5)]
+    evaluator.add_event_handler(Events.COMPLETED, lambda engine: engine.state.metrics.update(score=value[0]))
+    validation = Validation(evaluator, DATA, score="score")
+    validation.attach(trainer)
+    trainer.run(DATA, max_epochs=1)
+    assert validation.best == 2.5
+    value[0] = torch.ones(2, 2)
+    with pytest.raises(TypeError, match="score must name a metric that is one number, got 'score', which is"):
+        trainer.run(DATA, max_epochs=2)
