@@ -41,8 +41,8 @@ class TrainingMetrics(Handler):
 
     Of the training:
 
-    - `"loss"`: Σloss / Σsample_size in nats, and each log of `forward` by its name, likewise per sample; on request
-      `"loss_base2"` = loss / ln 2 and `"perplexity"` = exp(loss);
+    - `"loss"`: Σloss / Σsample_size in nats, and each log of `forward` by its name, likewise per sample, or over its own
+      denominator where it has one; on request `"loss_base2"` = loss / ln 2 and `"perplexity"` = exp(loss);
     - `"grad_norm"`, `"grad_norm_max"`: mean and largest norm before clipping; `"clipped"`: the fraction of updates that were
       clipped; `"skipped"`: updates skipped since training began;
     - `"learning_rate"`: the one the latest update used (`"learning_rate/0"`, `"learning_rate/1"`, ... with several groups);
@@ -120,6 +120,7 @@ class TrainingMetrics(Handler):
         self._held_before = self._evaluation_started = 0.0
         self._sums: dict[str, float] = {}
         self._logs: dict[str, float] = {}
+        self._log_weights: dict[str, float] = {}  # of those with a denominator of their own
         self._seconds: dict[str, float] = {}
         self._reset()
 
@@ -179,6 +180,7 @@ class TrainingMetrics(Handler):
         return {
             "sums": dict(self._sums),
             "logs": dict(self._logs),
+            "log_weights": dict(self._log_weights),
             "seconds": {"interval": dict(self._seconds), "totals": dict(self._totals)},
         }
 
@@ -195,6 +197,7 @@ class TrainingMetrics(Handler):
         self._reset()
         self._sums = {name: saved.get(name, 0.0) for name in _SUMS}  # earlier versions had no maximum
         self._logs = dict(state_dict["logs"])
+        self._log_weights = dict(state_dict.get("log_weights", {}))  # earlier versions had none
         if "seconds" in state_dict:
             self._seconds |= state_dict["seconds"]["interval"]
             self._totals |= state_dict["seconds"]["totals"]
@@ -202,7 +205,7 @@ class TrainingMetrics(Handler):
             self._seconds |= {"data": saved.get("waited", 0.0), "update": saved.get("seconds", 0.0) - saved.get("waited", 0.0)}
 
     def _reset(self) -> None:
-        self._sums, self._logs = dict.fromkeys(_SUMS, 0.0), {}
+        self._sums, self._logs, self._log_weights = dict.fromkeys(_SUMS, 0.0), {}, {}
         self._seconds = dict.fromkeys(_SECTIONS, 0.0)
 
     # --- what is added up -------------------------------------------------------------------------------------------------
@@ -229,6 +232,8 @@ class TrainingMetrics(Handler):
             sums["clipped"] += output.clip_coefficient < 1.0
             for name, value in output.logs.items():
                 self._logs[name] = self._logs.get(name, 0.0) + value
+            for name, weight in output.log_weights.items():
+                self._log_weights[name] = self._log_weights.get(name, 0.0) + weight
 
     def _start_evaluation(self) -> None:
         self._evaluation_started = time.perf_counter()
@@ -264,7 +269,9 @@ class TrainingMetrics(Handler):
             metrics["loss_base2"] = loss / math.log(2)
         if self.perplexity:
             metrics["perplexity"] = math.exp(loss) if loss < math.log(sys.float_info.max) else math.inf
-        metrics |= {name: value / samples for name, value in self._logs.items()}
+        for name, value in self._logs.items():
+            weight = self._log_weights.get(name, samples)
+            metrics[name] = value / weight if weight else math.nan
         metrics["grad_norm"], metrics["grad_norm_max"] = sums["grad_norm"] / steps, sums["grad_norm_max"]
         metrics["clipped"], metrics["sample_size"] = sums["clipped"] / steps, samples / steps
 

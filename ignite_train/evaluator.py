@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
@@ -36,10 +37,12 @@ class Evaluator(Loop):
     """An Ignite engine that runs `forward` without gradients over a loader; `create_evaluator` makes it.
 
     After `run`, `state.metrics` has `"loss"` = Σloss / Σsample_size and, for each log, Σlog / Σsample_size: a count of correct
-    answers becomes the accuracy. All sums are over all ranks, reduced once at the end. `state.forward_output` is the
-    `ForwardOutput` of the latest micro-batch. `state.output` is its `outputs`, which Ignite's metrics read, or the
-    `ForwardOutput` itself where it has none. A placeholder, which a rank runs after its data has ended, is no iteration: no
-    event fires for it. `state.carried` holds what forward carries from micro-batch to micro-batch; it is
+    answers becomes the accuracy. A log with a denominator of its own is divided by the sum of that; NaN if that is 0. All sums
+    are over all ranks, reduced once at the end.
+
+    `state.forward_output` is the `ForwardOutput` of the latest micro-batch. `state.output` is its `outputs`, which Ignite's
+    metrics read, or the `ForwardOutput` itself where it has none. A placeholder, which a rank runs after its data has ended, is
+    no iteration: no event fires for it. `state.carried` holds what forward carries from micro-batch to micro-batch; it is
     empty at the start of each run and separate from that of a trainer.
     """
 
@@ -128,7 +131,8 @@ class Evaluator(Loop):
             raise ValueError("data must hold at least one sample on some rank, got none: Σsample_size is 0")
         self.state.metrics["loss"] = totals.loss / totals.sample_size
         for name, value in totals.logs.items():
-            self.state.metrics[name] = value / totals.sample_size
+            weight = totals.log_weights.get(name, totals.sample_size)
+            self.state.metrics[name] = value / weight if weight else math.nan
 
 
 class _Whole:

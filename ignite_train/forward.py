@@ -47,8 +47,9 @@ class ForwardOutput(NamedTuple):
         loss: the loss **summed** over the micro-batch, a scalar tensor with a graph.
         sample_size: the weight of this micro-batch in the mean: its targets, tokens or samples. A number or a scalar tensor,
             at least 0. The update's gradient is Σ∇loss / Σsample_size over all micro-batches and ranks.
-        logs: sums to be added up over micro-batches and ranks beside the loss; numbers or scalar tensors by name. The names of
-            metrics that are published anyway, such as `"loss"` and `"learning_rate"`, are refused.
+        logs: sums to be added up over micro-batches and ranks beside the loss; numbers or scalar tensors by name, whose means
+            are per sample. A pair such as `{"nll": (nll_sum, num_tokens)}` has a denominator of its own, which is added up too.
+            The names of metrics that are published anyway, such as `"loss"` and `"learning_rate"`, are refused.
         outputs: anything that handlers and Ignite's metrics are to see of this micro-batch, such as `(y_pred, y)`. Neither
             reduced nor kept: it is an evaluator's `state.output`, and `state.forward_output.outputs` in an update, where it
             still has its graph.
@@ -56,7 +57,7 @@ class ForwardOutput(NamedTuple):
 
     loss: Tensor
     sample_size: float | Tensor = _NOT_DECLARED
-    logs: Mapping[str, float | Tensor] = {}
+    logs: Mapping[str, float | Tensor | tuple[float | Tensor, float | Tensor]] = {}
     outputs: Any = None
 
 
@@ -142,7 +143,10 @@ def as_forward_output(returned: Any) -> ForwardOutput:
     for name, value in logs.items():
         if name not in _checked_names:
             _check_name(name)
-        _check_number(f"logs[{name!r}]", value)
+        if type(value) is tuple:
+            _check_pair(name, value)
+        else:
+            _check_number(f"logs[{name!r}]", value)
     return output if loss.dim() == 0 else output._replace(loss=loss.reshape(()))
 
 
@@ -156,6 +160,13 @@ def _check_name(name: Any) -> None:
             f"itself; choose another, such as 'my_{name}'"
         )
     _checked_names.add(name)
+
+
+def _check_pair(name: str, pair: tuple[Any, ...]) -> None:
+    if len(pair) != 2:
+        raise ForwardContractError(f"logs[{name!r}] must be a number or a pair (sum, denominator), got {len(pair)} numbers")
+    for part, value in zip(("sum", "denominator"), pair, strict=True):
+        _check_number(f"the {part} of logs[{name!r}]", value)
 
 
 def _check_number(name: str, value: Any) -> None:

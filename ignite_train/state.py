@@ -32,6 +32,7 @@ class UpdateOutput:
         num_micro_batches: how many micro-batches took part.
         num_out_of_memory: how often forward or backward ran out of memory and was recovered from.
         logs: the sum of each entry of the `logs` that `forward` returned.
+        log_weights: the sum of the denominator of those of them that have their own; the others are per `sample_size`.
         applied: whether the parameters moved.
         skipped_reason: why not, or None.
     """
@@ -46,6 +47,7 @@ class UpdateOutput:
     num_out_of_memory: int = 0
     logs: Mapping[str, float] = field(default_factory=dict)
     skipped_reason: SkippedReason | None = None
+    log_weights: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def applied(self) -> bool:

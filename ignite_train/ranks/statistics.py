@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +17,8 @@ from ignite_train.ranks import collectives
 from ignite_train.ranks.messages import Piggyback, RankRequests
 
 __all__ = ["Reduced", "Statistics", "Totals"]
+
+_SUM, _WEIGHT = "\0sum", "\0weight"  # behind the names under which the two numbers of a log travel that has a denominator
 
 
 class _Head(NamedTuple):
@@ -65,6 +67,7 @@ class Totals(NamedTuple):
         num_micro_batches: how many took part.
         num_out_of_memory: how often forward or backward ran out of memory.
         logs: the sum of each log by name.
+        log_weights: the sum of the denominator of those logs that have their own.
         requests: what any rank asked for.
         norm: L2 norm of the gradients as they are.
         more: what was sent beside them.
@@ -78,6 +81,7 @@ class Totals(NamedTuple):
     requests: RankRequests
     norm: float
     more: Sequence[float] = ()
+    log_weights: Mapping[str, float] = {}
 
 
 class Statistics:
@@ -100,6 +104,7 @@ class Statistics:
         self._reading = ToHost(device)
         self._dtype = torch.float32 if device.type == "mps" else torch.float64
         self._names: tuple[str, ...] = ()  # of the logs, agreed over the ranks
+        self._has_weights = False  # whether a log has had a denominator so far, on this rank or on one whose names it knows
         self.reset()
 
     def reset(self) -> None:
@@ -122,7 +127,15 @@ class Statistics:
         self._sums[0] += self._number(output.sample_size)
         self._sums[1] += self._number(output.loss)
         for name, value in output.logs.items():
-            self._logs[name] = self._logs.get(name, 0.0) + self._number(value)
+            if type(value) is tuple:
+                self._add_pair(name, *value)
+            else:
+                self._logs[name] = self._logs.get(name, 0.0) + self._number(value)  # type: ignore[arg-type]  # no tuple
+
+    def _add_pair(self, name: str, value: float | Tensor, weight: float | Tensor) -> None:
+        self._has_weights = True
+        self._logs[name + _SUM] = self._logs.get(name + _SUM, 0.0) + self._number(value)
+        self._logs[name + _WEIGHT] = self._logs.get(name + _WEIGHT, 0.0) + self._number(weight)
 
     def mark(self) -> tuple[list[float | Tensor], dict[str, float | Tensor], int]:
         """Where the sums stand, for `rewind`."""
@@ -199,7 +212,7 @@ class Statistics:
             norm: the gradients' norm, read in the same transfer; None if its square is in what was packed.
 
         Raises:
-            ForwardContractError: Σsample_size is negative or not finite.
+            ForwardContractError: Σsample_size is negative or not finite; or a log has a denominator in some micro-batches only.
         """
         totals, payload = self._own(norm) if self._vector is None else self._reduced(norm)
         if not 0 <= totals.sample_size < float("inf"):
@@ -208,6 +221,8 @@ class Statistics:
             )
         piggybacks = self._piggybacks
         self.reset()
+        if self._has_weights:
+            totals = _with_log_weights(totals)
         for piggyback in piggybacks:
             piggyback.on_reduced(payload[: piggyback.payload_size])
             payload = payload[piggyback.payload_size :]
@@ -248,6 +263,7 @@ class Statistics:
         """A log has a name that some rank did not know: all ranks learn it, and repeat the reduction. Collective."""
         known = collectives.gather_objects(sorted({*self._names, *self._logs}))
         self._names = tuple(sorted({name for names in known for name in names}))
+        self._has_weights = any(name.endswith(_WEIGHT) for name in self._names)
         self._vector = self._as_vector()
         self._work = collectives.start_sum(self._vector)
         self.send(None)
@@ -292,3 +308,20 @@ class Statistics:
         assert self._vector is not None  # noqa: S101  # it was sent
         numbers, length = self._reading.receive(), len(self._vector)
         return *_Head.split(numbers[:length]), numbers[length:]
+
+
+def _with_log_weights(totals: Totals) -> Totals:
+    """Puts the logs under the names that the user gave them, and their denominators beside them."""
+    logs: dict[str, float] = {}
+    weights: dict[str, float] = {}
+    for key, value in totals.logs.items():
+        name, _, kind = key.partition("\0")
+        if kind == "weight":
+            weights[name] = value
+        elif name in logs:
+            raise ForwardContractError(
+                f"logs[{name!r}] must be a pair (sum, denominator) in all micro-batches or in none, and forward returned both"
+            )
+        else:
+            logs[name] = value
+    return totals._replace(logs=logs, log_weights=weights)

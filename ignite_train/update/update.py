@@ -211,6 +211,7 @@ class Update:
             num_micro_batches=totals.num_micro_batches,
             num_out_of_memory=totals.num_out_of_memory,
             logs=totals.logs,
+            log_weights=totals.log_weights,
             skipped_reason=decision.skipped_reason,
         )
 

@@ -1,0 +1,222 @@
+"""Logs with a denominator of their own: over micro-batches, ranks, windows of metrics and evaluations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import ignite.distributed as idist
+import pytest
+import torch
+from ignite.engine import Events
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import cuts
+from conftest import Setup
+from ignite_train import (
+    ForwardContractError,
+    ForwardOutput,
+    TrainEvents,
+    UpdateOptions,
+    count_traffic,
+    create_evaluator,
+    create_trainer,
+)
+from ignite_train.handlers import TrainingMetrics
+from ranks import run_ranks
+
+Build = Callable[..., Setup]
+Sentences = tuple[Tensor, Tensor]
+
+
+def sentences(*lengths: int) -> Sentences:
+    """A micro-batch of one input for each token, and the length of each sentence."""
+    generator = torch.Generator().manual_seed(sum(lengths))
+    return torch.randn(sum(lengths), 4, generator=generator), torch.tensor(lengths)
+
+
+def per_sentence(model: nn.Module, micro_batch: Sentences) -> ForwardOutput:
+    """As fairseq's `--sentence-avg`: the loss is a mean over sentences, and the log one over tokens."""
+    x, lengths = micro_batch
+    nll = model(x).square().sum()
+    return ForwardOutput(nll, len(lengths), {"nll": (nll, lengths.sum()), "longest": lengths.max()})
+
+
+DATA = [sentences(3, 5), sentences(1), sentences(2, 2, 7), sentences(4)]
+
+
+def expected(model: nn.Module, data: list[Sentences]) -> dict[str, float]:
+    """The means by hand, in the dtype of the model."""
+    total = sum(float(model(x).square().sum().detach()) for x, _ in data)
+    sizes, tokens = sum(len(lengths) for _, lengths in data), sum(int(lengths.sum()) for _, lengths in data)
+    longest = sum(int(lengths.max()) for _, lengths in data)
+    return {"loss": total / sizes, "nll": total / tokens, "longest": longest / sizes}
+
+
+def test_an_evaluation_divides_each_log_by_its_own(build: Build) -> None:
+    """The loss is per sentence, the likelihood per token, and a plain log per sentence."""
+    model = build().model
+    metrics = create_evaluator(model, per_sentence).run(DATA).metrics
+    assert metrics == pytest.approx(expected(model, DATA), rel=1e-6)
+
+
+def test_the_record_of_an_update_has_both_sums(build: Build) -> None:
+    """Over the micro-batches of the group; the gradient does not depend on the logs."""
+    paired, plain = (
+        build(per_sentence, accumulation_steps=2),
+        build(lambda *args: per_sentence(*args)[:2], accumulation_steps=2),
+    )
+    by_hand = expected(paired.model, DATA[:2])
+    for setup in (paired, plain):
+        setup.trainer.run(DATA[:2], max_epochs=1)
+    output = paired.trainer.state.update_output
+    assert output is not None
+    assert output.log_weights == {"nll": 9.0}
+    assert output.logs["longest"] == 6.0
+    assert output.logs["nll"] / output.log_weights["nll"] == pytest.approx(by_hand["nll"], rel=1e-6)
+    assert all(torch.equal(p, q) for p, q in zip(paired.model.parameters(), plain.model.parameters(), strict=True))
+
+
+def test_windows_of_metrics_add_up_both(build: Build) -> None:
+    """A window of two updates is the mean over its tokens; a window that was saved in the middle continues."""
+    published: list[float] = []
+    setup = build(per_sentence, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0))
+    by_hand = [expected(setup.model, DATA[:2])["nll"], expected(setup.model, DATA[2:])["nll"]]
+    metrics = TrainingMetrics()
+    metrics.attach(setup.trainer, Events.ITERATION_COMPLETED(every=2))
+    setup.trainer.add_event_handler(
+        Events.ITERATION_COMPLETED(every=2), lambda trainer: published.append(trainer.state.metrics["nll"])
+    )
+
+    @setup.trainer.on(TrainEvents.STEP_COMPLETED)
+    def save_and_load() -> None:
+        metrics.load_state_dict(metrics.state_dict())
+
+    setup.trainer.run(DATA, max_epochs=1)
+    assert published == pytest.approx(by_hand, rel=1e-6)
+
+
+def test_a_denominator_of_zero_gives_no_number(build: Build) -> None:
+    """An interval or an evaluation without a token of some kind has no mean of it, and does not fail."""
+
+    def forward(model: nn.Module, micro_batch: Sentences) -> ForwardOutput:
+        return per_sentence(model, micro_batch)._replace(logs={"rare": (0.0, 0)})
+
+    setup = build(forward)
+    TrainingMetrics().attach(setup.trainer)
+    assert math.isnan(setup.trainer.run(DATA, max_epochs=1).metrics["rare"])
+    assert math.isnan(create_evaluator(setup.model, forward).run(DATA).metrics["rare"])
+
+
+def test_a_dropped_micro_batch_drops_both(build: Build) -> None:
+    """What does not fit into memory counts neither above nor below."""
+
+    def forward(model: nn.Module, micro_batch: Sentences) -> ForwardOutput:
+        output = per_sentence(model, micro_batch)
+        return output._replace(loss=output.loss + 0 * _Fails.apply(output.loss, len(micro_batch[1]) == 3))
+
+    setup = build(forward, accumulation_steps=4, on_out_of_memory="skip")
+    setup.trainer.run(DATA, max_epochs=1)
+    output = setup.trainer.state.update_output
+    assert output is not None
+    assert (output.num_out_of_memory, output.log_weights) == (1, {"nll": 13.0})
+
+
+class _Fails(torch.autograd.Function):
+    """Runs out of memory in backward, if it is told to."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, fails: bool) -> Tensor:
+        ctx.fails = fails
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        if ctx.fails:
+            raise torch.OutOfMemoryError
+        return gradient, None
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ((1.0,), "must be a number or a pair"),
+        ((1.0, 2.0, 3.0), "must be a number or a pair"),
+        ((1.0, "2"), "the denominator of logs"),
+        ((torch.ones(2), 2.0), "the sum of logs"),
+    ],
+    ids=["one", "three", "a string", "a vector"],
+)
+def test_what_is_no_pair_is_refused(build: Build, value: Any, message: str) -> None:
+    """With the name of the log."""
+    trainer = build(lambda model, batch: per_sentence(model, batch)._replace(logs={"nll": value})).trainer
+    with pytest.raises(ForwardContractError, match=message) as raised:
+        trainer.run(DATA)
+    assert "'nll'" in str(raised.value)
+
+
+def test_a_log_is_a_pair_always_or_never(build: Build) -> None:
+    """One micro-batch of a group gives a pair and the other a number."""
+    both = iter([(1.0, 2.0), 1.0])
+    trainer = build(
+        lambda model, batch: per_sentence(model, batch)._replace(logs={"nll": next(both)}), accumulation_steps=2
+    ).trainer
+    with pytest.raises(ForwardContractError, match=r"logs\['nll'\] must be a pair .* in all micro-batches or in none"):
+        trainer.run(DATA)
+
+
+# --- ranks ---
+
+
+def weighted(model: nn.Module, micro_batch: cuts.Sample) -> ForwardOutput:
+    """The weights as a log over the number of samples, only where there are at least two."""
+    output = cuts.forward(model, micro_batch)
+    many = {"weight": (micro_batch[2].sum(), len(micro_batch[2]))} if len(micro_batch[2]) > 1 else {}
+    return output._replace(logs=many)
+
+
+def log_on_ranks(way: str) -> tuple[list[tuple[float, float]], float, list[int]]:
+    """Sums and denominators of each update, the mean of an evaluation, and the collectives of each update."""
+    wrapped = DistributedDataParallel(cuts.linear()) if way == "ddp" else cuts.linear()
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=cuts.LEARNING_RATE)
+    trainer = create_trainer(wrapped, optimizer, weighted, options=UpdateOptions(reduction=way))  # type: ignore[arg-type]
+    data, kept, counted = cuts.shard([[2, 1, 4, 3], [1, 5]]), [], []
+    with trainer.session():
+        for number in range(4):
+            with count_traffic() as traffic:
+                record = trainer.update(data[number : number + 1])
+            kept.append((record.logs.get("weight", 0.0), record.log_weights.get("weight", 0.0)))
+            counted.append(len(traffic.collectives))
+    return kept, create_evaluator(wrapped, weighted).run(data).metrics["weight"], counted
+
+
+@pytest.mark.parametrize("way", ["ddp", "explicit"])
+def test_ranks_add_up_both(way: str) -> None:
+    """A rank that has no such log, or no data, adds nothing. Once its name is known a log costs no collective of its own."""
+    weights = cuts.samples()[2]
+    first, second = weights[:10], weights[10:16]
+    parts = [[first[:2]], [second[1:6]], [first[3:7]], [first[7:10]]]
+    sums = [(float(torch.cat(part).sum()), float(len(torch.cat(part)))) for part in parts]
+    for kept, mean, counted in run_ranks(log_on_ranks, way):
+        assert kept == sums
+        assert mean == pytest.approx(sum(s for s, _ in sums) / sum(n for _, n in sums), rel=1e-12)
+        assert counted[2:] == [2 if way == "ddp" else 1] * 2  # DDP settles its buckets in the second update
+
+
+def mixed_on_ranks() -> str:
+    """Rank 0 gives a pair and rank 1 a number."""
+    value = (1.0, 2.0) if idist.get_rank() == 0 else 1.0
+    model = DistributedDataParallel(cuts.linear())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = create_trainer(model, optimizer, lambda model, batch: cuts.forward(model, batch)._replace(logs={"nll": value}))
+    with pytest.raises(ForwardContractError, match=r"logs\['nll'\] must be a pair") as raised:
+        trainer.run(cuts.shard([[2], [2]]))
+    return str(raised.value)
+
+
+def test_ranks_that_disagree_are_told_alike() -> None:
+    """Each of them raises the same error."""
+    zero, one = run_ranks(mixed_on_ranks)
+    assert zero == one
