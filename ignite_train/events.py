@@ -19,6 +19,9 @@ class TrainEvents(EventEnum):
     ``MICRO_BATCH_STARTED``  ``num_micro_batches``  gradients are accumulating; this micro-batch has not run
     ``FORWARD_COMPLETED``    ``num_micro_batches``  ``state.forward_output`` is known, no backward yet
     ``BACKWARD_COMPLETED``   ``num_micro_batches``  this micro-batch's gradients are added (times the loss scale, local)
+    ``GRADIENTS_REDUCED``    ``iteration``          ``.grad`` of each parameter is the mean gradient, over ranks too, and may be
+                                                    changed in place; its norm is taken after this event. Not fired if the
+                                                    update is skipped. Costs a pass over memory if it has a handler
     ``GRADIENTS_READY``      ``iteration``          reduced over ranks, norm known in ``state.update_output``, not yet clipped;
                                                     read them with ``trainer.gradients()``
     ``STEP_COMPLETED``       ``num_steps``          the parameters moved; gradients are cleared
@@ -34,6 +37,7 @@ class TrainEvents(EventEnum):
     MICRO_BATCH_STARTED = "micro_batch_started"
     FORWARD_COMPLETED = "forward_completed"
     BACKWARD_COMPLETED = "backward_completed"
+    GRADIENTS_REDUCED = "gradients_reduced"
     GRADIENTS_READY = "gradients_ready"
     STEP_COMPLETED = "step_completed"
     STEP_SKIPPED = "step_skipped"
@@ -71,6 +75,7 @@ EVENT_COUNTERS: dict[str | CallableEventWithFilter, str] = {
     TrainEvents.MICRO_BATCH_STARTED: "num_micro_batches",
     TrainEvents.FORWARD_COMPLETED: "num_micro_batches",
     TrainEvents.BACKWARD_COMPLETED: "num_micro_batches",
+    TrainEvents.GRADIENTS_REDUCED: "iteration",
     TrainEvents.GRADIENTS_READY: "iteration",
     TrainEvents.STEP_COMPLETED: "num_steps",
     TrainEvents.STEP_SKIPPED: "num_skipped",

@@ -167,7 +167,7 @@ class Gradients:
         named = self._model.named_parameters()
         return {name: p.grad.detach() * self._mean_factor for name, p in named if p.grad is not None}
 
-    def refuse_dropped(self) -> None:
+    def refuse_dropped(self, event: str = "GRADIENTS_READY") -> None:
         """Sees to it that a step will move something.
 
         Raises:
@@ -178,7 +178,7 @@ class Gradients:
                 if parameter.grad is not None:
                     return
         raise NoGradientError(
-            "a handler of GRADIENTS_READY has dropped all gradients before the step; leave out its zero_grad(): the trainer "
+            f"a handler of {event} has dropped all gradients before the step; leave out its zero_grad(): the trainer "
             "clears them after each update"
         )
 

@@ -74,6 +74,10 @@ class FSDPReduction:
         """Starts the statistics, with this rank's share of the squared norm."""
         statistics.start(*outgoing, norm_squared=gradients.shard_norm_squared())
 
+    def norm(self, gradients: Gradients) -> float:
+        """The norm, from each rank's shards. Collective."""
+        return math.sqrt(collectives.total([float(gradients.shard_norm_squared())])[0])
+
     def scaled_norm(self, gradients: Gradients) -> float:
         """The norm, from each rank's shards. Collective."""
         return math.sqrt(collectives.total([gradients.scaled_shard_norm_squared()])[0])

@@ -67,6 +67,10 @@ class PlaceholderReduction:
         """As without placeholders."""
         return self._reduction.end(outgoing, statistics, gradients)
 
+    def norm(self, gradients: Gradients) -> float | Tensor:
+        """As without placeholders."""
+        return self._reduction.norm(gradients)
+
     def scaled_norm(self, gradients: Gradients) -> float:
         """As without placeholders."""
         return self._reduction.scaled_norm(gradients)

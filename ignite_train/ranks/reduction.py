@@ -62,6 +62,9 @@ class Reduction(Protocol):
             The gradients' norm, as `Gradients.norm` gives it; None if the statistics carry each rank's share of it.
         """
 
+    def norm(self, gradients: Gradients) -> float | Tensor:
+        """The norm of the reduced gradients as they are now. May be collective."""
+
     def scaled_norm(self, gradients: Gradients) -> float:
         """The norm of the reduced gradients where their squares are too large or too small for float32. May be collective."""
 
@@ -97,6 +100,10 @@ class PlainReduction:
 
     def begin(self, outgoing: Outgoing, statistics: Statistics) -> None:
         """Nothing may start before the last backward."""
+
+    def norm(self, gradients: Gradients) -> float | Tensor:
+        """The norm: the gradients are whole, and the same on all ranks."""
+        return gradients.norm()
 
     def scaled_norm(self, gradients: Gradients) -> float:
         """The norm: the gradients are whole, and the same on all ranks."""
@@ -161,6 +168,10 @@ class DDPReduction:
 
     def end(self, outgoing: Outgoing, statistics: Statistics, gradients: Gradients) -> float | Tensor:  # noqa: ARG002
         """The norm: the gradients are the same on all ranks by now."""
+        return gradients.norm()
+
+    def norm(self, gradients: Gradients) -> float | Tensor:
+        """The norm: the gradients are whole, and the same on all ranks."""
         return gradients.norm()
 
     def scaled_norm(self, gradients: Gradients) -> float:

@@ -16,7 +16,7 @@ from ignite_train.model.stepping import LARGEST_DIVISOR, SMALLEST_DIVISOR
 from ignite_train.ranks.statistics import Reduced, Totals
 from ignite_train.state import SkippedReason
 
-__all__ = ["SMALLEST_NORM", "Decision", "decide", "decide_on_device", "may_trust_norm"]
+__all__ = ["SMALLEST_NORM", "Decision", "decide", "decide_again", "decide_on_device", "may_trust_norm"]
 
 SMALLEST_NORM = 2.0**-40  # below it squares that float32 cannot hold may be more than a rounding of their sum
 _EPSILON = 1e-6  # as in torch's clip_grad_norm_
@@ -63,8 +63,25 @@ def decide(
     loss, norm = totals.loss / size, totals.norm * mean_factor
     if not (math.isfinite(loss) and math.isfinite(norm)):
         return Decision(loss, norm, mean_factor, 1.0, "overflow" if scales_loss else "nonfinite")
-    clip_coefficient = 1.0 if max_grad_norm is None else min(1.0, max_grad_norm / (norm + _EPSILON))
-    return Decision(loss, norm, mean_factor, clip_coefficient, None)
+    return Decision(loss, norm, mean_factor, _clip_coefficient(norm, max_grad_norm), None)
+
+
+def decide_again(before: Decision, norm: float, *, scales_loss: bool, max_grad_norm: float | None) -> Decision:
+    """Decides about a mean gradient that handlers may have changed.
+
+    Args:
+        before: what was decided about the gradients as they were.
+        norm: of the gradients, which are those of the mean loss by now.
+        scales_loss: as for `decide`.
+        max_grad_norm: as for `decide`.
+    """
+    if not math.isfinite(norm):
+        return before._replace(grad_norm=norm, mean_factor=1.0, skipped_reason="overflow" if scales_loss else "nonfinite")
+    return before._replace(grad_norm=norm, mean_factor=1.0, clip_coefficient=_clip_coefficient(norm, max_grad_norm))
+
+
+def _clip_coefficient(norm: float, max_grad_norm: float | None) -> float:
+    return 1.0 if max_grad_norm is None else min(1.0, max_grad_norm / (norm + _EPSILON))
 
 
 def decide_on_device(

@@ -28,7 +28,7 @@ class QueuedStep:
 
     The order of reading and stepping is the other one (the host reads, then steps) wherever the difference could show:
 
-    - GRADIENTS_READY has a handler, also one whose filter is not due;
+    - GRADIENTS_REDUCED or GRADIENTS_READY has a handler, also one whose filter is not due;
     - the factor cannot be folded into the step, or a step that is withheld would leave a trace; see `Stepping`;
     - gradients and sums are not all on one device, or it has no float64.
 
@@ -95,8 +95,9 @@ class QueuedStep:
 
     def _why_not_queued(self, trainer: Trainer) -> str | None:
         """Why the host must know the numbers before the step; asked in each update, as handlers and hooks come and go."""
-        if trainer._has_handlers(TrainEvents.GRADIENTS_READY):
-            return "GRADIENTS_READY has a handler"
+        for event in (TrainEvents.GRADIENTS_REDUCED, TrainEvents.GRADIENTS_READY):
+            if trainer._has_handlers(event):
+                return f"{event.name} has a handler"
         if {device for device, _ in self._gradients.kinds} != {self._statistics.device}:
             return "gradients are not on the device of the loss"
         if not self._learning_rates.may_be_finite():
@@ -107,6 +108,6 @@ class QueuedStep:
         now = "it is" if obstacle is None else f"at first not, since {obstacle}"
         logging.getLogger("ignite_train").info(
             "a step is queued before the host has read the update's numbers, if it is folded into a fused kernel that has its "
-            f"moments, and no handler of GRADIENTS_READY stands in between: {now}"
+            f"moments, and no handler of GRADIENTS_REDUCED or GRADIENTS_READY stands in between: {now}"
         )
         self._logged = True

@@ -33,6 +33,7 @@ from ignite_train.trainer import Trainer
 from ignite_train.update.compilation import Backward
 from ignite_train.update.decision import Decision, decide, may_trust_norm
 from ignite_train.update.failures_in_a_row import FailuresInARow
+from ignite_train.update.gradient_changes import GradientChanges
 from ignite_train.update.loss_scaling import LossScaling
 from ignite_train.update.nonfinite_search import NonFiniteSearch
 from ignite_train.update.options import UpdateOptions
@@ -63,12 +64,19 @@ class Update:
     carried: Carried
     max_grad_norm: float | None
     options: UpdateOptions
+    _gradient_changes: GradientChanges = field(init=False)
     _failures: FailuresInARow = field(init=False)
     _search: NonFiniteSearch = field(init=False)
     _num_placeholders: int = 0
 
     def __post_init__(self) -> None:
         self._failures = FailuresInARow(self.options.give_up_after)
+        self._gradient_changes = GradientChanges(
+            gradients=self.gradients,
+            reduction=self.reduction,
+            scales_loss=self.loss_scaling.enabled,
+            max_grad_norm=self.max_grad_norm,
+        )
         self._search = NonFiniteSearch(
             reduction=self.reduction,
             gradients=self.gradients,
@@ -93,7 +101,7 @@ class Update:
             self._begin(trainer, micro_batches)
             self._accumulate(trainer, micro_batches)
             totals, has_stepped = self._reduce(trainer)
-            decision = self._decide(totals)
+            decision = self._gradient_changes(trainer, self._decide(totals))
             output = self._show_gradients(trainer, totals, decision)
             self._step_or_skip(trainer.state.iteration, decision, output, micro_batches, has_stepped=has_stepped)
             self._finish(output)

@@ -1,0 +1,53 @@
+"""Letting handlers change the mean gradient before its norm is taken."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from ignite_train.events import TrainEvents
+from ignite_train.model.gradients import Gradients
+from ignite_train.ranks.reduction import Reduction
+from ignite_train.trainer import Trainer
+from ignite_train.update.decision import SMALLEST_NORM, Decision, decide_again
+
+__all__ = ["GradientChanges"]
+
+
+@dataclass(kw_only=True)
+class GradientChanges:
+    """Fires GRADIENTS_REDUCED if it has a handler, and decides again about what the handlers have made of the gradients.
+
+    The gradients are multiplied to be those of the mean loss first, which is one pass over memory, and their norm is taken a
+    second time, for which sharded models reduce one number over the ranks. An update that is skipped anyway has no mean
+    gradient, so there the event is not fired.
+    """
+
+    gradients: Gradients
+    reduction: Reduction
+    scales_loss: bool
+    max_grad_norm: float | None
+    _has_logged: bool = False
+
+    def __call__(self, trainer: Trainer, decision: Decision) -> Decision:
+        """Gives the decision about the gradients as they are after the event. Collective, where the norm is.
+
+        Raises:
+            NoGradientError: handlers have dropped all gradients.
+        """
+        if decision.skipped_reason is not None or not trainer._has_handlers(TrainEvents.GRADIENTS_REDUCED):
+            return decision
+        if not self._has_logged:
+            self._has_logged = True
+            logging.getLogger("ignite_train").info(
+                "gradients are unscaled and normalised in a pass over memory of their own, and no step is queued, since "
+                "GRADIENTS_REDUCED has a handler"
+            )
+        if decision.mean_factor != 1.0:
+            self.gradients.multiply(decision.mean_factor)
+        trainer.fire_event(TrainEvents.GRADIENTS_REDUCED)
+        self.gradients.refuse_dropped("GRADIENTS_REDUCED")
+        norm = float(self.reduction.norm(self.gradients))  # sync
+        if not SMALLEST_NORM <= norm < float("inf"):  # float32 may not have held the squares
+            norm = self.reduction.scaled_norm(self.gradients)
+        return decide_again(decision, norm, scales_loss=self.scales_loss, max_grad_norm=self.max_grad_norm)
