@@ -146,7 +146,7 @@ def create_trainer(
         max_grad_norm=max_grad_norm,
         options=options,
     )
-    grouping = MicroBatchGrouping(accumulation_steps, options.uneven, synchronised_norm=_synchronised_norm(model))
+    grouping = _grouping(accumulation_steps, options, model)
     parts = {"model": reduction.module, "optimizer": optimizer}
     description = _description(accumulation_steps, max_grad_norm, precision, options.reduction)
     trainer = Trainer(update, grouping, parts, description, state, output_transform)
@@ -375,6 +375,15 @@ def _recovery(
     split = on_out_of_memory == "split"
     return RecoverFromOutOfMemory(
         split=split, module=reduction.module, gradients=gradients, statistics=statistics, carried=carried
+    )
+
+
+def _grouping(accumulation_steps: AccumulationSteps, options: UpdateOptions, model: nn.Module) -> MicroBatchGrouping:
+    return MicroBatchGrouping(
+        accumulation_steps,
+        options.uneven,
+        synchronised_norm=_synchronised_norm(model),
+        drops_last_group=options.drop_last_group,
     )
 
 

@@ -43,14 +43,21 @@ class MicroBatchGrouping:
         accumulation_steps: see `AccumulationSteps`.
         uneven: see `Uneven`.
         synchronised_norm: the name of a SyncBatchNorm in the model, or None: ranks that run one unequally often would hang.
+        drops_last_group: leave out the last group of an epoch if no rank has a whole one.
 
     Raises:
         TypeError, ValueError: `accumulation_steps` is not one of the three, or a number is below 1, or `uneven` is unknown.
     """
 
     def __init__(
-        self, accumulation_steps: AccumulationSteps, uneven: Uneven = "all", *, synchronised_norm: str | None = None
+        self,
+        accumulation_steps: AccumulationSteps,
+        uneven: Uneven = "all",
+        *,
+        synchronised_norm: str | None = None,
+        drops_last_group: bool = False,
     ) -> None:
+        self._drops_last_group = drops_last_group
         self._steps, self._uneven = accumulation_steps, one_of("uneven", uneven, POLICIES)
         self._synchronised_norm = synchronised_norm if uneven == "all" else None
         if isinstance(accumulation_steps, bytes):
@@ -78,7 +85,14 @@ class MicroBatchGrouping:
             position: what `position` of the pass that did them returned; see `DataPosition`.
         """
         set_epoch(loader, epoch - 1)
-        groups = MicroBatchPass(loader, lambda done: self._size(epoch, first_update + done), self._uneven, skip, position)
+        groups = MicroBatchPass(
+            loader,
+            lambda done: self._size(epoch, first_update + done),
+            self._uneven,
+            skip,
+            position,
+            drops_last_group=self._drops_last_group,
+        )
         if self._synchronised_norm is not None:
             self._check_in_step(self._synchronised_norm, groups.lengths)
         return groups
@@ -96,7 +110,9 @@ class MicroBatchGrouping:
         if min(lengths) < 0:
             return None
         micro_batches = min(lengths) if self._uneven == "shortest" else max(lengths)
-        return _count_updates(micro_batches, lambda done: self._size(epoch, first_update + done), 0)
+        return _count_updates(
+            micro_batches, lambda done: self._size(epoch, first_update + done), 0, drops_last_group=self._drops_last_group
+        )
 
     def max_micro_batches_of(self, group: list[Any]) -> int | None:
         """Of a group that comes from no loader: as many as this rank has, or None with `"replay"`, where ranks may differ."""
@@ -144,6 +160,7 @@ class MicroBatchPass:
         uneven: see `Uneven`.
         skip: groups of this epoch that are done already.
         position: the position after them.
+        drops_last_group: see `MicroBatchGrouping`. A stream has no last group.
 
     Attributes:
         length: how many groups the epoch has, over all ranks; None if unknown.
@@ -153,7 +170,14 @@ class MicroBatchPass:
     """
 
     def __init__(
-        self, loader: Iterable[Any], size: Callable[[int], int], uneven: str, skip: int, position: Mapping[str, Any]
+        self,
+        loader: Iterable[Any],
+        size: Callable[[int], int],
+        uneven: str,
+        skip: int,
+        position: Mapping[str, Any],
+        *,
+        drops_last_group: bool = False,
     ) -> None:
         self._size, self._done, self._position = size, skip, 0
         self._place = DataPosition(loader)
@@ -163,6 +187,7 @@ class MicroBatchPass:
             self._before = position.get("micro_batches", sum(map(size, range(skip)))) if skip else 0
         self._announced = length_of(loader)  # what is left
         self._is_stream = isinstance(loader, Stream)
+        self._drops_last_group = drops_last_group and not self._is_stream
         if self._announced is not None:
             self._before = min(self._before, self._announced)
             self._announced -= self._before
@@ -177,6 +202,7 @@ class MicroBatchPass:
         self._fills_up = collectives.world_size() > 1  # with empty groups, while other ranks have more
         self._looks_ahead = self._fills_up and self.length is None
         self._ahead: list[Any] = []
+        self._nothing_behind = False  # the look ahead has found no other group
         self._read = self._latest = 0  # micro-batches since the position was found, and in the latest group
         self._ended = self._exhausted = False  # no group is left; the loader is exhausted
         self._finished = False  # the epoch is over, and not only the run
@@ -229,8 +255,11 @@ class MicroBatchPass:
         self._finished = True
         if self._is_stream:  # it continues in the next epoch
             return
-        over = self._ended or (self._looks_ahead and not self._ahead)
-        if over or (self.length is not None and self._done >= self.length and not self._against and not self._has_surplus()):
+        over = self._ended or (self._looks_ahead and self._nothing_behind)
+        all_done = self.length is not None and self._done >= self.length and not self._against
+        if all_done and self._drops_last_group and self._announced is not None:
+            self._read += sum(1 for _ in islice(self._micro_batches, self._announced - self._read))
+        if over or (all_done and not self._has_surplus()):
             self._place.note(exhausted=True)
 
     def close(self, *, whole: bool) -> None:
@@ -280,11 +309,24 @@ class MicroBatchPass:
         for micro_batch in group:
             if micro_batch is None:
                 raise TypeError("the loader gave None instead of a micro-batch; leave it out, or fix the dataset or collate_fn")
+        if self._drops_last_group and not self._fills_up and len(group) < size:
+            self._refuse_no_group(len(group))
+            return []
         return group
 
+    def _refuse_no_group(self, micro_batches: int) -> None:
+        """An epoch whose only group would be left out is a mistake."""
+        if self._done <= 1 and micro_batches > 0:
+            raise ValueError(
+                f"data must have a whole group in each epoch for drop_last_group=True, got {micro_batches} micro-batches, and "
+                f"accumulation_steps asks for {self._size(0)}; pass drop_last_group=False, or more data"
+            )
+
     def _look_ahead(self) -> None:
-        self._ahead = list(islice(self._micro_batches, 1))
-        self.more = 1 if self._ahead else self._against
+        wanted = self._size(self._done) if self._drops_last_group else 1
+        self._ahead = list(islice(self._micro_batches, wanted))
+        self._nothing_behind = len(self._ahead) < wanted
+        self.more = self._against if self._nothing_behind else 1
 
     def _agree_on_length(self, uneven: str) -> int | None:
         """Updates of the longest rank, or of the shortest; None if the length of any rank is unknown."""
@@ -296,12 +338,16 @@ class MicroBatchPass:
             )
         if min(self.lengths) < 0:
             return None
-        return _count_updates(min(self.lengths) if self._against else max(self.lengths), self._size, self._done)
+        micro_batches = min(self.lengths) if self._against else max(self.lengths)
+        length = _count_updates(micro_batches, self._size, self._done, drops_last_group=self._drops_last_group)
+        if length == 0:
+            self._refuse_no_group(micro_batches)
+        return length
 
 
-def _count_updates(micro_batches: int, size: Callable[[int], int], done: int) -> int:
+def _count_updates(micro_batches: int, size: Callable[[int], int], done: int, *, drops_last_group: bool) -> int:
     """Updates of an epoch that has `micro_batches` left after `done` updates; `size(done)` is that of the next group."""
-    while micro_batches > 0:
+    while micro_batches >= (size(done) if drops_last_group else 1):
         micro_batches -= size(done)
         done += 1
     return done

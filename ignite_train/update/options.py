@@ -47,6 +47,9 @@ class UpdateOptions:
             update begins; after a skip it is None. Costs the memory of the gradients between updates.
         normalize: divide gradients by Σsample_size. False steps along Σ∇loss, and `grad_norm` and `trainer.gradients()` are
             those of the sum; loss and logs are reported per sample all the same.
+        drop_last_group: leave out the last group of an epoch if it has fewer than `accumulation_steps` micro-batches, on the
+            rank that has the most of them, as fairseq's `skip_remainder_batch` does. They are read and dropped. Without a
+            length several ranks read a whole group ahead.
 
     Raises:
         TypeError: a value is of the wrong type.
@@ -63,6 +66,7 @@ class UpdateOptions:
     compiled_autograd: bool = False
     keep_gradients: bool = False
     normalize: bool = True
+    drop_last_group: bool = False
 
     def __post_init__(self) -> None:
         one_of("reduction", self.reduction, get_args(ReductionName))
@@ -71,7 +75,7 @@ class UpdateOptions:
         one_of("on_out_of_memory", self.on_out_of_memory, get_args(OnOutOfMemory))
         if self.give_up_after is not None:
             positive_int("give_up_after", self.give_up_after)
-        for name in ("retain_graph", "create_graph", "compiled_autograd", "keep_gradients", "normalize"):
+        for name in ("retain_graph", "create_graph", "compiled_autograd", "keep_gradients", "normalize", "drop_last_group"):
             value = vars(self)[name]
             if not isinstance(value, bool):
                 raise TypeError(f"{name} must be True or False, got {describe(value)}")

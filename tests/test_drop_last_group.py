@@ -1,0 +1,112 @@
+"""`drop_last_group`: an epoch has whole groups only, alone and over ranks, with and without a length, also when it resumes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ignite.distributed as idist
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import cuts
+from bits import bit_by_bit
+from conftest import Batch, Setup
+from ignite_train import TrainEvents, UpdateOptions, create_trainer
+from ignite_train.handlers import Checkpoint
+from ranks import run_ranks
+
+Build = Callable[..., Setup]
+
+
+def dropped(build: Build, **settings: Any) -> Setup:
+    return build(drop_last_group=True, **settings)
+
+
+@pytest.mark.parametrize("sized", [True, False])
+@pytest.mark.parametrize(("steps", "used"), [(2, 4), (3, 3), (5, 5), ([1, 2], 5)], ids=["2", "3", "5", "by epoch"])
+def test_what_is_no_whole_group_is_left_out(
+    build: Build, micro_batches: list[Batch], steps: Any, used: int, sized: bool
+) -> None:
+    """Two epochs are bitwise those of a loader without the rest."""
+    ours, whole = dropped(build, accumulation_steps=steps), build(accumulation_steps=steps)
+    last = 4 if steps == [1, 2] else used
+    loader = micro_batches if sized else cuts.Unsized(micro_batches)
+    ours.trainer.run(loader, max_epochs=2)  # type: ignore[arg-type]
+    whole.trainer.run(micro_batches[:used], max_epochs=1)
+    whole.trainer.run(micro_batches[:last], max_epochs=2)
+    assert bit_by_bit(ours.model.state_dict()) == bit_by_bit(whole.model.state_dict())
+    assert ours.trainer.state.num_micro_batches == used + last
+    assert ours.trainer.state.epoch_length == whole.trainer.state.epoch_length
+
+
+def test_the_loader_is_read_to_its_end(build: Build) -> None:
+    """So that it draws what it draws without the option, and says nothing of its length."""
+    setup = dropped(build, accumulation_steps=2)
+    read: list[int] = []
+
+    class Noting(TensorDataset):
+        def __getitem__(self, index: int) -> Any:
+            read.append(index)
+            return super().__getitem__(index)
+
+    loader = DataLoader(Noting(torch.randn(5, 4), torch.randn(5, 1)), batch_size=1, shuffle=True)
+    setup.trainer.run(loader, max_epochs=3)
+    assert [sorted(read[epoch * 5 : epoch * 5 + 5]) for epoch in range(3)] == [[0, 1, 2, 3, 4]] * 3
+    assert (setup.trainer.state.iteration, len(read)) == (6, 15)
+
+
+@pytest.mark.parametrize("sized", [True, False])
+def test_no_whole_group_at_all_is_an_error(build: Build, micro_batches: list[Batch], sized: bool) -> None:
+    """An epoch without an update would never end."""
+    loader = micro_batches if sized else cuts.Unsized(micro_batches)
+    with pytest.raises(ValueError, match=r"must have a whole group in each epoch .* got 5 .* asks for 6"):
+        dropped(build, accumulation_steps=6).trainer.run(loader)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("stop", [1, 2, 3])
+def test_a_run_that_resumes_drops_the_same(build: Build, micro_batches: list[Batch], tmp_path: Path, stop: int) -> None:
+    """Stopped in the middle or after the last whole group of an epoch."""
+    loader = DataLoader(TensorDataset(torch.randn(5, 4), torch.randn(5, 1)), batch_size=1, shuffle=True)
+    torch.manual_seed(5)
+    whole = dropped(build, accumulation_steps=2)
+    whole.trainer.run(loader, max_epochs=3)
+    torch.manual_seed(5)
+    first = dropped(build, accumulation_steps=2)
+    Checkpoint(tmp_path, every=1).attach(first.trainer)
+
+    @first.trainer.on(TrainEvents.STEP_COMPLETED(once=stop + 1))
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        first.trainer.run(loader, max_epochs=3)
+    torch.manual_seed(6)
+    second = dropped(build, accumulation_steps=2)
+    Checkpoint(tmp_path, every=1).attach(second.trainer)
+    second.trainer.run(loader, max_epochs=3)
+    assert second.trainer.state.iteration == whole.trainer.state.iteration == 6
+    assert bit_by_bit(second.model.state_dict()) == bit_by_bit(whole.model.state_dict())
+
+
+def on_ranks(sized: bool, uneven: str) -> tuple[int, int, float]:
+    """Updates, micro-batches of this rank, and Σsample_size of the last update, after two epochs."""
+    options = UpdateOptions(reduction="explicit", uneven=uneven, drop_last_group=True)  # type: ignore[arg-type]
+    model = cuts.linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    trainer = create_trainer(model, optimizer, cuts.forward, accumulation_steps=2, options=options)
+    data = cuts.shard([[1] * 5, [1] * 3])
+    state = trainer.run(data if sized else cuts.Unsized(data), max_epochs=2)  # type: ignore[arg-type]
+    assert idist.get_world_size() == 2
+    assert state.update_output is not None
+    return state.iteration, state.num_micro_batches, state.update_output.num_micro_batches
+
+
+@pytest.mark.parametrize("uneven", ["all", "shortest"])
+@pytest.mark.parametrize("sized", [True, False])
+def test_ranks_drop_the_same_group(sized: bool, uneven: str) -> None:
+    """5 and 3 micro-batches in groups of 2: two groups in which some rank is whole, or one in which all are."""
+    expected = [(4, 8, 3), (4, 6, 3)] if uneven == "all" else [(2, 4, 4), (2, 4, 4)]
+    assert run_ranks(on_ranks, sized, uneven) == expected
