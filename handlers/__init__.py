@@ -1,6 +1,6 @@
 """Ready-made handlers, imported as `ignite_train.handlers`. Each is one file; none imports another."""
 
-from ignite_train.handlers.checkpoint import Checkpoint
+from ignite_train.handlers.checkpoint import BestCheckpoint, Checkpoint
 from ignite_train.handlers.early_stopping import EarlyStopping
 from ignite_train.handlers.empty_cache import EmptyCache
 from ignite_train.handlers.failure_board import FailureBoard, PeerFailureError
@@ -21,6 +21,7 @@ from ignite_train.handlers.training_metrics import TrainingMetrics
 from ignite_train.handlers.validation import Validation
 
 __all__ = [
+    "BestCheckpoint",
     "Checkpoint",
     "Csv",
     "EarlyStopping",

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from ignite.engine import Engine, Events
 
@@ -18,18 +18,29 @@ from ignite_train.checkpoint.config import plain_config, versions
 from ignite_train.checkpoint.directory import Contents, together
 from ignite_train.checkpoint.disk import refuse_other_systems
 from ignite_train.checkpoint.held_state import HeldState
+from ignite_train.checkpoint.inspection import best
 from ignite_train.checkpoint.manifest import Manifest
 from ignite_train.checkpoint.resume import Resumption, log_how_exact
 from ignite_train.checkpoint.retention import Retention
 from ignite_train.checkpoint.run_objects import SavedRun, checked_objects
+from ignite_train.checkpoint.run_state import restore_model
 from ignite_train.checkpoint.state_rules import StateRules
 from ignite_train.checkpoint.writer import GIVE_UP_AFTER, CheckpointWriter
+from ignite_train.errors import CheckpointError
 from ignite_train.handler import Handler
 from ignite_train.loop.dispatch import Dispatcher, Stateful
 from ignite_train.ranks import collectives
 from ignite_train.trainer import Trainer
 
-__all__ = ["Checkpoint"]
+__all__ = ["BestCheckpoint", "Checkpoint"]
+
+
+class BestCheckpoint(NamedTuple):
+    """The checkpoint with the best score."""
+
+    path: Path
+    score: float
+
 
 _PATIENCE_SECONDS = 30.0  # for a save in flight, when the run breaks off
 
@@ -165,6 +176,40 @@ class Checkpoint(Handler):
         """The newest checkpoint that this process has committed or resumed from; None before the first."""
         return self.saver.latest
 
+    @property
+    def best(self) -> BestCheckpoint | None:
+        """The checkpoint in the directory with the best score, read from there; None without one."""
+        found = best(self.directory) if self.directory.is_dir() else None
+        if found is None or found.manifest is None or found.manifest.score is None:
+            return None
+        return BestCheckpoint(found.path, found.manifest.score)
+
+    def load_best(self) -> BestCheckpoint:
+        """Loads the model of the best checkpoint into the model of the run, at the end of a script. Collective.
+
+        Nothing else is loaded: optimizer, counters and handlers stay those of the end of training. To train on from the best
+        checkpoint, pass its path to `trainer.run(resume=...)` in a new script.
+
+        Returns:
+            Its path and its score.
+
+        Raises:
+            CheckpointError: no checkpoint has a score, or it cannot be read.
+            RuntimeError: `attach` was not called, or the run has not ended.
+        """
+        run, _ = self._attached()
+        if self._is_running:
+            raise RuntimeError(
+                "load_best() was called during the run, which would save the best weights as the latest; call it after"
+            )
+        self.saver.wait()
+        found = together(collectives.gather_objects, "looking for the best checkpoint", lambda: self.best)[0]
+        if found is None:
+            raise CheckpointError(f"{self.directory} has no checkpoint with a score; pass Checkpoint(..., best='loss')")
+        model = run.objects().model
+        together(collectives.gather_objects, f"loading {found.path}", lambda: restore_model(found.path, model))
+        return found
+
     def attach(self, trainer: Trainer, *, evaluator: Engine | None = None) -> None:
         """Saves during each run of `trainer`, and lets `trainer.run` resume.
 
@@ -181,6 +226,9 @@ class Checkpoint(Handler):
             raise ValueError("a trainer must have one Checkpoint at most, got a second; give the first more cadences")
         if self.cadence.best is not None and evaluator is None:
             raise ValueError(f"best={self.cadence.best!r} needs an evaluator; pass attach(trainer, evaluator=...)")
+        if self.cadence.best is not None:  # so that the score in a manifest can be read without the script
+            mode = "min" if self.saver.retention.lower_is_better else "max"
+            trainer._description["best"] = {"metric": self.cadence.best, "mode": mode}
         run = SavedRun(trainer, self.to_save, evaluator)
         run.refuse_odd_optimizers()
         self._run = run

@@ -20,6 +20,6 @@ Example:
     ['bias', 'weight']
 """
 
-from ignite_train.checkpoint.inspection import Found, consolidate, find, latest, verify
+from ignite_train.checkpoint.inspection import Found, best, consolidate, find, latest, verify
 
-__all__ = ["Found", "consolidate", "find", "latest", "verify"]
+__all__ = ["Found", "best", "consolidate", "find", "latest", "verify"]

@@ -21,7 +21,7 @@ from ignite_train.checkpoint.state_rules import StateRules
 from ignite_train.errors import CheckpointError
 from ignite_train.state import UpdateOutput
 
-__all__ = ["EVERY_RANK", "Claims"]
+__all__ = ["EVERY_RANK", "Claims", "check_module"]
 
 EVERY_RANK = ("trainer", "data", "results", "buffers", "generators")
 """The states that each rank writes, besides its handlers."""
@@ -64,7 +64,7 @@ class Claims:
         names = objects.parameter_names()
         for name, entry in objects.shared.items():
             if isinstance(entry, SavedModule):
-                _check_module(path, name, entry.state_dict(), self.shared[name])
+                check_module(path, name, entry.state_dict(), self.shared[name])
             elif isinstance(entry, Optimizer):
                 described, options = self.described("optimizers", name), rules.decided(name)
                 check_optimizer_state(path, name, entry, self.shared[name], described, names, options)
@@ -113,14 +113,20 @@ class Claims:
     def _check_this_rank(self, path: str, buffers: Mapping[str, torch.Tensor]) -> None:
         """Looks at what would otherwise be taken over unchecked: the buffers of this rank and its latest results."""
         saved = {name: self.own["buffers"][name] for name in buffers if name in self.own["buffers"]}
-        _check_module(path, "model", {name: buffers[name] for name in saved}, saved)
+        check_module(path, "model", {name: buffers[name] for name in saved}, saved)
         output, metrics = self.own["results"].get("output"), self.own["results"].get("metrics")
         known = {field.name for field in fields(UpdateOutput)}
         if not isinstance(metrics, dict) or not (output is None or (isinstance(output, dict) and set(output) == known)):
             raise CheckpointError(f"{path} has invalid results of an update: {describe(self.own['results'])}")
 
 
-def _check_module(path: str, name: str, current: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+def check_module(path: str, name: str, current: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Compares the names, shapes and dtypes of a saved module with those of this run.
+
+    Raises:
+        CheckpointError: they differ.
+    """
+
     def shape(value: Any) -> Any:
         return tuple(value.shape) if isinstance(value, (torch.Tensor, TensorClaim)) else None
 

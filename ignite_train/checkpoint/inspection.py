@@ -2,10 +2,10 @@
 
 python -m ignite_train.checkpoint list DIR
 python -m ignite_train.checkpoint verify DIR
-python -m ignite_train.checkpoint consolidate DIR [--output FILE] [--entry NAME]
+python -m ignite_train.checkpoint consolidate DIR [--output FILE] [--entry NAME] [--best]
 
-DIR is one checkpoint, or a directory of them: then `consolidate` takes the newest that is whole. With `--entry` it writes
-another object than the model, such as `ModelEMA`, or `to_save/teacher`.
+DIR is one checkpoint, or a directory of them: then `consolidate` takes the newest that is whole, or with `--best` the one
+with the best score. With `--entry` it writes another object than the model, such as `ModelEMA`, or `to_save/teacher`.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from ignite_train.checkpoint.disk import Disk
 from ignite_train.checkpoint.manifest import MANIFEST, Manifest, UnusableCheckpoint, read_manifest
 from ignite_train.checkpoint.reader import CheckpointReader
 from ignite_train.checkpoint.run_objects import HANDLERS
+from ignite_train.checkpoint.tree import decode
 from ignite_train.errors import CheckpointError, CheckpointFormatError, DamagedCheckpointError, UnreadableCheckpointError
 
-__all__ = ["Found", "consolidate", "find", "latest", "main", "verify"]
+__all__ = ["Found", "best", "consolidate", "find", "latest", "main", "verify"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +104,34 @@ def latest(directory: str | Path) -> Path | None:
     return None
 
 
+def best(directory: str | Path) -> Found | None:
+    """The checkpoint in `directory` with the best score; None if none has one. Of equal ones the newest.
+
+    Whether a lower score is better is what the newest with a score says. Reads manifests only; see `verify`.
+
+    Raises:
+        CheckpointError: the directory does not exist, or an older version has written the newest, which does not say it.
+    """
+    scored = [(found, found.manifest) for found in find(directory) if found.manifest and found.manifest.score is not None]
+    if not scored:
+        return None
+    newest, manifest = scored[-1]
+    mode = _mode(manifest)
+    if mode is None:
+        raise CheckpointError(f"{newest.path} does not say whether a lower score is better; name the best checkpoint itself")
+    sign = 1.0 if mode == "min" else -1.0
+    return min(reversed(scored), key=lambda entry: sign * (entry[1].score or 0.0))[0]
+
+
+def _mode(manifest: Manifest) -> str | None:
+    """`"min"` or `"max"`, as the run that wrote it was told; None if it was not told, or does not say."""
+    try:
+        mode = decode(manifest.config, ("config",))["trainer"]["best"]["mode"]
+    except (KeyError, TypeError):
+        return None
+    return mode if mode in ("min", "max") else None
+
+
 def consolidate(path: str | Path, output: str | Path, *, entry: str = "model") -> None:
     """Writes the model of a checkpoint, assembled from its shards, as one plain state_dict: `torch.load` reads it.
 
@@ -155,10 +184,11 @@ def main(arguments: list[str] | None = None) -> int:
         if name == "consolidate":
             command.add_argument("--output", type=Path, default=Path("model.pt"), help="the file to write (default: model.pt)")
             command.add_argument("--entry", default="model", help="the object to write, such as ModelEMA (default: model)")
+            command.add_argument("--best", action="store_true", help="take the checkpoint with the best score")
     options = parser.parse_args(arguments)
     try:
         if options.command == "consolidate":
-            return _consolidate(options.directory, options.output, options.entry)
+            return _consolidate(options.directory, options.output, options.entry, is_best=options.best)
         return _list(options.directory, thoroughly=options.command == "verify")
     except (CheckpointError, OSError) as error:
         print(error, file=sys.stderr)  # noqa: T201
@@ -167,6 +197,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _list(directory: Path, *, thoroughly: bool) -> int:
     status, found = 0, find(directory)
+    best_path = _best_path(directory)
     for entry in found:
         damage = _damage(entry) if thoroughly and not entry.unreadable else entry.damage
         status |= bool(damage or entry.unreadable)
@@ -181,6 +212,7 @@ def _list(directory: Path, *, thoroughly: bool) -> int:
                 *notes,
             ]
             notes += [] if manifest.score is None else [f"score {manifest.score:g}"]
+        notes += ["best"] if entry.path == best_path else []
         notes += ["latest"] if entry is found[-1] and not (damage or entry.unreadable) else []
         print(f"{entry.path.name}  {', '.join(note for note in notes if note)}")  # noqa: T201
     if not found:
@@ -188,10 +220,23 @@ def _list(directory: Path, *, thoroughly: bool) -> int:
     return status
 
 
-def _consolidate(directory: Path, output: Path, entry: str) -> int:
-    path = latest(directory)
+def _best_path(directory: Path) -> Path | None:
+    """The checkpoint that is marked as the best; None if that is not known."""
+    try:
+        found = best(directory)
+    except CheckpointError:
+        return None
+    return None if found is None else found.path
+
+
+def _consolidate(directory: Path, output: Path, entry: str, *, is_best: bool) -> int:
+    if is_best:
+        found = best(directory)
+        path = None if found is None else found.path
+    else:
+        path = latest(directory)
     if path is None:
-        raise CheckpointError(f"{directory} has no whole checkpoint")
+        raise CheckpointError(f"{directory} has no {'checkpoint with a score' if is_best else 'whole checkpoint'}")
     consolidate(path, output, entry=entry)
     print(f"{output}  the {entry} of {path}; torch.load({str(output)!r}, weights_only=True) reads it")  # noqa: T201
     return 0

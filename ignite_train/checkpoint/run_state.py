@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ignite_train.carried import Carried
-from ignite_train.checkpoint.claims import EVERY_RANK, Claims
+from ignite_train.checkpoint.claims import EVERY_RANK, Claims, check_module
 from ignite_train.checkpoint.optimizer_state import Consolidates
 from ignite_train.checkpoint.reader import CheckpointReader
 from ignite_train.checkpoint.run_objects import HANDLERS, RunObjects, SavedModule, SavedRun
@@ -26,7 +27,7 @@ from ignite_train.model.random_state import check_generators, restore_random_sta
 from ignite_train.ranks import collectives
 from ignite_train.state import UpdateOutput
 
-__all__ = ["RunState"]
+__all__ = ["RunState", "restore_model"]
 
 
 class RunState:
@@ -168,6 +169,19 @@ class RunState:
                 f"and this run has {collectives.world_size()}; use {world_size} ranks, or drop it with "
                 'Checkpoint(..., leave_out=("carried",))'
             )
+
+
+def restore_model(path: Path, model: SavedModule) -> None:
+    """Loads the model of a checkpoint, and nothing else, into the model of a run. Each rank reads its shards.
+
+    Raises:
+        DamagedCheckpointError: the files are not those that were written; nothing is changed.
+        CheckpointError: it is of another model; nothing is changed.
+    """
+    with CheckpointReader(path) as reader:
+        check_module(str(path), "model", model.state_dict(), reader.outline("model"))
+        saved = reader.read("model", like=_ShardedTensors({"model": model}).like)
+    model.load_state_dict(saved)
 
 
 def _carried(trainer_state: Any) -> Carried:

@@ -1,0 +1,111 @@
+"""The checkpoint with the best score: which it is, its mark in the list, its model back in the run and as a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import ignite.distributed as idist
+import pytest
+import torch
+from ignite.engine import Events
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import cuts
+import small_checkpoints
+from bits import bit_by_bit
+from ignite_train import CheckpointError, create_evaluator, create_trainer
+from ignite_train.checkpoint import best
+from ignite_train.checkpoint.inspection import main
+from ignite_train.handlers import Checkpoint, Validation
+from ranks import run_ranks
+
+SCORES = [3.0, 1.0, 2.0, 4.0]
+
+
+def job(directory: Path, mode: Any = "min", *, sharded: bool = False, scores: list[float] = SCORES) -> Any:
+    """A run that validates and saves after each update, with these scores; and the weights after each."""
+    model: nn.Module = cuts.linear()
+    if sharded:
+        fully_shard(model, mesh=init_device_mesh("cpu", (idist.get_world_size(),)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    trainer, evaluator = create_trainer(model, optimizer, cuts.forward), create_evaluator(model, cuts.forward)
+    evaluator.add_event_handler(
+        Events.EPOCH_COMPLETED, lambda: evaluator.state.metrics.update(loss=scores[trainer.state.iteration - 1])
+    )
+    checkpoint = Checkpoint(directory, every=1, best="loss", mode=mode, keep=99)
+    checkpoint.attach(trainer, evaluator=evaluator)
+    Validation(evaluator, cuts.cut(cuts.samples(), [4])).attach(trainer, Events.ITERATION_COMPLETED)
+    weights: list[Any] = []
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: weights.append(whole(model)))
+    return trainer, checkpoint, model, weights
+
+
+def whole(model: nn.Module) -> dict[str, Any]:
+    values = {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in model.state_dict().items()}
+    return {name: value.tolist() for name, value in values.items()}
+
+
+@pytest.mark.parametrize(("mode", "update"), [("min", 2), ("max", 4)], ids=["min", "max"])
+def test_the_best_comes_back(mode: str, update: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its path and score; its weights in the model; the same by the command, which marks it in the list."""
+    trainer, checkpoint, model, weights = job(tmp_path, mode)
+    assert checkpoint.best is None
+    trainer.run(cuts.cut(cuts.samples(), [8] * 4), max_epochs=1)
+    path = tmp_path / ("update-00000002" if mode == "min" else "update-00000004.1")  # saved again at the end of the run
+    assert checkpoint.best == (path, SCORES[update - 1])
+    assert best(tmp_path).path == path  # type: ignore[union-attr]
+    assert checkpoint.load_best() == checkpoint.best
+    assert whole(model) == weights[update - 1] != weights[update - 2]
+
+    assert main(["list", str(tmp_path)]) == 0
+    marked = [line.partition(" ")[0] for line in capsys.readouterr().out.splitlines() if ", best" in line]
+    assert marked == [path.name]
+    assert main(["consolidate", str(tmp_path), "--best", "--output", str(tmp_path / "best.pt")]) == 0
+    assert bit_by_bit(torch.load(tmp_path / "best.pt")) == bit_by_bit(dict(model.state_dict()))
+
+
+def test_of_equal_scores_the_newest(tmp_path: Path) -> None:
+    """Two checkpoints have the same score."""
+    trainer, checkpoint, _, _ = job(tmp_path, scores=[2.0, 1.0, 1.0, 3.0])
+    trainer.run(cuts.cut(cuts.samples(), [8] * 4), max_epochs=1)
+    assert checkpoint.best.path.name == "update-00000003"
+
+
+def test_without_a_best(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Checkpoints without a score, or that do not say which scores are better, are not guessed at; nor is a run disturbed."""
+    trainer, checkpoint, _, _ = job(tmp_path / "run")
+    with pytest.raises(CheckpointError, match="has no checkpoint with a score"):
+        checkpoint.load_best()
+    trainer.add_event_handler(Events.COMPLETED, checkpoint.load_best)
+    with pytest.raises(RuntimeError, match="called during the run"):
+        trainer.run(cuts.cut(cuts.samples(), [8] * 4), max_epochs=1)
+
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    small_checkpoints.save(plain, 1)
+    assert best(plain) is None
+    assert main(["consolidate", str(plain), "--best"]) == 1
+    assert "has no checkpoint with a score" in capsys.readouterr().err
+    small_checkpoints.save(plain, 2, score=1.0)
+    with pytest.raises(CheckpointError, match="does not say whether a lower score is better"):
+        best(plain)
+    assert main(["list", str(plain)]) == 0
+    assert "best" not in capsys.readouterr().out
+
+
+def _on_this_rank(directory: str) -> Any:
+    trainer, checkpoint, model, weights = job(Path(directory), sharded=True)
+    trainer.run(cuts.shard([[4] * 4, [4] * 4]), max_epochs=1)
+    found = checkpoint.load_best()
+    return found.path.name, whole(model) == weights[1] != weights[3], whole(model)
+
+
+def test_two_ranks_load_their_shards(tmp_path: Path) -> None:
+    """Of a sharded model each rank gets its shards of the best weights."""
+    first, second = run_ranks(_on_this_rank, str(tmp_path))
+    assert first == second
+    assert first[:2] == ("update-00000002", True)
