@@ -119,3 +119,17 @@ def test_what_is_right_is_not_warned_about(caplog):
     logged(make(keep=False)[0], WeightsScalarHandler(model))
     trainer.run(cuts.cut(cuts.samples(), [4, 12]))
     assert "attached" not in caplog.text
+
+
+def test_before_the_norm_is_taken_it_is_the_mean(caplog):
+    """In GRADIENTS_REDUCED a logger writes the mean gradient, without `keep_gradients` and without a warning."""
+    trainer, model = make(keep=False)
+    written = logged(trainer, GradsScalarHandler(model, reduction=torch.norm), TrainEvents.GRADIENTS_REDUCED)
+    norms: list[float] = []
+    trainer.add_event_handler(
+        TrainEvents.GRADIENTS_READY, lambda: norms.extend(float(g.norm()) for g in trainer.gradients().values())
+    )
+    trainer.run(cuts.cut(cuts.samples(), [4, 12]))
+    assert [value for _, value, _ in written] == pytest.approx(norms, rel=1e-12)
+    assert len(written) == 2
+    assert "attached" not in caplog.text

@@ -25,9 +25,10 @@ _logger = logging.getLogger(__name__)
 
 
 def warn_of_gradient_loggers(trainer: Trainer, *, keeps_gradients: bool) -> Trainer:
-    """Has `trainer` say once, when a run starts, if a logger of gradients is attached where it would write none, or a sum."""
+    """Has `trainer` say once, before its first update, if a logger of gradients would write none, or a sum."""
 
     def look(trainer: Trainer) -> None:
+        handle.remove()
         for event, handler, _ in attached(trainer):
             name, problem = type(handler).__name__, _problem(event, keeps_gradients=keeps_gradients)
             if name in _LOGGERS and problem and not warned:
@@ -38,7 +39,7 @@ def warn_of_gradient_loggers(trainer: Trainer, *, keeps_gradients: bool) -> Trai
                 )
 
     warned: list[str] = []
-    trainer.add_event_handler(Events.STARTED, look)
+    handle = trainer.add_event_handler(Events.ITERATION_STARTED, look)
     return trainer
 
 
@@ -46,4 +47,6 @@ def _problem(event: Any, *, keeps_gradients: bool) -> str | None:
     """What is wrong with reading `.grad` at `event`; None if nothing is."""
     if isinstance(event, CallableEventWithFilter) and event in _WITHIN:
         return "is a sum, also over what is not reduced yet, and neither the mean nor unscaled"
+    if isinstance(event, CallableEventWithFilter) and event == TrainEvents.GRADIENTS_REDUCED:
+        return None
     return None if keeps_gradients else "is None, so that it writes nothing"
