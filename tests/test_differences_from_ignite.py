@@ -36,7 +36,7 @@ def test_the_page_runs_as_printed(capsys: pytest.CaptureFixture[str]) -> None:
     promised = re.findall(r"^( *)print\(.*\)  # (.*)$", code, flags=re.MULTILINE)
     lines = [line for indent, text in promised for line in (text.split() if indent else [text])]
 
-    assert len(promised) == 11
+    assert len(promised) == 12
     assert capsys.readouterr().out.splitlines() == lines
 
 
