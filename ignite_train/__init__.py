@@ -29,6 +29,7 @@ from ignite_train.ranks.messages import Piggyback
 from ignite_train.state import TrainState, UpdateOutput
 from ignite_train.traffic import Counted, Traffic, count_traffic
 from ignite_train.trainer import Trainer
+from ignite_train.update.attach_metric import attach_metric
 from ignite_train.update.loss_declaration import LossDeclarationWarning
 from ignite_train.update.loss_scaling import (
     DeepSpeedLossScaling,
@@ -81,6 +82,7 @@ __all__ = [
     "UpdateOutput",
     "WarmUpSchedule",
     "attach_defaults",
+    "attach_metric",
     "count_traffic",
     "create_evaluator",
     "create_supervised_trainer",

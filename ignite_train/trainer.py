@@ -20,6 +20,7 @@ from ignite_train.carried import Carried
 from ignite_train.data.grouping import MicroBatchGrouping, MicroBatchPass
 from ignite_train.data.stream import Stream
 from ignite_train.events import EVENT_COUNTERS, TrainEvents
+from ignite_train.forward import ForwardOutput
 from ignite_train.loop.dispatch import Attachable, Stateful
 from ignite_train.loop.ignite_state import from_ignite_state, is_ignite_state
 from ignite_train.loop.limits import checked_limits, refuse_ended_iterator, refuse_used_iterator
@@ -88,6 +89,7 @@ class Trainer(Loop):
         self.state._progress = lambda: None if (progress := run_progress(this)) is None else progress.before
         self._requests = RankRequests()
         self.piggybacks: list[Piggyback] = []
+        self._on_backward: list[Callable[[ForwardOutput], None]] = []  # called when a forward's backward is done
         self._stateful_parts: dict[str, Stateful] = dict(parts or {})
         self._description = dict(settings or {})
         self._max_micro_batches: int | None = None  # of the rank that has the most in this update; None if unknown
@@ -251,7 +253,7 @@ class Trainer(Loop):
         state.iteration += 1
         try:
             self.fire_event(Events.ITERATION_STARTED)
-            self._process_function(self, self._batch())
+            self._process_batch()
             self._iterating = False
             self.fire_event(Events.ITERATION_COMPLETED)
         finally:

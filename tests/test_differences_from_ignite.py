@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ def test_the_page_runs_as_printed(capsys: pytest.CaptureFixture[str]) -> None:
     promised = re.findall(r"^( *)print\(.*\)  # (.*)$", code, flags=re.MULTILINE)
     lines = [line for indent, text in promised for line in (text.split() if indent else [text])]
 
-    assert len(promised) == 11
+    assert len(promised) == 12
     assert capsys.readouterr().out.splitlines() == lines
 
 
@@ -67,3 +68,24 @@ def test_the_suite_reports_what_differs_from_the_list(suite: Any, capsys: pytest
     same = {"engine/t.py::c": ("failed", "no package")}
     assert suite.report(same, same, listed) == 0
     assert suite.report(same, {"engine/t.py::c": ("passed", "")}, listed) == 1
+
+
+def test_the_adaptor_is_an_engine(suite: Any) -> None:
+    """The trainer that takes the place of Ignite's engine calls the process function, and starts again where Ignite does."""
+    from trainer_as_engine import TrainerAsEngine  # type: ignore[import-not-found]
+
+    seen: list[int] = []
+    engine = TrainerAsEngine(lambda engine, batch: seen.append(batch))
+    for _ in range(2):
+        engine.run([1, 2], max_epochs=2)
+        assert (engine.state.epoch, engine.state.iteration, engine.state.num_steps) == (2, 4, 4)
+    assert seen == [1, 2, 1, 2] * 2
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+def test_ignites_own_tests_fail_where_the_list_says() -> None:
+    """`make ignite-suite`, for the engine and the handlers. Needs a package index, or IGNITE_SOURCE."""
+    command = [sys.executable, str(Path(__file__).parent / "ignite_suite/run.py"), "engine", "handlers"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=1700, check=False)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-1000:]

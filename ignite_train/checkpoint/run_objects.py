@@ -8,6 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from ignite.engine import Engine
+from ignite.metrics import Metric
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -66,7 +67,9 @@ class SavedRun:
         known = {id(entry) for entry in (*shared.values(), *own.values())}
         for number, evaluator in enumerate(self.evaluators, start=1):
             folder = "evaluator" if number == 1 else f"evaluator-{number}"
-            entries = {f"{folder}/{name}": entry for name, entry in stateful_handlers(evaluator).items()}
+            handlers = stateful_handlers(evaluator).items()
+            # Each evaluation resets its metrics. Not all of Ignite's can be loaded, and only on as many ranks.
+            entries = {f"{folder}/{name}": entry for name, entry in handlers if not isinstance(entry, Metric)}
             own |= {name: entry for name, entry in entries.items() if id(entry) not in known}
             known |= {id(entry) for entry in entries.values()}
         listed = {id(entry) for entry in shared.values()}

@@ -123,6 +123,10 @@ class Dispatcher(Engine):
         """Whether `event` has handlers, with or without a filter."""
         return bool(self._event_handlers.get(event))
 
+    def _entries(self, event: Any) -> tuple[Any, ...]:
+        """The handlers of `event` as Ignite stores them, for `call`."""
+        return tuple(self._event_handlers.get(event, ()))
+
     def fire_event(self, event_name: Any) -> None:
         """Calls the handlers of `event_name`; without handlers it costs one look-up."""
         handlers = self._event_handlers.get(event_name)

@@ -198,13 +198,17 @@ class Loop(Dispatcher):
             state.iteration -= 1
             self._leave_out_iteration()
             return
-        state.output = self._process_function(self, self._batch())
+        state.output = self._process_batch()
         self._iterating = False
         self._epoch_iteration += 1
         self.fire_event(Events.ITERATION_COMPLETED)
 
     def _leave_out_iteration(self) -> None:
         """Called where a stop was asked for before an iteration. If it stops the run, the next one does that iteration."""
+
+    def _process_batch(self) -> Any:
+        """Calls the process function of the engine."""
+        return self._process_function(self, self._batch())
 
     def _batch(self) -> Any:
         """What the running iteration works on: `state.batch`, as handlers may have replaced it."""
@@ -267,7 +271,7 @@ class Loop(Dispatcher):
         where = f"epoch {self.state.epoch}, iteration {self.state.iteration}"
         self.logger.error(f"the run ended at {where} by {type(error).__name__}: {error}")
         self.last_event_name = Events.EXCEPTION_RAISED
-        for entry in tuple(self._event_handlers.get(Events.EXCEPTION_RAISED, ())):
+        for entry in self._entries(Events.EXCEPTION_RAISED):
             try:
                 call(entry, (error,), {})
             except BaseException as raised:

@@ -39,7 +39,7 @@ class Processing:
 
     def __call__(self, trainer: Trainer, micro_batches: list[Any]) -> Any:
         output = self.process_function(trainer, micro_batches[0])
-        trainer.settled = True
+        trainer._settled = True
         trainer.state.num_steps += 1
         trainer.state.num_micro_batches += 1
         return output

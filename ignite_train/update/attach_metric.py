@@ -1,0 +1,138 @@
+"""Metrics of Ignite over the predictions of training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ignite.engine import Engine, Events
+from ignite.metrics import Metric
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ignite_train.arguments import check_state_dict, describe
+from ignite_train.errors import ForwardContractError
+from ignite_train.events import TrainEvents
+from ignite_train.forward import ForwardOutput
+from ignite_train.loop.dispatch import stateful_handlers
+from ignite_train.metrics import is_published_metric
+from ignite_train.ranks import collectives
+from ignite_train.trainer import Trainer
+
+__all__ = ["attach_metric"]
+
+
+def attach_metric(trainer: Trainer, metric: Metric, name: str) -> None:
+    """Publishes a metric of Ignite over the predictions of each epoch of training, as `trainer.state.metrics[name]`.
+
+    The metric sees the `outputs` of each micro-batch that had its effect: those of a micro-batch that ran out of memory and
+    was dropped or halved, of an update that was skipped, and of one that broke off and is repeated, leave no trace. It is reset
+    when an epoch begins, published when it ends, and in every checkpoint, which as many ranks can read. Collective at the end
+    of an epoch: attach it alike on all ranks. Predictions are those before the step, in training mode. They are held without
+    their graphs until the end of the update, which costs their memory.
+
+    Args:
+        trainer: whose `forward` returns `ForwardOutput(..., outputs=...)`.
+        metric: its `output_transform` is given `outputs`; by default they are `(y_pred, y)`.
+        name: of the metric.
+
+    Raises:
+        TypeError: `trainer` is not a trainer, or `metric` is not a metric of Ignite.
+        ValueError: `name` is the name of a metric that handlers publish.
+
+    Example:
+        >>> import torch
+        >>> from ignite.metrics import Accuracy
+        >>> from ignite_train import ForwardOutput, attach_metric, create_trainer
+        >>> def forward(model, micro_batch):
+        ...     x, y = micro_batch
+        ...     logits = model(x)
+        ...     loss = torch.nn.functional.cross_entropy(logits, y, reduction="sum")
+        ...     return ForwardOutput(loss, sample_size=len(y), outputs=(logits, y))
+        >>> model = torch.nn.Linear(2, 3)
+        >>> trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), forward)
+        >>> attach_metric(trainer, Accuracy(), "accuracy")
+        >>> state = trainer.run([(torch.randn(4, 2), torch.tensor([0, 1, 2, 0]))], max_epochs=1)
+        >>> 0.0 <= state.metrics["accuracy"] <= 1.0
+        True
+    """
+    if not isinstance(trainer, Trainer):
+        raise TypeError(
+            f"trainer must be a Trainer, got {describe(trainer)}; on an evaluator call metric.attach(evaluator, name)"
+        )
+    if not isinstance(metric, Metric):
+        raise TypeError(f"metric must be a metric of Ignite, got {describe(metric)}")
+    if not isinstance(name, str) or is_published_metric(name):
+        raise ValueError(f"name must be a string that handlers do not publish a metric under, got {name!r}")
+    held = _MetricOfTraining(metric, name)
+    trainer._on_backward.append(held.hold)
+    trainer.prepend_event_handler(Events.EPOCH_STARTED, held.begin_epoch)
+    trainer.prepend_event_handler(Events.ITERATION_STARTED, held.begin_update)
+    trainer.prepend_event_handler(TrainEvents.STEP_COMPLETED, held.count)
+    trainer.prepend_event_handler(Events.EPOCH_COMPLETED, held.end_epoch)
+
+
+class _MetricOfTraining:
+    """Feeds a metric by an engine of Ignite's own, so that any kind of metric is attached in its own way."""
+
+    def __init__(self, metric: Metric, name: str) -> None:
+        self._name = name
+        self._engine = Engine(lambda _engine, batch: batch)
+        metric.attach(self._engine, name)
+        self._held: list[Any] = []
+
+    def hold(self, output: ForwardOutput) -> None:
+        """Holds the outputs of a micro-batch, or of the part of it that fitted into memory, whose backward is done.
+
+        Raises:
+            ForwardContractError: there are none.
+        """
+        if output.outputs is None:
+            raise ForwardContractError(
+                f"attach_metric(..., {self._name!r}) needs predictions; return ForwardOutput(..., outputs=(y_pred, y))"
+            )
+        self._held.append(pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, output.outputs))
+
+    def begin_epoch(self) -> None:
+        """Resets the metric."""
+        self._engine.fire_event(Events.EPOCH_STARTED)
+
+    def begin_update(self) -> None:
+        """Forgets what an update has held that did not make a step."""
+        self._held = []
+
+    def count(self, trainer: Trainer) -> None:
+        """Shows the metric what the update has held; it made a step."""
+        held, self._held = self._held, []
+        for outputs in held:
+            self._engine.state.output = outputs
+            self._engine.fire_event(Events.ITERATION_COMPLETED)
+        self._engine.state.output = None
+        trainer.state.metrics.update(self._engine.state.metrics)  # of those that publish a running value
+
+    def end_epoch(self, trainer: Trainer) -> None:
+        """Publishes the metric."""
+        self._engine.fire_event(Events.EPOCH_COMPLETED)
+        trainer.state.metrics.update(self._engine.state.metrics)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the metric, and of those that it is made of."""
+        return {key: dict(entry.state_dict()) for key, entry in stateful_handlers(self._engine).items()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Takes it over."""
+        parts = stateful_handlers(self._engine)
+        check_state_dict(f"attach_metric(..., {self._name!r})", state_dict, tuple(parts), ())
+        for key, entry in parts.items():
+            if isinstance(entry, Metric):
+                _make_room(entry, state_dict[key])
+            entry.load_state_dict(state_dict[key])
+
+
+def _make_room(metric: Metric, saved: Mapping[str, Any]) -> None:
+    """Lists get the lengths of those that are loaded: Ignite loads a list, of predictions say, only over one as long."""
+    per_rank: Any = next(iter(saved.values()), [])
+    mine = per_rank[collectives.rank()] if collectives.rank() < len(per_rank) else {}
+    for name, value in mine.items():
+        if isinstance(value, list) and isinstance(vars(metric).get(name), list):
+            setattr(metric, name, list(value))
