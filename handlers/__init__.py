@@ -11,6 +11,7 @@ from ignite_train.handlers.log_file import Csv, JsonLines, LogFile
 from ignite_train.handlers.loss_scale import LossScaleLogger
 from ignite_train.handlers.min_learning_rate import MinLearningRate
 from ignite_train.handlers.model_ema import ModelEMA
+from ignite_train.handlers.optimizer_modes import OptimizerModes
 from ignite_train.handlers.progress import ProgressLog
 from ignite_train.handlers.reduce_on_plateau import ReduceOnPlateau
 from ignite_train.handlers.state_consistency import StateConsistency, StateMismatchError
@@ -36,6 +37,7 @@ __all__ = [
     "LossScaleLogger",
     "MinLearningRate",
     "ModelEMA",
+    "OptimizerModes",
     "PeerFailureError",
     "ProgressLog",
     "ReduceOnPlateau",

@@ -29,8 +29,8 @@ class EarlyStopping(ScoreHandler):
         evaluator: what evaluates; `Validation` runs it.
         score: one of its metrics.
         patience: end after this many evaluations in a row without an improvement; None: only `target` ends the run.
-        min_delta: a score that is better than the best by at most this much is no improvement; at least 0. The best stays as
-            it is then, so that many small steps together count as one improvement.
+        min_delta: a score that is better than the best by at most this much does not count as an improvement; at least 0. The
+            best stays as it is then, so that many small steps together count as one improvement.
         mode: `"min"` if lower scores are better, `"max"` if higher. NaN is never an improvement.
         target: end as soon as a score is this good.
 

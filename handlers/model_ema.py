@@ -184,7 +184,7 @@ class ModelEMA(Handler):
                 average.copy_(saved[name])
 
     def _begin(self, _trainer: Trainer) -> None:
-        """A run begins: where there is no average yet, that of the weights as they are now."""
+        """A run begins: before the first averaging, the average is that of the weights now."""
         if self.num_updates == 0:
             with torch.no_grad():
                 torch._foreach_copy_(_local(self._averages), _local(_averaged(self._attached())))

@@ -81,7 +81,7 @@ class ReduceOnPlateau(ScoreHandler):
         before = self._rates()
         self.scheduler.step(score)
         if (after := self._rates()) != before and collectives.is_main_rank():
-            best = f"{self.score} {score:g} is no improvement on {self.scheduler.best:g}"
+            best = f"{self.score} {score:g} does not improve on {self.scheduler.best:g}"
             rates = f"{', '.join(map('{:g}'.format, before))} -> {', '.join(map('{:g}'.format, after))}"
             _logger.info(f"update {trainer.state.iteration}: learning rate {rates}: {best}")
 

@@ -9,9 +9,10 @@ from typing import Any, Literal
 
 from ignite.engine import Engine, Events, RemovableEventHandle
 
-from ignite_train.arguments import describe, did_you_mean, one_of
+from ignite_train.arguments import describe, did_you_mean, one_of, positive_int
 from ignite_train.events import Event
 from ignite_train.handler import Handler
+from ignite_train.loop.dispatch import Dispatcher
 from ignite_train.trainer import Trainer
 
 __all__ = ["Validation"]
@@ -31,6 +32,8 @@ class Validation(Handler):
         loader: held-out micro-batches; the ranks' shares may differ.
         score: the metric that decides which parameters are best.
         mode: `"min"` if lower scores are better, `"max"` if higher. Only a strictly better score is a new best, NaN never.
+        sanity: before the first update, evaluate this many micro-batches, so that an error in the evaluation or a misspelt
+            `score` is found at once; 0: do not. The result is dropped, and handlers of the evaluator's COMPLETED do not run.
 
     Attributes:
         best: the best score so far, or None.
@@ -60,8 +63,10 @@ class Validation(Handler):
         *,
         score: str = "loss",
         mode: Literal["min", "max"] = "min",
+        sanity: int = 0,
     ) -> None:
         self.evaluator, self.loader, self.score = evaluator, loader, score
+        self.sanity = 0 if sanity == 0 else positive_int("sanity", sanity)
         self._sign = 1.0 if one_of("mode", mode, ("min", "max")) == "min" else -1.0
         self.best: float | None = None
         self.best_update: int | None = None
@@ -70,6 +75,8 @@ class Validation(Handler):
 
     def attach(self, trainer: Trainer, event: Event = Events.EPOCH_COMPLETED) -> RemovableEventHandle:
         """Validates at `event`, before the handlers there that `add_event_handler` adds, whatever the order of attaching."""
+        if self.sanity:
+            trainer.add_event_handler(Events.STARTED, self._rehearse)
         return trainer.add_evaluation_handler(event, self)
 
     def __call__(self, trainer: Trainer) -> None:
@@ -82,11 +89,7 @@ class Validation(Handler):
         update = trainer.state.iteration
         if update == self._latest_update:
             return
-        metrics = self._evaluate()
-        if self.score not in metrics:
-            hint = did_you_mean(self.score, metrics)
-            raise ValueError(f"score must be one of the evaluator's metrics {sorted(metrics)}, got {self.score!r}{hint}")
-        score = _number(self.score, metrics[self.score])
+        score = self._score_in(self._evaluate())
         if math.isnan(score):
             _logger.warning(f"update {update}: the validation's {self.score} is NaN; the best so far stays {self.best}")
         self.is_best = self.best is None or self._sign * score < self._sign * self.best
@@ -95,10 +98,29 @@ class Validation(Handler):
             self.best, self.best_update = score, update
         self._latest_update = update
 
-    def _evaluate(self) -> Mapping[str, Any]:
+    def _evaluate(self, **limit: int) -> Mapping[str, Any]:
         # Ignite's own engine gives None once, and does nothing, if its latest run ended with an exception.
-        state: Any = self.evaluator.run(self.loader) or self.evaluator.run(self.loader)
+        state: Any = self.evaluator.run(self.loader, **limit) or self.evaluator.run(self.loader, **limit)
         return dict(state.metrics)
+
+    def _score_in(self, metrics: Mapping[str, Any]) -> float:
+        if self.score not in metrics:
+            hint = did_you_mean(self.score, metrics)
+            raise ValueError(f"score must be one of the evaluator's metrics {sorted(metrics)}, got {self.score!r}{hint}")
+        return _number(self.score, metrics[self.score])
+
+    def _rehearse(self, trainer: Trainer) -> None:
+        """Evaluates a few micro-batches, unless the run continues, where the evaluation has worked before."""
+        if trainer.state.iteration > 0:
+            return
+        evaluator, before = self.evaluator, self.evaluator.state
+        add = evaluator.append_event_handler if isinstance(evaluator, Dispatcher) else evaluator.add_event_handler
+        with add(Events.EPOCH_COMPLETED, self._skip_completed):
+            self._score_in(self._evaluate(epoch_length=self.sanity))
+        evaluator.state = before
+
+    def _skip_completed(self) -> None:
+        self.evaluator.terminate(skip_completed=True)
 
     def state_dict(self) -> dict[str, Any]:
         """The best score, its update and the latest one validated."""

@@ -235,6 +235,16 @@ def test_every_handler_is_in_a_table():
     assert listed == kinds
 
 
+def test_the_code_on_handlers_runs():
+    """The blocks of docs/handlers.md, one after the other, are one script."""
+    blocks = [text for language, text in _code(ROOT / "docs/handlers.md")[1] if language == "python"]
+    names = {}
+    exec(compile("".join(blocks), "docs/handlers.md", "exec"), names)  # noqa: S102
+
+    assert names["ema"].num_updates == 0  # attached after the run of its trainer
+    assert names["trainer"].state.iteration == names["total"]
+
+
 def test_the_timeline_is_what_happens():
     """The table in docs/architecture.md lists the events in the order in which they fire, with the counters they filter on."""
     text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")

@@ -130,6 +130,45 @@ def test_a_checkpoint_of_the_same_update_has_the_reaction(seed: int, tmp_path: P
     assert (counted.num_bad, other.optimizer.param_groups[0]["lr"]) == (1, 2.5e-4)  # nothing evaluated the third update
 
 
+# --- a rehearsal of the validation ---
+
+
+def test_sanity_finds_a_mistake_before_the_first_update() -> None:
+    """A misspelt score, and an evaluation that fails, are found before a batch is trained on."""
+    for options, error in (({"score": "sampels"}, ValueError), ({}, ZeroDivisionError)):
+        job, seen = Scripted([1.0]), []
+        if not options:
+            job.evaluator.add_event_handler(Events.ITERATION_COMPLETED, lambda: 1 // 0)
+        Validation(job.evaluator, DATA, sanity=2, **options).attach(job.trainer)
+        job.trainer.add_event_handler(Events.ITERATION_STARTED, _noting(seen, "trained"))
+        with pytest.raises(error):
+            job.run()
+        assert seen == []
+    with pytest.raises(ValueError, match="sanity must be at least 1, got -1"):
+        Validation(job.evaluator, DATA, sanity=-1)
+
+
+def test_sanity_leaves_no_trace(tmp_path: Path) -> None:
+    """Its score is not one: nothing reacts, no checkpoint has it, training has the same bits; a resumed run does without it."""
+    results = []
+    for sanity in (0, 2):
+        job, evaluated, logged = Scripted([3.0, 4.0, 2.0]), [], []
+        job.validation = Validation(job.evaluator, DATA, sanity=sanity)
+        job.validate()
+        job.evaluator.add_event_handler(Events.ITERATION_COMPLETED, _noting(evaluated, 1))
+        job.evaluator.add_event_handler(Events.COMPLETED, _noting(logged, 1))
+        stopping = EarlyStopping(job.evaluator, patience=2)
+        stopping.attach(job.trainer)
+        checkpoint = Checkpoint(tmp_path / str(sanity), every=99, best="loss")
+        checkpoint.attach(job.trainer, evaluator=job.evaluator)
+        for max_iters in (2, 3):
+            job.run(max_iters=max_iters)
+        assert (len(evaluated), len(logged)) == (3 * 3 + sanity, 3)
+        state = [stopping.state_dict(), job.validation.state_dict(), job.model.state_dict(), checkpoint.best.score]  # type: ignore[union-attr]
+        results.append(bit_by_bit(state))
+    assert results[0] == results[1]
+
+
 # --- EarlyStopping ---
 
 

@@ -1,0 +1,153 @@
+"""A schedule-free optimizer is evaluated at its average, and training does not notice the evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ignite.engine import Events
+from torch import nn
+
+import cuts
+from bits import bit_by_bit
+from ignite_train import create_evaluator, create_trainer
+from ignite_train.handlers import Checkpoint, OptimizerModes, Validation
+
+DATA = cuts.cut(cuts.samples(), [8] * 4)
+BETA = 0.7
+
+
+class ScheduleFreeSGD(torch.optim.SGD):
+    """Trains at y = (1 - β) z + β x, where z takes plain steps and x is their mean (arXiv:2405.15682, equations 2 to 4)."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr=lr)
+        self.param_groups[0]["train_mode"] = False
+
+    def train(self) -> None:
+        self._move(to_training=True)
+
+    def eval(self) -> None:
+        self._move(to_training=False)
+
+    @torch.no_grad()
+    def _move(self, *, to_training: bool) -> None:
+        group = self.param_groups[0]
+        if group["train_mode"] == to_training:
+            return
+        group["train_mode"] = to_training
+        for p in group["params"]:
+            if "z" in self.state[p]:
+                p.lerp_(self.state[p]["z"], 1 - BETA if to_training else 1 - 1 / BETA)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # noqa: ARG002
+        for p in self.param_groups[0]["params"]:
+            assert self.param_groups[0]["train_mode"]
+            state = self.state[p]
+            z, k = state.setdefault("z", p.clone()), state.setdefault("k", torch.zeros_like(p[:1].sum()))
+            x = p.lerp(z, 1 - 1 / BETA)
+            k += 1
+            z.sub_(p.grad, alpha=self.param_groups[0]["lr"])
+            x.lerp_(z, float(1 / k))
+            p.copy_(z.lerp(x, BETA))
+
+
+def by_hand() -> list[float]:
+    """The loss of x over all data after each update, in a plain loop."""
+    model = cuts.linear()
+    names = list(dict(model.named_parameters()))
+    z = {name: value.detach().clone() for name, value in model.named_parameters()}
+    x, losses = {name: z[name].clone() for name in names}, []
+    for number, (a, b, w) in enumerate(DATA, start=1):
+        y = {name: ((1 - BETA) * z[name] + BETA * x[name]).requires_grad_() for name in names}
+        loss = (w * (torch.func.functional_call(model, y, (a,)).squeeze(1) - b) ** 2).sum() / w.sum()
+        gradients = torch.autograd.grad(loss, list(y.values()))
+        z = {name: z[name] - 0.05 * gradient for name, gradient in zip(names, gradients, strict=True)}
+        x = {name: (1 - 1 / number) * x[name] + z[name] / number for name in names}
+        outputs = [(w * (torch.func.functional_call(model, x, (a,)).squeeze(1) - b) ** 2).sum() for a, b, w in DATA]
+        losses.append(float(sum(outputs) / sum(w.sum() for _, _, w in DATA)))
+    return losses
+
+
+def job(directory: Path | None = None, *, validates: bool = True) -> Any:
+    model = cuts.linear()
+    optimizer = ScheduleFreeSGD(model.parameters(), lr=0.05)
+    trainer, evaluator = create_trainer(model, optimizer, cuts.forward), create_evaluator(model, cuts.forward)
+    losses: list[float] = []
+    if directory is not None:
+        Checkpoint(directory, every=1, asynchronous=False).attach(trainer)
+    if validates:
+        Validation(evaluator, DATA).attach(trainer, Events.ITERATION_COMPLETED)
+    OptimizerModes(optimizer).attach(trainer, evaluator=evaluator)
+    evaluator.add_event_handler(Events.COMPLETED, lambda: losses.append(evaluator.state.metrics["loss"]))
+    return trainer, model, optimizer, evaluator, losses
+
+
+def test_the_score_is_that_of_the_average() -> None:
+    """Against a plain loop in float64; and with the evaluations training ends with the bits that it has without them."""
+    trainer, model, optimizer, _, losses = job()
+    trainer.run(DATA, max_epochs=1)
+    assert losses == pytest.approx(by_hand(), rel=1e-10)
+    other, other_model, other_optimizer, _, _ = job(validates=False)
+    other.run(DATA, max_epochs=1)
+    assert bit_by_bit(model.state_dict()) == bit_by_bit(other_model.state_dict())
+    assert bit_by_bit(optimizer.state_dict()) == bit_by_bit(other_optimizer.state_dict())
+
+
+def test_resumed_in_the_middle(tmp_path: Path) -> None:
+    """The same bits as a run that did not break off, with evaluations before and after."""
+    whole, expected, _, _, losses = job()
+    whole.run(DATA, max_epochs=1)
+    trainer, _, _, _, _ = job(tmp_path)
+    trainer.add_event_handler(Events.ITERATION_STARTED(once=3), lambda: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        trainer.run(DATA, max_epochs=1)
+    trainer, model, _, _, rest = job(tmp_path)
+    trainer.run(DATA, max_epochs=1, resume="must")
+    assert bit_by_bit(model.state_dict()) == bit_by_bit(expected.state_dict())
+    assert rest == losses[2:]
+
+
+def test_an_evaluation_that_fails_leaves_the_weights_of_training() -> None:
+    """The optimizer is back in training mode, with the same bits."""
+    trainer, model, optimizer, evaluator, _ = job(validates=False)
+    trainer.run(DATA, max_epochs=1)
+    before = bit_by_bit(model.state_dict())
+    with pytest.raises(TypeError):
+        evaluator.run([None])
+    assert bit_by_bit(model.state_dict()) == before
+    assert optimizer.param_groups[0]["train_mode"]
+
+
+def attach_to(optimizer: torch.optim.Optimizer, evaluator: Any = None) -> None:
+    model = cuts.linear()
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), cuts.forward)
+    OptimizerModes(optimizer).attach(trainer, evaluator=evaluator or create_evaluator(model, cuts.forward))
+
+
+def of_another_model() -> ScheduleFreeSGD:
+    return ScheduleFreeSGD(cuts.linear().parameters(), lr=0.1)
+
+
+MISTAKES: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
+    "plain": (TypeError, r"must have train\(\) and eval\(\)", lambda: attach_to(torch.optim.SGD(cuts.linear().parameters()))),
+    "module": (TypeError, r"must have train\(\) and eval\(\)", lambda: OptimizerModes(nn.Linear(1, 1))),  # type: ignore[arg-type]
+    "other": (
+        ValueError,
+        "optimizer must be the trainer's",
+        lambda: attach_to(of_another_model()),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(MISTAKES))
+def test_mistakes(name: str) -> None:
+    """Each is answered in one line."""
+    error, says, make = MISTAKES[name]
+    with pytest.raises(error, match=says) as raised:
+        make()
+    assert "\n" not in str(raised.value)
