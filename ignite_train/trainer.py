@@ -253,7 +253,7 @@ class Trainer(Loop):
         state.iteration += 1
         try:
             self.fire_event(Events.ITERATION_STARTED)
-            self._process_batch()
+            self._process(self, self._batch())
             self._iterating = False
             self.fire_event(Events.ITERATION_COMPLETED)
         finally:

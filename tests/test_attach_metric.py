@@ -197,7 +197,7 @@ def test_it_comes_back_when_the_run_resumes(tmp_path: Path, cut: int) -> None:
 
 
 def test_wrong_arguments_are_said() -> None:
-    """What is no metric, a name that is taken, and a forward without predictions."""
+    """An object that is not a metric, a name that is taken, and a forward without predictions."""
     trainer, _ = make(lambda model, batch: forward(model, batch)._replace(outputs=None))
     with pytest.raises(TypeError, match=r"trainer must be a Trainer, got .*on an evaluator call metric\.attach"):
         attach_metric(create_evaluator(nn.Linear(1, 1), forward), Accuracy(), "accuracy")  # type: ignore[arg-type]

@@ -198,7 +198,7 @@ class Loop(Dispatcher):
             state.iteration -= 1
             self._leave_out_iteration()
             return
-        state.output = self._process_batch()
+        state.output = self._process(self, self._batch())
         self._iterating = False
         self._epoch_iteration += 1
         self.fire_event(Events.ITERATION_COMPLETED)
@@ -206,9 +206,10 @@ class Loop(Dispatcher):
     def _leave_out_iteration(self) -> None:
         """Called where a stop was asked for before an iteration. If it stops the run, the next one does that iteration."""
 
-    def _process_batch(self) -> Any:
-        """Calls the process function of the engine."""
-        return self._process_function(self, self._batch())
+    @property
+    def _process(self) -> Callable[[Any, Any], Any]:
+        """The process function of the engine."""
+        return self._process_function
 
     def _batch(self) -> Any:
         """What the running iteration works on: `state.batch`, as handlers may have replaced it."""

@@ -85,7 +85,7 @@ class _MetricOfTraining:
         """Holds the outputs of a micro-batch, or of the part of it that fitted into memory, whose backward is done.
 
         Raises:
-            ForwardContractError: there are none.
+            ForwardContractError: `forward` gave no outputs.
         """
         if output.outputs is None:
             raise ForwardContractError(

@@ -106,7 +106,7 @@ class TrainerAsEngine(Trainer):
 
     @property
     def _internal_run_generator(self) -> Any:  # type: ignore[override]
-        """None, or something where an interrupted run is to be continued. Ignite's tests look at it."""
+        """Something while a run is interrupted, and None otherwise. Ignite's tests look at it."""
         return _NOTHING if self._interrupted else None
 
     @_internal_run_generator.setter
