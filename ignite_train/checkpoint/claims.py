@@ -6,7 +6,7 @@ Names, shapes and dtypes decide it, before memory is allocated for a tensor and 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 import torch
@@ -115,8 +115,7 @@ class Claims:
         saved = {name: self.own["buffers"][name] for name in buffers if name in self.own["buffers"]}
         check_module(path, "model", {name: buffers[name] for name in saved}, saved)
         output, metrics = self.own["results"].get("output"), self.own["results"].get("metrics")
-        known = {field.name for field in fields(UpdateOutput)}
-        if not isinstance(metrics, dict) or not (output is None or (isinstance(output, dict) and set(output) == known)):
+        if not isinstance(metrics, dict) or not (output is None or (isinstance(output, dict) and _is_record(output))):
             raise CheckpointError(f"{path} has invalid results of an update: {describe(self.own['results'])}")
 
 
@@ -158,3 +157,10 @@ def _tensors(value: Any) -> Iterator[TensorClaim]:
     elif isinstance(value, (list, tuple)):
         for entry in value:
             yield from _tensors(entry)
+
+
+def _is_record(output: Mapping[str, Any]) -> bool:
+    """Whether an `UpdateOutput` can be made of it. Earlier versions did not save all of its fields."""
+    known = fields(UpdateOutput)
+    required = {field.name for field in known if field.default is MISSING and field.default_factory is MISSING}
+    return required <= output.keys() <= {field.name for field in known}

@@ -133,11 +133,11 @@ class DataPosition:
             self._go_to(saved)
         else:
             self._go_to_the_start(saved)
+        before = {**capture_random_state(), "own": self._own_generators()}
         if not skip:
-            self._before_opening = {**capture_random_state(accelerators=False), "own": self._own_generators()}
+            self._before_opening = before
         if self._seekable is None and not self._opening:
-            process = {} if self._stateful is not None else capture_random_state()  # a stateful one does not need it
-            self._opening = {**process, "own": self._own_generators()}
+            self._opening = before if self._stateful is None else {"own": before["own"]}  # a stateful one needs no more
         if self.reads_past and "opening" in saved:
             restore_random_state(saved["opening"])
             self._set_own_generators(saved["opening"]["own"])
