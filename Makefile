@@ -26,7 +26,7 @@ digits: $(INSTALLED)  ## classify handwritten digits
 quick: check  ## lint, types, and the tests that failed when they were last run
 	$(BIN)/python -m pytest -q -m 'not nightly' --last-failed --last-failed-no-failures none || test $$? -eq 5
 
-test: check  ## lint, types and tests, in two minutes on two cores
+test: check  ## lint, types and tests
 	$(PYTEST)
 
 slow: $(INSTALLED)  ## the laws of `test` on all of their cases: what it leaves out

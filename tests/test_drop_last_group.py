@@ -13,10 +13,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import cuts
 from bits import bit_by_bit
-from conftest import Batch, Setup
 from ignite_train import TrainEvents, UpdateOptions, create_trainer
 from ignite_train.handlers import Checkpoint
 from ranks import run_ranks
+from setups import Batch, Setup
 
 Build = Callable[..., Setup]
 

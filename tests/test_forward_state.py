@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import cuts
-from conftest import Batch, Setup, summed_loss
 from ignite_train import ForwardOutput, NonFiniteError, TrainEvents, UpdateOptions, create_evaluator, create_trainer
 from ranks import run_ranks
+from setups import Batch, Setup, summed_loss
 
 Build = Callable[..., Setup]
 Place = tuple[int | None, int | None, float | None]

@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import cuts
-from conftest import Batch, Setup
 from ignite_train import (
     GradientAccessError,
     NoGradientError,
@@ -30,6 +29,7 @@ from ignite_train import (
     create_trainer,
 )
 from ranks import run_ranks
+from setups import Batch, Setup
 
 Build = Callable[..., Setup]
 Change = Callable[[nn.Module], None]

@@ -401,3 +401,8 @@ def test_the_order_is_documented():
     shown = [tuple(re.findall(r"[a-z]+", line.partition("  ")[0])) for line in section.split("```")[1].strip().splitlines()]
 
     assert tuple(shown) == ROWS
+
+
+def test_no_test_imports_from_a_conftest():
+    """There are two files of that name, and which one a rank finds that was forked depends on its path."""
+    assert [_name(path) for path in TESTS if re.search(r"^(?:from|import) conftest\b", path.read_text(), re.MULTILINE)] == []

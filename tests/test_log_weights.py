@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import cuts
-from conftest import Setup
 from ignite_train import (
     ForwardContractError,
     ForwardOutput,
@@ -26,6 +25,7 @@ from ignite_train import (
 )
 from ignite_train.handlers import TrainingMetrics
 from ranks import run_ranks
+from setups import Setup
 
 Build = Callable[..., Setup]
 Sentences = tuple[Tensor, Tensor]

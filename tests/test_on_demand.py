@@ -20,10 +20,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import cuts
 from bits import bit_by_bit
-from conftest import Batch, Setup
 from ignite_train import ForwardOutput, Trainer, TrainEvents, UpdateOptions, count_traffic, create_trainer
 from ignite_train.handlers import Checkpoint, FailureBoard, LearningRateSchedule, ProgressLog, TrainingMetrics
 from ranks import run_ranks
+from setups import Batch, Setup
 
 Build = Callable[..., Setup]
 OF_RUNS = {"GET_BATCH_STARTED", "GET_BATCH_COMPLETED", "EPOCH_STARTED", "EPOCH_COMPLETED"}
