@@ -370,7 +370,8 @@ def _recovery(
     if not reduction.may_drop_micro_batches:
         raise ValueError(
             f"on_out_of_memory must be 'raise' in DistributedDataParallel and fully_shard, got {on_out_of_memory!r}: "
-            "a rank that leaves its backward leaves the others waiting in theirs; pass a plain model and reduction='explicit'"
+            "a rank that leaves its backward leaves the others waiting in theirs; "
+            "pass a plain model and options=UpdateOptions(reduction='explicit')"
         )
     split = on_out_of_memory == "split"
     return RecoverFromOutOfMemory(

@@ -167,7 +167,8 @@ class NonFiniteError(TrainingError, FloatingPointError):
         others = f"rank{'s' if len(disagreeing) > 1 else ''} {', '.join(map(str, disagreeing))}"
         super().__init__(
             f"update {update}: gradient norm {grad_norm:g}, loss {loss:g}: not finite, so no parameter was moved{origin}; look "
-            "at the data of this update, lower the learning rate or set max_grad_norm, or pass on_nonfinite='skip'"
+            "at the data of this update, lower the learning rate or set max_grad_norm, "
+            "or pass options=UpdateOptions(on_nonfinite='skip')"
             if not disagreeing
             else f"update {update}: gradient norm {grad_norm:g}, loss {loss:g}: not finite on this rank, but finite "
             f"on {others}, which most likely made the step{origin}; look for a handler, a hook or a device that changes "

@@ -238,7 +238,7 @@ class Trainer(Loop):
             The record of the update.
 
         Raises:
-            TypeError: `micro_batches` is no list, or holds None.
+            TypeError: `micro_batches` is not a list, or holds None.
             RuntimeError: it is called inside a handler of its own run or update, or while `run` has left an epoch open, or a
                 stop was asked for, or a `Checkpoint` is attached and no session is open.
         """

@@ -1,17 +1,19 @@
-"""What the fixtures `build` and `micro_batches` give, for files of tests that name these types."""
+"""What several files of tests build their trainers of."""
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
+import cuts
 from bits import bit_by_bit
 from ignite_train import ForwardOutput, Trainer
 
-__all__ = ["Batch", "Setup", "summed_loss"]
+__all__ = ["Batch", "InfiniteIn", "Setup", "summed_loss"]
 
 Batch = tuple[Tensor, Tensor]
 
@@ -32,3 +34,16 @@ def summed_loss(model: nn.Module, batch: Batch) -> ForwardOutput:
     """The summed squared error, weighed by its samples."""
     x, y = batch
     return ForwardOutput(mse_loss(model(x), y, reduction="sum"), len(y), {"samples": len(y)})
+
+
+class InfiniteIn:
+    """A forward whose loss is infinite in some updates of its trainer."""
+
+    def __init__(self, *updates: int) -> None:
+        self.updates = updates
+        self.trainer: Trainer | None = None
+
+    def __call__(self, model: nn.Module, micro_batch: Any) -> ForwardOutput:
+        output = cuts.forward(model, micro_batch)
+        assert self.trainer is not None
+        return output._replace(loss=output.loss * math.inf) if self.trainer.state.iteration in self.updates else output

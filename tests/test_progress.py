@@ -24,13 +24,13 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from ignite.engine import Events
-from torch import nn
 from tqdm import tqdm
 
 import cuts
-from ignite_train import Evaluator, ForwardOutput, Trainer, create_evaluator, create_trainer
+from ignite_train import Evaluator, Trainer, create_evaluator, create_trainer
 from ignite_train.handlers import Checkpoint, ProgressLog, StopOnSignal, TrainingMetrics, Validation
 from ranks import run_ranks
+from setups import InfiniteIn
 from update_options import with_options
 
 DATA = cuts.cut(cuts.samples(), [4, 12, 7, 9, 16, 16])  # six micro-batches
@@ -154,19 +154,6 @@ def lines_of(capsys: pytest.CaptureFixture[str], style: Any = "auto", **options:
     trainer.add_event_handler(EVERY(once=7), lambda: optimizer.param_groups[0].update(lr=0.01))
     trainer.run(DATA, max_epochs=2)
     return capsys.readouterr().out.splitlines()
-
-
-class InfiniteIn:
-    """A forward whose loss is infinite in some updates of its trainer."""
-
-    def __init__(self, *updates: int) -> None:
-        self.updates = updates
-        self.trainer: Trainer | None = None
-
-    def __call__(self, model: nn.Module, micro_batch: Any) -> ForwardOutput:
-        output = cuts.forward(model, micro_batch)
-        assert self.trainer is not None
-        return output._replace(loss=output.loss * math.inf) if self.trainer.state.iteration in self.updates else output
 
 
 def test_a_log_file_has_short_aligned_lines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

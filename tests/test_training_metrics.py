@@ -27,6 +27,7 @@ from ignite_train.handlers import Checkpoint, TrainingMetrics, Validation
 from ignite_train.loop.progress import run_progress
 from ignite_train.metrics import PUBLISHED_METRICS, TIMED_METRICS, grouped_metric, single_metrics
 from ranks import run_ranks
+from setups import InfiniteIn
 from update_options import with_options
 
 DATA = cuts.cut(cuts.samples(), [4, 12, 7, 9, 16, 16])  # six micro-batches
@@ -41,19 +42,6 @@ def make(forward: Callable[..., Any] = cuts.forward, groups: int = 1, **options:
 
 def untimed(metrics: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in metrics.items() if name not in TIMED_METRICS}
-
-
-class InfiniteIn:
-    """A forward whose loss is infinite in some updates of its trainer."""
-
-    def __init__(self, *updates: int) -> None:
-        self.updates = updates
-        self.trainer: Trainer | None = None
-
-    def __call__(self, model: nn.Module, micro_batch: Any) -> ForwardOutput:
-        output = cuts.forward(model, micro_batch)
-        assert self.trainer is not None
-        return output._replace(loss=output.loss * math.inf) if self.trainer.state.iteration in self.updates else output
 
 
 # --- means ---

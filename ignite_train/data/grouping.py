@@ -124,7 +124,7 @@ class MicroBatchGrouping:
         Raises:
             ValueError: the ranks have different numbers of micro-batches.
         """
-        remedy = "make the shards equally long, or pass uneven='shortest' or uneven='replay' to create_trainer"
+        remedy = "make the shards equally long, or pass options=UpdateOptions(uneven='shortest') or uneven='replay' there"
         if min(lengths) >= 0:
             if len(set(lengths)) > 1:
                 table = ", ".join(f"rank {rank}: {length}" for rank, length in enumerate(lengths))

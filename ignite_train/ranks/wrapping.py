@@ -69,7 +69,7 @@ def _replicated(model: nn.Module, name: ReductionName, *, accumulates: bool) -> 
         if accumulates and ddp.static_graph:  # an assertion inside torch fails in the first backward under no_sync
             raise ValueError(
                 "model must be in a DistributedDataParallel without static_graph=True for accumulation_steps other than 1; "
-                "leave it out, or pass the module inside with reduction='explicit'"
+                "leave it out, or pass the module inside with options=UpdateOptions(reduction='explicit')"
             )
         return _hooked(model, ddp, name)
     if collectives.world_size() == 1:
@@ -78,7 +78,7 @@ def _replicated(model: nn.Module, name: ReductionName, *, accumulates: bool) -> 
         return ExplicitReduction(model)
     raise ValueError(
         f"model must be wrapped to train on {collectives.world_size()} ranks, got a bare {type(model).__name__}; pass "
-        "idist.auto_model(model) or DistributedDataParallel(model), or reduction='explicit'"
+        "idist.auto_model(model) or DistributedDataParallel(model), or options=UpdateOptions(reduction='explicit')"
     )
 
 
