@@ -15,9 +15,18 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
-from ignite_train import CheckpointError, CheckpointFormatError, ForwardOutput, ResumableLoader, Trainer, create_trainer
+from ignite_train import (
+    CheckpointError,
+    CheckpointFormatError,
+    ForwardOutput,
+    ResumableLoader,
+    Trainer,
+    create_trainer,
+    handlers,
+)
 from ignite_train import checkpoint as checkpoints
 from ignite_train.checkpoint.inspection import main
+from ignite_train.handler import Handler
 from ignite_train.handlers import Checkpoint, LearningRateSchedule, TrainingMetrics
 from ignite_train.metrics import TIMED_METRICS
 from ranks import run_ranks
@@ -220,3 +229,59 @@ def test_the_commands_do_not_take_a_newer_format_for_damaged(tmp_path: Path, cap
         output = capsys.readouterr().out
         assert f"{NEW}  cannot be read: it has format 7" in output
         assert "damaged" not in output
+
+
+SAVED_NAMES = {
+    "Csv",
+    "EarlyStopping",
+    "JsonLines",
+    "LearningRateSchedule",
+    "MinLearningRate",
+    "ModelEMA",
+    "ReduceOnPlateau",
+    "TensorBoard",
+    "TimeLimit",
+    "TrainingMetrics",
+    "Validation",
+}
+
+
+def test_the_handlers_of_the_library_keep_their_names_in_checkpoints() -> None:
+    """A class that is renamed keeps its former name as `saved_as`, or checkpoints that were written before lose its state."""
+    classes = [value for name in handlers.__all__ if isinstance(value := getattr(handlers, name), type)]
+    names = {getattr(kind, "saved_as", None) or kind.__name__ for kind in classes if hasattr(kind, "load_state_dict")}
+    assert names >= SAVED_NAMES
+
+
+class Count(Handler):
+    """Counts updates."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def attach(self, trainer: Trainer) -> None:
+        trainer.add_event_handler(Events.ITERATION_COMPLETED, self._add)
+
+    def _add(self) -> None:
+        self.count += 1
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        self.count = state_dict["count"]
+
+
+class Tally(Count):
+    """The same, renamed."""
+
+    saved_as = "Count"
+
+
+def test_a_handler_whose_class_was_renamed_gets_its_state(tmp_path: Path) -> None:
+    for kind, max_iters in ((Count, 3), (Tally, 5)):
+        job, handler = make(None, 0), kind()
+        handler.attach(job.trainer)
+        Checkpoint(tmp_path).attach(job.trainer)
+        job.trainer.run(job.loader, max_iters=max_iters)
+    assert handler.count == 5

@@ -334,7 +334,7 @@ class MicroBatchPass:
             table = ", ".join(f"rank {rank}: {'unknown' if n < 0 else self._before + n}" for rank, n in enumerate(self.lengths))
             raise ValueError(
                 f"data must be equally long on all ranks for uneven='error', got micro-batches on {table}; make the shards "
-                "equally long, or pass uneven='all' or 'shortest'"
+                "equally long, or pass options=UpdateOptions(uneven='all') or uneven='shortest' there"
             )
         if min(self.lengths) < 0:
             return None

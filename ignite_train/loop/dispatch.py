@@ -45,10 +45,13 @@ class Attachable:
     Attributes:
         is_attaching: whether its `attach` is running.
         same_on_all_ranks: whether its state is the same on all ranks, or sharded over them, so that a checkpoint holds it once.
+        saved_as: the name of its state in checkpoints, where that is not the name of its class. A class that is renamed keeps
+            its earlier name here, so that checkpoints written before can be resumed from.
     """
 
     is_attaching = False
     same_on_all_ranks = False
+    saved_as: str | None = None
 
 
 class Dispatcher(Engine):
@@ -178,7 +181,7 @@ def attached(engine: Engine) -> Iterator[tuple[Any, Any, tuple[Any, ...]]]:
 
 
 def stateful_handlers(engine: Engine) -> dict[str, Stateful]:
-    """The handlers attached to an engine that have a state to save, by the name of their class.
+    """The handlers attached to an engine that have a state to save, by the name of their class or their `saved_as`.
 
     Those of a stock engine of Ignite are in the order of the events that were attached to first.
     """
@@ -197,7 +200,7 @@ def _list_stateful(listed: dict[str, Stateful], handler: Any) -> None:
         return
     if any(owner is other for other in listed.values()):
         return
-    name, number = type(owner).__name__, 1
+    name, number = (isinstance(owner, Attachable) and owner.saved_as) or type(owner).__name__, 1
     while (key := name if number == 1 else f"{name}-{number}") in listed:
         number += 1
     listed[key] = owner

@@ -60,7 +60,7 @@ def compile_in_place(model: nn.Module, options: Compile, *, backward: bool = Fal
     if backward and module is not model:
         raise ValueError(
             "compiled_autograd must be False in DistributedDataParallel, whose reduction torch does not trace; pass the module "
-            "inside, with reduction='explicit'"
+            "inside, with options=UpdateOptions(reduction='explicit')"
         )
     settings = {} if options is True else dict(options)
     module.compile(**settings)

@@ -55,7 +55,8 @@ class RaiseOutOfMemory:
         if isinstance(error, torch.OutOfMemoryError):
             error.add_note(
                 "to fit: smaller micro-batches with more accumulation_steps (the update stays the same), precision='bf16', "
-                "activation checkpointing; or on_out_of_memory='skip' or 'split', with reduction='explicit' on several ranks"
+                "activation checkpointing; or options=UpdateOptions(on_out_of_memory='skip') or 'split', on several ranks with "
+                "reduction='explicit' there"
             )
             if torch.cuda.is_available():
                 error.add_note(torch.cuda.memory_summary())
