@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,21 @@ from bits import bit_by_bit
 from ignite_train import create_trainer
 from setups import Batch, Setup, summed_loss
 from update_options import with_options
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is slow
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a test that is marked `sampled(number)`, leaves that many cases to `make test`, evenly spread; the others are slow."""
+    cases = defaultdict[str, list[pytest.Item]](list)
+    for item in items:
+        if item.get_closest_marker("sampled") and not item.get_closest_marker("slow"):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for found in cases.values():
+        (number,) = found[0].get_closest_marker("sampled").args
+        kept = {index * len(found) // number for index in range(number)}
+        for index, item in enumerate(found):
+            if index not in kept:
+                item.add_marker("slow")
 
 
 @pytest.fixture

@@ -255,6 +255,7 @@ def uneven(kind: str, sizes: list[list[int]]) -> dict[str, Any]:
     return {name: torch.as_tensor(found[name]).tolist() for name in chosen}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["evaluator", "trainer"])
 @pytest.mark.parametrize("sizes", [[[3, 2, 4], [5]], [[4, 3], []]], ids=["uneven", "one-without-data"])
 def test_metrics_over_uneven_ranks_are_those_of_all_samples(kind: str, sizes: list[list[int]]) -> None:

@@ -104,6 +104,7 @@ def _on_this_rank(directory: str) -> Any:
     return found.path.name, whole(model) == weights[1] != weights[3], whole(model)
 
 
+@pytest.mark.slow
 def test_two_ranks_load_their_shards(tmp_path: Path) -> None:
     """Of a sharded model each rank gets its shards of the best weights."""
     first, second = run_ranks(_on_this_rank, str(tmp_path))

@@ -88,6 +88,7 @@ def truncated_bptt(directory: Path, killed_at: int) -> dict[str, Any]:
     return bit_by_bit([model.state_dict(), optimizer.state_dict(), trainer.state.carried["hidden"], trainer.state.output.loss])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("killed_at", one_in(2, [3, 6]))
 @pytest.mark.parametrize("world_size", only([2], [1, 2]))
 def test_a_killed_recurrent_network_goes_on_bitwise(world_size: int, killed_at: int, tmp_path: Path) -> None:
@@ -98,6 +99,7 @@ def test_a_killed_recurrent_network_goes_on_bitwise(world_size: int, killed_at: 
     assert run_ranks(truncated_bptt, tmp_path / "killed", 0, world_size=world_size) == expected
 
 
+@pytest.mark.slow
 def test_ranks_carry_their_own(tmp_path: Path) -> None:
     """Two ranks on two sequences end with two hidden states and one model."""
     first, second = run_ranks(truncated_bptt, tmp_path, 0)
@@ -131,6 +133,7 @@ def counting(directory: Path, updates: int, carries_on: int) -> Any:
     return trainer.state.iteration, dict(trainer.state.carried)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("carries_on", [0, 1])
 def test_another_number_of_ranks_is_refused(carries_on: int, tmp_path: Path) -> None:
     """In one line that names the key and the way out, on whichever of the ranks something was carried."""

@@ -124,6 +124,7 @@ def test_what_would_miss_samples_is_refused(case: str, tmp_path: Path) -> None:
     assert all(way in str(caught.value) for way in ("resume=PATH", "on_changed_data='warn'"))
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.filterwarnings("ignore:the loader has len")  # a place that is a number of batches of another size
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_user_who_insists_is_warned(case: str, tmp_path: Path, caplog: Any) -> None:
@@ -135,6 +136,7 @@ def test_a_user_who_insists_is_warned(case: str, tmp_path: Path, caplog: Any) ->
     assert sum("data has changed" in line and message in line for line in caplog.messages) == 1
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("case", REFUSED)
 def test_at_the_beginning_of_an_epoch_any_change_is_listed(case: str, tmp_path: Path, caplog: Any) -> None:
     """Nothing of the epoch is done, so that nothing can be missed: the new data is used whole."""
@@ -209,6 +211,7 @@ def test_another_loader_without_a_description_is_warned_about(caplog: Any) -> No
     assert sum("another kind of loader was used before" in line for line in caplog.messages) == 1
 
 
+@pytest.mark.slow
 def test_every_rank_refuses_what_one_rank_has_changed(tmp_path: Path) -> None:
     """With the rank named, so that none waits for another."""
     run_ranks(two_ranks, str(tmp_path), [4, 4], 3)

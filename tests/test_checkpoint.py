@@ -92,6 +92,7 @@ def logged(caplog: Any, level: int = logging.WARNING) -> list[str]:
 # --- when ---
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
@@ -346,6 +347,7 @@ def test_a_finished_run_does_nothing_until_the_limit_is_raised(tmp_path: Path, c
     assert trainer.state.iteration == 18
 
 
+@pytest.mark.slow
 def test_saved_and_loaded_again_and_again(tmp_path: Path, bits: Any) -> None:
     """In one process: going back to the same checkpoint gives the same run each time, and saves continue to work."""
     trainer, model = make()
@@ -412,6 +414,7 @@ def test_what_cannot_be_stored_names_its_place(tmp_path: Path) -> None:
     assert [*tmp_path.iterdir()] == []
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "schedule",
     [
@@ -528,6 +531,7 @@ def test_tied_weights_are_stored_once_and_stay_tied(tmp_path: Path) -> None:
     assert other[2].weight is other[1].weight
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("first", "second"), [("whole", "none"), ("part", "none"), ("none", "whole"), ("whole", "part")])
 def test_compiled_or_not(first: str, second: str, tmp_path: Path) -> None:
     """A model is the same whether it, or a layer of it, is compiled: no name has a trace of that."""
@@ -661,6 +665,7 @@ def pairs(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
 PERSISTENT = {"num_workers": 1, "persistent_workers": True}
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("loader", "warnings", "notes"),
     [
@@ -787,6 +792,7 @@ def replicas(directory: str, seed: int, limit: int) -> dict[str, Any]:
     return {"mean": model[1].running_mean.tolist(), "weight": model[0].weight.tolist(), "started": seen}
 
 
+@pytest.mark.slow
 def test_replicas_write_the_model_once_and_keep_their_buffers(tmp_path: Path) -> None:
     """Rank 1's file is small; broken off and resumed, each replica has its own running means again, as without a break."""
     expected = run_ranks(replicas, str(tmp_path / "a"), 0, 5)
@@ -804,6 +810,7 @@ def test_replicas_write_the_model_once_and_keep_their_buffers(tmp_path: Path) ->
         assert resumed[rank]["weight"] == expected[rank]["weight"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
 def test_metrics_of_other_ranks_begin_anew(before: int, after: int, tmp_path: Path) -> None:
     """Ignite's metrics hold what each rank has counted: another number of ranks leaves them untouched."""

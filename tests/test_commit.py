@@ -285,6 +285,7 @@ def without(kind: str, log: list[Operation]) -> list[Operation]:
     return [operation for operation in log if operation[0] != kind]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world_size", "last", "saves"), [(1, 1, 3), (1, 2, 4), (2, 1, 1), pytest.param(2, 1, 4, marks=pytest.mark.nightly)]
 )
@@ -397,6 +398,7 @@ def test_the_disk_waits_for_what_it_is_told_to(tmp_path, monkeypatch):
 # --- errors of the disk ---
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS], ids=errno.errorcode.get)
 def test_an_error_at_any_operation_is_told_and_harms_nothing(attempts, caplog, code):
     """Each operation fails once: an error in one line that names rank and cause, or a warning if it was only about removing."""
@@ -923,6 +925,7 @@ def test_a_run_that_is_told_to_stop_writes_its_state_once(tmp_path, build, micro
     assert names(tmp_path) == ["update-00000001", "update-00000002", "update-00000003"]
 
 
+@pytest.mark.slow
 def test_a_power_cut_while_a_file_gets_a_second_name_loses_nothing(tmp_path, monkeypatch):
     """The same update twice: in every state of the disk it is found, and whole."""
     root, scratch = tmp_path / "root", tmp_path / "scratch"
@@ -947,6 +950,7 @@ def _rank_1_fails(directory: Path, at: int | None) -> tuple[str, int]:
     return failure(directory, 2, disk, world_size=2), len(disk.done)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("at", [0, 4, 7])
 def test_a_failure_of_one_rank_is_told_by_all(tmp_path, at):
     """Rank 1 alone cannot open, sync or close a file: both ranks raise the same message, which names it. The old one stays."""
@@ -998,6 +1002,7 @@ class Stale(QuickDisk):
             (path / f"rank-00001.{kind}").write_bytes(b"")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("stale", [False, True])
 def test_ranks_that_see_other_files_under_the_same_name(tmp_path, stale):
     """What rank 1 has written must be there where rank 0 looks, with all its bytes; or else nothing is committed."""

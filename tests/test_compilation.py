@@ -87,6 +87,7 @@ def make(**arguments: Any) -> Setup:
     return Setup(model, optimizer, create_trainer(model, optimizer, summed_loss, **with_options(**arguments)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_compiled_model_trains_as_a_plain_one(bits, backend):
     """Compiled by a backend that keeps each operation, parameters, moments and the names of the state are the same bits."""
@@ -184,6 +185,7 @@ def train_on_two_ranks(backend: str | None) -> list[float]:
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).tolist()
 
 
+@pytest.mark.slow
 def test_a_compiled_model_in_ddp():
     """On two ranks the compiled model trains to the same bits as the plain one, alike on both."""
     plain, compiled = (run_ranks(train_on_two_ranks, backend, timeout_seconds=60.0) for backend in (None, "eager"))

@@ -101,6 +101,7 @@ def gradients_while_it_trains(setup: Setup, data: list[Batch]) -> list[Tensor]:
     return [*seen, torch.cat([parameter.detach().flatten() for parameter in setup.model.parameters()])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", only([3], [1, 3]))
 def test_the_gradients_are_the_same(steps):
     """After each micro-batch, alone, added to what is there, and in a last group that is smaller; traced once for each way."""
@@ -128,6 +129,7 @@ def test_the_gradients_are_the_same_in_compiled_code():
     assert captures() == 2
 
 
+@pytest.mark.slow
 def test_nothing_is_traced_again():
     """Further updates, a smaller last group, evaluations and another learning rate: two traces, of the first update."""
     model, optimizer, trainer = make(backward=True, accumulation_steps=3)
@@ -156,6 +158,7 @@ def test_sizes_that_vary_are_traced_a_few_times():
     assert (captures(), compiled()) == so_far
 
 
+@pytest.mark.slow
 def test_another_loss_scale_is_not_traced_again():
     """The loss scale is no part of the trace."""
     scaling = StaticLossScaling(2.0**16)
@@ -171,6 +174,7 @@ def test_another_loss_scale_is_not_traced_again():
     assert trainer.state.output.loss_scale == 2.0**13
 
 
+@pytest.mark.slow
 def test_a_graph_that_is_kept_is_whole():
     """With retain_graph a handler can run backward once more."""
     model, _, trainer = make(backward=True, retain_graph=True)
@@ -186,6 +190,7 @@ def test_a_graph_that_is_kept_is_whole():
     assert max(ratios) < 1e-12
 
 
+@pytest.mark.slow
 def test_only_its_own_backward_is_compiled():
     """What a handler differentiates is none of the trainer's business; nor is any backward after the run."""
     model, _, trainer = make(backward=True)
@@ -222,6 +227,7 @@ class Failing:
         return run
 
 
+@pytest.mark.slow
 def test_a_backward_that_lacks_memory_is_taken_back():
     """The update is the one in which that micro-batch had no weight."""
     data = batches(*[4] * 6)
@@ -248,6 +254,7 @@ def train_replicas(backward: bool) -> tuple[list[float], int]:
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).tolist(), captures()
 
 
+@pytest.mark.slow
 def test_on_plain_replicas():
     """The ranks end alike, and where they end without it; also the one that has no data in the last update."""
     plain, traced = (run_ranks(train_replicas, backward) for backward in (False, True))
@@ -275,5 +282,5 @@ def test_what_cannot_be_traced_is_refused():
         make(backward=True, create_graph=True)
     assert run_ranks(refusal_in_ddp, world_size=1) == [
         "compiled_autograd must be False in DistributedDataParallel, whose reduction torch does not trace; pass the module "
-        "inside, with reduction='explicit'"
+        "inside, with options=UpdateOptions(reduction='explicit')"
     ]

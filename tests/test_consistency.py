@@ -169,6 +169,7 @@ def flip_many_bits(way: Way, trials: int) -> tuple[list[Any], dict[str, int]]:
     return missed, kinds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", one_in(2, ["ddp", "explicit"]))
 def test_every_flipped_bit_is_reported_by_the_next_check(way: Way) -> None:
     """One random bit of one tensor or number on one rank is an error on both, in the next update, and the name is right."""
@@ -200,6 +201,7 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.flo
 DTYPES += [torch.int64, torch.int32, torch.int16, torch.uint8, torch.bool]
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=400)
 @given(st.data(), st.sampled_from(DTYPES), st.sampled_from([*views()]), st.sampled_from([1, 2, 3, 130, 390, 1600, 3084]))
 def test_a_digest_is_of_the_bits_and_of_all_of_them(data: st.DataObject, dtype: torch.dtype, layout: str, half: int) -> None:
@@ -272,6 +274,7 @@ def diverge(way: Way, kind: str) -> tuple[list[float], Any]:
     return norms, error and (error.update, error.names, error.ranks, str(error), job.trainer.state.iteration)
 
 
+@pytest.mark.sampled(1)
 @each_way
 @pytest.mark.parametrize("kind", ["learning rate", "moment", "sign", "bit"])
 def test_the_gradient_norm_never_shows_what_the_state_does(way: Way, kind: str) -> None:
@@ -299,6 +302,7 @@ def stay_clean(way: Way, max_epochs: int) -> tuple[Any, ...]:
     return job.trainer.state.iteration, job.model.norm.running_mean.tolist()
 
 
+@pytest.mark.slow
 @each_way
 @pytest.mark.parametrize(("max_epochs", "least"), [(2, 80), slow(25, 1000)])
 def test_a_thousand_clean_updates_raise_nothing(way: Way, max_epochs: int, least: int) -> None:
@@ -326,6 +330,7 @@ def count_collectives(way: Way) -> list[dict[str, int]]:
     return counts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", one_in(2, ["ddp", "explicit"]))
 def test_updates_have_no_more_collectives(way: Way) -> None:
     """Ten updates with both checks in each have the collectives of ten without, and the end of the run one for each."""
@@ -348,6 +353,7 @@ def one_of_three(victim: int, every: int) -> Any:
     return (again.update, again.names, again.ranks, str(again)), str(error)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("victim", [0, 2])
 def test_three_ranks_name_the_one_that_differs(victim: int) -> None:
     """With a majority the error says which rank is out of it, and which tensors; it survives pickling."""
@@ -398,6 +404,7 @@ def break_gradients(way: Way, updates: range, factor: float, every: int, options
     return (error.update, error.norms, error.parameters, str(error)), job.trainer.state.iteration, completed
 
 
+@pytest.mark.sampled(3)
 @each_way
 @pytest.mark.parametrize(
     ("updates", "every", "compared", "named"),
@@ -424,6 +431,7 @@ def test_different_gradients_are_an_error_on_every_rank(
     assert completed == []
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("updates", "factor", "every", "options"),
     [
@@ -606,6 +614,7 @@ def replicated_shards(part: str | None, victims: list[int], last: bool) -> Any:
     return error and (error.update, error.names, error.ranks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("part", "victims", "last", "expected"),
     [

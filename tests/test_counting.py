@@ -199,6 +199,7 @@ def of_a_rank(reduction: str, handlers: str, accelerator: bool) -> tuple[list[in
         return traffic_of(trainer)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("accelerator", [True, False], ids=["accelerator", "host"])
 @pytest.mark.parametrize("handlers", ["none", "all"])
 @pytest.mark.parametrize(("reduction", "count"), [("ddp", 2), ("auto", 1), ("explicit", 1)])

@@ -108,6 +108,7 @@ def test_one_process(sizes: list[int], accumulation_steps: int, dtype: torch.dty
     assert result["samples"] == [64.0] * 5
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("sized", one_in(2, [True, False]), ids=["sized", "unsized"])
 @pytest.mark.parametrize(
@@ -133,6 +134,7 @@ def test_two_ranks(sizes: list[list[int]], accumulation_steps: int, sized: bool,
         assert_same_on_both(results)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("sized", [True, False], ids=["sized", "unsized"])
 def test_two_ranks_of_unequal_length(sized: bool, way: str) -> None:
@@ -201,6 +203,7 @@ def expected_updates(shards: Sequence[Sequence[Any]], accumulation_steps: Any, e
     return updates
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(sizes=partition, accumulation_steps=accumulations, seed=st.integers(0, 1000))
 def test_any_cut_in_one_process(sizes: list[int], accumulation_steps: Any, seed: int) -> None:
@@ -232,6 +235,7 @@ drawn_cases = given(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=4, deadline=None)
 @drawn_cases
 def test_any_cut_on_several_ranks(drawn: Any, world_size: int, way: str) -> None:

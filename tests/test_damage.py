@@ -150,6 +150,7 @@ def flip(bit: int) -> Callable[[bytearray], None]:
     return flip
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", FILES)
 def test_every_flipped_bit_is_noticed(whole, tmp_path, name):
     """300 random bits in each file, one at a time: none is taken for what was written."""
@@ -163,6 +164,7 @@ def test_every_flipped_bit_is_noticed(whole, tmp_path, name):
     checkpoint.verify(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [80, pytest.param(1000, marks=[pytest.mark.nightly, pytest.mark.timeout(600)])])
 @pytest.mark.parametrize("name", FILES)
 def test_a_run_goes_on_from_the_older_one(whole, falls_back, name, count):
@@ -172,6 +174,7 @@ def test_a_run_goes_on_from_the_older_one(whole, falls_back, name, count):
         falls_back(lambda path: altered(path / name, flip(bit)), f"bit {bit} of {name}")  # noqa: B023
 
 
+@pytest.mark.slow
 def test_every_page_of_zeros_is_noticed(whole, falls_back):
     """A page that never reached the disk, each in turn, and runs of zeros anywhere."""
     draw, damaged = _random(6), 0
@@ -192,6 +195,7 @@ def test_every_page_of_zeros_is_noticed(whole, falls_back):
     assert damaged >= 25
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", FILES)
 def test_every_file_that_is_cut_short_or_goes_on_is_noticed(whole, falls_back, name):
     """Any prefix of a file, and a file with more behind it."""
@@ -458,6 +462,7 @@ def _two_ranks(directory: Path, damage: str) -> tuple[str, str, str, list[str]]:
     return expected, run.digest(), str(run.checkpoint.latest), names(directory)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("damage", ["_swap", "_lose_rank_1", "_flip_in_rank_1", "_copy_of_rank_0"])
 def test_damage_to_the_files_of_one_rank_is_noticed_by_all(tmp_path, damage):
     """Both ranks go back to the same older one, though only one of them saw what is wrong."""
@@ -482,6 +487,7 @@ def _one_rank_fails(directory: Path, call: str, part: str, rank: int) -> tuple[s
     return str(caught.value), names(directory)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("call", "part", "rank"),
     [("preadv", "rank-00001.bin", 1), ("open", "manifest.json", 1), ("open", "manifest.json", 0), ("preadv", "00000.bin", 1)],

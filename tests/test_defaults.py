@@ -121,6 +121,7 @@ def test_curves_are_those_of_the_log(tmp_path: Path) -> None:
     assert losses[1] != losses[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", ["png", "svg"])
 def test_a_picture_of_two_runs(tmp_path: Path, ending: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Loss, learning rate, gradient norm and throughput, each run by its name."""

@@ -98,6 +98,7 @@ def count_collectives(way: str, accumulation_steps: int) -> dict[str, Any]:
     return {name: sorted(counted) for name, counted in sizes.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulation_steps", only([4], [1, 4]))
 @pytest.mark.parametrize("way", ["ddp", "auto", "explicit", "fsdp"])
 def test_an_update_is_its_gradients_and_one_small_all_reduce(way: str, accumulation_steps: int) -> None:
@@ -135,6 +136,7 @@ def trace() -> tuple[float, float]:
     return min(reductions), products[len(products) // 2]
 
 
+@pytest.mark.slow
 def test_the_statistics_overlap_backward() -> None:
     """In DDP they are handed to the backend's threads before the last backward begins, in a trace of torch's profiler."""
     for statistics, backward in run_ranks(trace):
@@ -159,6 +161,7 @@ def chosen(kind: str) -> str:
     return type(trainer._update.reduction).__name__  # type: ignore[attr-defined]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "kind", ["large", "with buffers", "with ignored parameters", "with a hook", "with a static graph", "small"]
 )
@@ -247,6 +250,7 @@ def nan_on_rank_one(site: str, on_nonfinite: str, scaling: bool) -> dict[str, An
     return {"seen": seen, "after": after, "final": flat(model), "scale": policy.scale if policy else None}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("site", ["loss", "gradient"])
 @pytest.mark.parametrize("policy", ["raise", "skip", "scaling"])
 def test_a_nan_on_one_rank_is_judged_alike_on_both(site: str, policy: str) -> None:
@@ -299,6 +303,7 @@ def stop_on_rank(stopper: int, event: str, method: str, sized: bool) -> tuple[An
     return trainer.state.iteration, trainer.state.epoch, completed
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("sized", [True, False], ids=["sized", "unsized"])
 @pytest.mark.parametrize("stopper", [0, 1])
 @pytest.mark.parametrize(
@@ -386,6 +391,7 @@ def uneven_with_buffers(unused: bool, sized: bool) -> dict[str, Any]:
     return {"parameters": flat(model), "idle": model.idle.tolist() if unused else None, "metrics": metrics}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("sized", [True, False], ids=["sized", "unsized"])
 @pytest.mark.parametrize("unused", [False, True], ids=["all used", "unused parameter"])
 def test_buffers_and_unused_parameters_with_uneven_ranks(unused: bool, sized: bool) -> None:
@@ -507,6 +513,7 @@ def unscaled() -> list[float]:
     return flat(model)
 
 
+@pytest.mark.slow
 def test_loss_scaling_cancels_over_ranks() -> None:
     """A power-of-two scale changes nothing but the exponents on the way, with ranks and clipping."""
     for with_scale, without in zip(run_ranks(scaled), run_ranks(unscaled), strict=True):

@@ -174,6 +174,7 @@ def _name_exists(chain: str) -> bool:
     return head in FOREIGN_NAMES or any(_has(module, [head, *rest]) for module in (*ours, *ELSEWHERE))
 
 
+@pytest.mark.sampled(5)
 @each_document
 def test_every_name_of_this_library_exists(document, trainer):
     """A module, class, event or attribute that a document names is in the code."""

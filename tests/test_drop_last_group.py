@@ -104,6 +104,7 @@ def on_ranks(sized: bool, uneven: str) -> tuple[int, int, float]:
     return state.iteration, state.num_micro_batches, state.update_output.num_micro_batches
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("uneven", ["all", "shortest"])
 @pytest.mark.parametrize("sized", [True, False])
 def test_ranks_drop_the_same_group(sized: bool, uneven: str) -> None:

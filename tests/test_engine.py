@@ -804,6 +804,7 @@ def test_a_handler_attached_while_its_event_fires_runs_at_once():
     assert calls == [1, 2, 3]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("event", [Events.ITERATION_COMPLETED, TrainEvents.STEP_COMPLETED(every=2)], ids=["plain", "filtered"])
 @pytest.mark.parametrize("fails", [False, True], ids=["ends", "fails"])
 def test_a_trainer_is_freed_with_its_last_reference(event, fails):

@@ -357,18 +357,21 @@ def check(kind: str, name: str, directory: Path, accumulation_steps: int = 1, le
         assert job.result() == expected, path.name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", one_in(4, [kind for kind in LOADERS if kind not in WITH_WORKERS]))
 def test_goes_on_from_every_update_and_every_epoch(kind: str, tmp_path: Path) -> None:
     """Each update, each end of an epoch and the end of the run, with each kind of loader."""
     check(kind, "every update and epoch", tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", one_in(3, WITH_WORKERS))
 def test_goes_on_with_workers(kind: str, tmp_path: Path) -> None:
     """In the middle of an epoch that is not the first, at the end of one, and at the end of the run."""
     check(kind, "few", tmp_path)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", one_in(4, WAYS))
 def test_goes_on_from_whatever_asked_for_a_checkpoint(name: str, tmp_path: Path) -> None:
     """Each cadence and each request in each event, with loaders that take turns."""
@@ -377,6 +380,7 @@ def test_goes_on_from_whatever_asked_for_a_checkpoint(name: str, tmp_path: Path)
     check(kinds[number % len(kinds)], name, tmp_path, accumulation_steps=(1, 2, 4)[number % 3])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", one_in(2, LOADERS_OF_RANKS))
 def test_goes_on_with_two_ranks(kind: str, tmp_path: Path) -> None:
     """Each rank finds its own place and its own generators again, also where one has less data than the other."""

@@ -68,6 +68,7 @@ def alone(log_dir: Path) -> str:
     return _run("language_model.py", *TINY, "--log-dir", str(log_dir))
 
 
+@pytest.mark.slow
 def test_the_language_model_trains(alone: str, log_dir: Path) -> None:
     """It evaluates during the run and once at its end, and says how to see the curves."""
     evaluations = re.findall(r"validation after update (\d+): .*bits_per_byte ([\d.]+)", alone)
@@ -114,6 +115,7 @@ def test_the_curve_is_drawn(alone: str, log_dir: Path, tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", [(), slow(TORCHRUN)], ids=["alone", "torchrun"])
 def test_digits_are_recognised(launcher: tuple[str, ...]) -> None:
     """The same script, unchanged, in one process and in two."""

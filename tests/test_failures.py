@@ -256,6 +256,7 @@ def see_one_rank_fail(group: Group, site: str, failing: int) -> dict[str, float]
     return {"survivor ended": ended - failed, "failing raised": raised - failed}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("index", range(len(SITES)), ids=SITES)
 def test_wherever_a_rank_fails_the_other_ends_and_names_the_cause(tmp_path: Path, index: int) -> None:
     """Either rank, each way of reducing: the other ends in time, with status 1 and the cause; the error goes on unchanged."""
@@ -269,6 +270,7 @@ def test_wherever_a_rank_fails_the_other_ends_and_names_the_cause(tmp_path: Path
             case.result()
 
 
+@pytest.mark.slow
 def test_without_the_board_the_other_hangs_and_blames_the_connection(tmp_path: Path) -> None:
     """The same failure with no board: nothing ends as long as the failed process lives, and then nobody says why."""
     with Group(tmp_path, fail_on_one_rank, "forward", 1, "ddp", False) as group:
@@ -334,6 +336,7 @@ def fail_and_die(board: Board, failing: int) -> None:
         raise
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_connection_that_breaks_keeps_its_error_and_learns_the_cause(tmp_path: Path, failing: int) -> None:
     """Also where rank 0 fails, whose process holds the store: it stays until the others have read what happened."""
@@ -360,6 +363,7 @@ def die_in_an_update(board: Board, dying: int, number: int, reduction: str) -> N
     trainer.run(cuts.cut(cuts.samples(), [8] * 8), max_epochs=1)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("dying", "number", "meeting", "reduction"),
     [
@@ -418,6 +422,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", [[], slow(["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"])])
 def test_a_launcher_that_ends_the_others_leaves_time_to_name_the_rank(tmp_path: Path, launcher: list[str]) -> None:
     """`idist.Parallel` and torchrun send SIGTERM to the survivors at once: with `StopOnSignal` the line is still written."""
@@ -463,6 +468,7 @@ def hear_late(board: Board, how: str) -> None:
     os._exit(0)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("how", ["gone", "stays"])
 def test_a_rank_that_ended_in_good_order_is_not_called_gone(tmp_path: Path, how: str) -> None:
     """Also if it hosts the store, whether its process has ended with its run or not, and another rank fails later."""
@@ -487,6 +493,7 @@ def fail_beside_a_stopped_rank(board: Board) -> None:
     trainer.run(cuts.cut(cuts.samples(), [8] * 3), max_epochs=1)
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_answer_is_not_said_to_be_dead(tmp_path: Path) -> None:
     """A stopped process may still come back: the line says that it is gone or stands still."""
     with Group(tmp_path, fail_beside_a_stopped_rank) as group:
@@ -544,6 +551,7 @@ def end_at_different_times(board: Board) -> None:
     board.write("rank 1 is done")
 
 
+@pytest.mark.slow
 def test_a_run_that_has_ended_is_no_failure(tmp_path: Path) -> None:
     """One rank may end its run a little earlier than another, and do then what it likes."""
     with Group(tmp_path, end_at_different_times) as group:
@@ -586,6 +594,7 @@ def run_three_times(board: Board) -> None:
     trainer.run(loader, max_epochs=4)
 
 
+@pytest.mark.slow
 def test_a_board_serves_one_run_after_another(tmp_path: Path) -> None:
     """What one run left on the board is nothing to the next; an error that all ranks raise alike stays what it is."""
     with Group(tmp_path, run_three_times) as group:
@@ -607,6 +616,7 @@ def fail_in_the_first_attempt(board: Board, attempt: int) -> None:
     trainer.run(Loader(cuts.cut(cuts.samples(), [8] * 3), look), max_epochs=1)
 
 
+@pytest.mark.slow
 @lists_keys
 def test_what_a_failed_attempt_left_in_the_store_is_nothing_to_the_next(tmp_path: Path) -> None:
     """The launcher keeps its store, and starts the ranks again."""
@@ -635,6 +645,7 @@ def fail_beside_a_stopped_store(board: Board) -> None:
     trainer.run(cuts.cut(cuts.samples(), [8] * 3), max_epochs=1)
 
 
+@pytest.mark.slow
 def test_a_store_that_does_not_answer_holds_nobody_up(tmp_path: Path) -> None:
     """The process that holds the store is stopped: the exception of the rank that fails goes on all the same."""
     with Group(tmp_path, fail_beside_a_stopped_store, tcp=True) as group:
@@ -753,6 +764,7 @@ def see_a_hang(group: Group, ranks: list[int], watching: list[int]) -> None:
     clock.set_forward(20 * TIMEOUT, over=lambda: any(not group.lives(rank) for rank in watching))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("hanging", "tcp", "way", "verdict"),
     [
@@ -776,6 +788,7 @@ def test_a_stopped_rank_is_noticed_by_the_other(tmp_path: Path, hanging: int, tc
         assert "in hang_on_one_rank" in stderr
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_comes_back_is_noticed_by_both(tmp_path: Path) -> None:
     """An endless loop in forward: both ranks say that rank 1 is behind and where each is, show their stacks, and end.
 
@@ -811,6 +824,7 @@ def dawdle_on_rank_one(board: Board) -> None:
     board.write(f"updates.{idist.get_rank()}", trainer.state.iteration)
 
 
+@pytest.mark.slow
 def test_a_slow_rank_does_not_hang(tmp_path: Path) -> None:
     """A loader that takes less than the timeout at a time, or more before the first update, is no hang; in two runs."""
     with Group(tmp_path, dawdle_on_rank_one) as group:
@@ -866,6 +880,7 @@ def validate_slowly(board: Board, attached: bool) -> None:
     trainer.run(cuts.cut(cuts.samples(), [8] * 3), max_epochs=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("attached", "status"), [(True, 0), (False, 1)])
 def test_validation_counts_as_life_if_its_evaluator_is_attached(tmp_path: Path, attached: bool, status: int) -> None:
     """In a single process, which watches itself, and with a validation longer than the timeout."""
@@ -919,6 +934,7 @@ looking.join()
 """
 
 
+@pytest.mark.slow
 def test_looking_at_the_main_thread_does_not_stop_threads_from_starting() -> None:
     """Also where a garbage collection runs a finaliser in the middle of it, for which some versions of Python stood still."""
     done = subprocess.run([sys.executable, "-c", LOOKS_WHILE_THREADS_START], timeout=100, capture_output=True, text=True)

@@ -81,6 +81,7 @@ def test_progress_counts_updates_where_they_are_the_limit(build: Build, micro_ba
     assert looking.places == [(0, 2, None), (1, 2, None), (0, 1, 0.25)]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_through_the_same_places(build: Build, micro_batches: list[Batch]) -> None:
     """Stopped in the middle of an epoch, and continued by another trainer."""
     whole, parts = Looking(), Looking()

@@ -192,6 +192,7 @@ def shards_forward(model: nn.Module, x: Tensor) -> tuple[Tensor, int]:
     return model(x).square().sum(), len(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_shards_are_stepped_without_a_kernel_that_torch_has_not_for_them(name):
     """The steps are the textbook's; one line says so before the first batch, and the groups keep what the user has set."""

@@ -143,6 +143,7 @@ def all_on_ranks(way: str) -> list[tuple[list[float], list[float], list[str]]]:
     return [with_events(way, name) for name in ("", *CHANGES)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["ddp", "explicit", "fsdp"])
 def test_ranks_are_the_loop_by_hand(way: str) -> None:
     """On ragged and empty groups; replicas have no more collectives for it, and sharded models one small all-reduce."""

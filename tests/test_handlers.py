@@ -251,6 +251,7 @@ def test_min_learning_rate() -> None:
     assert len(used) == 5  # running a finished job adds nothing
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("broken_off_after", [1, 3, 4, 5], ids=["in the warm-up", "above", "before the last", "at the end"])
 def test_min_learning_rate_over_a_resume(tmp_path: Path, broken_off_after: int) -> None:
     """Whether the rate has been above the minimum is resumed: the run ends where it would have, also if it has ended before."""
@@ -347,6 +348,7 @@ SCHEDULES_TO_EXTEND: dict[str, tuple[Callable[[Any], Any], str]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", SCHEDULES_TO_EXTEND)
 @pytest.mark.parametrize("resumed", [True, False])
 def test_a_run_beyond_its_schedule_is_warned_about(case: str, resumed: bool, build: Any, tmp_path: Any, caplog: Any) -> None:

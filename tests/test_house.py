@@ -7,6 +7,7 @@ that the others also speak when it cannot be imported.
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import re
 import subprocess
@@ -79,6 +80,7 @@ class Import(NamedTuple):
     name: str | None
 
 
+@functools.cache
 def _tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
 
@@ -158,6 +160,7 @@ def _has_row(module: str) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_a_file_imports_from_the_rows_below_it():
     """Data flows one way: no file imports from a row above its own, or from the other folder in its row."""
     wrong = []
@@ -172,6 +175,7 @@ def test_a_file_imports_from_the_rows_below_it():
     assert wrong == []
 
 
+@pytest.mark.slow
 def test_there_is_no_circle():
     """No file imports itself by way of others, also not inside a folder."""
     graph, done = _graph(), set()
@@ -223,6 +227,7 @@ def test_examples_and_benchmarks_use_public_names():
     assert [found for found in ours if found[1].name is not None and found[1].name not in public[found[1].module]] == []
 
 
+@pytest.mark.slow
 def test_bare_handlers_are_not_imported():
     """By its folder's name a handler would exist twice, and a user's own `handlers` would be in the way."""
     everywhere = [*LIBRARY, *SCRIPTS, *TESTS]
@@ -235,6 +240,7 @@ def test_bare_handlers_are_not_imported():
 # --- what is public ---
 
 
+@pytest.mark.slow
 def test_all_is_sorted_and_complete():
     """`__all__` lists each public function and class of the file and nothing that is not there, constants first."""
     for path in LIBRARY:

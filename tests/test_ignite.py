@@ -326,6 +326,7 @@ LOADERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", sorted(LOADERS))
 @pytest.mark.parametrize("stop", [2, 4, 6, 9])
 def test_a_stream_resumes_where_it_was(tmp_path, kind, stop):

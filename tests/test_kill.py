@@ -40,6 +40,7 @@ def jobs(directory: Path, **options: int) -> Iterator[Job]:
     return (Job(directory / str(number), every=1 + number % 2, asynchronous=number % 3 < 2, **options) for number in count())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("half", one_in(2, [slice(7), slice(7, 14)]), ids=["first half", "second half"])
 def test_killed_anywhere_two_ranks_end_bitwise_as_if_nothing_had_happened(
     tmp_path: Path, reference: References, half: slice
@@ -51,6 +52,7 @@ def test_killed_anywhere_two_ranks_end_bitwise_as_if_nothing_had_happened(
     assert toll.equal == toll.runs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", only([2], [0, 2]))
 def test_killed_anywhere_one_process_ends_bitwise_with_any_number_of_workers(
     tmp_path: Path, reference: References, num_workers: int
@@ -104,6 +106,7 @@ def report(toll: Toll, seconds: float) -> None:
 # --- one protection each ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", only([4], [1, 2, 4, 7]))
 def test_nothing_is_committed_before_every_rank_has_written(tmp_path: Path, number: int) -> None:
     """Rank 1 is held at some operation on its files: rank 0 comes as far as the agreement, and no further."""
@@ -140,6 +143,7 @@ def test_no_more_stay_than_were_asked_for(tmp_path: Path) -> None:
     assert [stored(path)[0] for path in committed(job)] == [(7, 1, True)]
 
 
+@pytest.mark.slow
 def test_kills_before_the_removal_do_not_add_up(tmp_path: Path) -> None:
     """Each process commits one checkpoint and is killed before it has removed the one before: the next one does."""
     job, left = Job(tmp_path, world_size=1, epochs=1, every=1), []
@@ -152,6 +156,7 @@ def test_kills_before_the_removal_do_not_add_up(tmp_path: Path) -> None:
     assert left == [[1], [1, 2], [2, 3], [3, 4]]
 
 
+@pytest.mark.slow
 def test_the_best_stays_the_best_when_its_update_is_saved_again(tmp_path: Path) -> None:
     """Killed between the save after the last validation and that of the end, which takes the place of the first."""
     job = Job(tmp_path, world_size=1, epochs=1, every=100)

@@ -375,6 +375,7 @@ def _refused(directory: Path, advances: bool) -> str:
     return ""
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("advances", [True, False])
 def test_all_ranks_are_refused_alike(tmp_path, advances):
     """Rank 0 alone looks at the lock; with the other run alive both raise the same line, without it both train."""
@@ -385,6 +386,7 @@ def test_all_ranks_are_refused_alike(tmp_path, advances):
     assert names(tmp_path) == ([LOCK] if advances else [LOCK, "update-00000001.1"])  # a mark, for an owner who may wake up
 
 
+@pytest.mark.slow
 def test_a_second_start_of_a_running_job_is_refused(tmp_path: Path) -> None:
     """Two processes: the second ends with a line that names the first, which is not disturbed."""
     job = Job(tmp_path, world_size=1, epochs=1, every=1)
@@ -419,6 +421,7 @@ def test_an_owner_who_wakes_up_after_the_next_run_has_ended_is_told(tmp_path, ta
     assert writer_of(tmp_path) == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", one_in(3, [Stop(0, "training", 4), Stop(0, "save", 8), Stop(0, "rename", 5)]), ids=str)
 def test_a_suspended_job_that_wakes_up_writes_nothing_more(tmp_path: Path, stop: Stop) -> None:
     """Another start has taken over: the first ends with a line, and what the second has written is whole and the newest."""

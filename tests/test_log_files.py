@@ -79,6 +79,7 @@ def test_a_line_has_the_metrics(tmp_path: Path, kind: str) -> None:
     assert (rows[-1]["epoch"], log.files) == ("2", [log.path])
 
 
+@pytest.mark.sampled(3)
 @kinds
 @pytest.mark.parametrize(
     ("save", "killed_at"),

@@ -192,6 +192,7 @@ def log_on_ranks(way: str) -> tuple[list[tuple[float, float]], float, list[int]]
     return kept, create_evaluator(wrapped, weighted).run(data).metrics["weight"], counted
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", ["ddp", "explicit"])
 def test_ranks_add_up_both(way: str) -> None:
     """A rank that has no such log, or no data, adds nothing. Once its name is known a log costs no collective of its own."""

@@ -474,6 +474,7 @@ def _one_line(error: Exception) -> None:
     assert len(str(error)) < 2500
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.timeout(200)
 def test_a_malicious_checkpoint_is_refused(refused, name):
@@ -572,6 +573,7 @@ def test_a_directory_that_everybody_can_write_to_is_warned_about(honest, tmp_pat
     assert f"every user of this machine can write to {tmp_path}" in caplog.text
 
 
+@pytest.mark.slow
 def test_one_tensor_named_often_is_read_once(tmp_path, monkeypatch):
     """A small file cannot ask for the memory of a large one by naming a tensor again and again."""
     path = save(tmp_path, 1)
@@ -732,6 +734,7 @@ def _exact(value: Any) -> Any:
     return type(value).__name__, repr(value)
 
 
+@pytest.mark.slow
 @example(torch.ones(8, dtype=torch.int16)[::2][:0])  # contiguous, and not to be viewed as bytes
 @given(_values)
 @settings(max_examples=150, deadline=None)
@@ -784,6 +787,7 @@ _loop: list[Any] = []
 _loop.append(_loop)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("value", "where"),
     [
@@ -874,6 +878,7 @@ _json = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(_json)
 @settings(max_examples=500, deadline=None)
 def test_no_tree_makes_the_decoder_fail_otherwise(tree):
@@ -889,6 +894,7 @@ def test_no_tree_makes_the_decoder_fail_otherwise(tree):
     assert _exact(decode(TreeEncoder().encode(value, ("x",)), ("x",), tensor)) == _exact(value)
 
 
+@pytest.mark.slow
 @given(st.dictionaries(st.sampled_from([*Entry.__slots__]), _json, min_size=8))
 @settings(max_examples=200, deadline=None)
 def test_no_entry_makes_the_reader_fail_otherwise(values):

@@ -199,6 +199,7 @@ def attach_all(trainer: Trainer, optimizer: torch.optim.Optimizer) -> None:
     FailureBoard().attach(trainer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", only([4], [1, 4]))
 @pytest.mark.parametrize("dominant", SHAPES)
 @pytest.mark.parametrize("attach", [lambda trainer, optimizer: None, attach_all], ids=["bare", "handlers"])

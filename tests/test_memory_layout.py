@@ -147,6 +147,7 @@ def all_of_it(name: str) -> dict[str, float]:
         return dict(table(patch, name))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", only(["adamw"], OPTIMIZERS))
 def test_the_layout_of_parameters_changes_no_update(name):
     """Each layout, in each way of crossing ranks, with each kernel of each optimizer: the parameters of float64 arithmetic."""

@@ -128,6 +128,7 @@ def train_beside_a_stranger(board: Board) -> None:
     board.write("ended", trainer.state.iteration)
 
 
+@pytest.mark.slow
 @lists_keys
 def test_a_stranger_at_the_store_cannot_end_the_run(tmp_path: Path) -> None:
     """It lists what is there and writes a failure, a hang, ends of ranks and reports: training takes no notice."""

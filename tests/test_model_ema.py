@@ -316,6 +316,7 @@ def _sharded_on_this_rank(directory: str) -> Any:
     return {name: value.tolist() for name, value in whole.items()}, evaluator.state.metrics["loss"]
 
 
+@pytest.mark.slow
 def test_shards_are_averaged_as_the_whole(tmp_path: Path) -> None:
     """Two ranks with a sharded model: the average, its score and its file are those of one process with all the data."""
     outcomes = run_ranks(_sharded_on_this_rank, str(tmp_path))

@@ -188,6 +188,7 @@ def sparse_message(way: Any) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_sparse_gradient_is_refused_in_one_line():
     """Wherever torch fails over it, with the name of the parameter; and before it fails where the model is sharded."""
     right = "model must have dense gradients, got a sparse one for 'table'; call the embedding with sparse=False"

@@ -423,6 +423,7 @@ def count_both(way: str) -> dict[str, list[str]]:
     return counted
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", ["ddp", "auto", "explicit", "fsdp"])
 def test_it_has_the_collectives_of_an_update_in_a_run(way: str) -> None:
     """The same operations in the same order, and the same parameters."""

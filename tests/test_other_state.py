@@ -184,6 +184,7 @@ def test_parameters_in_another_order_are_refused(tmp_path: Path) -> None:
     assert "is of another optimizer: parameter 0 of param_groups[0] was 0.weight and is 1.weight now" in message
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("has_names", [True, False], ids=["described", "older"])
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("key", ["exp_avg", "exp_avg_sq", "step"])
@@ -281,6 +282,7 @@ class Factored(torch.optim.Optimizer):
                 parameter -= group["lr"] * parameter.grad / (rows.sqrt() + 1e-3).reshape(-1, *[1] * (parameter.dim() - 1))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("has_names", [True, False], ids=["described", "older"])
 def test_every_optimizer_goes_on_bitwise(form: str, has_names: bool, tmp_path: Path) -> None:
@@ -427,6 +429,7 @@ SCHEDULES: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_schedule_goes_on_over_the_rate_of_the_script(schedule: str, tmp_path: Path) -> None:
     """Its place and its shape are the checkpoint's: the rates are those of a whole run at the script's rate."""
@@ -624,6 +627,7 @@ def sharded_by_zero(directory: str, updates: int, seed: int) -> Any:
     )
 
 
+@pytest.mark.slow
 def test_moments_that_are_sharded_by_zero_come_back_bitwise(tmp_path: Path) -> None:
     """Rank 0 writes the moments of all ranks, and each takes its own."""
     whole = run_ranks(sharded_by_zero, "", 6, 0, timeout_seconds=60)
@@ -636,6 +640,7 @@ def test_moments_that_are_sharded_by_zero_come_back_bitwise(tmp_path: Path) -> N
 # --- handlers ---
 
 
+@pytest.mark.slow
 def test_a_handler_that_cannot_be_stored_does_not_end_the_run(tmp_path: Path, caplog: Any) -> None:
     """One warning says what is lost and how to be silent about it; everything else is stored and comes back."""
 
@@ -860,6 +865,7 @@ def claim(directory: Path, name: str, numbers: int) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -888,6 +894,7 @@ def saved_with_half(directory: Path, updates: int = 2) -> None:
     trainer.run(LOADER, max_iters=updates)
 
 
+@pytest.mark.slow
 def test_verifying_takes_the_memory_of_a_buffer(tmp_path: Path) -> None:
     """Whatever a file claims, its bytes are checked a few at a time."""
     saved(tmp_path)
@@ -897,6 +904,7 @@ def test_verifying_takes_the_memory_of_a_buffer(tmp_path: Path) -> None:
     assert megabytes < 200
 
 
+@pytest.mark.slow
 def test_an_index_of_endless_lists_is_not_parsed(tmp_path: Path) -> None:
     """Sixty megabytes of `[]` would be lists of more than a gigabyte."""
     saved(tmp_path)

@@ -177,6 +177,7 @@ def test_progress_bar(capsys):
     assert shown[0] == shown[1] != ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transforms", [False, True], ids=["default", "transform"])
 def test_predictions_are_not_held(transforms):
     """Without a transform no prediction is left when the next micro-batch begins; with one, none after the update."""

@@ -49,6 +49,7 @@ def assert_as_expected(job: Job, expected: Reference) -> None:
         assert [done(line) for line in lines] == [expected.updates[rank][line["update"]] for line in lines]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stop", "number", "to"),
     [
@@ -89,6 +90,7 @@ def test_a_signal_ends_a_job_with_a_checkpoint(
     compare_ends(job, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("to", one_in(3, [(0, 1), (0,), (1,)]))
 def test_a_rank_that_is_stuck_leaves_the_checkpoint_as_it_was(
     tmp_path: Path, reference: References, to: tuple[int, ...]
@@ -116,6 +118,7 @@ def test_a_rank_that_is_stuck_leaves_the_checkpoint_as_it_was(
     compare_ends(job, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", only([2], [1, 2]))
 def test_a_finished_run_started_again_does_nothing_and_says_so(tmp_path: Path, reference: References, world_size: int) -> None:
     """Raising the limit continues it; lowering it is an error that names both numbers, on every rank."""

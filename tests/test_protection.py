@@ -164,6 +164,7 @@ def replace(when: str) -> Any:
     return attached(trainer), trainer._defaults, left, during, settled, handlers.count("GradNormConsistency")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("when", ["before a run", "in another order", "after a run"])
 def test_a_handler_of_ones_own_replaces_the_default(when: str) -> None:
     """Each kind is there once, the user's, a subclass counts as its kind, and nothing of the default is left behind."""
@@ -194,6 +195,7 @@ def train_with_own_parameters(protect: Any) -> tuple[list[str], str]:
     return attached(trainer), ""
 
 
+@pytest.mark.slow
 def test_parameters_that_differ_by_design_are_no_error() -> None:
     """Where DDP ignores a parameter, ranks are not compared unless the user asks for it by name."""
     assert run_ranks(train_with_own_parameters, True) == [(["FailureBoard", "HangWatch"], "")] * 2
@@ -255,6 +257,7 @@ def count_collectives(way: Way) -> list[dict[str, int]]:
     return counts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["ddp", "auto", "explicit", "fsdp"])
 def test_the_defaults_add_no_collective_to_an_update(way: Way) -> None:
     """An epoch, the first updates with their digests among them, has as many collectives as without protection."""
@@ -290,6 +293,7 @@ def call_the_raw_module(way: Way, protect: Any, directory: Path | None) -> Any:
     return type(error).__name__, str(error), steps, whole
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("protect", "error"),
     [
@@ -316,6 +320,7 @@ def test_no_checkpoint_is_made_of_ranks_that_were_never_reduced(tmp_path: Path) 
     assert not [*tmp_path.glob("run/update-*")]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", ["auto", "explicit", "fsdp"])
 def test_where_the_raw_module_is_what_is_reduced_it_makes_no_difference(way: Way) -> None:
     """Without hooks of a wrapper the closure's module is the model itself: the closed form, and no error."""
@@ -378,6 +383,7 @@ def disagree(way: Way, policy: str, update: int, directory: Path | None = None, 
     return None, "", steps
 
 
+@pytest.mark.sampled(2)
 @each_replica
 @pytest.mark.parametrize("policy", ["skip", "scaling"])
 @pytest.mark.parametrize("update", [2, 4])
@@ -393,6 +399,7 @@ def test_a_rank_that_alone_skips_ends_all_before_the_next_step(way: Way, policy:
     assert second[2] == list(range(1, update))
 
 
+@pytest.mark.sampled(1)
 @each_replica
 @pytest.mark.parametrize(("update", "cadence"), [(2, {"every": 1}), (4, {"every_epochs": 1}), (4, {"every": 4})])
 def test_no_checkpoint_is_committed_after_a_disagreement(
@@ -431,6 +438,7 @@ def spoil_a_shard(policy: str) -> Any:
     return kind, message.partition(" (")[0], steps
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("policy", ["skip", "scaling", "raise"])
 def test_a_sharded_model_has_one_norm_for_all_ranks(policy: str) -> None:
     """A shard that is not finite makes the reduced norm so: all ranks judge alike, and there is nothing to disagree on."""
@@ -453,6 +461,7 @@ def raise_alone(board: Board, way: Way, protect: Any) -> None:
         raise
 
 
+@pytest.mark.slow
 @each_replica
 def test_a_rank_that_raises_alone_ends_all_and_is_named(tmp_path: Path, way: Way) -> None:
     """It does not wait for the others in a gather; the board tells them which rank it was, and no later step is made."""
@@ -482,6 +491,7 @@ def raise_alone_in_collective_forward(board: Board, uneven: Literal["all", "repl
         raise
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("uneven", ["all", "replay"])
 def test_a_rank_that_raises_alone_does_not_run_a_collective_forward(tmp_path: Path, uneven: str) -> None:
     """It would meet a collective of the other rank's next update, or wait for it: it is named within seconds instead."""
@@ -515,6 +525,7 @@ def vote(late: int | None) -> Any:
     return found
 
 
+@pytest.mark.slow
 def test_a_vote_has_one_outcome_on_all_ranks() -> None:
     """All are there, or the absent ones are named, to a rank that comes late too."""
     assert run_ranks(vote, None, world_size=3) == [[(), ()]] * 3
@@ -565,6 +576,7 @@ def hang(board: Board, how: Callable[[], None]) -> None:
     trainer.run(loader(), max_epochs=1)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("how", [loop_in_python, loop_in_a_regular_expression, stop_the_process])
 def test_a_rank_that_hangs_ends_the_others_by_default(tmp_path: Path, how: Callable[[], None]) -> None:
     """An endless loop, one that holds Python's lock, and SIGSTOP: rank 0 ends and names rank 1; a rank that can ends too."""
@@ -594,6 +606,7 @@ def take_long(board: Board, how: str, standstill: float | None) -> None:
     trainer.run(loader(), max_epochs=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "standstill", "status", "verdict"),
     [
@@ -625,6 +638,7 @@ def gather_for_long(board: Board) -> None:
     trainer.run(loader(), max_epochs=1)
 
 
+@pytest.mark.slow
 def test_collectives_are_progress(tmp_path: Path) -> None:
     """A long validation with collectives in it is not taken for a hang, though one rank is seen waiting all the time."""
     with Group(tmp_path, gather_for_long) as group:

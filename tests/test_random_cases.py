@@ -12,11 +12,13 @@ def on_rank(seeds: range) -> list[str]:
     return failures(seeds, world_size=2)
 
 
+@pytest.mark.slow
 def test_some_programs_on_one_rank():
     """Whatever the layers, layouts, optimizer, cuts and accidents, the parameters are those of one large float64 batch."""
     assert failures(range(60), world_size=1) == []
 
 
+@pytest.mark.slow
 def test_some_programs_on_two_ranks():
     """The same over two ranks, in each way of crossing them, with uneven data."""
     assert run_ranks(on_rank, range(10_000, 10_030), timeout_seconds=90) == [[], []]

@@ -35,6 +35,7 @@ def commands(text: str, beginning: str) -> list[list[str]]:
     ]
 
 
+@pytest.mark.slow
 def test_the_blocks_run_when_pasted_one_after_the_other(tmp_path: Path) -> None:
     """The Python of README in one process from top to bottom, as printed, and then the commands on what it has saved.
 
@@ -65,6 +66,7 @@ def test_the_blocks_run_when_pasted_one_after_the_other(tmp_path: Path) -> None:
     assert (tmp_path / "model.pt").is_file()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not PERFORMANCE.is_file(), reason="looks at a checkout, and here is none")
 @pytest.mark.parametrize("compiler", ["quick", pytest.param("inductor", marks=pytest.mark.nightly)])
 def test_what_makes_it_fast_runs_as_printed(compiler: str, tmp_path: Path) -> None:

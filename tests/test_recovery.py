@@ -113,6 +113,7 @@ def run_out_of_memory(policy: str, site: str, failing: int, at: int, sizes: list
     return {"parameters": whole(model), "events": events, "random": torch.get_rng_state().tolist()}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("site", ["forward", "backward"])
 @pytest.mark.parametrize(("failing", "at"), [(0, 1), (1, 3), (1, 5)], ids=["first", "last-of-group", "middle"])
 def test_skip_is_bitwise_a_micro_batch_of_weight_zero(site: str, failing: int, at: int) -> None:
@@ -356,6 +357,7 @@ EXPECTED = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("site", EXPECTED)
 @pytest.mark.parametrize("scaled", only([True], [False, True]), ids=["unscaled", "at-the-floor"])
@@ -437,6 +439,7 @@ def uneven(policy: str, way: str, sized: bool) -> Any:
     return sizes
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("sized", [True, False], ids=["sized", "unsized"])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("policy", ["all", "shortest", "error"])

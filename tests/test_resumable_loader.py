@@ -101,6 +101,7 @@ def test_without_seeding_a_dataset_draws_on():
     assert as_lists(loader) != as_lists(loader)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("samples", [0, 3, 6, 9, 10, 99])
 def test_it_starts_anywhere(samples, workers):

@@ -416,6 +416,7 @@ def covering(seed: int, left_out: set[tuple[str, str]]) -> list[Cell]:
     return cells
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("cell", one_in(5, covering(0, LEFT_OUT)), ids=str)
 def test_goes_on_as_if_nothing_had_happened(cell: Cell, tmp_path: Path, bits: Any) -> None:
     """Any two of the values of the axes meet in some cell, but for those left out."""
@@ -440,6 +441,7 @@ STATEFUL = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cell", one_in(4, STATEFUL), ids=str)
 def test_loaders_with_a_state_end_their_pass_and_begin_another(cell: Cell, tmp_path: Path, bits: Any) -> None:
     """Broken off between the last update of an epoch and the first of the next, they continue to shuffle as they would have."""
@@ -458,6 +460,7 @@ PER_EVENT = {
 STOPS |= PER_EVENT
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("stop", one_in(4, PER_EVENT))
 def test_an_exception_in_a_handler_of_any_event(stop: str, tmp_path: Path, bits: Any) -> None:
     """The first, the second and the third time that it fires: done again where it was not saved, and only there."""

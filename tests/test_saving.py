@@ -97,6 +97,7 @@ def loaded(path: Path | None) -> str:
         return digest(stored.read("run"))
 
 
+@pytest.mark.slow
 def test_asynchronous_saves_are_not_torn(tmp_path):
     """200 saves while steps continue at full speed, the first before anything is written: what is loaded is the state then."""
     training, writer = Training(), saver(tmp_path)
@@ -269,6 +270,7 @@ def _stays(saves: list[tuple[int, float | None]], rule: Retention, index: int) -
     return len(newer) < rule.last or (rule.every is not None and update % rule.every == 0)
 
 
+@pytest.mark.slow
 @given(_saves, _rules, st.randoms(use_true_random=False))
 @settings(max_examples=300, deadline=None)
 def test_what_stays_is_what_the_rule_says(saves, rule, random):

@@ -120,6 +120,7 @@ def load(directory: str, way: str) -> dict[str, Any]:
     return {"model": whole(model.state_dict()), "optimizer": whole(optimizer.state_dict()), "update": trainer.state.iteration}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("way", "world_size", "stop"), [("fsdp", 2, 6), slow("ddp", 2, 5), slow("hsdp", 4, 4)])
 def test_resumes_in_the_middle_of_an_epoch(way: str, world_size: int, stop: int, tmp_path: Path) -> None:
     """Broken off in an update of the second epoch, and built anew: all shards, moments, losses and generators are right."""
@@ -133,6 +134,7 @@ def test_resumes_in_the_middle_of_an_epoch(way: str, world_size: int, stop: int,
             assert resumed[rank][name] == expected[rank][name], name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("first", "ranks", "second", "others"), [
     ("fsdp", 2, "none", 1),
     slow("none", 1, "fsdp", 2),
@@ -160,6 +162,7 @@ def there_and_back(directory: str, way: str, epochs: int) -> tuple[list[Any], An
     return result["losses"], result["model"]
 
 
+@pytest.mark.slow
 def test_two_ranks_one_and_two_again(tmp_path: Path) -> None:
     """Each resumes where the others ended, an epoch each."""
     two = run_ranks(train, str(tmp_path), "fsdp", 0, None, 1, timeout_seconds=60)
@@ -176,6 +179,7 @@ def test_two_ranks_one_and_two_again(tmp_path: Path) -> None:
     assert last[0][0] == last[1][0]
 
 
+@pytest.mark.slow
 def test_consolidated_into_one_plain_file(tmp_path: Path) -> None:
     """`torch.load` without pickles gives the state_dict with whole tensors, and a plain model takes it."""
     wrote = run_ranks(train, str(tmp_path), "fsdp", 0, None, 1, timeout_seconds=60)[0]
@@ -188,6 +192,7 @@ def test_consolidated_into_one_plain_file(tmp_path: Path) -> None:
     Net().load_state_dict(loaded)
 
 
+@pytest.mark.slow
 def test_each_rank_writes_its_shard_only(tmp_path: Path) -> None:
     """Two ranks write half of the parameters and moments each: no tensor is gathered."""
     run_ranks(train, str(tmp_path), "fsdp", 0, None, 1, timeout_seconds=60)
@@ -224,6 +229,7 @@ def flipped(path: Path, where: int) -> None:
     path.write_bytes(data)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_damaged_shard_of_one_rank_stops_all(rank: int, tmp_path: Path) -> None:
     """A flipped bit in the newest: all go back to the older one; in that too, and all raise the same and change nothing."""

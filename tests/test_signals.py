@@ -197,6 +197,7 @@ def train_until_stopped(board: Board, reduction: str) -> None:
     board.write(f"ended.{rank}", [trainer.state.iteration, stop.received])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "to", "reduction"),
     [
@@ -236,6 +237,7 @@ def get_stuck(board: Board, grace_seconds: float) -> None:
     trainer.run(Loader(cuts.cut(cuts.samples(), [8] * 4), stick), max_epochs=1)
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_stuck_ends_when_its_grace_is_over(tmp_path: Path) -> None:
     """Not before, and with its stacks: blocked in a collective or busy in Python."""
     with Group(tmp_path, get_stuck, 1.0) as group:
@@ -251,6 +253,7 @@ def test_a_rank_that_is_stuck_ends_when_its_grace_is_over(tmp_path: Path) -> Non
             assert "in get_stuck" in group.stderr(rank).partition(late)[2]
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_the_process_at_once(tmp_path: Path) -> None:
     """Whatever grace is left, and also where the main thread runs no handler."""
     with Group(tmp_path, get_stuck, 100.0) as group:
@@ -310,6 +313,7 @@ trainer.run(cuts.cut(cuts.samples(), [8] * 4), max_epochs=1)
 """
 
 
+@pytest.mark.slow
 def test_torchrun_starts_a_job_again_whose_rank_was_killed(tmp_path: Path) -> None:
     """SIGKILL, once: the other rank ends, the launcher starts both again, and the second attempt comes to its end.
 

@@ -162,6 +162,7 @@ def train(directory: Path, *, every: int, killed_at: Any = None) -> None:
         trainer.run(DATA, max_epochs=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("every", "killed_at"),
     [

@@ -183,6 +183,7 @@ def free_port(address: str) -> int:
         return port
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="127.0.0.2 is an address of every machine on Linux only")
 def test_two_agents_on_two_addresses_make_the_updates_of_one_process(script: Path, alone: Result) -> None:
     """Each agent has an address of its own, and the store, which one of them holds, is met at the other's."""
@@ -219,6 +220,7 @@ def two_networks() -> Iterator[tuple[Host, Host]]:
         yield first, second
 
 
+@pytest.mark.slow
 def test_two_agents_on_two_networks_make_the_updates_of_one_process(script: Path, alone: Result) -> None:
     """The hosts share nothing but a cable, and what crosses it is as much as the gradients of all updates are."""
     with two_networks() as hosts:

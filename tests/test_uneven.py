@@ -161,6 +161,7 @@ def draw_after(forwards: int) -> float:
         return float(torch.rand(forwards + 1)[-1])
 
 
+@pytest.mark.sampled(2)
 @LOADERS
 @pytest.mark.parametrize("way", [*WAYS, "fsdp"])
 @pytest.mark.parametrize("accumulation_steps", only([2], [1, 2, 3]))
@@ -188,6 +189,7 @@ def train_in_step(accumulation_steps: int, way: str, sized: bool) -> dict[str, A
     return train((3, 2), way, sized, accumulation_steps=accumulation_steps, uneven="replay")
 
 
+@pytest.mark.sampled(3)
 @LOADERS
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("counts", "accumulation_steps"), [((3, 2), 1), ((4, 3), 2), ((2, 5), 3)])
@@ -270,6 +272,7 @@ def one_bad(way: str, counts: tuple[int, int], bad: tuple[int, int], scaled: boo
     return {"steps": trainer.state.num_steps, "skips": trainer.state.num_skipped, "parameters": numbers(model)}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("scaled", only([True], [False, True]), ids=["unscaled", "scaled"])
 @pytest.mark.parametrize("way", ["ddp", "explicit", "ddp-replay", "explicit-replay", "fsdp"])
 @pytest.mark.parametrize(
@@ -323,6 +326,7 @@ def found_in_step(way: str, policy: str) -> tuple[str, list[int]]:
     return str(caught.value), [forwards[0], int(model.calls)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("policy", ["replay", "shortest"])
 def test_a_value_that_is_not_finite_is_found_in_step(policy: str, way: str) -> None:
@@ -446,6 +450,7 @@ def collectives(policy: str, sized: bool, accumulation_steps: int) -> list[int]:
     return [after - before for before, after in pairwise(counts)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("policy", "sized", "accumulation_steps", "expected"),
     [

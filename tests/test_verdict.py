@@ -171,6 +171,7 @@ def both(patch: pytest.MonkeyPatch, *args: Any, **arguments: Any) -> tuple[dict[
 # --- the same as the host's verdict ---
 
 
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("spoilt", [None, 0, 4], ids=["clean", "first", "later"])
 @pytest.mark.parametrize("policy", ["raise", "skip", "scaled"])
 @pytest.mark.parametrize("max_grad_norm", [None, 0.05])
@@ -285,6 +286,7 @@ _any = st.floats(0.0)
 _border = st.sampled_from([0.0, 1.0, math.inf, math.nan, 1.7e308, 5e-324, 3.4e38, 1.2e-38, 1e-45, 7.0])
 
 
+@pytest.mark.slow
 @given(
     size=_border | _any,
     loss=_border | _any,
@@ -461,6 +463,7 @@ def on_ranks(way: str, name: str, spoilt: int | None, scaled: bool, checked: boo
     return bit_by_bit(local(ahead)) == bit_by_bit(local(there)), queued, repr([ahead["outputs"], ahead["events"]])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("checked", [False, True], ids=["bare", "with consistency checks"])
 @pytest.mark.parametrize("scaled", [False, True], ids=["skip", "scaled"])
 @pytest.mark.parametrize(
@@ -509,6 +512,7 @@ def mismatched_in_order(update: int, what: str, host: str) -> tuple[str, list[bo
         return mismatched(patch, update, what)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("what", ["gradient", "weight"])
 def test_ranks_that_differ_are_noticed_before_the_step(what):
     """On both ranks, by the same message in either order, with the parameters as they were when the update began."""

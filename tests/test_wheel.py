@@ -92,6 +92,7 @@ def wheel(checkout: Path) -> Path:
     return _build(checkout)
 
 
+@pytest.mark.slow
 def test_the_wheel_is_whole(checkout: Path, wheel: Path):
     """The wheel holds each file of the core and of handlers/, once, under `ignite_train` and with its types; nothing else."""
     assert _names(wheel) == sorted(_files(checkout))
@@ -118,6 +119,7 @@ def test_the_source_distribution_holds_handlers_once(checkout: Path, wheel: Path
     assert [name for name in names if name.startswith("ignite_train/handlers")] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_link", [True, False])
 def test_every_way_to_build_makes_the_same_wheel(tmp_path: Path, wheel: Path, has_link):
     """Straight from a checkout, also where git could not make the link, the wheel holds the same files."""
@@ -132,6 +134,7 @@ def test_every_way_to_build_makes_the_same_wheel(tmp_path: Path, wheel: Path, ha
     assert _names(_build(copy, "--wheel")) == _names(wheel)
 
 
+@pytest.mark.slow
 def test_the_wheel_trains_beside_a_users_own_handlers(tmp_path: Path, wheel: Path):
     """Installed far from any checkout the library trains, also next to a `handlers.py` of the user's."""
     installed, user = tmp_path / "installed", tmp_path / "user"

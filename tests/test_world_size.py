@@ -95,6 +95,7 @@ def travel(
     return updates, parameters
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reduction", ["ddp", "explicit"])
 def test_two_ranks_then_one_then_two_are_one_run(tmp_path: Path, reduction: str) -> None:
     """In the middle of both epochs, with the same samples to an update: the single process's run, up to rounding."""
@@ -105,6 +106,7 @@ def test_two_ranks_then_one_then_two_are_one_run(tmp_path: Path, reduction: str)
     assert end == pytest.approx(parameters, rel=0, abs=1e-12)
 
 
+@pytest.mark.slow
 def test_the_same_command_on_other_ranks_uses_each_sample_once(tmp_path: Path) -> None:
     """Nothing else is changed, so that updates have another size: still no sample is lost, and none used twice."""
     updates, _ = travel(tmp_path, [(2, 4, 2, 3), (1, 4, 2, 8), (2, 4, 2, None)])
@@ -113,6 +115,7 @@ def test_the_same_command_on_other_ranks_uses_each_sample_once(tmp_path: Path) -
     assert [len(update) for update in updates[:9]] == [16] * 3 + [8] * 5 + [12]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
 def test_a_loader_that_cannot_seek_is_refused_within_an_epoch(tmp_path: Path, before: int, after: int) -> None:
     """On every rank, with the reason and what to do."""
@@ -126,6 +129,7 @@ def test_a_loader_that_cannot_seek_is_refused_within_an_epoch(tmp_path: Path, be
     assert str(caught.value).count(message) == after
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
 def test_at_the_end_of_an_epoch_any_loader_is_taken(tmp_path: Path, before: int, after: int) -> None:
     """No place has to be found: the second epoch begins on other ranks."""
