@@ -91,14 +91,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("versions", nargs="*", help="of torch; the oldest supported and the newest release if left out")
     parser.add_argument("--tests", nargs="*", default=[], help="test files, instead of all")
+    parser.add_argument("--marks", default="not nightly", help="which tests of these, as for pytest -m (default: not nightly)")
     options = parser.parse_args(arguments)
     failed = 0
     for version in options.versions or dict.fromkeys([oldest(), newest()]):
-        command = [environment(version), "-m", "pytest", "-q", "-m", "not nightly", *options.tests]
+        parallel = ["-n", "auto", "--maxprocesses", "8", "--dist", "worksteal"]
+        command = [environment(version), "-m", "pytest", "-q", *parallel, "-m", options.marks, *options.tests]
         with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
             lines = [line for line in process.stdout or () if sys.stdout.write(line)]
         found = counts("".join(lines))
-        record(version, ", ".join(Path(name).stem for name in options.tests) or "all", found)
+        tests = ", ".join(Path(name).stem for name in options.tests) or "all"
+        record(version, tests if options.marks == "not nightly" else f"{tests}: {options.marks}", found)
         failed += found["failed"] + (process.returncode != 0)
     return int(failed > 0)
 
