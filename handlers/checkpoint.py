@@ -335,7 +335,8 @@ class Checkpoint(Handler):
         """Saves the last state if it is not saved yet, and waits until it is on the disk."""
         if self.cadence.is_due_at_end(self._moment()):
             self._save(is_last=True)
-        self.saver.wait(is_last=True)
+        with self._attached()[0].trainer._within("checkpoint"):
+            self.saver.wait(is_last=True)
 
     def _stop(self) -> None:
         self._is_running = False
@@ -362,8 +363,9 @@ class Checkpoint(Handler):
     def _save(self, *, is_last: bool = False) -> None:
         started = time.monotonic()
         run, _ = self._attached()
-        run.trainer.verify_ranks()  # a state on which the ranks do not agree must not be saved
-        self.saver.save(self._capture(), self._manifest(run.trainer), is_last=is_last)
+        with run.trainer._within("checkpoint"):
+            run.trainer.verify_ranks()  # a state on which the ranks do not agree must not be saved
+            self.saver.save(self._capture(), self._manifest(run.trainer), is_last=is_last)
         self.cadence.note_save(self._moment(), started)
         self.held_seconds = time.monotonic() - started
         self.total_held_seconds += self.held_seconds

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import logging
 import math
 import os
 import sys
@@ -14,21 +13,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-from ignite.engine import Engine, Events, RemovableEventHandle
-
-from ignite_train.arguments import check_state_dict, describe, one_of
-from ignite_train.events import Event, every
-from ignite_train.handler import Handler
-from ignite_train.metrics import grouped_metrics
-from ignite_train.ranks import collectives
+from ignite_train.arguments import check_state_dict, describe
+from ignite_train.handler import RecordingHandler
 from ignite_train.trainer import Trainer
 
 __all__ = ["Csv", "JsonLines", "LogFile"]
 
-_logger = logging.getLogger(__name__)
 
-
-class LogFile(Handler):
+class LogFile(RecordingHandler):
     """Writes `trainer.state.metrics` to a file of text, a line for each time, on rank 0 only; see `JsonLines` and `Csv`.
 
     Names have their group, as in `"train/loss"`, `"optimizer/grad_norm"`, `"speed/data_wait"`, `"validation/loss"`. A metric
@@ -52,64 +44,28 @@ class LogFile(Handler):
         ValueError: `on_error` is another one.
     """
 
+    what_is_written = "a line"
+
     def __init__(self, path: str | Path, *, on_error: Literal["warn", "raise"] = "warn") -> None:
         if not isinstance(path, (str, Path)):
             raise TypeError(f"path must be the path of a file, got {describe(path)}")
+        super().__init__(on_error)
         self.path = Path(path)
-        self.on_error = one_of("on_error", on_error, ("warn", "raise"))
-        self._trainer: Trainer | None = None
         self._file: BinaryIO | None = None  # opened when there is something to write
-        self._begin = 0  # the update after which this process took over
         self._is_known = False  # whether the next two are those of the file: it was loaded, or written by this process
         self._latest, self._lines = 0, 0  # the update of the latest lines, and how many they are
-        self._written: int | None = None  # the update in which the trainer's metrics were written last
-        self._failures = 0
-        self._left_out: set[str] = set()
 
     @property
     def files(self) -> list[Path]:
         """The file."""
         return [self.path]
 
-    def attach(
-        self,
-        trainer: Trainer,
-        event: Event = every(50, Events.ITERATION_COMPLETED),
-        *,
-        evaluator: Engine | None = None,
-        tag: str = "validation",
-    ) -> RemovableEventHandle | None:
-        """Writes at `event`, at the end of the run, and, as `tag/...`, what `evaluator` finds when it has run.
-
-        A second call with the same trainer adds the evaluator only.
-        """
-        if not collectives.is_main_rank():
-            return None
-        if evaluator is not None:
-            evaluator.add_event_handler(Events.COMPLETED, self._write_evaluation, trainer, tag)
-        if self._trainer is trainer:
-            return None
-        self._trainer = trainer
-        trainer.prepend_event_handler(Events.STARTED, self._note_begin)
-        trainer.add_event_handler(Events.COMPLETED, self._write_rest)
-        trainer.on_exit.append(self._close)
-        return trainer.add_event_handler(event, self)
-
-    def __call__(self, trainer: Trainer) -> None:
-        """Writes the metrics that are published now.
-
-        Raises:
-            OSError: the file cannot be written, and `on_error` is `"raise"`.
-        """
-        self._written = trainer.state.iteration
-        self._write(trainer, grouped_metrics(trainer.state.metrics, self._left_out))
-
     def state_dict(self) -> dict[str, Any]:
         """How far the file is. What was written so far is on the disk when it returns."""
         if self._file is not None:
             with suppress(OSError):
                 os.fsync(self._file.fileno())
-        return {"written": self._written, "latest": self._latest, "lines": self._lines}
+        return {"written": self.written, "latest": self._latest, "lines": self._lines}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Has the next line stand after those that were there when `state_dict` was taken.
@@ -119,8 +75,8 @@ class LogFile(Handler):
             ValueError: a key is missing.
         """
         check_state_dict(type(self).__name__, state_dict, ("written", "latest", "lines"), ("latest", "lines"))
-        self._close()
-        self._written, self._latest, self._lines = (state_dict[name] for name in ("written", "latest", "lines"))
+        self.finish()
+        self.written, self._latest, self._lines = (state_dict[name] for name in ("written", "latest", "lines"))
         self._is_known = True
 
     # --- what a format says -----------------------------------------------------------------------------------------------
@@ -139,43 +95,37 @@ class LogFile(Handler):
 
     # --- the file ---------------------------------------------------------------------------------------------------------
 
-    def _note_begin(self, trainer: Trainer) -> None:
-        if self._file is None:
-            self._begin = trainer.state.iteration
+    def is_open(self) -> bool:
+        """See `RecordingHandler`."""
+        return self._file is not None
 
-    def _write_evaluation(self, evaluator: Engine, trainer: Trainer, tag: str) -> None:
-        self._write(trainer, grouped_metrics(evaluator.state.metrics, self._left_out, tag))
-
-    def _write_rest(self, trainer: Trainer) -> None:
-        """What was published after the last time, at the end of the run."""
-        if trainer.state.iteration != self._written:
-            self(trainer)
-
-    def _write(self, trainer: Trainer, numbers: Mapping[str, float]) -> None:
+    def record(self, trainer: Trainer, numbers: Mapping[str, float]) -> None:
+        """See `RecordingHandler`."""
         update = trainer.state.iteration
-        if not numbers:
-            return
-        try:
-            file = self._open() if self._file is None else self._file
-            self._file = self._add(file, {"update": update, "epoch": trainer.state.epoch}, numbers)
-        except OSError as error:
-            self._close()  # the next line begins by cutting off what there is of this one
-            if self.on_error == "raise":
-                raise
-            self._failures += 1
-            if self._failures & (self._failures - 1) == 0:  # the 1st, 2nd, 4th, 8th, ...
-                _logger.warning(f"a line of update {update} could not be written ({error}); failures so far: {self._failures}")
-            return
+        file = self._open() if self._file is None else self._file
+        self._file = self._add(file, {"update": update, "epoch": trainer.state.epoch}, numbers)
         self._lines = self._lines + 1 if update == self._latest else 1
         self._latest = update
+
+    def mend(self) -> None:
+        """Closes the file: the next line begins by cutting off what there is of this one."""
+        self.finish()
+
+    def finish(self) -> None:
+        """Closes the file."""
+        if self._file is not None:
+            with suppress(OSError):
+                self._file.close()
+        self._file = None
 
     def _open(self) -> BinaryIO:
         """Opens the file at the end of what is to stay of it."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        if self._begin == 0 and not self._is_known and self.path.exists() and self.path.stat().st_size > 0:
+        begin = self.begin or 0
+        if begin == 0 and not self._is_known and self.path.exists() and self.path.stat().st_size > 0:
             self.path.replace(self.path.with_name(f"{self.path.name}.old"))
         if not self._is_known:
-            self._latest, self._lines = self._begin, sys.maxsize if self._begin else 0
+            self._latest, self._lines = begin, sys.maxsize if begin else 0
         file = self.path.open("a+b", buffering=0)
         file.seek(0)
         file.truncate(self._end(file))
@@ -195,12 +145,6 @@ class LogFile(Handler):
                     break
                 end = file.tell()
         return end
-
-    def _close(self) -> None:
-        if self._file is not None:
-            with suppress(OSError):
-                self._file.close()
-        self._file = None
 
 
 class JsonLines(LogFile):

@@ -30,6 +30,8 @@ _STYLES = ("auto", "bar", "simple", "json", "none")
 _MAX_COLUMNS = 100
 _REFRESH_SECONDS = 0.1
 _NUMBER_COLUMNS = 7
+_SMALLEST_SHARE = 0.005  # of the time, for a section to be in the table
+_TABLE_COLUMNS = 68  # beside the names of the rows, on a terminal of 80
 _TOO_MUCH = 1e24  # for the prefixes of SI
 _LONG_WAIT = 0.1  # a fraction of the time in which the loader is waited for that a line mentions
 _BAR = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
@@ -358,9 +360,11 @@ def _table(trainer: Trainer) -> Iterator[tuple[str, str]]:
     """What the handlers of the run know at its end."""
     handlers, saver = [*stateful_handlers(trainer).values()], trainer._checkpoint
     for timer in (handler for handler in handlers if isinstance(handler, _KnowsTheTime)):
-        seconds = {name: value for name, value in timer.seconds_by_section.items() if value > 0}
-        whole = sum(seconds.values())
-        yield "time", ", ".join(f"{name} {value:.1f} s ({value / whole:.0%})" for name, value in seconds.items())
+        seconds = timer.seconds_by_section
+        shares = {name: value / (sum(seconds.values()) or 1.0) for name, value in seconds.items()}
+        parts = [f"{name} {seconds[name]:.1f} s ({share:.0%})" for name, share in shares.items() if share >= _SMALLEST_SHARE]
+        for index, text in enumerate(_wrapped(parts)):
+            yield "time" if index == 0 else "", text
     for validation in (handler for handler in handlers if isinstance(handler, _KnowsTheBest)):
         if validation.best is not None:
             yield "best", f"{validation.score} {validation.best:.6g} at update {validation.best_update}"
@@ -371,6 +375,17 @@ def _table(trainer: Trainer) -> Iterator[tuple[str, str]]:
     files += [path for handler in handlers if isinstance(handler, _HasFiles) for path in handler.files]
     for index, path in enumerate(files):
         yield "files" if index == 0 else "", str(path)
+
+
+def _wrapped(parts: list[str]) -> Iterator[str]:
+    """The parts with commas between them, on as many lines as they need."""
+    line = ""
+    for part in parts:
+        if line and len(line) + len(part) + 2 > _TABLE_COLUMNS:
+            yield f"{line},"
+            line = ""
+        line = f"{line}, {part}" if line else part
+    yield line
 
 
 def _make_bar(**options: Any) -> Any:

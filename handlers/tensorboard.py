@@ -11,13 +11,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
-from ignite.engine import Engine, Events, RemovableEventHandle
+from ignite.engine import Engine
 
-from ignite_train.arguments import describe, one_of
+from ignite_train.arguments import describe
 from ignite_train.checkpoint.config import versions
-from ignite_train.events import Event, every
-from ignite_train.handler import Handler
-from ignite_train.metrics import grouped_metric, grouped_metrics
+from ignite_train.handler import RecordingHandler
+from ignite_train.metrics import grouped_metric, single_metrics
 from ignite_train.ranks import collectives
 from ignite_train.trainer import Trainer
 
@@ -27,7 +26,7 @@ _logger = logging.getLogger(__name__)
 _PATIENCE_SECONDS = 2.0  # for a second to pass
 
 
-class TensorBoard(Handler):
+class TensorBoard(RecordingHandler):
     """Writes `trainer.state.metrics` as scalars over the number of the update. On rank 0 only.
 
     Scalars have the groups `train/`, `optimizer/` and `speed/`, those of an evaluator its tag, `validation/` say. The tab
@@ -66,6 +65,8 @@ class TensorBoard(Handler):
         1
     """
 
+    what_is_written = "points"
+
     def __init__(
         self,
         log_dir: str | Path,
@@ -75,70 +76,29 @@ class TensorBoard(Handler):
     ) -> None:
         if not isinstance(log_dir, (str, Path)):
             raise TypeError(f"log_dir must be a path of a directory, got {describe(log_dir)}")
+        super().__init__(on_error)
         self.log_dir, self.config = Path(log_dir), dict(config or {})
-        self.on_error = one_of("on_error", on_error, ("warn", "raise"))
-        self._trainer: Trainer | None = None
-        self._tags: list[str] = []  # of the evaluators
         self._writer: Any = None  # made when there is something to write
-        self._begin: int | None = None  # the update after which this process took over
         self._loaded = False
         self._is_described = False  # the texts are in a file
         self._has_layout = False  # the charts are; TensorBoard takes the first layout that it finds
-        self._written: int | None = None
         self._latest: int | None = None  # the update of the latest points, which are
         self._points: dict[str, float] = {}
-        self._failures = 0
-        self._left_out: set[str] = set()
 
     @property
     def files(self) -> list[Path]:
         """The directory."""
         return [self.log_dir]
 
-    def attach(
-        self,
-        trainer: Trainer,
-        event: Event = every(50, Events.ITERATION_COMPLETED),
-        *,
-        evaluator: Engine | None = None,
-        tag: str = "validation",
-    ) -> RemovableEventHandle | None:
-        """Writes at `event`, at the end of the run, and, as `tag/...`, what `evaluator` finds when it has run.
-
-        A second call with the same trainer adds the evaluator only.
-        """
-        if not collectives.is_main_rank():
-            return None
-        if evaluator is not None:
-            self._tags.append(tag)
-            evaluator.add_event_handler(Events.COMPLETED, self._write_evaluation, trainer, tag)
-        if self._trainer is trainer:
-            return None
-        self._trainer = trainer
-        trainer.prepend_event_handler(Events.STARTED, self._note_begin)
-        trainer.add_event_handler(Events.COMPLETED, self._write_rest)
-        trainer.add_event_handler(Events.TERMINATE, self._flush)
-        trainer.add_event_handler(Events.EXCEPTION_RAISED, self._flush_at_exception)
-        return trainer.add_event_handler(event, self)
-
-    def __call__(self, trainer: Trainer) -> None:
-        """Writes the metrics that are published now.
-
-        Raises:
-            OSError: they cannot be written, and `on_error` is `"raise"`.
-        """
-        self._written = trainer.state.iteration
-        self._write(trainer, grouped_metrics(trainer.state.metrics, self._left_out))
-
     def state_dict(self) -> dict[str, Any]:
         """The latest points and their update. What was written so far leaves this process first."""
         self._flush()
-        latest = {"written": self._written, "latest": self._latest, "points": dict(self._points)}
+        latest = {"written": self.written, "latest": self._latest, "points": dict(self._points)}
         return {**latest, "is_described": self._is_described, "has_layout": self._has_layout}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes them over: points of the same update that were written after the state was taken are hidden too."""
-        self._written, self._latest = state_dict["written"], state_dict["latest"]
+        self.written, self._latest = state_dict["written"], state_dict["latest"]
         self._points, self._loaded = dict(state_dict["points"]), True
         self._is_described = bool(state_dict.get("is_described"))  # earlier versions described nothing
         self._has_layout = bool(state_dict.get("has_layout"))
@@ -146,20 +106,19 @@ class TensorBoard(Handler):
 
     # --- points -----------------------------------------------------------------------------------------------------------
 
-    def _write(self, trainer: Trainer, points: Mapping[str, float]) -> None:
-        """Writes `points` of the running update as one event."""
+    def is_open(self) -> bool:
+        """See `RecordingHandler`."""
+        return self._writer is not None
+
+    def record(self, trainer: Trainer, numbers: Mapping[str, float]) -> None:
+        """Writes `numbers` as one event."""
         update = trainer.state.iteration
-        if not points:
-            return
-        try:
-            if self._writer is None:
-                self._open(trainer, update)
-            if update != self._latest:
-                self._latest, self._points = update, {}
-            self._put(points, update)
-            self._points |= points
-        except OSError as error:
-            self._fail(error)
+        if self._writer is None:
+            self._open(trainer, update)
+        if update != self._latest:
+            self._latest, self._points = update, {}
+        self._put(numbers, update)
+        self._points |= numbers
 
     def _put(self, points: Mapping[str, float], update: int) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
@@ -171,7 +130,7 @@ class TensorBoard(Handler):
         """Hides what was written after the beginning, and writes once more what was written there before the checkpoint."""
         from torch.utils.tensorboard import SummaryWriter
 
-        begin = update if self._begin is None else self._begin
+        begin = update if self.begin is None else self.begin
         hidden_from = begin if self._loaded or begin == 0 else begin + 1
         # TensorBoard hides scalars and no texts: those of an earlier process are shown, and not written again.
         self._is_described = self._is_described or any(self.log_dir.glob("events.out.tfevents.*"))
@@ -192,20 +151,14 @@ class TensorBoard(Handler):
         while (rest := newest + 1 - time.time()) > 0:
             time.sleep(rest)
 
-    def _note_begin(self, trainer: Trainer) -> None:
-        if self._writer is None:
-            self._begin = trainer.state.iteration
-
     def _write_evaluation(self, evaluator: Engine, trainer: Trainer, tag: str) -> None:
-        points = grouped_metrics(evaluator.state.metrics, self._left_out, tag)
-        self._write(trainer, points)
+        super()._write_evaluation(evaluator, trainer, tag)
         if not self._has_layout and self._writer is not None:
-            self._lay_out([name.removeprefix(f"{tag}/") for name in points], trainer.state.iteration)
+            names = single_metrics(evaluator.state.metrics, self._left_out)
+            self._lay_out([*names], trainer.state.iteration)
 
     def _write_rest(self, trainer: Trainer) -> None:
-        """What was published after the last time, at the end of the run."""
-        if trainer.state.iteration != self._written:
-            self(trainer)
+        super()._write_rest(trainer)
         self._flush()
 
     # --- what is written once ---------------------------------------------------------------------------------------------
@@ -219,7 +172,7 @@ class TensorBoard(Handler):
         for tag, entries in (("config", settings), ("environment", environment)):
             table = "".join(f"| {name} | `{value}` |\n" for name, value in entries.items())
             self._writer.add_text(tag, f"| name | value |\n| --- | --- |\n{table}", 0)
-        results = dict.fromkeys([grouped_metric("loss"), *(f"{tag}/loss" for tag in self._tags)], 0.0)
+        results = dict.fromkeys([grouped_metric("loss"), *(f"{tag}/loss" for tag in self.tags)], 0.0)
         for summary in hparams(settings, results):  # type: ignore[no-untyped-call]
             self._writer.file_writer.add_summary(summary, 0)
         self._writer.flush()
@@ -231,14 +184,14 @@ class TensorBoard(Handler):
 
         charts = {}
         for name in names:
-            tags = [grouped_metric(name), *(f"{tag}/{name}" for tag in self._tags)]
+            tags = [grouped_metric(name), *(f"{tag}/{name}" for tag in self.tags)]
             charts[name] = ["Multiline", [f"^{re.escape(tag)}$" for tag in tags]]
         try:
             summary = custom_scalars({"training and evaluation": charts})  # type: ignore[no-untyped-call]
             self._writer.file_writer.add_summary(summary, update)
             self._has_layout = True
         except OSError as error:
-            self._fail(error)
+            self.fail(update, error)
 
     # --- the writer -------------------------------------------------------------------------------------------------------
 
@@ -247,21 +200,19 @@ class TensorBoard(Handler):
             try:
                 self._writer.flush()
             except OSError as error:
-                self._fail(error)
+                self.fail(self._latest or 0, error)
 
-    def _flush_at_exception(self, _error: BaseException) -> None:
-        self._flush()
+    def finish(self) -> None:
+        """Flushes what was written."""
+        if self._writer is not None:
+            with suppress(OSError):
+                self._writer.flush()
 
-    def _fail(self, error: OSError) -> None:
+    def mend(self) -> None:
         """A writer that has failed once fails always: the next points go into a file of their own, which hides none."""
         with suppress(OSError):
             self._close()
-        self._writer, self._begin, self._loaded = None, self._latest, False
-        if self.on_error == "raise":
-            raise error
-        self._failures += 1
-        if self._failures & (self._failures - 1) == 0:  # the 1st, 2nd, 4th, 8th, ...
-            _logger.warning(f"points could not be written to {self.log_dir} ({error}); failures so far: {self._failures}")
+        self._writer, self.begin, self._loaded = None, self._latest, False
 
     def _close(self) -> None:
         writer, self._writer = self._writer, None

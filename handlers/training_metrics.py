@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 import resource
 import sys
-import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from ignite.engine import Engine, Events, RemovableEventHandle
@@ -17,6 +16,7 @@ from ignite_train.arguments import check_state_dict, real_number
 from ignite_train.events import Event, TrainEvents, every
 from ignite_train.handler import Handler
 from ignite_train.loop.progress import run_progress
+from ignite_train.loop.sections import SECTIONS, Sections
 from ignite_train.ranks import collectives
 from ignite_train.state import UpdateOutput
 from ignite_train.trainer import Trainer
@@ -24,16 +24,10 @@ from ignite_train.trainer import Trainer
 __all__ = ["TrainingMetrics"]
 
 _SUMS = ("updates", "steps", "loss", "sample_size", "grad_norm", "grad_norm_max", "clipped")
-_SECTIONS = ("data", "update", "evaluation", "checkpoint", "handler")
+_UPDATE = ("forward", "backward", "reduction", "optimizer")  # the sections of an update
+_TRAINING = ("data", *_UPDATE)
 _GIB = 2.0**30
 _STATM = Path("/proc/self/statm")
-
-
-@runtime_checkable
-class _HoldsTheRun(Protocol):
-    """What knows how long it has held the run in all; a `Checkpoint` does."""
-
-    total_held_seconds: float
 
 
 class TrainingMetrics(Handler):
@@ -52,9 +46,11 @@ class TrainingMetrics(Handler):
 
     Of the time, in seconds by the clock of this rank:
 
-    - `"data_seconds"`: waiting for the loader; `"update_seconds"`: forward, backward and step; `"evaluation_seconds"`: of the
-      evaluators that `attach` was given; `"checkpoint_seconds"`: what saving has held the run; `"handler_seconds"`: all other
-      handlers. Together they are the time since the metrics were last published;
+    - `"data_seconds"`: waiting for the loader; `"forward_seconds"`; `"backward_seconds"`, with the reductions that overlap it;
+      `"reduction_seconds"`: what is left of them, and the norm; `"optimizer_seconds"`; `"evaluation_seconds"`: of `Validation`
+      and of the evaluators that `attach` was given; `"checkpoint_seconds"`: what saving has held the run;
+      `"handler_seconds"`: all other handlers. Together they are the time since the metrics were last published;
+    - `"update_seconds"`: forward, backward, reduction and optimizer;
     - `"data_wait"`: data / (data + update). If it is not next to nothing, the loader needs more workers;
     - `"samples_per_second"` (of sample_size), `"updates_per_second"`, and `"tokens_per_second"` for a log `"tokens"` that
       `per_second` names: per second of data and update, without the other sections;
@@ -115,13 +111,13 @@ class TrainingMetrics(Handler):
         if flops_per_sample is not None:
             peak = real_number("peak_flops", peak_flops, above=0)
             self._utilisation_per_rate = real_number("flops_per_sample", flops_per_sample, above=0) / peak
-        self._totals = dict.fromkeys((*_SECTIONS, "updates"), 0.0)  # of the intervals that are over
-        self._mark: float | None = None  # up to where the time has been put into sections
-        self._held_before = self._evaluation_started = 0.0
+        self._totals = dict.fromkeys((*SECTIONS, "updates"), 0.0)  # of the intervals that are over
+        self._sections: Sections | None = None
         self._sums: dict[str, float] = {}
         self._logs: dict[str, float] = {}
         self._log_weights: dict[str, float] = {}  # of those with a denominator of their own
-        self._seconds: dict[str, float] = {}
+        self._loaded: dict[str, float] = {}  # seconds of this interval in an earlier process
+        self._until_interval: dict[str, float] = {}  # seconds of this process before the interval
         self._reset()
 
     def attach(
@@ -138,9 +134,10 @@ class TrainingMetrics(Handler):
         Args:
             trainer: the trainer.
             event: the end of each interval.
-            evaluator: whose time is `"evaluation_seconds"`; for more of them see `watch`.
+            evaluator: whose time is `"evaluation_seconds"`, wherever it is run; for more of them see `watch`.
         """
-        trainer.on_enter.append(self._start)
+        self._sections = trainer._measured()
+        self._until_interval = self._sections.seconds()
         trainer.prepend_event_handler(TrainEvents.STEP_COMPLETED | TrainEvents.STEP_SKIPPED, self._add)
         trainer.prepend_event_handler(Events.COMPLETED, self)
         if evaluator is not None:
@@ -148,30 +145,30 @@ class TrainingMetrics(Handler):
         return trainer.prepend_event_handler(event, self)
 
     def watch(self, evaluator: Engine) -> None:
-        """Counts the time of this evaluator as `"evaluation_seconds"` too."""
+        """Counts the time of this evaluator as `"evaluation_seconds"` too, where it is run by a handler."""
         evaluator.add_event_handler(Events.STARTED, self._start_evaluation)
         evaluator.add_event_handler(Events.COMPLETED, self._end_evaluation)
 
     @property
     def seconds_by_section(self) -> dict[str, float]:
-        """Seconds since training began, earlier processes included, by section: data, update, evaluation, ..."""
-        return {name: self._totals[name] + self._seconds[name] for name in _SECTIONS}
+        """Seconds since training began, earlier processes included, by section: data, forward, evaluation, ..."""
+        interval = self._seconds()
+        return {name: seconds + interval.get(name, 0.0) for name, seconds in self._totals.items() if name != "updates"}
 
     def __call__(self, trainer: Trainer) -> None:
         """Publishes, and begins the next interval."""
         output = trainer.state.update_output
         if output is None or self._sums["updates"] == 0:
             return
-        self._account(trainer)
-        metrics = trainer.state.metrics
+        metrics, seconds = trainer.state.metrics, self._seconds()
         self._publish_means(metrics)
         self._publish_options(metrics, trainer, output)
-        self._publish_speed(metrics)
-        self._publish_progress(metrics, trainer)
+        self._publish_speed(metrics, seconds)
+        self._publish_progress(metrics, trainer, seconds)
         if self.memory:
             metrics |= _memory(next(trainer._stateful_parts["model"].parameters()).device)  # type: ignore[attr-defined]
-        for name in _SECTIONS:
-            self._totals[name] += self._seconds[name]
+        for name in SECTIONS:
+            self._totals[name] += seconds[name]
         self._totals["updates"] += self._sums["updates"]
         self._reset()
 
@@ -181,7 +178,7 @@ class TrainingMetrics(Handler):
             "sums": dict(self._sums),
             "logs": dict(self._logs),
             "log_weights": dict(self._log_weights),
-            "seconds": {"interval": dict(self._seconds), "totals": dict(self._totals)},
+            "seconds": {"interval": self._seconds(), "totals": dict(self._totals)},
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -199,29 +196,33 @@ class TrainingMetrics(Handler):
         self._logs = dict(state_dict["logs"])
         self._log_weights = dict(state_dict.get("log_weights", {}))  # earlier versions had none
         if "seconds" in state_dict:
-            self._seconds |= state_dict["seconds"]["interval"]
+            self._loaded |= state_dict["seconds"]["interval"]
             self._totals |= state_dict["seconds"]["totals"]
         else:  # of an earlier version
-            self._seconds |= {"data": saved.get("waited", 0.0), "update": saved.get("seconds", 0.0) - saved.get("waited", 0.0)}
+            self._loaded |= {"data": saved.get("waited", 0.0), "update": saved.get("seconds", 0.0) - saved.get("waited", 0.0)}
+        self._totals["update"] = self._totals.get("update", 0.0) + self._loaded.pop("update", 0.0)
+        if not self._totals["update"]:  # in which earlier versions did not tell the sections apart
+            del self._totals["update"]
 
     def _reset(self) -> None:
         self._sums, self._logs, self._log_weights = dict.fromkeys(_SUMS, 0.0), {}, {}
-        self._seconds = dict.fromkeys(_SECTIONS, 0.0)
+        self._loaded = dict.fromkeys(SECTIONS, 0.0)
+        if self._sections is not None:
+            self._until_interval = self._sections.seconds()
+
+    def _seconds(self) -> dict[str, float]:
+        """The seconds of this interval by section, up to now."""
+        if self._sections is None:
+            return dict(self._loaded)
+        return {
+            name: self._loaded[name] + value - self._until_interval[name] for name, value in self._sections.seconds().items()
+        }
 
     # --- what is added up -------------------------------------------------------------------------------------------------
 
-    def _start(self, trainer: Trainer) -> None:
-        self._mark, self._held_before = time.perf_counter(), _held(trainer)
-
     def _add(self, trainer: Trainer) -> None:
-        output, sums, seconds, now = trainer.state.update_output, self._sums, self._seconds, time.perf_counter()
+        output, sums = trainer.state.update_output, self._sums
         assert output is not None  # noqa: S101  # set before these events
-        fetched = trainer._fetch_ended
-        if self._mark is not None:
-            seconds["handler"] += trainer._fetch_started - self._mark
-        seconds["data"] += fetched - trainer._fetch_started
-        seconds["update"] += now - fetched
-        self._mark = now
         sums["updates"] += 1
         if output.applied:
             sums["steps"] += 1
@@ -236,23 +237,12 @@ class TrainingMetrics(Handler):
                 self._log_weights[name] = self._log_weights.get(name, 0.0) + weight
 
     def _start_evaluation(self) -> None:
-        self._evaluation_started = time.perf_counter()
+        if self._sections is not None and self._sections.current == "handler":
+            self._sections.switch("evaluation")
 
     def _end_evaluation(self) -> None:
-        self._move(time.perf_counter() - self._evaluation_started, to="evaluation")
-
-    def _account(self, trainer: Trainer) -> None:
-        """Puts the time since the latest update into its sections."""
-        now, held = time.perf_counter(), _held(trainer)
-        if self._mark is not None:
-            self._seconds["handler"] += now - self._mark
-        self._move(held - self._held_before, to="checkpoint")
-        self._mark, self._held_before = now, held
-
-    def _move(self, seconds: float, *, to: str) -> None:
-        """Takes time from that of all handlers together, which is counted as a whole, for the section of one of them."""
-        self._seconds["handler"] -= seconds
-        self._seconds[to] += seconds
+        if self._sections is not None and self._sections.current == "evaluation":
+            self._sections.switch("handler")
 
     # --- what is published ------------------------------------------------------------------------------------------------
 
@@ -285,9 +275,9 @@ class TrainingMetrics(Handler):
             metrics["loss_scale"] = output.loss_scale
         metrics["skipped"] = float(trainer.state.num_skipped)
 
-    def _publish_speed(self, metrics: dict[str, Any]) -> None:
-        sums, seconds = self._sums, self._seconds
-        training = seconds["data"] + seconds["update"] or math.nan
+    def _publish_speed(self, metrics: dict[str, Any], seconds: Mapping[str, float]) -> None:
+        sums, by_section = self._sums, self.seconds_by_section
+        training = _sum_of(seconds, _TRAINING) or math.nan
         samples_per_second = sums["sample_size"] / training
         metrics["samples_per_second"], metrics["updates_per_second"] = samples_per_second, sums["updates"] / training
         for name in self.per_second:
@@ -295,25 +285,24 @@ class TrainingMetrics(Handler):
         if self._utilisation_per_rate is not None:
             metrics["model_flop_utilisation"] = samples_per_second * self._utilisation_per_rate / collectives.world_size()
         metrics |= {f"{name}_seconds": value for name, value in seconds.items()}
+        metrics["update_seconds"] = _sum_of(seconds, _UPDATE)
         metrics["data_wait"] = seconds["data"] / training
-        by_section = self.seconds_by_section
-        metrics["train_wall"] = by_section["data"] + by_section["update"]
+        metrics["train_wall"] = _sum_of(by_section, _TRAINING) + by_section.get("update", 0.0)
         metrics["wall"] = sum(by_section.values())
 
-    def _publish_progress(self, metrics: dict[str, Any], trainer: Trainer) -> None:
+    def _publish_progress(self, metrics: dict[str, Any], trainer: Trainer, seconds: Mapping[str, float]) -> None:
         progress = run_progress(trainer)
         if progress is None:
             return
         by_section, updates = self.seconds_by_section, self._sums["updates"]
         remaining = trainer.state.iteration * (1.0 - progress.after) / progress.after
-        training = (self._seconds["data"] + self._seconds["update"]) / updates
-        apart = sum(by_section[name] for name in ("evaluation", "checkpoint", "handler")) / (self._totals["updates"] + updates)
+        apart = _sum_of(by_section, ("evaluation", "checkpoint", "handler")) / (self._totals["updates"] + updates)
+        training = _sum_of(seconds, _TRAINING) / updates
         metrics["progress"], metrics["time_to_go"] = progress.before, remaining * (training + apart)
 
 
-def _held(trainer: Trainer) -> float:
-    saver = trainer._checkpoint
-    return saver.total_held_seconds if isinstance(saver, _HoldsTheRun) else 0.0
+def _sum_of(seconds: Mapping[str, float], names: Iterable[str]) -> float:
+    return sum(seconds[name] for name in names)
 
 
 def _memory(device: torch.device) -> dict[str, float]:

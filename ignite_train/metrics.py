@@ -20,7 +20,10 @@ __all__ = [
 ]
 
 _OF_THE_OPTIMIZER = ("clipped", "grad_norm", "grad_norm_max", "learning_rate", "loss_scale", "skipped")
-_SECONDS = ("checkpoint_seconds", "data_seconds", "evaluation_seconds", "handler_seconds", "update_seconds")
+_SECONDS = (
+    *("backward_seconds", "checkpoint_seconds", "data_seconds", "evaluation_seconds", "forward_seconds"),
+    *("handler_seconds", "optimizer_seconds", "reduction_seconds", "update_seconds"),
+)
 _MEMORY = ("host_memory", "memory_allocated", "memory_peak", "memory_reserved")
 _OF_THE_CLOCK = ("data_wait", "model_flop_utilisation", "samples_per_second", "time_to_go", "updates_per_second")
 _WALLS = ("train_wall", "wall")

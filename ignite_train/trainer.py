@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -26,6 +25,7 @@ from ignite_train.loop.ignite_state import from_ignite_state, is_ignite_state
 from ignite_train.loop.limits import checked_limits, refuse_ended_iterator, refuse_used_iterator
 from ignite_train.loop.loop import Batches, Loop
 from ignite_train.loop.progress import run_progress
+from ignite_train.loop.sections import Sections
 from ignite_train.model.random_state import capture_random_state, restore_random_state
 from ignite_train.ranks import collectives
 from ignite_train.ranks.messages import Outgoing, Piggyback, RankRequests
@@ -247,7 +247,6 @@ class Trainer(Loop):
         self._num_fetched, self._micro_batches_before = len(micro_batches), state.num_micro_batches
         self._max_micro_batches = self._grouping.max_micro_batches_of(micro_batches)
         state.batch = micro_batches
-        self._fetch_started = self._fetch_ended = time.perf_counter()
         self._updating = self._iterating = True
         self._settled = False
         state.iteration += 1
@@ -260,6 +259,8 @@ class Trainer(Loop):
             self._take_back()
             self._updating = self._iterating = False
             state.batch = None
+            if self._sections is not None:
+                self._sections.switch("handler")
         assert state.update_output is not None  # noqa: S101  # each update publishes one
         return state.update_output
 
@@ -408,6 +409,18 @@ class Trainer(Loop):
                 f"loss scale {output.loss_scale:g}; skipped so far: {state.num_skipped}"
             )
         self.fire_event(TrainEvents.STEP_SKIPPED)
+
+    def _measured(self) -> Sections:
+        """The sections of this trainer's runs, measured from here on."""
+        if self._sections is None:
+            self._sections = sections = Sections()
+            self.on_enter.insert(0, lambda _: sections.switch("handler"))
+            self.on_exit.append(lambda: sections.switch(None))
+        return self._sections
+
+    def _within(self, section: str) -> AbstractContextManager[None]:
+        """The `with` of a section of the run."""
+        return nullcontext() if self._sections is None else self._sections.within(section)
 
     def verify_ranks(self) -> None:
         """Compares now what the consistency checks would send with the next update. To be called before the state is saved.

@@ -124,7 +124,7 @@ def test_a_terminal_has_bars(monkeypatch: pytest.MonkeyPatch, columns: int, with
     end = [row.rstrip() for row in screen.rows if row.strip()]
     assert [row.partition(" after ")[0].split(",")[0] for row in end[:3]] == ["validation", "validation", "finished"]
     assert re.match(r"validation after update 6:  loss \S+ +samples ", end[0])
-    assert [row.split()[0] for row in end[3:]] == (["time", "best", "memory"] if with_metrics else ["best"])
+    assert [name for row in end[3:] if (name := row[:10].strip())] == (["time", "best", "memory"] if with_metrics else ["best"])
 
 
 def test_a_message_does_not_break_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,10 +195,14 @@ def test_a_table_ends_the_run(capsys: pytest.CaptureFixture[str], tmp_path: Path
     lines = capsys.readouterr().out.splitlines()
     begin = next(index for index, line in enumerate(lines) if line.startswith("finished"))
     assert lines[begin].startswith("finished after 12 updates (12 steps, 0 skipped) in 2 epochs, ")
-    table = {line.split()[0]: line for line in lines[begin + 1 :]}
+    table: dict[str, str] = {}
+    for line in lines[begin + 1 :]:  # those without a name continue the row above
+        name = line[:10].strip() or [*table][-1]
+        table[name] = table.get(name, "") + line[10:]
     assert [*table] == ["time", "best", "memory", "files"]
-    for section in ("data", "update", "evaluation", "checkpoint"):
+    for section in ("forward", "backward", "evaluation", "checkpoint"):
         assert re.search(rf"{section} \d+\.\d s \(\d+%\)", table["time"])
+    assert max(len(line) for line in lines[begin:] if str(tmp_path) not in line) <= 80
     assert f"loss {validation.best:.6g} at update 12" in table["best"]
     assert str(tmp_path) in table["files"]
 

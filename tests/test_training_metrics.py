@@ -19,6 +19,7 @@ from ignite_train import (
     NoLossScaling,
     StaticLossScaling,
     Trainer,
+    TrainEvents,
     count_traffic,
     create_evaluator,
     create_trainer,
@@ -274,6 +275,66 @@ def test_time_is_put_into_sections(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert published[-1]["train_wall"] == 24.0
     assert published[-1]["wall"] == sum(sum(each[name] for name in names) for each in published)
     assert sum(metrics.seconds_by_section.values()) <= clock.now - begin
+
+
+class SlowBackward(torch.autograd.Function):
+    """The identity; its backward takes time of a clock."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, take: Any) -> torch.Tensor:
+        ctx.take = take
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        ctx.take(2.0)
+        return gradients[0], None
+
+
+def test_the_update_has_sections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward (1 s), backward (2 s), norm (8 s), step (4 s), the loader (3 s); handlers inside the update (16 s) are apart."""
+    clock = Clock(monkeypatch)
+
+    def forward(model: nn.Module, micro_batch: Any) -> ForwardOutput:
+        output = clock.forward(model, micro_batch)
+        return output._replace(loss=SlowBackward.apply(output.loss, clock.take))
+
+    trainer = make(forward, accumulation_steps=3)
+    gradients, optimizer = trainer._update.gradients, trainer._stateful_parts["optimizer"]  # type: ignore[attr-defined]
+    norm = gradients.norm
+    monkeypatch.setattr(gradients, "norm", lambda: (clock.take(8.0), norm())[1])
+    optimizer.register_step_pre_hook(lambda *_: clock.take(4.0))  # type: ignore[attr-defined]
+    for event in (TrainEvents.FORWARD_COMPLETED, TrainEvents.BACKWARD_COMPLETED, TrainEvents.GRADIENTS_READY):
+        trainer.add_event_handler(event, clock.take, 16.0)
+    TrainingMetrics().attach(trainer, EVERY(every=2))
+    metrics = trainer.run(clock.loader(3.0), max_epochs=1).metrics
+    names = ("data", "forward", "backward", "reduction", "optimizer", "update", "handler", "evaluation", "checkpoint")
+    assert [metrics[f"{name}_seconds"] for name in names] == [18.0, 6.0, 12.0, 16.0, 8.0, 42.0, 14 * 16.0, 0.0, 0.0]
+    assert metrics["train_wall"] == 60.0
+
+
+def test_the_time_of_a_session_outside_of_updates_is_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It counts as that of handlers; an update that fails leaves nothing running."""
+    clock = Clock(monkeypatch)
+
+    def forward(model: nn.Module, micro_batch: Any) -> ForwardOutput:
+        output = clock.forward(model, DATA[0])
+        if micro_batch == "broken":
+            raise RuntimeError(micro_batch)
+        return output
+
+    trainer, metrics = make(forward), TrainingMetrics()
+    metrics.attach(trainer, EVERY(every=100))
+    with trainer.session():
+        clock.take(5.0)
+        trainer.update(DATA[:2])
+        clock.take(7.0)
+        with pytest.raises(RuntimeError, match="broken"):
+            trainer.update(["broken"])
+        clock.take(9.0)
+    clock.take(100.0)
+    seconds = {name: value for name, value in metrics.seconds_by_section.items() if value}
+    assert seconds == {"handler": 21.0, "forward": 3.0}
 
 
 def test_rates_of_logs(monkeypatch: pytest.MonkeyPatch) -> None:

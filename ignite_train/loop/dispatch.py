@@ -15,6 +15,7 @@ from ignite.engine import Engine, EventEnum, EventsList, RemovableEventHandle
 
 from ignite_train.arguments import did_you_mean
 from ignite_train.events import Event
+from ignite_train.loop.sections import Sections
 
 __all__ = ["Attachable", "Dispatcher", "Stage", "Stateful", "attached", "call", "stateful_handlers"]
 
@@ -73,6 +74,7 @@ class Dispatcher(Engine):
         self._stateful: dict[str, Stateful] = {}  # handlers with a state to save, by the name of their class
         self._stages: dict[Any, list[tuple[Callable[..., Any], Stage]]] = {}  # by event, for handlers that do not react
         self._stage = Stage.REACT  # of what `add_event_handler` adds
+        self._sections: Sections | None = None  # where something measures how the time divides into sections
         super().__init__(process)
         self.logger = logging.getLogger("ignite_train")
 
@@ -135,7 +137,14 @@ class Dispatcher(Engine):
         handlers = self._event_handlers.get(event_name)
         self.last_event_name = event_name
         if handlers:
-            _call_all(handlers, (), {})
+            if self._sections is None:
+                _call_all(handlers, (), {})
+                return
+            before = self._sections.switch("handler")
+            try:
+                _call_all(handlers, (), {})
+            finally:
+                self._sections.switch(before)
         elif handlers is None:
             self._assert_allowed_event(event_name)
             self._event_handlers[event_name] = []  # known from here on

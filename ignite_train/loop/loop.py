@@ -58,10 +58,9 @@ class Loop(Dispatcher):
 
     def __init__(self, process: Callable[[Any, Any], Any]) -> None:
         super().__init__(process)
-        self.on_enter: list[Callable[[Any], None]] = []
-        self.on_exit: list[Callable[[], None]] = []
+        self.on_enter: list[Callable[[Any], object]] = []
+        self.on_exit: list[Callable[[], object]] = []
         # When the latest batch was requested, before GET_BATCH_STARTED, and when it was there: `time.perf_counter`, in seconds.
-        self._fetch_started = self._fetch_ended = 0.0
         self._settled = True  # whether the running iteration has had its effect and must not be repeated
         self._running = False
         self._iterating = False
@@ -156,19 +155,21 @@ class Loop(Dispatcher):
         if self._stopping():
             return
         data: Any = state.dataloader
+        if self._sections is not None:
+            self._sections.switch("data")
         batches, whole = self._open(data), False
         self._reading, self._data_ended = True, False
         state.epoch_length = batches.length or state.epoch_length
         try:
             while not (over := self._epoch_is_over(batches)) and not self._stopping() and not self._reached_max_iters():
                 state.batch = None  # not held while the next one is fetched
-                self._fetch_started = time.perf_counter()
+                if self._sections is not None:
+                    self._sections.switch("data")
                 self.fire_event(Events.GET_BATCH_STARTED)
                 if self._asked_to_stop():
                     self._leave_out_iteration()
                     continue
                 state.batch = self._fetch(batches)
-                self._fetch_ended = time.perf_counter()
                 if state.batch is _END:
                     state.batch, over = None, True
                     break

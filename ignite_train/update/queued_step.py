@@ -88,7 +88,11 @@ class QueuedStep:
         for rate in rates:
             may_step = may_step * torch.isfinite(rate).reshape(()).to(may_step.device)
         statistics.send(norm, [may_step, *rates])
+        if trainer._sections is not None:
+            trainer._sections.switch("optimizer")
         self._stepping.step_if(may_step, divisor)
+        if trainer._sections is not None:
+            trainer._sections.switch("reduction")
         totals = statistics.finish(norm)
         self._learning_rates.learn(totals.more[1:])
         return totals, totals.more[0] == 1.0

@@ -96,13 +96,17 @@ class Update:
         Returns:
             What the trainer's output transform has made of the update's record.
         """
-        micro_batches_before = trainer.state.num_micro_batches
+        micro_batches_before, sections = trainer.state.num_micro_batches, trainer._sections
+        if sections is not None:
+            sections.switch("forward")
         try:
             self._begin(trainer, micro_batches)
             self._accumulate(trainer, micro_batches)
             totals, has_stepped = self._reduce(trainer)
             decision = self._gradient_changes(trainer, self._decide(totals))
             output = self._show_gradients(trainer, totals, decision)
+            if sections is not None:
+                sections.switch("optimizer")
             self._step_or_skip(trainer.state.iteration, decision, output, micro_batches, has_stepped=has_stepped)
             self._finish(output)
         except BaseException as error:
@@ -142,11 +146,13 @@ class Update:
 
     def _accumulate(self, trainer: Trainer, micro_batches: list[Any]) -> None:
         """Adds up the gradients of all micro-batches. They cross the ranks in the last backward, or after it."""
-        state, fire = trainer.state, trainer.fire_event
+        state, fire, sections = trainer.state, trainer.fire_event, trainer._sections
         num_backwards = len(micro_batches) + self._num_placeholders
         for number, micro_batch in enumerate(micro_batches, start=1):
             last = number == num_backwards
             state.num_micro_batches, state.micro_batch_in_group = state.num_micro_batches + 1, number - 1
+            if sections is not None:
+                sections.switch("forward")
             fire(TrainEvents.MICRO_BATCH_STARTED)
             with self.reduction.context(last=last):
                 for part in self.recovery.parts(micro_batch):  # one, unless it had to be cut to fit into memory
@@ -156,6 +162,8 @@ class Update:
                         fire(TrainEvents.FORWARD_COMPLETED)
                         if number < len(micro_batches):
                             self.transfer.ahead(micro_batches[number])  # copied while backward runs
+                        if sections is not None:
+                            sections.switch("backward")
                         if last:
                             self.reduction.begin(trainer._outgoing(), self.statistics)
                         self.backward(
@@ -179,6 +187,8 @@ class Update:
         A norm that float32 cannot have added up, since the squares are too large or too small for it, is taken again. All ranks
         do so alike where the norm is a reduced one.
         """
+        if trainer._sections is not None:
+            trainer._sections.switch("reduction")
         norm = self.reduction.end(trainer._outgoing(), self.statistics, self.gradients)
         totals, has_stepped = self.queued_step(trainer, norm, self.loss_scaling.scale)
         if not (has_stepped or may_trust_norm(totals)):
@@ -276,6 +286,8 @@ class Update:
 
     def _run_placeholder(self, trainer: Trainer, *, last: bool) -> None:
         """In place of a micro-batch that this rank does not have: joins the collectives of the other ranks, in their order."""
+        if trainer._sections is not None:
+            trainer._sections.switch("reduction")
         with self.reduction.context(last=last):
             zero = self.reduction.run_placeholder(lambda micro_batch: self._forward(micro_batch).loss)
             if last:

@@ -1,0 +1,82 @@
+"""How the time of a run divides into sections: forward, backward, waiting for data, ..."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+__all__ = ["SECTIONS", "Sections"]
+
+SECTIONS = ("data", "forward", "backward", "reduction", "optimizer", "handler", "evaluation", "checkpoint")
+"""The sections of a run, of which exactly one is under way at each moment:
+
+- data: opening the loader and waiting for it, once the first update of an epoch is due;
+- forward: the beginning of an update, copies to the device and the user's function;
+- backward: backward, with the reductions that overlap it;
+- reduction: what is left to reduce after the last backward, the sums over ranks, the norm, the decision;
+- optimizer: the step or skip, and the end of the update;
+- handler: handlers of any event, and what lies between two updates of a session;
+- evaluation, checkpoint: of the handlers, those that evaluate and save.
+"""
+
+
+class Sections:
+    """Which section of a run is under way, and how many seconds each has taken by the clock of this process.
+
+    A trainer has none until something asks for it; its marks then cost a test for None. A mark says what begins, and ends what
+    was before, so that nothing is counted twice and nothing left out. On an accelerator the seconds are those of the host,
+    which only queues most of the work; a listener may record events of the device.
+
+    Attributes:
+        current: the section; None while the trainer is not running.
+        listeners: called at each change with the section before and the one that begins.
+        open_range: where set, called with the name of each section as it begins; what it returns is called as it ends. For
+            ranges in the profiles of torch and of the device.
+    """
+
+    def __init__(self) -> None:
+        self.current: str | None = None
+        self.listeners: list[Callable[[str | None, str | None], None]] = []
+        self.open_range: Callable[[str], Callable[[], None]] | None = None
+        self._close_range: Callable[[], None] | None = None
+        self._seconds = dict.fromkeys(SECTIONS, 0.0)
+        self._since = 0.0
+
+    def switch(self, section: str | None) -> str | None:
+        """Begins a section, and ends the one before.
+
+        Args:
+            section: one of `SECTIONS`, or None at the end of a run.
+
+        Returns:
+            The section before, to go back to.
+        """
+        now, before = time.perf_counter(), self.current
+        if before is not None:
+            self._seconds[before] += now - self._since
+        self._since, self.current = now, section
+        if self._close_range is not None:
+            self._close_range()
+            self._close_range = None
+        if self.open_range is not None and section is not None:
+            self._close_range = self.open_range(section)
+        for listener in self.listeners:
+            listener(before, section)
+        return before
+
+    @contextmanager
+    def within(self, section: str) -> Iterator[None]:
+        """A `with` that is a section, after which the one before continues."""
+        before = self.switch(section)
+        try:
+            yield
+        finally:
+            self.switch(before)
+
+    def seconds(self) -> dict[str, float]:
+        """The seconds of each section up to now."""
+        now, seconds = time.perf_counter(), dict(self._seconds)
+        if self.current is not None:
+            seconds[self.current] += now - self._since
+        return seconds
