@@ -71,17 +71,18 @@ class LearningRateError(TrainingError, ValueError):
     Attributes:
         group: the index of the group in `optimizer.param_groups`.
         learning_rate: its learning rate.
+        optimizer: which optimizer, `"optimizer['muon']"` say, if there are several.
     """
 
-    def __init__(self, group: int, learning_rate: float) -> None:
-        self.group, self.learning_rate = group, learning_rate
+    def __init__(self, group: int, learning_rate: float, optimizer: str = "optimizer") -> None:
+        self.group, self.learning_rate, self.optimizer = group, learning_rate, optimizer
         super().__init__(
-            f"optimizer must have finite learning rates, got {learning_rate!r} in param_groups[{group}]; no parameter was "
+            f"{optimizer} must have finite learning rates, got {learning_rate!r} in param_groups[{group}]; no parameter was "
             "moved; look at the learning-rate schedule, and at what else sets param_groups[...]['lr']"
         )
 
-    def __reduce__(self) -> tuple[type[LearningRateError], tuple[int, float]]:
-        return type(self), (self.group, self.learning_rate)
+    def __reduce__(self) -> tuple[type[LearningRateError], tuple[int, float, str]]:
+        return type(self), (self.group, self.learning_rate, self.optimizer)
 
 
 class GradientAccessError(TrainingError, RuntimeError):

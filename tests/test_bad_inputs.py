@@ -110,6 +110,12 @@ def sharing_one() -> dict[str, Any]:
     return {"model": model, "optimizer": torch.optim.SGD(model[0].parameters(), lr=0.1)}
 
 
+def several(name: Callable[[Any, Any], Any]) -> dict[str, Any]:
+    """A model of two layers, and what `name` makes of the optimizers of both."""
+    model = nn.Sequential(linear(), linear())
+    return {"model": model, "optimizer": name(*(torch.optim.SGD(layer.parameters(), lr=0.1) for layer in model))}
+
+
 def scheduler() -> Any:
     return torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD(linear().parameters(), lr=0.1))
 
@@ -139,6 +145,37 @@ def scheduler() -> Any:
         "(3, 7)",
         "param_groups[0]",
         "build the optimizer after",
+        "nn.ModuleDict(",
+    ),
+    Case("optimizers-empty", {"optimizer": []}, ValueError, "optimizer", "at least one", "none"),
+    Case("optimizers-not", {"optimizer": [None]}, TypeError, "optimizer[0]", "torch.optim.Optimizer", "None"),
+    Case("optimizers-number", several(lambda one, other: {1: one}), ValueError, "optimizer", "strings", "got 1"),
+    Case("optimizers-slash", several(lambda one, other: {"a/b": one}), ValueError, "optimizer", "strings", "'a/b'"),
+    Case("optimizers-twice", several(lambda one, other: [one, one]), ValueError, "optimizer", "once", "twice"),
+    Case(
+        "optimizers-overlap",
+        several(lambda one, other: {"one": one, "other": torch.optim.SGD(one.param_groups[0]["params"], lr=0.1)}),
+        ValueError,
+        "optimizer",
+        "'0.weight' in optimizer['one'] and in optimizer['other']",
+        "leave it out",
+    ),
+    Case("optimizers-incomplete", several(lambda one, other: {"one": one}), ValueError, "optimizer", "'1.weight'", "1 more"),
+    Case("max-norm-of-one", {"max_grad_norm": {"one": 1.0}}, ValueError, "max_grad_norm", "a number, or", "optimizer={"),
+    Case(
+        "max-norm-misspelt",
+        several(lambda one, other: {"one": one, "other": other}) | {"max_grad_norm": {"on": 1.0}},
+        ValueError,
+        "max_grad_norm",
+        "'on'",
+        "did you mean 'one'",
+    ),
+    Case(
+        "max-norm-of-one-0",
+        several(lambda one, other: {"one": one, "other": other}) | {"max_grad_norm": {"one": 0}},
+        ValueError,
+        "max_grad_norm['one']",
+        "greater than 0",
     ),
     Case("optimizer-incomplete", sharing_one(), ValueError, "optimizer", "'1.weight'", "1 more", "requires_grad_(False)"),
     Case(

@@ -14,8 +14,9 @@ from torch.optim import Optimizer
 from ignite_train.device.to_host import is_on_host
 from ignite_train.errors import GradientAccessError, NoGradientError
 from ignite_train.model.memory_layout import is_dense
+from ignite_train.model.optimizers import Optimizers
 
-__all__ = ["Gradients"]
+__all__ = ["Gradients", "PartedGradients"]
 
 _ROW = 2**14  # elements that are squared and added up in one go; their float32 sum is good to 2e-7
 _CUT = 2**18  # a gradient from this size on is read in rows: a float32 sum over all of it would be off by 1e-6 and more
@@ -26,14 +27,14 @@ class Gradients:
 
     Args:
         model: gives the parameters their names.
-        optimizer: whose parameters these are.
+        optimizer: whose parameters these are; one, or several that are stepped together.
 
     Attributes:
         kinds: on which devices and in which dtypes they were when their norm was last taken.
         count: how many there were then.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+    def __init__(self, model: nn.Module, optimizer: Optimizer | Optimizers) -> None:
         self._optimizer = optimizer
         self._model = model
         self._mean_factor: float | None = None  # while they may be read: what they are multiplied by to become the mean
@@ -89,6 +90,11 @@ class Gradients:
         kinds = _by_kind(gradients)
         self.kinds, self.count = {*kinds}, len(gradients)
         return _length(kinds)
+
+    def note_kinds(self) -> None:
+        """Notes what there is, as `norm` does, and takes no norm."""
+        gradients = self._existing()
+        self.kinds, self.count = {*_by_kind(gradients)}, len(gradients)
 
     def scaled_norm(self) -> float:
         """The same norm for gradients whose squares float32 cannot hold. Takes more time, and waits for the device.
@@ -184,7 +190,8 @@ class Gradients:
 
     def multiply(self, factor: float) -> None:
         """Multiplies all of them, in one pass."""
-        torch._foreach_mul_(self._existing(), factor)
+        if existing := self._existing():
+            torch._foreach_mul_(existing, factor)
 
     def name(self, parameter: nn.Parameter) -> str:
         """What a message calls `parameter`."""
@@ -201,6 +208,38 @@ class Gradients:
             for parameter in group["params"]
             if parameter.grad is not None
         ]
+
+
+class PartedGradients(Gradients):
+    """The gradients of several optimizers: one norm, and those of each optimizer apart for its step.
+
+    Args:
+        model: gives the parameters their names.
+        optimizers: whose parameters these are.
+
+    Attributes:
+        parts: the gradients of each optimizer, by its name.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: Optimizers) -> None:
+        super().__init__(model, optimizers)
+        self.parts = {name: Gradients(model, optimizer) for name, optimizer in optimizers.named.items()}
+
+    def norm(self) -> float | Tensor:
+        """As for one optimizer over all of the parameters, bit by bit."""
+        norm = super().norm()
+        self._note_parts()
+        return norm
+
+    def shard_norm_squared(self) -> float | Tensor:
+        """As for one optimizer over all of the parameters, bit by bit."""
+        squared = super().shard_norm_squared()
+        self._note_parts()
+        return squared
+
+    def _note_parts(self) -> None:
+        for part in self.parts.values():
+            part.note_kinds()
 
 
 def _by_kind(gradients: list[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
