@@ -31,6 +31,7 @@ from ignite_train.model.optimizers import (
     optimizers_as_parts,
 )
 from ignite_train.model.precision import Precision, PrecisionName
+from ignite_train.model.sparse_parameters import check_sparse_parameters
 from ignite_train.model.stepping import Stepping, SteppingTogether
 from ignite_train.protection import Protect, protect_ranks
 from ignite_train.ranks import collectives
@@ -125,6 +126,7 @@ def create_trainer(
     _check_model(model)
     optimizers = as_optimizers(optimizer)
     check_optimizers(model, optimizers)
+    check_sparse_parameters(model, optimizers)
     state = TrainState()
     _check_transform(output_transform)
     limit, limits = _norm_limits(max_grad_norm, optimizers)
@@ -489,6 +491,3 @@ def _check_model(model: Any) -> None:
             raise ValueError(
                 f"model must not be trained in float16 weights, got {name!r}; keep float32 and pass precision='fp16'"
             )
-    for name, module in model.named_modules():
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
-            raise ValueError(f"model must have dense gradients, got {name!r} with sparse=True; build it with sparse=False")

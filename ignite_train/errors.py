@@ -49,7 +49,7 @@ class NoGradientError(TrainingError, RuntimeError):
 
 
 class SparseGradientError(TrainingError, ValueError):
-    """Backward left a sparse gradient, which has no norm. It is raised before the optimizer step.
+    """Backward left a sparse gradient where none can be stepped along. It is raised before the optimizer step.
 
     Attributes:
         parameter: the name of the parameter.
@@ -58,7 +58,8 @@ class SparseGradientError(TrainingError, ValueError):
     def __init__(self, parameter: str) -> None:
         self.parameter = parameter
         super().__init__(
-            f"model must have dense gradients, got a sparse one for {parameter!r}; call the embedding with sparse=False"
+            f"model must have sparse gradients of nn.Embedding(sparse=True) alone, and none in fully_shard, got one for "
+            f"{parameter!r}; call the embedding with sparse=False"
         )
 
     def __reduce__(self) -> tuple[type[SparseGradientError], tuple[str]]:

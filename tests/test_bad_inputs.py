@@ -116,6 +116,12 @@ def several(name: Callable[[Any, Any], Any]) -> dict[str, Any]:
     return {"model": model, "optimizer": name(*(torch.optim.SGD(layer.parameters(), lr=0.1) for layer in model))}
 
 
+def sparse(kind: Callable[..., Any], **options: Any) -> dict[str, Any]:
+    """An embedding with sparse gradients and a layer with dense ones, and an optimizer over both."""
+    model = nn.Sequential(nn.Embedding(3, 2, sparse=True), linear())
+    return {"model": model, "optimizer": kind(list(model.parameters()), lr=0.1, **options)}
+
+
 def scheduler() -> Any:
     return torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD(linear().parameters(), lr=0.1))
 
@@ -131,7 +137,12 @@ def scheduler() -> Any:
     Case("model-lazy", {"model": nn.LazyLinear(1)}, ValueError, "model", "'weight'", "lazy", "run one batch"),
     Case("model-float16", {"model": linear().half()}, ValueError, "model", "'weight'", "float16", "precision='fp16'"),
     Case("model-data-parallel", adapted(nn.DataParallel), TypeError, "model", "DataParallel", "one process for each device"),
-    Case("model-sparse", {"model": nn.Sequential(nn.Embedding(3, 2, sparse=True))}, ValueError, "model", "'0'", "sparse=False"),
+    Case("sparse-by-adamw", sparse(torch.optim.AdamW), ValueError, "optimizer", "'0.weight'", "AdamW", "SparseAdam"),
+    Case(
+        "sparse-fused", sparse(torch.optim.SGD, fused=True), ValueError, "optimizer", "'0.weight'", "fused=True", "SparseAdam"
+    ),
+    Case("sparse-decay", sparse(torch.optim.SGD, weight_decay=0.1), ValueError, "optimizer", "'0.weight'", "weight_decay"),
+    Case("dense-by-sparse-adam", sparse(torch.optim.SparseAdam), ValueError, "optimizer", "dense gradients", "[adamw, Sparse"),
     Case("optimizer-none", {"optimizer": None}, TypeError, "optimizer", "torch.optim.Optimizer", "None"),
     Case("optimizer-class", {"optimizer": torch.optim.SGD}, TypeError, "optimizer", "torch.optim.Optimizer", "SGD"),
     Case("optimizer-is-a-model", {"optimizer": nn.Sequential(linear(), linear())}, TypeError, "optimizer", "type Sequential"),

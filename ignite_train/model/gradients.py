@@ -15,6 +15,7 @@ from ignite_train.device.to_host import is_on_host
 from ignite_train.errors import GradientAccessError, NoGradientError
 from ignite_train.model.memory_layout import is_dense
 from ignite_train.model.optimizers import Optimizers
+from ignite_train.model.sparse_parameters import sparse_gradient_values, sparse_parameters
 
 __all__ = ["Gradients", "PartedGradients"]
 
@@ -37,6 +38,7 @@ class Gradients:
     def __init__(self, model: nn.Module, optimizer: Optimizer | Optimizers) -> None:
         self._optimizer = optimizer
         self._model = model
+        self._sparse = {*sparse_parameters(model)}
         self._mean_factor: float | None = None  # while they may be read: what they are multiplied by to become the mean
         self.kinds: set[tuple[torch.device, torch.dtype]] = set()
         self.count = 0
@@ -86,7 +88,7 @@ class Gradients:
 
     def norm(self) -> float | Tensor:
         """L2 norm over all of them as they are, accumulated in float32 or wider; on an accelerator a 0-d tensor, not read."""
-        gradients = self._existing()
+        gradients = self._values() if self._sparse else self._existing()
         kinds = _by_kind(gradients)
         self.kinds, self.count = {*kinds}, len(gradients)
         return _length(kinds)
@@ -101,7 +103,7 @@ class Gradients:
 
         It is infinite or NaN only if an element is (or if float64 cannot hold the norm itself).
         """
-        return _scaled_length(self._existing())
+        return _scaled_length(self._values())
 
     def scaled_shard_norm_squared(self) -> float:
         """`shard_norm_squared` by way of `scaled_norm`."""
@@ -135,8 +137,8 @@ class Gradients:
         return shares
 
     def first_sparse(self) -> str | None:
-        """The name of the first parameter whose gradient is sparse."""
-        named = self._model.named_parameters()
+        """The name of the first parameter whose gradient is sparse, and which is not the weight of a sparse embedding."""
+        named = [(name, p) for name, p in self._model.named_parameters() if p not in self._sparse]
         return next((name for name, p in named if p.grad is not None and p.grad.layout is not torch.strided), None)
 
     def check(self) -> None:
@@ -208,6 +210,13 @@ class Gradients:
             for parameter in group["params"]
             if parameter.grad is not None
         ]
+
+    def _values(self) -> list[Tensor]:
+        """All of them, and of sparse ones the rows that are there. Rows that backward has left twice are added up first."""
+        for parameter in self._sparse:
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.coalesce()
+        return [sparse_gradient_values(gradient) for gradient in self._existing()]
 
 
 class PartedGradients(Gradients):

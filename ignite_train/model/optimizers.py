@@ -46,6 +46,11 @@ class Optimizers:
         """The groups of all of them, as they are now, those of the first optimizer first."""
         return [group for optimizer in self.named.values() for group in optimizer.param_groups]
 
+    @property
+    def labelled(self) -> dict[str, Optimizer]:
+        """The optimizers by what messages call them."""
+        return {self.labels[name]: optimizer for name, optimizer in self.named.items()}
+
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002  # as torch's
         """Clears the gradients of all of them."""
         for optimizer in self.named.values():
@@ -112,9 +117,7 @@ def check_optimizers(model: nn.Module, optimizer: Optimizer | Optimizers) -> Non
         TypeError: it is LBFGS, which needs more than gradients.
         ValueError: model and optimizers do not belong together, or a learning rate is not finite.
     """
-    named = {"optimizer": optimizer} if isinstance(optimizer, Optimizer) else {}
-    if isinstance(optimizer, Optimizers):
-        named = {optimizer.labels[name]: one for name, one in optimizer.named.items()}
+    named = {"optimizer": optimizer} if isinstance(optimizer, Optimizer) else optimizer.labelled
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     owners: dict[int, str] = {}
     for label, one in named.items():
