@@ -23,6 +23,7 @@ from ignite_train.arguments import did_you_mean
 from ignite_train.errors import TrainingError
 from ignite_train.events import Event, every
 from ignite_train.handler import PiggybackHandler
+from ignite_train.model.optimizers import OneOrSeveralOptimizers, as_optimizers
 from ignite_train.ranks import collectives
 from ignite_train.trainer import Trainer
 
@@ -135,7 +136,7 @@ class StateConsistency(PiggybackHandler):
 
     Args:
         model: the model, in `DistributedDataParallel` or not.
-        optimizer: its optimizer.
+        optimizer: its optimizer, or several as `create_trainer` takes them.
         scheduler: the learning-rate schedule; any object with a `state_dict`.
         own_buffers: names of buffers that each rank fills from its own data; they are left out too.
         optimizer_state: whether the optimizer's state is compared. Without it a check costs less, and a moment that differs is
@@ -161,7 +162,7 @@ class StateConsistency(PiggybackHandler):
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Optimizer,
+        optimizer: OneOrSeveralOptimizers,
         *,
         scheduler: _Schedule | None = None,
         own_buffers: Collection[str] = (),
@@ -169,9 +170,9 @@ class StateConsistency(PiggybackHandler):
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {model!r:.60} of type {type(model).__name__}")
-        if not isinstance(optimizer, Optimizer):
-            raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {optimizer!r:.60}")
         self.model = model.module if isinstance(model, DistributedDataParallel) else model
+        several = as_optimizers(optimizer)
+        self._optimizers = {"": several} if isinstance(several, Optimizer) else several.named
         self.optimizer, self.scheduler, self.optimizer_state = optimizer, scheduler, optimizer_state
         buffers = dict(self.model.named_buffers())
         for name in own_buffers:
@@ -290,16 +291,21 @@ class StateConsistency(PiggybackHandler):
             for name, buffer in module.named_buffers(prefix, recurse=False):
                 if not isinstance(module, _NormBase) and name not in self.own_buffers:
                     yield from _flatten({f"buffer {name}": buffer})
-        for parameter, entries in self.optimizer.state.items() if self.optimizer_state else ():
-            yield from _flatten(entries, "optimizer ", f" of {names.get(parameter, 'a parameter outside of the model')}")
-        for index, group in enumerate(self.optimizer.param_groups):
-            settings = {"learning rate" if key == "lr" else key: entry for key, entry in group.items() if key != "params"}
-            yield from _flatten(settings, after=f" of group {index}")
+        for called, optimizer in self._optimizers.items():
+            yield from self._state_of(optimizer, f" of {called}" if called else "", names)
         if self.scheduler is not None:
             yield from _flatten(self.scheduler.state_dict(), "schedule ")
         for name, value in _flatten(trainer.state_dict()["update"]):
             yield name.replace("loss_scaling.scale", "loss scale").replace("loss_scaling.", "loss scaling "), value
         yield from ((f"counter {name}", getattr(trainer.state, name)) for name in _COUNTERS)
+
+    def _state_of(self, optimizer: Optimizer, of: str, names: Mapping[Any, str]) -> Iterator[tuple[str, Any]]:
+        """Tensors and values of one optimizer by name."""
+        for parameter, entries in optimizer.state.items() if self.optimizer_state else ():
+            yield from _flatten(entries, "optimizer ", f" of {names.get(parameter, 'a parameter outside of the model')}")
+        for index, group in enumerate(optimizer.param_groups):
+            settings = {"learning rate" if key == "lr" else key: entry for key, entry in group.items() if key != "params"}
+            yield from _flatten(settings, after=f" of group {index}{of}")
 
 
 def _flatten(entries: Mapping[Any, Any], before: str = "", after: str = "") -> Iterator[tuple[str, Any]]:

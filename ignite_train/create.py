@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from functools import wraps
@@ -13,19 +12,27 @@ import torch
 from ignite.engine import Events, _prepare_batch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from ignite_train.arguments import describe, one_of, real_number
+from ignite_train.arguments import describe, did_you_mean, one_of, real_number
 from ignite_train.carried import Carried
 from ignite_train.data.grouping import AccumulationSteps, MicroBatchGrouping
 from ignite_train.device.to_device import ToDevice
 from ignite_train.events import TrainEvents
 from ignite_train.forward import Forward, ForwardOutput, bind_forward
-from ignite_train.model.gradients import Gradients
+from ignite_train.model.gradients import Gradients, PartedGradients
 from ignite_train.model.learning_rates import LearningRates
+from ignite_train.model.optimizers import (
+    OneOrSeveralOptimizers,
+    Optimizers,
+    as_optimizers,
+    check_optimizers,
+    optimizers_as_parts,
+)
 from ignite_train.model.precision import Precision, PrecisionName
-from ignite_train.model.stepping import Stepping
+from ignite_train.model.sparse_parameters import check_sparse_parameters
+from ignite_train.model.stepping import Stepping, SteppingTogether
 from ignite_train.protection import Protect, protect_ranks
 from ignite_train.ranks import collectives
 from ignite_train.ranks.placeholder_reduction import PlaceholderReduction
@@ -38,6 +45,7 @@ from ignite_train.update.compilation import Compile, compile_in_place
 from ignite_train.update.gradient_loggers import warn_of_gradient_loggers
 from ignite_train.update.loss_declaration import warn_of_misdeclared_loss
 from ignite_train.update.loss_scaling import LossScaling, NoLossScaling, TorchLossScaling
+from ignite_train.update.norm_limits import NormLimits
 from ignite_train.update.options import UpdateOptions
 from ignite_train.update.out_of_memory import RaiseOutOfMemory, RecoverFromOutOfMemory, Recovery
 from ignite_train.update.queued_step import QueuedStep
@@ -66,11 +74,11 @@ def _names_the_options(create: Callable[_Parameters, Trainer]) -> Callable[_Para
 @_names_the_options
 def create_trainer(
     model: nn.Module,
-    optimizer: Optimizer,
+    optimizer: OneOrSeveralOptimizers,
     forward: Forward,
     *,
     accumulation_steps: AccumulationSteps = 1,
-    max_grad_norm: float | None = None,
+    max_grad_norm: float | Mapping[str, float] | None = None,
     precision: PrecisionName = "fp32",
     loss_scaling: LossScaling | None = None,
     compile: Compile = False,  # noqa: A002  # torch's name for it
@@ -85,13 +93,15 @@ def create_trainer(
 
     Args:
         model: a plain module in a single process; wrapped by `idist.auto_model` or `DistributedDataParallel` on several ranks.
-        optimizer: over all parameters of the model that require gradients.
+        optimizer: over all parameters of the model that require gradients. Several optimizers with parameters of their own are
+            a list or a mapping, `{"muon": muon, "adamw": adamw}`: they step together or not at all.
         forward: `forward(model, micro_batch)` returns `ForwardOutput(loss, sample_size, logs)` with the loss *summed*, a tuple
             of these, or a bare scalar: a mean, which makes the update the mean of the micro-batch means. If it has a third
             positional parameter without a default, it is given `trainer.state` too.
         accumulation_steps: micro-batches to an update: a number, one for each epoch (the last repeats), or a function of
             the number of the update.
-        max_grad_norm: clip the gradient's L2 norm over all parameters to this; None leaves it alone.
+        max_grad_norm: clip the gradient's L2 norm over all parameters to this; None leaves it alone. With a mapping of
+            optimizers, a mapping of limits by their names clips the gradients of each by their own norm.
         precision: `"fp32"` computes in the model's own dtypes; `"bf16"` and `"fp16"` run `forward` under autocast.
         loss_scaling: the policy; None means `TorchLossScaling()` for `"fp16"` and none otherwise.
         compile: compile the model in place: True, or a mapping of `torch.compile`'s options. Not with `create_graph`.
@@ -114,17 +124,18 @@ def create_trainer(
     """
     options = _checked_options(options)
     _check_model(model)
-    _check_optimizer(model, optimizer)
+    optimizers = as_optimizers(optimizer)
+    check_optimizers(model, optimizers)
+    check_sparse_parameters(model, optimizers)
     state = TrainState()
     _check_transform(output_transform)
-    if max_grad_norm is not None:
-        real_number("max_grad_norm", max_grad_norm, above=0)
+    limit, limits = _norm_limits(max_grad_norm, optimizers)
     _check_second_order(options, compiled=compile is not False)
     carried, device = state.carried, next(model.parameters()).device
     accumulates, replays = accumulation_steps != 1, options.uneven == "replay"
     reduction = reduction_for(model, options.reduction, accumulates=accumulates, in_step=replays, carried=carried)
-    gradients, statistics = Gradients(reduction.module, optimizer), Statistics(device)
-    stepping, rates = Stepping(optimizer, gradients), LearningRates(optimizer)
+    (gradients, stepping), statistics = _gradients_and_stepping(reduction.module, optimizers, limits), Statistics(device)
+    rates = LearningRates(optimizers)
     update = Update(
         model=model,
         state=state,
@@ -138,16 +149,15 @@ def create_trainer(
         gradients=gradients,
         learning_rates=rates,
         stepping=stepping,
-        queued_step=QueuedStep(
-            gradients, statistics, stepping, rates, reduction.divisor, max_grad_norm, normalize=options.normalize
-        ),
+        queued_step=QueuedStep(gradients, statistics, stepping, rates, reduction.divisor, limit, normalize=options.normalize),
         recovery=_recovery(options.on_out_of_memory, reduction, gradients, statistics, carried),
         carried=carried,
-        max_grad_norm=max_grad_norm,
+        max_grad_norm=limit,
+        norm_limits=_norm_limits_of(limits, gradients, reduction),
         options=options,
     )
     grouping = _grouping(accumulation_steps, options, model)
-    parts = {"model": reduction.module, "optimizer": optimizer}
+    parts = {"model": reduction.module, **optimizers_as_parts(optimizers)}
     description = _description(accumulation_steps, max_grad_norm, precision, options.reduction)
     trainer = Trainer(update, grouping, parts, description, state, output_transform)
     _watch_for_mistakes(trainer, model, options)
@@ -164,7 +174,7 @@ def _watch_for_mistakes(trainer: Trainer, model: nn.Module, options: UpdateOptio
 @_names_the_options
 def create_supervised_trainer(
     model: nn.Module,
-    optimizer: Optimizer,
+    optimizer: OneOrSeveralOptimizers,
     loss_fn: Callable[[Any, Any], Tensor],
     device: str | torch.device | None = None,
     non_blocking: bool = False,
@@ -177,7 +187,7 @@ def create_supervised_trainer(
     gradient_accumulation_steps: AccumulationSteps = 1,
     model_fn: Callable[[nn.Module, Any], Any] = lambda model, x: model(x),
     *,
-    max_grad_norm: float | None = None,
+    max_grad_norm: float | Mapping[str, float] | None = None,
     precision: PrecisionName | None = None,
     loss_scaling: LossScaling | None = None,
     compile: Compile = False,  # noqa: A002  # torch's name for it
@@ -349,11 +359,52 @@ def _checked_options(options: Any) -> UpdateOptions:
     return options
 
 
+def _norm_limits(max_grad_norm: Any, optimizers: Optimizer | Optimizers) -> tuple[float | None, dict[str, float]]:
+    """The limit for the norm over all parameters, and those for the norm of single optimizers by name."""
+    if max_grad_norm is None:
+        return None, {}
+    if not isinstance(max_grad_norm, Mapping):
+        real_number("max_grad_norm", max_grad_norm, above=0)
+        return max_grad_norm, {}
+    names = [] if isinstance(optimizers, Optimizer) else [*optimizers.named]
+    if not max_grad_norm or not names:
+        raise ValueError(
+            f"max_grad_norm must be a number, or a mapping with a name of an optimizer, got {describe(max_grad_norm)}; pass "
+            'optimizer={"muon": muon, "adamw": adamw} and max_grad_norm={"muon": 1.0}, say'
+        )
+    for name, limit in max_grad_norm.items():
+        if name not in names:
+            raise ValueError(f"max_grad_norm must have keys among {names}, got {name!r}{did_you_mean(name, names)}")
+        real_number(f"max_grad_norm[{name!r}]", limit, above=0)
+    return None, dict(max_grad_norm)
+
+
+def _gradients_and_stepping(
+    module: nn.Module, optimizers: Optimizer | Optimizers, limits: Mapping[str, float]
+) -> tuple[Gradients, Stepping | SteppingTogether]:
+    if isinstance(optimizers, Optimizer):
+        gradients = Gradients(module, optimizers)
+        return gradients, Stepping(optimizers, gradients)
+    together = PartedGradients(module, optimizers)
+    steps = [(Stepping(optimizers.named[name], part), part) for name, part in together.parts.items()]
+    return together, SteppingTogether(steps, limits_each=bool(limits))
+
+
+def _norm_limits_of(limits: Mapping[str, float], gradients: Gradients, reduction: Reduction) -> NormLimits | None:
+    if not limits or not isinstance(gradients, PartedGradients):
+        return None
+    return NormLimits(limits=limits, gradients=gradients, reduction=reduction)
+
+
 def _description(
-    accumulation_steps: AccumulationSteps, max_grad_norm: float | None, precision: str, reduction: str
+    accumulation_steps: AccumulationSteps,
+    max_grad_norm: float | Mapping[str, float] | None,
+    precision: str,
+    reduction: str,
 ) -> dict[str, Any]:
     """How a trainer was made, in plain types."""
     steps = "a function" if callable(accumulation_steps) else accumulation_steps
+    max_grad_norm = dict(max_grad_norm) if isinstance(max_grad_norm, Mapping) else max_grad_norm
     return {"accumulation_steps": steps, "max_grad_norm": max_grad_norm, "precision": precision, "reduction": reduction}
 
 
@@ -440,33 +491,3 @@ def _check_model(model: Any) -> None:
             raise ValueError(
                 f"model must not be trained in float16 weights, got {name!r}; keep float32 and pass precision='fp16'"
             )
-    for name, module in model.named_modules():
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
-            raise ValueError(f"model must have dense gradients, got {name!r} with sparse=True; build it with sparse=False")
-
-
-def _check_optimizer(model: nn.Module, optimizer: Any) -> None:
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {describe(optimizer)}")
-    if isinstance(optimizer, LBFGS):
-        raise TypeError(
-            "optimizer must not be LBFGS, which calls the model several times a step; use one that steps on gradients"
-        )
-    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    for index, group in enumerate(optimizer.param_groups):
-        rate = float(group.get("lr", 0.0))  # sync, once, if it lies on an accelerator
-        if not math.isfinite(rate):
-            raise ValueError(f"optimizer must have finite learning rates, got {rate!r} in param_groups[{index}]; set its 'lr'")
-        for parameter in group["params"]:
-            if id(parameter) not in names:
-                raise ValueError(
-                    f"optimizer must be over the parameters of model, got a foreign one of shape {tuple(parameter.shape)} in "
-                    f"param_groups[{index}]; build the optimizer after the model has its final device, dtype and layers"
-                )
-    missing = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in stepped]
-    if missing:
-        raise ValueError(
-            f"optimizer must be over all trainable parameters, got one without {missing[0]!r} and {len(missing) - 1} more; "
-            "add them, or freeze them with requires_grad_(False)"
-        )

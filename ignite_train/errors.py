@@ -49,7 +49,7 @@ class NoGradientError(TrainingError, RuntimeError):
 
 
 class SparseGradientError(TrainingError, ValueError):
-    """Backward left a sparse gradient, which has no norm. It is raised before the optimizer step.
+    """Backward left a sparse gradient where none can be stepped along. It is raised before the optimizer step.
 
     Attributes:
         parameter: the name of the parameter.
@@ -58,7 +58,8 @@ class SparseGradientError(TrainingError, ValueError):
     def __init__(self, parameter: str) -> None:
         self.parameter = parameter
         super().__init__(
-            f"model must have dense gradients, got a sparse one for {parameter!r}; call the embedding with sparse=False"
+            f"model must have sparse gradients of nn.Embedding(sparse=True) alone, and none in fully_shard, got one for "
+            f"{parameter!r}; call the embedding with sparse=False"
         )
 
     def __reduce__(self) -> tuple[type[SparseGradientError], tuple[str]]:
@@ -71,17 +72,18 @@ class LearningRateError(TrainingError, ValueError):
     Attributes:
         group: the index of the group in `optimizer.param_groups`.
         learning_rate: its learning rate.
+        optimizer: which optimizer, `"optimizer['muon']"` say, if there are several.
     """
 
-    def __init__(self, group: int, learning_rate: float) -> None:
-        self.group, self.learning_rate = group, learning_rate
+    def __init__(self, group: int, learning_rate: float, optimizer: str = "optimizer") -> None:
+        self.group, self.learning_rate, self.optimizer = group, learning_rate, optimizer
         super().__init__(
-            f"optimizer must have finite learning rates, got {learning_rate!r} in param_groups[{group}]; no parameter was "
+            f"{optimizer} must have finite learning rates, got {learning_rate!r} in param_groups[{group}]; no parameter was "
             "moved; look at the learning-rate schedule, and at what else sets param_groups[...]['lr']"
         )
 
-    def __reduce__(self) -> tuple[type[LearningRateError], tuple[int, float]]:
-        return type(self), (self.group, self.learning_rate)
+    def __reduce__(self) -> tuple[type[LearningRateError], tuple[int, float, str]]:
+        return type(self), (self.group, self.learning_rate, self.optimizer)
 
 
 class GradientAccessError(TrainingError, RuntimeError):

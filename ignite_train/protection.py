@@ -15,6 +15,7 @@ from ignite.engine import Events
 from torch import nn
 
 from ignite_train.arguments import describe, did_you_mean, positive_int
+from ignite_train.model.optimizers import parts_as_optimizers
 from ignite_train.ranks import collectives
 from ignite_train.ranks.wrapping import own_parameters
 from ignite_train.trainer import Trainer
@@ -35,7 +36,7 @@ def protect_ranks(trainer: Trainer, protect: Protect, model: nn.Module) -> Train
     """Attaches the handlers that `protect` asks for; none of them in a single process.
 
     Args:
-        trainer: the trainer; its `_stateful_parts` have the model and the optimizer.
+        trainer: the trainer; its `_stateful_parts` have the model and the optimizers.
         protect: see `create_trainer`.
         model: the model with its wrapper. If some of its parameters are each rank's own by design, norms and states are
             compared only if `protect` names the check.
@@ -95,7 +96,7 @@ def _make(trainer: Trainer, name: str, settings: dict[str, Any]) -> tuple[Any, t
     _check_settings(name, settings, ["every", *_parameters(StateConsistency)])
     every = positive_int("protect['state_consistency']['every']", settings.pop("every", _EVERY))
     parts: Mapping[str, Any] = trainer._stateful_parts
-    model, optimizer = parts["model"], parts["optimizer"]
+    model, optimizer = parts["model"], parts_as_optimizers(parts)
     # Without buffers, which a layer may fill from the data of its rank, and without what an optimizer may divide over the
     # ranks: what differs there and matters moves the parameters apart, and by default there must be no false alarm.
     usual: dict[str, Any] = {"own_buffers": [buffer for buffer, _ in model.named_buffers()], "optimizer_state": False}

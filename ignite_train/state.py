@@ -25,14 +25,17 @@ class UpdateOutput:
     Attributes:
         loss: Σloss / Σsample_size; NaN if there was no sample.
         sample_size: Σsample_size.
-        grad_norm: L2 norm over all parameters of the optimizer: unscaled, normalised, before clipping.
-        clip_coefficient: what clipping multiplied the gradient by; 1.0 if it was left alone.
-        learning_rates: of each parameter group, as this update used them.
+        grad_norm: L2 norm over all parameters of the optimizer, or of all optimizers: unscaled, normalised, before clipping.
+        clip_coefficient: what clipping multiplied the gradient by; 1.0 if it was left alone. If each optimizer has a limit of
+            its own, it is the smallest coefficient.
+        learning_rates: of each parameter group, as this update used them; of several optimizers, those of the first one first.
         loss_scale: the scale this update's backward used; 1.0 without loss scaling.
         num_micro_batches: how many micro-batches took part.
         num_out_of_memory: how often forward or backward ran out of memory and was recovered from.
         logs: the sum of each entry of the `logs` that `forward` returned.
         log_weights: the sum of the denominator of those of them that have their own; the others are per `sample_size`.
+        grad_norms: where `max_grad_norm` is a mapping, the norm over the parameters of each optimizer, by its name.
+        clip_coefficients: where `max_grad_norm` is a mapping, the coefficient of each optimizer, by its name.
         applied: whether the parameters moved.
         skipped_reason: why not, or None.
     """
@@ -48,6 +51,8 @@ class UpdateOutput:
     logs: Mapping[str, float] = field(default_factory=dict)
     skipped_reason: SkippedReason | None = None
     log_weights: Mapping[str, float] = field(default_factory=dict)
+    grad_norms: Mapping[str, float] = field(default_factory=dict)
+    clip_coefficients: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def applied(self) -> bool:

@@ -110,6 +110,18 @@ def sharing_one() -> dict[str, Any]:
     return {"model": model, "optimizer": torch.optim.SGD(model[0].parameters(), lr=0.1)}
 
 
+def several(name: Callable[[Any, Any], Any]) -> dict[str, Any]:
+    """A model of two layers, and what `name` makes of the optimizers of both."""
+    model = nn.Sequential(linear(), linear())
+    return {"model": model, "optimizer": name(*(torch.optim.SGD(layer.parameters(), lr=0.1) for layer in model))}
+
+
+def sparse(kind: Callable[..., Any], **options: Any) -> dict[str, Any]:
+    """An embedding with sparse gradients and a layer with dense ones, and an optimizer over both."""
+    model = nn.Sequential(nn.Embedding(3, 2, sparse=True), linear())
+    return {"model": model, "optimizer": kind(list(model.parameters()), lr=0.1, **options)}
+
+
 def scheduler() -> Any:
     return torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD(linear().parameters(), lr=0.1))
 
@@ -125,7 +137,12 @@ def scheduler() -> Any:
     Case("model-lazy", {"model": nn.LazyLinear(1)}, ValueError, "model", "'weight'", "lazy", "run one batch"),
     Case("model-float16", {"model": linear().half()}, ValueError, "model", "'weight'", "float16", "precision='fp16'"),
     Case("model-data-parallel", adapted(nn.DataParallel), TypeError, "model", "DataParallel", "one process for each device"),
-    Case("model-sparse", {"model": nn.Sequential(nn.Embedding(3, 2, sparse=True))}, ValueError, "model", "'0'", "sparse=False"),
+    Case("sparse-by-adamw", sparse(torch.optim.AdamW), ValueError, "optimizer", "'0.weight'", "AdamW", "SparseAdam"),
+    Case(
+        "sparse-fused", sparse(torch.optim.SGD, fused=True), ValueError, "optimizer", "'0.weight'", "fused=True", "SparseAdam"
+    ),
+    Case("sparse-decay", sparse(torch.optim.SGD, weight_decay=0.1), ValueError, "optimizer", "'0.weight'", "weight_decay"),
+    Case("dense-by-sparse-adam", sparse(torch.optim.SparseAdam), ValueError, "optimizer", "dense gradients", "[adamw, Sparse"),
     Case("optimizer-none", {"optimizer": None}, TypeError, "optimizer", "torch.optim.Optimizer", "None"),
     Case("optimizer-class", {"optimizer": torch.optim.SGD}, TypeError, "optimizer", "torch.optim.Optimizer", "SGD"),
     Case("optimizer-is-a-model", {"optimizer": nn.Sequential(linear(), linear())}, TypeError, "optimizer", "type Sequential"),
@@ -139,6 +156,37 @@ def scheduler() -> Any:
         "(3, 7)",
         "param_groups[0]",
         "build the optimizer after",
+        "nn.ModuleDict(",
+    ),
+    Case("optimizers-empty", {"optimizer": []}, ValueError, "optimizer", "at least one", "none"),
+    Case("optimizers-not", {"optimizer": [None]}, TypeError, "optimizer[0]", "torch.optim.Optimizer", "None"),
+    Case("optimizers-number", several(lambda one, other: {1: one}), ValueError, "optimizer", "strings", "got 1"),
+    Case("optimizers-slash", several(lambda one, other: {"a/b": one}), ValueError, "optimizer", "strings", "'a/b'"),
+    Case("optimizers-twice", several(lambda one, other: [one, one]), ValueError, "optimizer", "once", "twice"),
+    Case(
+        "optimizers-overlap",
+        several(lambda one, other: {"one": one, "other": torch.optim.SGD(one.param_groups[0]["params"], lr=0.1)}),
+        ValueError,
+        "optimizer",
+        "'0.weight' in optimizer['one'] and in optimizer['other']",
+        "leave it out",
+    ),
+    Case("optimizers-incomplete", several(lambda one, other: {"one": one}), ValueError, "optimizer", "'1.weight'", "1 more"),
+    Case("max-norm-of-one", {"max_grad_norm": {"one": 1.0}}, ValueError, "max_grad_norm", "a number, or", "optimizer={"),
+    Case(
+        "max-norm-misspelt",
+        several(lambda one, other: {"one": one, "other": other}) | {"max_grad_norm": {"on": 1.0}},
+        ValueError,
+        "max_grad_norm",
+        "'on'",
+        "did you mean 'one'",
+    ),
+    Case(
+        "max-norm-of-one-0",
+        several(lambda one, other: {"one": one, "other": other}) | {"max_grad_norm": {"one": 0}},
+        ValueError,
+        "max_grad_norm['one']",
+        "greater than 0",
     ),
     Case("optimizer-incomplete", sharing_one(), ValueError, "optimizer", "'1.weight'", "1 more", "requires_grad_(False)"),
     Case(

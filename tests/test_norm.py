@@ -191,7 +191,10 @@ def sparse_message(way: Any) -> str:
 @pytest.mark.slow
 def test_a_sparse_gradient_is_refused_in_one_line():
     """Wherever torch fails over it, with the name of the parameter; and before it fails where the model is sharded."""
-    right = "model must have dense gradients, got a sparse one for 'table'; call the embedding with sparse=False"
+    right = (
+        "model must have sparse gradients of nn.Embedding(sparse=True) alone, and none in fully_shard, got one for 'table'; "
+        "call the embedding with sparse=False"
+    )
     assert sparse_message("auto") == right
     for way in ("ddp", "explicit", "fsdp"):
         assert run_ranks(sparse_message, way) == [right] * 2

@@ -14,8 +14,10 @@ from torch.optim import Optimizer
 from ignite_train.device.to_host import is_on_host
 from ignite_train.errors import GradientAccessError, NoGradientError
 from ignite_train.model.memory_layout import is_dense
+from ignite_train.model.optimizers import Optimizers
+from ignite_train.model.sparse_parameters import sparse_gradient_values, sparse_parameters
 
-__all__ = ["Gradients"]
+__all__ = ["Gradients", "PartedGradients"]
 
 _ROW = 2**14  # elements that are squared and added up in one go; their float32 sum is good to 2e-7
 _CUT = 2**18  # a gradient from this size on is read in rows: a float32 sum over all of it would be off by 1e-6 and more
@@ -26,16 +28,17 @@ class Gradients:
 
     Args:
         model: gives the parameters their names.
-        optimizer: whose parameters these are.
+        optimizer: whose parameters these are; one, or several that are stepped together.
 
     Attributes:
         kinds: on which devices and in which dtypes they were when their norm was last taken.
         count: how many there were then.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+    def __init__(self, model: nn.Module, optimizer: Optimizer | Optimizers) -> None:
         self._optimizer = optimizer
         self._model = model
+        self._sparse = {*sparse_parameters(model)}
         self._mean_factor: float | None = None  # while they may be read: what they are multiplied by to become the mean
         self.kinds: set[tuple[torch.device, torch.dtype]] = set()
         self.count = 0
@@ -85,17 +88,22 @@ class Gradients:
 
     def norm(self) -> float | Tensor:
         """L2 norm over all of them as they are, accumulated in float32 or wider; on an accelerator a 0-d tensor, not read."""
-        gradients = self._existing()
+        gradients = self._values() if self._sparse else self._existing()
         kinds = _by_kind(gradients)
         self.kinds, self.count = {*kinds}, len(gradients)
         return _length(kinds)
+
+    def note_kinds(self) -> None:
+        """Notes what there is, as `norm` does, and takes no norm."""
+        gradients = self._existing()
+        self.kinds, self.count = {*_by_kind(gradients)}, len(gradients)
 
     def scaled_norm(self) -> float:
         """The same norm for gradients whose squares float32 cannot hold. Takes more time, and waits for the device.
 
         It is infinite or NaN only if an element is (or if float64 cannot hold the norm itself).
         """
-        return _scaled_length(self._existing())
+        return _scaled_length(self._values())
 
     def scaled_shard_norm_squared(self) -> float:
         """`shard_norm_squared` by way of `scaled_norm`."""
@@ -129,8 +137,8 @@ class Gradients:
         return shares
 
     def first_sparse(self) -> str | None:
-        """The name of the first parameter whose gradient is sparse."""
-        named = self._model.named_parameters()
+        """The name of the first parameter whose gradient is sparse, and which is not the weight of a sparse embedding."""
+        named = [(name, p) for name, p in self._model.named_parameters() if p not in self._sparse]
         return next((name for name, p in named if p.grad is not None and p.grad.layout is not torch.strided), None)
 
     def check(self) -> None:
@@ -184,7 +192,8 @@ class Gradients:
 
     def multiply(self, factor: float) -> None:
         """Multiplies all of them, in one pass."""
-        torch._foreach_mul_(self._existing(), factor)
+        if existing := self._existing():
+            torch._foreach_mul_(existing, factor)
 
     def name(self, parameter: nn.Parameter) -> str:
         """What a message calls `parameter`."""
@@ -201,6 +210,45 @@ class Gradients:
             for parameter in group["params"]
             if parameter.grad is not None
         ]
+
+    def _values(self) -> list[Tensor]:
+        """All of them, and of sparse ones the rows that are there. Rows that backward has left twice are added up first."""
+        for parameter in self._sparse:
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.coalesce()
+        return [sparse_gradient_values(gradient) for gradient in self._existing()]
+
+
+class PartedGradients(Gradients):
+    """The gradients of several optimizers: one norm, and those of each optimizer apart for its step.
+
+    Args:
+        model: gives the parameters their names.
+        optimizers: whose parameters these are.
+
+    Attributes:
+        parts: the gradients of each optimizer, by its name.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: Optimizers) -> None:
+        super().__init__(model, optimizers)
+        self.parts = {name: Gradients(model, optimizer) for name, optimizer in optimizers.named.items()}
+
+    def norm(self) -> float | Tensor:
+        """As for one optimizer over all of the parameters, bit by bit."""
+        norm = super().norm()
+        self._note_parts()
+        return norm
+
+    def shard_norm_squared(self) -> float | Tensor:
+        """As for one optimizer over all of the parameters, bit by bit."""
+        squared = super().shard_norm_squared()
+        self._note_parts()
+        return squared
+
+    def _note_parts(self) -> None:
+        for part in self.parts.values():
+            part.note_kinds()
 
 
 def _by_kind(gradients: list[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:

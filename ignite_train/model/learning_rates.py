@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from ignite_train.device.to_host import is_on_host
 from ignite_train.errors import LearningRateError
+from ignite_train.model.optimizers import Optimizers
 
 __all__ = ["LearningRates", "are_of"]
 
@@ -28,10 +29,10 @@ class LearningRates:
     A rate that is a tensor there and has not changed since it was last read is not read again.
 
     Args:
-        optimizer: whose rates these are.
+        optimizer: whose rates these are; one, or several whose groups follow each other.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer | Optimizers) -> None:
         self._optimizer = optimizer
         self._known: dict[int, tuple[Tensor, int, float]] = {}  # by group: the tensor, its version then, its value
         self._asked: list[tuple[int, Tensor, int]] = []
@@ -51,6 +52,9 @@ class LearningRates:
         """
         for group, rate in enumerate(rates):
             if not math.isfinite(rate):
+                if isinstance(self._optimizer, Optimizers):
+                    label, group = self._optimizer.place(group)
+                    raise LearningRateError(group, rate, label)
                 raise LearningRateError(group, rate)
 
     def may_be_finite(self) -> bool:

@@ -53,6 +53,7 @@ def find_nonfinite(
 
 
 def _check(found: list[str], what: str, value: Tensor) -> None:
+    value = value.coalesce().values() if value.is_sparse else value
     if not found and value.is_floating_point() and not bool(torch.isfinite(value).all()):  # sync
         kind = "NaN" if bool(value.isnan().any()) else "inf"
         found.append(f"{kind} in {what}, shape {tuple(value.shape)}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from types import FunctionType
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from ignite_train.model.fused_kernels import FusedKernels
 from ignite_train.model.gradients import Gradients
 
-__all__ = ["LARGEST_DIVISOR", "SMALLEST_DIVISOR", "Stepping"]
+__all__ = ["LARGEST_DIVISOR", "SMALLEST_DIVISOR", "Stepping", "SteppingTogether"]
 
 _FOLDING = (Adagrad, Adam, AdamW, SGD)  # with fused=True they divide by `grad_scale` while they read the gradient
 LARGEST_DIVISOR = torch.finfo(torch.float32).max  # in which the kernel holds it
@@ -46,9 +47,9 @@ class Stepping:
         self._kernels = FusedKernels(optimizer, gradients)
         self._logged = False
 
-    def __call__(self, factor: float) -> None:
-        """Steps along the gradients times `factor`."""
-        obstacle = self.why_not_fused()
+    def __call__(self, mean_factor: float, clip_coefficient: float) -> None:
+        """Steps along the gradients times `mean_factor`, which makes them a mean, times `clip_coefficient`."""
+        factor, obstacle = mean_factor * clip_coefficient, self.why_not_fused()
         if not self._logged:
             self._say_how(obstacle)
         if factor == 1.0:
@@ -114,6 +115,46 @@ class Stepping:
         how = "inside its fused kernel" if obstacle is None else f"in a pass over memory of their own, since {obstacle}"
         logging.getLogger("ignite_train").info(f"gradients for {name} are unscaled, normalised and clipped {how}")
         self._logged = True
+
+
+class SteppingTogether:
+    """Steps several optimizers, each in the way that suits it; see `Stepping`.
+
+    Args:
+        parts: for each optimizer its step, and the gradients of its parameters.
+        limits_each: whether each optimizer has a limit of its own for the norm, so that their factors differ.
+    """
+
+    def __init__(self, parts: Sequence[tuple[Stepping, Gradients]], *, limits_each: bool = False) -> None:
+        self._parts, self._limits_each = tuple(parts), limits_each
+
+    def __call__(self, mean_factor: float, *clip_coefficients: float) -> None:
+        """Steps along the gradients times `mean_factor`, and a coefficient: one for all optimizers, or one for each of them.
+
+        An optimizer whose parameters have no gradient is stepped too, as in a loop by hand.
+        """
+        if len(clip_coefficients) == 1:
+            clip_coefficients *= len(self._parts)
+        for (stepping, gradients), coefficient in zip(self._parts, clip_coefficients, strict=True):
+            if gradients.count:
+                stepping(mean_factor, coefficient)
+            else:
+                stepping(1.0, 1.0)  # there is nothing to multiply
+
+    def step_if(self, may_step: Tensor, divisor: Tensor) -> None:
+        """See `Stepping.step_if`."""
+        for stepping, _ in self._parts:
+            stepping.step_if(may_step, divisor)
+
+    def why_not_queued(self) -> str | None:
+        """See `Stepping.why_not_queued`: what hinders one of them."""
+        if self._limits_each:
+            return "each optimizer has a limit of its own for the norm"
+        return next((why for stepping, _ in self._parts if (why := stepping.why_not_queued())), None)
+
+    def why_not_fused(self) -> str | None:
+        """See `Stepping.why_not_fused`: what hinders one of them."""
+        return next((why for stepping, _ in self._parts if (why := stepping.why_not_fused())), None)
 
 
 def _is_wrapped_by_scheduler(step: Any, kind: type[Optimizer]) -> bool:

@@ -24,6 +24,7 @@ __all__ = [
     "collectives_begun",
     "end_process",
     "everyones",
+    "gather_bytes",
     "gather_objects",
     "has_ended",
     "is_main_rank",
@@ -87,6 +88,20 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[A
     values: list[Any] = [None] * world_size()
     dist.all_gather_object(values, value, group=group)
     return values
+
+
+def gather_bytes(content: Tensor, lengths: Sequence[int]) -> list[Tensor]:
+    """The bytes of every rank, in rank order. One blocking collective, which carries as much for each as for the longest.
+
+    Args:
+        content: this rank's, uint8, on the device of the process group.
+        lengths: how long that of each rank is.
+    """
+    padded = content.new_zeros(max(lengths))
+    padded[: len(content)] = content
+    gathered = [torch.empty_like(padded) for _ in lengths]
+    dist.all_gather(gathered, padded)
+    return [one[:length] for one, length in zip(gathered, lengths, strict=True)]
 
 
 def own_group() -> dist.ProcessGroup | None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ignite_train.model.gradients import Gradients
+from ignite_train.model.sparse_parameters import sparse_parameters
 from ignite_train.ranks.messages import Outgoing
 from ignite_train.ranks.statistics import Statistics
 
@@ -155,7 +156,8 @@ class DDPReduction:
         """
         ddp, module = self._ddp, self._ddp.module
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        ddp.module = _NoData(module, parameters)
+        sparse = [parameter for parameter in sparse_parameters(module) if parameter.requires_grad]
+        ddp.module = _NoData(module, sparse, parameters)
         try:
             loss: Tensor = ddp()
         finally:
@@ -185,9 +187,10 @@ class DDPReduction:
 class _NoData(nn.Module):
     """A module with the parameters and buffers of another, because DDP looks them up, and with a forward of its own."""
 
-    def __init__(self, module: nn.Module, parameters: list[nn.Parameter]) -> None:
+    def __init__(self, module: nn.Module, sparse: list[nn.Parameter], parameters: list[nn.Parameter]) -> None:
         super().__init__()
-        self._borrowed = tuple(parameters)
+        first = {id(parameter) for parameter in sparse}
+        self._borrowed = len(sparse), *sparse, *(parameter for parameter in parameters if id(parameter) not in first)
         self._parameters, self._buffers, self._modules = module._parameters, module._buffers, module._modules
 
     def forward(self) -> Tensor:
@@ -196,11 +199,20 @@ class _NoData(nn.Module):
 
 
 class _NoGradients(torch.autograd.Function):
+    """A zero whose backward gives no gradients, but to the first parameters sparse ones without rows, which DDP insists on."""
+
     @staticmethod
-    def forward(ctx: Any, *parameters: Tensor) -> Tensor:
-        ctx.count = len(parameters)
+    def forward(ctx: Any, num_sparse: int, *parameters: Tensor) -> Tensor:
+        ctx.sparse, ctx.count = parameters[:num_sparse], len(parameters)
         return torch.zeros((), device=parameters[0].device)  # real, as a loss must be, whatever the parameters are
 
     @staticmethod
-    def backward(ctx: Any, *_grad_outputs: Any) -> tuple[None, ...]:
-        return (None,) * int(ctx.count)
+    def backward(ctx: Any, *_grad_outputs: Any) -> tuple[Tensor | None, ...]:
+        sparse = [_no_rows(parameter) for parameter in ctx.sparse]
+        return (None, *sparse, *[None] * (ctx.count - len(sparse)))
+
+
+def _no_rows(parameter: Tensor) -> Tensor:
+    indices = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
+    values = parameter.detach().new_empty(0, *parameter.shape[1:])
+    return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False)

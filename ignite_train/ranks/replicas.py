@@ -15,9 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ignite_train.model.gradients import Gradients
 from ignite_train.model.memory_layout import as_gradient_of
+from ignite_train.model.sparse_parameters import sparse_parameters
 from ignite_train.ranks import collectives
 from ignite_train.ranks.messages import Outgoing
 from ignite_train.ranks.reduction import PlainReduction
+from ignite_train.ranks.sparse_rows import SparseRows
 from ignite_train.ranks.statistics import Statistics
 
 __all__ = ["ExplicitReduction", "SmallReplicas"]
@@ -42,6 +44,7 @@ class ExplicitReduction(PlainReduction):
         super().__init__(model)
         for tensor in chain(model.parameters(), model.buffers()) if synchronise else ():
             collectives.broadcast(tensor)
+        self._sparse: SparseRows | None = None
         self._buckets: tuple[tuple[nn.Parameter, ...], ...] = ()
         self._tails: tuple[tuple[nn.Parameter, ...], ...] = ()  # by dtype
         self._planned: list[nn.Parameter] = []
@@ -54,11 +57,14 @@ class ExplicitReduction(PlainReduction):
         buckets = (*self._buckets, *self._tails)
         here = [parameter.grad is not None for parameter in chain(*buckets)]
         ranks_with_gradient = torch.tensor(here, dtype=vector.dtype).to(vector.device, non_blocking=True)
+        announced = () if self._sparse is None else (self._sparse.announcement().to(vector),)
         large, small = [_flatten(bucket) for bucket in self._buckets], [_flatten(tail) for tail in self._tails]
 
-        message = _Message.pack(vector, ranks_with_gradient, *small)
+        message = _Message.pack(vector, ranks_with_gradient, *announced, *small)
         _sum_over_ranks(*large, message.flat)
         sums, ranks_with_gradient, *small = message.unpack()
+        if self._sparse is not None:
+            self._sparse.add_over_ranks(small.pop(0))
 
         vector.copy_(sums)
         anywhere = here if all(here) else (ranks_with_gradient > 0).tolist()  # sync, only if one is missing on this rank
@@ -73,6 +79,10 @@ class ExplicitReduction(PlainReduction):
         if len(trainable) == len(self._planned) and all(map(operator.is_, trainable, self._planned)):
             return
         self._planned = trainable
+        known = sparse_parameters(self.module)
+        sparse = [parameter for parameter in trainable if parameter in known]
+        trainable = [parameter for parameter in trainable if parameter not in known]
+        self._sparse = SparseRows(sparse) if sparse else None
         tails: dict[torch.dtype, list[nn.Parameter]] = {}
         in_tails: set[int] = set()
         elements = 0

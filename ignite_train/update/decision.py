@@ -7,6 +7,7 @@ arithmetic in tensors, for an accelerator that steps before the host has read an
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from ignite_train.model.stepping import LARGEST_DIVISOR, SMALLEST_DIVISOR
 from ignite_train.ranks.statistics import Reduced, Totals
 from ignite_train.state import SkippedReason
 
-__all__ = ["SMALLEST_NORM", "Decision", "decide", "decide_again", "decide_on_device", "may_trust_norm"]
+__all__ = ["SMALLEST_NORM", "Decision", "clip_coefficient", "decide", "decide_again", "decide_on_device", "may_trust_norm"]
 
 SMALLEST_NORM = 2.0**-40  # below it squares that float32 cannot hold may be more than a rounding of their sum
 _EPSILON = 1e-6  # as in torch's clip_grad_norm_
@@ -31,6 +32,8 @@ class Decision(NamedTuple):
         mean_factor: what the accumulated gradients are multiplied by to become the mean gradient; NaN without a sample.
         clip_coefficient: what the mean gradient is multiplied by to become the clipped one.
         skipped_reason: why not to step, or None.
+        grad_norms: where each optimizer has a limit of its own, the norm of each by name.
+        clip_coefficients: the same for the coefficients; `clip_coefficient` is the smallest of them.
     """
 
     loss: float
@@ -38,6 +41,8 @@ class Decision(NamedTuple):
     mean_factor: float
     clip_coefficient: float
     skipped_reason: SkippedReason | None
+    grad_norms: Mapping[str, float] = {}
+    clip_coefficients: Mapping[str, float] = {}
 
 
 def decide(
@@ -63,7 +68,7 @@ def decide(
     loss, norm = totals.loss / size, totals.norm * mean_factor
     if not (math.isfinite(loss) and math.isfinite(norm)):
         return Decision(loss, norm, mean_factor, 1.0, "overflow" if scales_loss else "nonfinite")
-    return Decision(loss, norm, mean_factor, _clip_coefficient(norm, max_grad_norm), None)
+    return Decision(loss, norm, mean_factor, clip_coefficient(norm, max_grad_norm), None)
 
 
 def decide_again(before: Decision, norm: float, *, scales_loss: bool, max_grad_norm: float | None) -> Decision:
@@ -77,10 +82,11 @@ def decide_again(before: Decision, norm: float, *, scales_loss: bool, max_grad_n
     """
     if not math.isfinite(norm):
         return before._replace(grad_norm=norm, mean_factor=1.0, skipped_reason="overflow" if scales_loss else "nonfinite")
-    return before._replace(grad_norm=norm, mean_factor=1.0, clip_coefficient=_clip_coefficient(norm, max_grad_norm))
+    return before._replace(grad_norm=norm, mean_factor=1.0, clip_coefficient=clip_coefficient(norm, max_grad_norm))
 
 
-def _clip_coefficient(norm: float, max_grad_norm: float | None) -> float:
+def clip_coefficient(norm: float, max_grad_norm: float | None) -> float:
+    """What clips a gradient of this norm, as `torch.nn.utils.clip_grad_norm_` does."""
     return 1.0 if max_grad_norm is None else min(1.0, max_grad_norm / (norm + _EPSILON))
 
 

@@ -11,7 +11,7 @@ from ignite_train.ranks.reduction import Reduction
 from ignite_train.trainer import Trainer
 from ignite_train.update.decision import SMALLEST_NORM, Decision, decide_again
 
-__all__ = ["GradientChanges"]
+__all__ = ["GradientChanges", "trusted_norm"]
 
 
 @dataclass(kw_only=True)
@@ -47,7 +47,14 @@ class GradientChanges:
             self.gradients.multiply(decision.mean_factor)
         trainer.fire_event(TrainEvents.GRADIENTS_REDUCED)
         self.gradients.refuse_dropped("GRADIENTS_REDUCED")
-        norm = float(self.reduction.norm(self.gradients))  # sync
-        if not SMALLEST_NORM <= norm < float("inf"):  # float32 may not have held the squares
-            norm = self.reduction.scaled_norm(self.gradients)
+        norm = trusted_norm(self.reduction, self.gradients)
         return decide_again(decision, norm, scales_loss=self.scales_loss, max_grad_norm=self.max_grad_norm)
+
+
+def trusted_norm(reduction: Reduction, gradients: Gradients) -> float:
+    """The norm of reduced gradients as they are, also where float32 cannot hold their squares. Waits for the device.
+
+    Collective, where the norm is.
+    """
+    norm = float(reduction.norm(gradients))  # sync
+    return norm if SMALLEST_NORM <= norm < float("inf") else reduction.scaled_norm(gradients)

@@ -10,7 +10,7 @@ from torch import Tensor
 from ignite_train.events import TrainEvents
 from ignite_train.model.gradients import Gradients
 from ignite_train.model.learning_rates import LearningRates
-from ignite_train.model.stepping import Stepping
+from ignite_train.model.stepping import Stepping, SteppingTogether
 from ignite_train.ranks.statistics import Statistics, Totals
 from ignite_train.trainer import Trainer
 from ignite_train.update.decision import decide_on_device
@@ -46,7 +46,7 @@ class QueuedStep:
         self,
         gradients: Gradients,
         statistics: Statistics,
-        stepping: Stepping,
+        stepping: Stepping | SteppingTogether,
         learning_rates: LearningRates,
         divisor: int,
         max_grad_norm: float | None,

@@ -25,7 +25,7 @@ from ignite_train.forward import BoundForward, ForwardOutput, as_forward_output
 from ignite_train.model.gradients import Gradients
 from ignite_train.model.learning_rates import LearningRates
 from ignite_train.model.precision import Precision
-from ignite_train.model.stepping import Stepping
+from ignite_train.model.stepping import Stepping, SteppingTogether
 from ignite_train.ranks.reduction import Reduction
 from ignite_train.ranks.statistics import Statistics, Totals
 from ignite_train.state import TrainState, UpdateOutput
@@ -36,6 +36,7 @@ from ignite_train.update.failures_in_a_row import FailuresInARow
 from ignite_train.update.gradient_changes import GradientChanges
 from ignite_train.update.loss_scaling import LossScaling
 from ignite_train.update.nonfinite_search import NonFiniteSearch
+from ignite_train.update.norm_limits import NormLimits
 from ignite_train.update.options import UpdateOptions
 from ignite_train.update.out_of_memory import Recovery
 from ignite_train.update.queued_step import QueuedStep
@@ -58,11 +59,12 @@ class Update:
     statistics: Statistics
     gradients: Gradients
     learning_rates: LearningRates
-    stepping: Stepping
+    stepping: Stepping | SteppingTogether
     queued_step: QueuedStep
     recovery: Recovery
     carried: Carried
     max_grad_norm: float | None
+    norm_limits: NormLimits | None
     options: UpdateOptions
     _gradient_changes: GradientChanges = field(init=False)
     _failures: FailuresInARow = field(init=False)
@@ -104,6 +106,8 @@ class Update:
             self._accumulate(trainer, micro_batches)
             totals, has_stepped = self._reduce(trainer)
             decision = self._gradient_changes(trainer, self._decide(totals))
+            if self.norm_limits is not None:
+                decision = self.norm_limits(decision)
             output = self._show_gradients(trainer, totals, decision)
             if sections is not None:
                 sections.switch("optimizer")
@@ -232,6 +236,8 @@ class Update:
             num_out_of_memory=totals.num_out_of_memory,
             logs=totals.logs,
             log_weights=totals.log_weights,
+            grad_norms=decision.grad_norms,
+            clip_coefficients=decision.clip_coefficients,
             skipped_reason=decision.skipped_reason,
         )
 
@@ -249,7 +255,8 @@ class Update:
         if reason is None and not has_stepped:
             self.learning_rates.check(output.learning_rates)
             self.gradients.refuse_dropped()
-            self.stepping(decision.mean_factor * decision.clip_coefficient)
+            own = decision.clip_coefficients  # of each optimizer, where each has a limit of its own
+            self.stepping(decision.mean_factor, *(own.values() if own else (decision.clip_coefficient,)))
         if reason not in ("no_samples", "overflow"):
             self.loss_scaling.update(overflow=False)
         if reason is not None or not self.options.keep_gradients:

@@ -1,0 +1,155 @@
+"""Several optimizers over one model, which are stepped together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import LBFGS, Optimizer
+
+from ignite_train.arguments import describe
+
+__all__ = [
+    "OneOrSeveralOptimizers",
+    "Optimizers",
+    "as_optimizers",
+    "check_optimizers",
+    "optimizers_as_parts",
+    "parts_as_optimizers",
+]
+
+OneOrSeveralOptimizers = Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer]
+"""What `create_trainer` takes: one optimizer, a list of them, or a mapping that names them."""
+
+_FOLDER = "optimizers/"  # what the name of one of several begins with, in a checkpoint
+
+
+class Optimizers:
+    """Optimizers that step parameters of their own of one model, in the place where one optimizer over all of them could stand.
+
+    Args:
+        named: the optimizers by name, at least one.
+        labels: what messages call them, by name.
+
+    Attributes:
+        named: the same.
+        labels: the same.
+    """
+
+    def __init__(self, named: Mapping[str, Optimizer], labels: Mapping[str, str]) -> None:
+        self.named, self.labels = dict(named), dict(labels)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of all of them, as they are now, those of the first optimizer first."""
+        return [group for optimizer in self.named.values() for group in optimizer.param_groups]
+
+    @property
+    def labelled(self) -> dict[str, Optimizer]:
+        """The optimizers by what messages call them."""
+        return {self.labels[name]: optimizer for name, optimizer in self.named.items()}
+
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002  # as torch's
+        """Clears the gradients of all of them."""
+        for optimizer in self.named.values():
+            optimizer.zero_grad(set_to_none)
+
+    def place(self, group: int) -> tuple[str, int]:
+        """Where an index into `param_groups` leads: what a message calls that optimizer, and the index of the group there."""
+        for name, optimizer in self.named.items():
+            if group < len(optimizer.param_groups):
+                return self.labels[name], group
+            group -= len(optimizer.param_groups)
+        raise IndexError(group)
+
+
+def as_optimizers(optimizer: Any) -> Optimizer | Optimizers:
+    """One optimizer as it is; a list or a mapping as `Optimizers`, where those in a list are called "0", "1" and so on.
+
+    Raises:
+        TypeError: it is neither an optimizer, nor a list or a mapping of optimizers.
+        ValueError: it is empty, holds one optimizer twice, or has a name that no checkpoint can hold.
+    """
+    if isinstance(optimizer, Optimizer):
+        return optimizer
+    if isinstance(optimizer, Mapping):
+        named = dict(optimizer)
+        labels = {name: f"optimizer[{name!r}]" for name in named}
+    elif isinstance(optimizer, (list, tuple)):
+        named = {str(index): one for index, one in enumerate(optimizer)}
+        labels = {name: f"optimizer[{name}]" for name in named}
+    else:
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer, or a list or a mapping of them, got {describe(optimizer)}")
+    if not named:
+        raise ValueError("optimizer must hold at least one torch.optim.Optimizer, got none")
+    for name, one in named.items():
+        if not isinstance(name, str) or not name or any(sign in name for sign in "[/"):
+            raise ValueError(
+                f"optimizer must have names that are strings without '[' and '/', got {name!r}; checkpoints have them in their "
+                "own names"
+            )
+        if not isinstance(one, Optimizer):
+            raise TypeError(f"{labels[name]} must be a torch.optim.Optimizer, got {describe(one)}")
+    if len({id(one) for one in named.values()}) < len(named):
+        raise ValueError("optimizer must hold each torch.optim.Optimizer once, got one of them twice")
+    return Optimizers(named, labels)
+
+
+def optimizers_as_parts(optimizer: Optimizer | Optimizers) -> dict[str, Optimizer]:
+    """The optimizers by their names in a checkpoint."""
+    if isinstance(optimizer, Optimizer):
+        return {"optimizer": optimizer}
+    return {f"{_FOLDER}{name}": one for name, one in optimizer.named.items()}
+
+
+def parts_as_optimizers(parts: Mapping[str, Any]) -> Optimizer | dict[str, Optimizer]:
+    """The optimizers among the parts of a run, as `create_trainer` takes them."""
+    found = {name.removeprefix(_FOLDER): part for name, part in parts.items() if isinstance(part, Optimizer)}
+    return found["optimizer"] if "optimizer" in parts else found
+
+
+def check_optimizers(model: nn.Module, optimizer: Optimizer | Optimizers) -> None:
+    """Sees to it that each trainable parameter of `model` is stepped once, at a finite rate, and nothing else is stepped.
+
+    Raises:
+        TypeError: it is LBFGS, which needs more than gradients.
+        ValueError: model and optimizers do not belong together, or a learning rate is not finite.
+    """
+    named = {"optimizer": optimizer} if isinstance(optimizer, Optimizer) else optimizer.labelled
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    owners: dict[int, str] = {}
+    for label, one in named.items():
+        _check_optimizer(label, one, names)
+        for parameter in (parameter for group in one.param_groups for parameter in group["params"]):
+            owner = owners.setdefault(id(parameter), label)
+            if owner != label:
+                raise ValueError(
+                    f"optimizer must step each parameter once, got {names[id(parameter)]!r} in {owner} and in {label}; leave "
+                    "it out of one of them"
+                )
+    missing = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in owners]
+    if missing:
+        raise ValueError(
+            f"optimizer must be over all trainable parameters, got one without {missing[0]!r} and {len(missing) - 1} more; "
+            "add them, or freeze them with requires_grad_(False)"
+        )
+
+
+def _check_optimizer(label: str, optimizer: Optimizer, names: Mapping[int, str]) -> None:
+    if isinstance(optimizer, LBFGS):
+        raise TypeError(
+            f"{label} must not be LBFGS, which calls the model several times a step; use one that steps on gradients"
+        )
+    for index, group in enumerate(optimizer.param_groups):
+        rate = float(group.get("lr", 0.0))  # sync, once, if it lies on an accelerator
+        if not math.isfinite(rate):
+            raise ValueError(f"{label} must have finite learning rates, got {rate!r} in param_groups[{index}]; set its 'lr'")
+        for parameter in group["params"]:
+            if id(parameter) not in names:
+                raise ValueError(
+                    f"{label} must be over the parameters of model, got a foreign one of shape {tuple(parameter.shape)} in "
+                    f"param_groups[{index}]; put a criterion that owns it into one model with the net, nn.ModuleDict({{...}}), "
+                    "or build the optimizer after the model has its final device, dtype and layers"
+                )
