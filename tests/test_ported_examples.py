@@ -6,17 +6,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import ignite.distributed as idist
 import ignite.engine
 import pytest
 import torch
+from ignite.contrib.engines import common
 from ignite.engine import Engine, Events, create_supervised_evaluator
 from ignite.handlers import Checkpoint, DiskSaver, ModelCheckpoint, PiecewiseLinear, TensorboardLogger, global_step_from_engine
-from ignite.metrics import Accuracy, Loss, RunningAverage
+from ignite.metrics import Accuracy, Loss, RunningAverage, TopKCategoricalAccuracy
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ignite_train
+from ranks import run_ranks
 
 Create = Callable[..., Engine]
 CREATE: tuple[Create, Create] = (ignite.engine.create_supervised_trainer, ignite_train.create_supervised_trainer)
@@ -70,11 +73,14 @@ def mnist(create: Create, directory: Path) -> dict[str, Any]:
         )
         logger.attach_opt_params_handler(trainer, Events.ITERATION_STARTED, optimizer)
         state = trainer.run(train, max_epochs=3)
-    points = EventAccumulator(str(directory / "points")).Reload()
-    curves = {tag: [(point.step, point.value) for point in points.Scalars(tag)] for tag in points.Tags()["scalars"]}
     files = sorted(path.name.partition("=")[0] for path in (directory / "best").iterdir())
-    weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).tolist()
-    return {"lines": lines, "curves": curves, "files": files, "weights": weights, "end": (state.epoch, state.iteration)}
+    return {
+        "lines": lines,
+        "curves": points_of(directory / "points"),
+        "files": files,
+        "weights": weights_of(model),
+        "end": (state.epoch, state.iteration),
+    }
 
 
 def save_resume(create: Create, directory: Path) -> dict[str, Any]:
@@ -102,6 +108,154 @@ def save_resume(create: Create, directory: Path) -> dict[str, Any]:
     return {"losses": before + after, "files": files, "end": (state.epoch, state.iteration)}
 
 
+def points_of(directory: Path) -> dict[str, list[tuple[int, float]]]:
+    """The curves that were written: their tags, steps and values."""
+    points = EventAccumulator(str(directory)).Reload()
+    return {tag: [(point.step, point.value) for point in points.Scalars(tag)] for tag in points.Tags()["scalars"]}
+
+
+def weights_of(model: nn.Module) -> list[float]:
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).tolist()
+
+
+def coloured(count: int, seed: int, **settings: Any) -> Any:
+    """Small colour images with labels, in the shape of CIFAR; each rank has its share, in an order of each epoch's own."""
+    generator = torch.Generator().manual_seed(seed)
+    pixels, labels = torch.randn(count, 3, 8, 8, generator=generator), torch.randint(0, 10, (count,), generator=generator)
+    return idist.auto_dataloader(TensorDataset(pixels, labels), **settings)
+
+
+class Cifar10:
+    """A run as in Ignite's example: a warm-up, handlers in common, two evaluators, curves, checkpoints of training and best."""
+
+    def __init__(self, create: Create, directory: Path) -> None:
+        torch.manual_seed(12)
+        self.directory, self.lines = directory, list[Any]()
+        self.data = coloured(40, 1, batch_size=8, drop_last=True, shuffle=idist.get_world_size() > 1)
+        self.held_out = coloured(32, 2, batch_size=16, shuffle=False)
+        net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 10))
+        self.model = idist.auto_model(net)
+        self.optimizer = idist.auto_optim(
+            torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4, nesterov=True)
+        )
+        criterion, length = nn.CrossEntropyLoss(), len(self.data)
+        self.schedule = PiecewiseLinear(self.optimizer, "lr", [(0, 0.0), (length, 0.1), (4 * length, 0.0)])
+        self.trainer = create(
+            self.model, self.optimizer, criterion, output_transform=lambda x, y, y_pred, loss: {"batch loss": loss.item()}
+        )
+        self.parts = {
+            "trainer": self.trainer,
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "lr_scheduler": self.schedule,
+        }
+        sampler = self.data.sampler if idist.get_world_size() > 1 else None
+        common.setup_common_training_handlers(
+            self.trainer, train_sampler=sampler, to_save=self.parts, save_every_iters=length, save_handler=self.saver(),
+            lr_scheduler=self.schedule, output_names=["batch loss"], with_pbars=False, clear_cuda_cache=False,
+        )  # fmt: skip
+        self.evaluators = {
+            name: create_supervised_evaluator(self.model, {"Accuracy": Accuracy(), "Loss": Loss(criterion)})
+            for name in ("training", "test")
+        }
+        self.trainer.add_event_handler(Events.EPOCH_COMPLETED(every=2) | Events.COMPLETED, self.validate)
+        best = Checkpoint(
+            {"model": self.model}, self.saver(), filename_prefix="best", n_saved=2, score_name="test_accuracy",
+            score_function=Checkpoint.get_default_score_fn("Accuracy"),
+            global_step_transform=global_step_from_engine(self.trainer),
+        )  # fmt: skip
+        self.evaluators["test"].add_event_handler(Events.COMPLETED(lambda *_: self.trainer.state.epoch > 1), best)
+
+    def saver(self) -> DiskSaver:
+        return DiskSaver(self.directory, require_empty=False)
+
+    def validate(self) -> None:
+        for name, data in (("training", self.data), ("test", self.held_out)):
+            metrics = self.evaluators[name].run(data).metrics
+            self.lines.append((self.trainer.state.epoch, name, metrics["Accuracy"], metrics["Loss"]))
+
+    def run(self) -> None:
+        logger = None
+        if idist.get_rank() == 0:
+            logger = common.setup_tb_logging(
+                str(self.directory / "points"), self.trainer, self.optimizer, evaluators=self.evaluators, log_every_iters=2
+            )
+        self.trainer.run(self.data, max_epochs=4)
+        if logger is not None:
+            logger.close()
+
+
+def cifar10(create: Create, directory: Path) -> dict[str, Any]:
+    """Training is stopped in the fourth epoch; a second process resumes from what the end of the third has saved."""
+    directory.mkdir(exist_ok=True)
+    first = Cifar10(create, directory)
+    length = len(first.data)
+    agreed = {"agreed": True} if isinstance(first.trainer, ignite_train.Trainer) else {}  # as the page of differences says
+    first.trainer.add_event_handler(Events.ITERATION_STARTED(once=3 * length + 2), lambda: first.trainer.terminate(**agreed))
+    first.run()
+    idist.barrier()
+    files = sorted(path.name for path in directory.glob("*.pt"))
+    second = Cifar10(create, directory)
+    Checkpoint.load_objects(second.parts, torch.load(directory / f"training_checkpoint_{3 * length}.pt", weights_only=False))
+    second.run()
+    idist.barrier()
+    return {
+        "lines": first.lines + second.lines,
+        "curves": points_of(directory / "points"),
+        "files": files + sorted(path.name for path in directory.glob("*.pt")),
+        "weights": weights_of(second.model),
+        "end": (second.trainer.state.epoch, second.trainer.state.iteration),
+    }
+
+
+def classification(create: Create, directory: Path) -> dict[str, Any]:
+    """As in Ignite's references for ImageNet: accumulation, a step schedule, validation before all, the best by its score."""
+    directory.mkdir(exist_ok=True)
+    torch.manual_seed(12)
+    model = idist.auto_model(
+        nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 10))
+    )
+    data, held_out = coloured(48, 1, batch_size=8, shuffle=False), coloured(24, 2, batch_size=8, shuffle=False)
+    optimizer, criterion = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9), nn.CrossEntropyLoss()
+    trainer = create(model, optimizer, criterion, gradient_accumulation_steps=len(data) // 3)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+    trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: schedule.step())
+    accuracy = Accuracy()
+    metrics = {"Accuracy": accuracy, "Error": (1.0 - accuracy) * 100, "Top-5 Accuracy": TopKCategoricalAccuracy(5)}
+    evaluator = create_supervised_evaluator(model, metrics | {"Loss": Loss(criterion)})
+    lines: list[Any] = []
+
+    @trainer.on(Events.EPOCH_COMPLETED | Events.STARTED)
+    def validate(engine: Engine) -> None:
+        found = evaluator.run(held_out).metrics
+        lines.append((engine.state.epoch, optimizer.param_groups[0]["lr"], *(found[name] for name in [*metrics, "Loss"])))
+
+    common.save_best_model_by_val_score(str(directory), evaluator, model, "Accuracy", n_saved=1, trainer=trainer, tag="test")
+    common.add_early_stopping_by_val_score(2, evaluator, trainer, "Top-5 Accuracy")
+    to_save = {"model": model, "optimizer": optimizer, "schedule": schedule}
+    saver = DiskSaver(directory, require_empty=False)
+    trainer.add_event_handler(
+        Events.EPOCH_COMPLETED, Checkpoint(to_save, saver, "last", global_step_transform=global_step_from_engine(trainer))
+    )
+    logger = None
+    if idist.get_rank() == 0:
+        logger = common.setup_tb_logging(
+            str(directory / "points"), trainer, evaluators={"test": evaluator}, log_every_iters=9999
+        )
+    trainer.run(data, max_epochs=8)
+    if logger is not None:
+        logger.close()
+    idist.barrier()
+    files = sorted(path.name for path in directory.glob("*.pt"))
+    return {
+        "lines": lines,
+        "curves": points_of(directory / "points"),
+        "files": files,
+        "weights": weights_of(model),
+        "end": trainer.state.epoch,
+    }
+
+
 def close(first: Any, second: Any) -> None:
     """The same structure, and numbers that are equal up to the rounding of float32."""
     assert type(first) is type(second)
@@ -117,11 +271,32 @@ def close(first: Any, second: Any) -> None:
         assert second == (pytest.approx(first, rel=1e-4, abs=1e-5) if isinstance(first, float) else first)
 
 
-@pytest.mark.parametrize("example", [mnist, save_resume], ids=["mnist", "save-resume"])
-def test_a_ported_example_does_what_the_original_does(
-    tmp_path: Path, example: Callable[[Create, Path], dict[str, Any]]
-) -> None:
+Example = Callable[[Create, Path], dict[str, Any]]
+EXAMPLES: dict[str, Example] = {
+    "mnist": mnist,
+    "save-resume": save_resume,
+    "cifar10": cifar10,
+    "classification": classification,
+}
+
+
+def both(name: str, directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    stock, ours = (EXAMPLES[name](create, directory / kind) for create, kind in zip(CREATE, ("stock", "ours"), strict=True))
+    return stock, ours
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_a_ported_example_does_what_the_original_does(tmp_path: Path, name: str) -> None:
     """Losses, learning rates, validation, tags, steps, files and weights."""
-    stock, ours = (example(create, tmp_path / name) for create, name in zip(CREATE, ("stock", "ours"), strict=True))
+    stock, ours = both(name, tmp_path)
     assert len(stock["files"]) >= 1
     close(stock, ours)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["cifar10", "classification"])
+def test_a_ported_example_does_on_ranks_what_the_original_does(tmp_path: Path, name: str) -> None:
+    """The same on two ranks, with data-parallel models, shards and averages over the ranks."""
+    for stock, ours in run_ranks(both, name, tmp_path):
+        assert len(stock["files"]) >= 2
+        close(stock, ours)
