@@ -12,6 +12,7 @@ from ignite_train.handlers.loss_scale import LossScaleLogger
 from ignite_train.handlers.min_learning_rate import MinLearningRate
 from ignite_train.handlers.model_ema import ModelEMA
 from ignite_train.handlers.optimizer_modes import OptimizerModes
+from ignite_train.handlers.predict import predict
 from ignite_train.handlers.progress import ProgressLog
 from ignite_train.handlers.reduce_on_plateau import ReduceOnPlateau
 from ignite_train.handlers.state_consistency import StateConsistency, StateMismatchError
@@ -48,4 +49,5 @@ __all__ = [
     "TimeLimit",
     "TrainingMetrics",
     "Validation",
+    "predict",
 ]
