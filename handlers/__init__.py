@@ -4,6 +4,7 @@ from ignite_train.handlers.checkpoint import BestCheckpoint, Checkpoint
 from ignite_train.handlers.early_stopping import EarlyStopping
 from ignite_train.handlers.empty_cache import EmptyCache
 from ignite_train.handlers.failure_board import FailureBoard, PeerFailureError
+from ignite_train.handlers.freeze import Freeze
 from ignite_train.handlers.grad_norm_consistency import GradNormConsistency, GradNormMismatchError
 from ignite_train.handlers.hang_watch import HangWatch
 from ignite_train.handlers.learning_rate import LearningRateSchedule
@@ -29,6 +30,7 @@ __all__ = [
     "EarlyStopping",
     "EmptyCache",
     "FailureBoard",
+    "Freeze",
     "GradNormConsistency",
     "GradNormMismatchError",
     "HangWatch",

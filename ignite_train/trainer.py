@@ -90,6 +90,7 @@ class Trainer(Loop):
         self._requests = RankRequests()
         self.piggybacks: list[Piggyback] = []
         self._on_backward: list[Callable[[ForwardOutput], None]] = []  # called when a forward's backward is done
+        self._before_norm: list[Callable[[Trainer], None]] = []  # called after an update's last backward, on every rank
         self._stateful_parts: dict[str, Stateful] = dict(parts or {})
         self._description = dict(settings or {})
         self._max_micro_batches: int | None = None  # of the rank that has the most in this update; None if unknown

@@ -142,7 +142,8 @@ class Gradients:
         if not self.kinds:
             raise NoGradientError(
                 "backward left no gradient on any parameter of the optimizer: the loss that forward returned does not depend "
-                "on them; return it with its graph (no .detach(), .item() or torch.no_grad())"
+                "on them; return it with its graph (no .detach(), .item() or torch.no_grad()), and freeze fewer parameters if "
+                "Freeze has dropped the gradients of all that it depends on"
             )
 
     @contextmanager

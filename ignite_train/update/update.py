@@ -179,6 +179,8 @@ class Update:
         A norm that float32 cannot have added up, since the squares are too large or too small for it, is taken again. All ranks
         do so alike where the norm is a reduced one.
         """
+        for callback in trainer._before_norm:
+            callback(trainer)
         norm = self.reduction.end(trainer._outgoing(), self.statistics, self.gradients)
         totals, has_stepped = self.queued_step(trainer, norm, self.loss_scaling.scale)
         if not (has_stepped or may_trust_norm(totals)):
