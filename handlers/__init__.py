@@ -6,6 +6,7 @@ from ignite_train.handlers.empty_cache import EmptyCache
 from ignite_train.handlers.failure_board import FailureBoard, PeerFailureError
 from ignite_train.handlers.freeze import Freeze
 from ignite_train.handlers.grad_norm_consistency import GradNormConsistency, GradNormMismatchError
+from ignite_train.handlers.gradient_monitor import GradientMonitor, Histogram
 from ignite_train.handlers.hang_watch import HangWatch
 from ignite_train.handlers.learning_rate import LearningRateSchedule
 from ignite_train.handlers.log_file import Csv, JsonLines, LogFile
@@ -33,7 +34,9 @@ __all__ = [
     "Freeze",
     "GradNormConsistency",
     "GradNormMismatchError",
+    "GradientMonitor",
     "HangWatch",
+    "Histogram",
     "JsonLines",
     "LearningRateSchedule",
     "LogFile",

@@ -50,6 +50,9 @@ class Process(Protocol):
     def named_gradients(self) -> dict[str, Tensor]:
         """The gradients in GRADIENTS_READY."""
 
+    def mean_factor(self) -> float:
+        """What `.grad` is multiplied by to be the mean gradient, in GRADIENTS_READY."""
+
     def state_dict(self) -> dict[str, Any]:
         """What it remembers of the updates before."""
 

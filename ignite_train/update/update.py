@@ -117,6 +117,10 @@ class Update:
         """See `Trainer.gradients`."""
         return self.gradients.named()
 
+    def mean_factor(self) -> float:
+        """See `Process`."""
+        return self.gradients.mean_factor()
+
     def state_dict(self) -> dict[str, Any]:
         """What an update remembers of those before it: the loss scaling, and how many in a row failed."""
         return {"loss_scaling": self.loss_scaling.state_dict(), "in_a_row": self._failures.state_dict()}
