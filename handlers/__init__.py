@@ -13,11 +13,13 @@ from ignite_train.handlers.log_file import Csv, JsonLines, LogFile
 from ignite_train.handlers.loss_scale import LossScaleLogger
 from ignite_train.handlers.min_learning_rate import MinLearningRate
 from ignite_train.handlers.model_ema import ModelEMA
+from ignite_train.handlers.momentum_teacher import MomentumTeacher
 from ignite_train.handlers.optimizer_modes import OptimizerModes
 from ignite_train.handlers.predict import predict
 from ignite_train.handlers.progress import ProgressLog
 from ignite_train.handlers.reduce_on_plateau import ReduceOnPlateau
 from ignite_train.handlers.state_consistency import StateConsistency, StateMismatchError
+from ignite_train.handlers.stochastic_weight_averaging import StochasticWeightAveraging
 from ignite_train.handlers.stop_on_signal import StopOnSignal
 from ignite_train.handlers.tensorboard import TensorBoard
 from ignite_train.handlers.time_limit import TimeLimit
@@ -43,12 +45,14 @@ __all__ = [
     "LossScaleLogger",
     "MinLearningRate",
     "ModelEMA",
+    "MomentumTeacher",
     "OptimizerModes",
     "PeerFailureError",
     "ProgressLog",
     "ReduceOnPlateau",
     "StateConsistency",
     "StateMismatchError",
+    "StochasticWeightAveraging",
     "StopOnSignal",
     "TensorBoard",
     "TimeLimit",

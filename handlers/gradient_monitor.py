@@ -39,7 +39,7 @@ class Histogram(NamedTuple):
 
 
 class GradientMonitor(Handler):
-    """Publishes norms, by layer, and the layers that do not learn, every so many updates.
+    """Publishes norms, by layer, and the layers that do not learn, in one of every hundred updates.
 
     In `trainer.state.metrics`, which all loggers show, for each layer:
 
