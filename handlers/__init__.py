@@ -4,17 +4,22 @@ from ignite_train.handlers.checkpoint import BestCheckpoint, Checkpoint
 from ignite_train.handlers.early_stopping import EarlyStopping
 from ignite_train.handlers.empty_cache import EmptyCache
 from ignite_train.handlers.failure_board import FailureBoard, PeerFailureError
+from ignite_train.handlers.freeze import Freeze
 from ignite_train.handlers.grad_norm_consistency import GradNormConsistency, GradNormMismatchError
+from ignite_train.handlers.gradient_monitor import GradientMonitor, Histogram
 from ignite_train.handlers.hang_watch import HangWatch
 from ignite_train.handlers.learning_rate import LearningRateSchedule
 from ignite_train.handlers.log_file import Csv, JsonLines, LogFile
 from ignite_train.handlers.loss_scale import LossScaleLogger
 from ignite_train.handlers.min_learning_rate import MinLearningRate
 from ignite_train.handlers.model_ema import ModelEMA
+from ignite_train.handlers.momentum_teacher import MomentumTeacher
 from ignite_train.handlers.optimizer_modes import OptimizerModes
+from ignite_train.handlers.predict import predict
 from ignite_train.handlers.progress import ProgressLog
 from ignite_train.handlers.reduce_on_plateau import ReduceOnPlateau
 from ignite_train.handlers.state_consistency import StateConsistency, StateMismatchError
+from ignite_train.handlers.stochastic_weight_averaging import StochasticWeightAveraging
 from ignite_train.handlers.stop_on_signal import StopOnSignal
 from ignite_train.handlers.tensorboard import TensorBoard
 from ignite_train.handlers.time_limit import TimeLimit
@@ -28,24 +33,30 @@ __all__ = [
     "EarlyStopping",
     "EmptyCache",
     "FailureBoard",
+    "Freeze",
     "GradNormConsistency",
     "GradNormMismatchError",
+    "GradientMonitor",
     "HangWatch",
+    "Histogram",
     "JsonLines",
     "LearningRateSchedule",
     "LogFile",
     "LossScaleLogger",
     "MinLearningRate",
     "ModelEMA",
+    "MomentumTeacher",
     "OptimizerModes",
     "PeerFailureError",
     "ProgressLog",
     "ReduceOnPlateau",
     "StateConsistency",
     "StateMismatchError",
+    "StochasticWeightAveraging",
     "StopOnSignal",
     "TensorBoard",
     "TimeLimit",
     "TrainingMetrics",
     "Validation",
+    "predict",
 ]

@@ -27,6 +27,7 @@ _SECONDS = (
 _MEMORY = ("host_memory", "memory_allocated", "memory_peak", "memory_reserved")
 _OF_THE_CLOCK = ("data_wait", "model_flop_utilisation", "samples_per_second", "time_to_go", "updates_per_second")
 _WALLS = ("train_wall", "wall")
+_BY_LAYER = ("layer_grad_norm", "layer_weight_norm", "update_ratio")
 _PER_SECOND = "_per_second"
 _MAX_EXPANDED = 32  # numbers of one metric that are shown apart
 
@@ -36,16 +37,21 @@ TIMED_METRICS = frozenset((*_SECONDS, *_MEMORY, *_OF_THE_CLOCK, *_WALLS))
 PUBLISHED_METRICS: Mapping[str, str] = {
     **dict.fromkeys(("loss", "loss_base2", "perplexity", "sample_size"), "train"),
     **dict.fromkeys(_OF_THE_OPTIMIZER, "optimizer"),
+    **dict.fromkeys(("dead_layers", *_BY_LAYER), "layers"),
     **dict.fromkeys(("progress", *sorted(TIMED_METRICS)), "speed"),
 }
-"""What `TrainingMetrics`, `LossScaleLogger` and the evaluator publish in `state.metrics`, and the group of each."""
+"""What handlers and the evaluator publish in `state.metrics`, and the group of each."""
 
 _logger = logging.getLogger(__name__)
 
 
 def is_published_metric(name: str) -> bool:
-    """Whether handlers publish a metric of this name: one of `PUBLISHED_METRICS`, a learning rate or a rate per second."""
-    return name in PUBLISHED_METRICS or name.startswith("learning_rate/") or name.endswith(_PER_SECOND)
+    """Whether handlers publish a metric of this name.
+
+    That is one of `PUBLISHED_METRICS`, a number of one layer or of one parameter group, or a rate per second.
+    """
+    is_one_of_several = name.partition("/")[0] in ("learning_rate", *_BY_LAYER)
+    return name in PUBLISHED_METRICS or is_one_of_several or name.endswith(_PER_SECOND)
 
 
 def grouped_metric(name: str) -> str:

@@ -50,6 +50,9 @@ class Process(Protocol):
     def named_gradients(self) -> dict[str, Tensor]:
         """The gradients in GRADIENTS_READY."""
 
+    def mean_factor(self) -> float:
+        """What `.grad` is multiplied by to be the mean gradient, in GRADIENTS_READY."""
+
     def state_dict(self) -> dict[str, Any]:
         """What it remembers of the updates before."""
 
@@ -90,6 +93,7 @@ class Trainer(Loop):
         self._requests = RankRequests()
         self.piggybacks: list[Piggyback] = []
         self._on_backward: list[Callable[[ForwardOutput], None]] = []  # called when a forward's backward is done
+        self._before_norm: list[Callable[[Trainer], None]] = []  # called after an update's last backward, on every rank
         self._stateful_parts: dict[str, Stateful] = dict(parts or {})
         self._description = dict(settings or {})
         self._max_micro_batches: int | None = None  # of the rank that has the most in this update; None if unknown

@@ -150,7 +150,8 @@ class Gradients:
         if not self.kinds:
             raise NoGradientError(
                 "backward left no gradient on any parameter of the optimizer: the loss that forward returned does not depend "
-                "on them; return it with its graph (no .detach(), .item() or torch.no_grad())"
+                "on them; return it with its graph (no .detach(), .item() or torch.no_grad()), and freeze fewer parameters if "
+                "Freeze has dropped the gradients of all that it depends on"
             )
 
     @contextmanager
@@ -162,8 +163,8 @@ class Gradients:
         finally:
             self._mean_factor = None
 
-    def named(self) -> dict[str, Tensor]:
-        """Copies of the gradients of the mean loss, by parameter name.
+    def mean_factor(self) -> float:
+        """What they are multiplied by to be those of the mean loss.
 
         Raises:
             GradientAccessError: outside of GRADIENTS_READY.
@@ -172,8 +173,16 @@ class Gradients:
             raise GradientAccessError(
                 "gradients are whole in GRADIENTS_READY only; call gradients() in a handler of TrainEvents.GRADIENTS_READY"
             )
-        named = self._model.named_parameters()
-        return {name: p.grad.detach() * self._mean_factor for name, p in named if p.grad is not None}
+        return self._mean_factor
+
+    def named(self) -> dict[str, Tensor]:
+        """Copies of the gradients of the mean loss, by parameter name.
+
+        Raises:
+            GradientAccessError: outside of GRADIENTS_READY.
+        """
+        factor, named = self.mean_factor(), self._model.named_parameters()
+        return {name: p.grad.detach() * factor for name, p in named if p.grad is not None}
 
     def refuse_dropped(self, event: str = "GRADIENTS_READY") -> None:
         """Sees to it that a step will move something.

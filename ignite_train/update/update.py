@@ -125,6 +125,10 @@ class Update:
         """See `Trainer.gradients`."""
         return self.gradients.named()
 
+    def mean_factor(self) -> float:
+        """See `Process`."""
+        return self.gradients.mean_factor()
+
     def state_dict(self) -> dict[str, Any]:
         """What an update remembers of those before it: the loss scaling, and how many in a row failed."""
         return {"loss_scaling": self.loss_scaling.state_dict(), "in_a_row": self._failures.state_dict()}
@@ -193,6 +197,8 @@ class Update:
         """
         if trainer._sections is not None:
             trainer._sections.switch("reduction")
+        for callback in trainer._before_norm:
+            callback(trainer)
         norm = self.reduction.end(trainer._outgoing(), self.statistics, self.gradients)
         totals, has_stepped = self.queued_step(trainer, norm, self.loss_scaling.scale)
         if not (has_stepped or may_trust_norm(totals)):

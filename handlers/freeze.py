@@ -1,0 +1,98 @@
+"""Freezing a part of the model for the beginning of a run, or for all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import nn
+
+from ignite_train.arguments import describe, positive_int
+from ignite_train.handler import Handler
+from ignite_train.state import TrainState
+from ignite_train.trainer import Trainer
+
+__all__ = ["Freeze"]
+
+
+class Freeze(Handler):
+    """Keeps the parameters of a module as they are, until a number of steps has been made.
+
+    The gradients of frozen parameters are dropped after the last backward of each update, before the norm is taken. So they are
+    neither in the norm nor in the step: no weight decay, no momentum and no clipping by gradients that are not used. A value
+    that is not finite among them skips no update. `requires_grad` stays True, because `DistributedDataParallel` decides when
+    it is built which gradients it reduces. Backward still computes these gradients, and they cross the ranks; freeze with
+    `requires_grad_(False)`, before the model is wrapped, what never trains.
+
+    Parameters begin to train with fresh moments. Buffers are not frozen: call `module.eval()` before the run, and
+    normalisation layers in it neither use nor update the statistics of a batch.
+
+    It has no state: a resumed run freezes the same parameters, because it asks the counters of the run. All ranks attach it
+    alike; it works with DistributedDataParallel, `reduction="explicit"` and `fully_shard`. Several of them can thaw a model
+    block by block.
+
+    Args:
+        module: a module of the model, or some of its parameters.
+        until: the parameters move from step `until + 1` on, where skipped updates do not count (`state.num_steps`); or a
+            function of `trainer.state` that is True as soon as they are to move, the same on all ranks; None: never.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: `until` is below 1.
+
+    Example:
+        >>> import torch
+        >>> from ignite_train import create_trainer
+        >>> from ignite_train.handlers import Freeze
+        >>> model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 1))
+        >>> trainer = create_trainer(
+        ...     model, torch.optim.SGD(model.parameters(), lr=0.1), lambda model, x: model(x).square().mean()
+        ... )
+        >>> Freeze(model[0], until=4).attach(trainer)
+        >>> before = model[0].weight.clone()
+        >>> state = trainer.run([torch.ones(8, 3)] * 4, max_epochs=1)
+        >>> bool((model[0].weight == before).all())
+        True
+    """
+
+    def __init__(
+        self, module: nn.Module | Iterable[nn.Parameter], *, until: int | Callable[[TrainState], bool] | None = None
+    ) -> None:
+        self.until = until if until is None or callable(until) else positive_int("until", until)
+        if isinstance(module, (nn.Parameter, str)) or not isinstance(module, (nn.Module, Iterable)):
+            raise TypeError(f"module must be a torch.nn.Module or a list of parameters, got {describe(module)}")
+        self._module: Any = module if isinstance(module, nn.Module) else list(module)
+        self._parameters: list[nn.Parameter] = []
+
+    def attach(self, trainer: Trainer) -> None:
+        """Freezes them in the updates of `trainer`.
+
+        Raises:
+            ValueError: none of them is trained, or nothing else is.
+        """
+        optimizer: Any = trainer._stateful_parts["optimizer"]
+        trained = [parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.requires_grad]
+        own = self._module.parameters() if isinstance(self._module, nn.Module) else self._module
+        chosen = {id(parameter) for parameter in own}
+        self._parameters = [parameter for parameter in trained if id(parameter) in chosen]
+        if not self._parameters:
+            raise ValueError(
+                f"module must have parameters that the optimizer trains, got {describe(self._module)}; pass a module of the "
+                "model in its final form, as it is after fully_shard"
+            )
+        if len(self._parameters) == len(trained):
+            raise ValueError(
+                "module must leave something that trains, got all parameters of the optimizer; pass a part of the model"
+            )
+        trainer._before_norm.append(self._drop)
+
+    def is_frozen(self, state: TrainState) -> bool:
+        """Whether the parameters stay in the next step."""
+        if callable(self.until):
+            return not self.until(state)
+        return self.until is None or state.num_steps < self.until
+
+    def _drop(self, trainer: Trainer) -> None:
+        if self.is_frozen(trainer.state):
+            for parameter in self._parameters:
+                parameter.grad = None

@@ -1,0 +1,204 @@
+"""A look inside the model: norms of gradients and weights, how far each layer moves, and layers that do not learn."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import islice
+from typing import NamedTuple
+
+import torch
+from ignite.engine import Events, RemovableEventHandle
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ignite_train.arguments import positive_int
+from ignite_train.events import TrainEvents
+from ignite_train.handler import Handler
+from ignite_train.ranks import collectives
+from ignite_train.trainer import Trainer
+
+__all__ = ["GradientMonitor", "Histogram"]
+
+_MAGNITUDES = [2.0**exponent for exponent in range(-30, 7)]
+_EDGES = (-math.inf, *(-edge for edge in reversed(_MAGNITUDES)), *_MAGNITUDES, math.inf)
+_NONE = torch.zeros(0)  # a gradient that is missing
+
+
+class Histogram(NamedTuple):
+    """How many elements lie between two edges.
+
+    Attributes:
+        edges: in increasing order, one more than there are counts; the first is -inf, the last inf, and the others are the
+            powers of two from 2⁻³⁰ to 2⁶ and their negatives. The same for all histograms, so that they can be compared.
+        counts: elements x with `edges[i] <= x < edges[i + 1]`. NaN is not counted.
+    """
+
+    edges: tuple[float, ...]
+    counts: tuple[int, ...]
+
+
+class GradientMonitor(Handler):
+    """Publishes norms, by layer, and the layers that do not learn, in one of every hundred updates.
+
+    In `trainer.state.metrics`, which all loggers show, for each layer:
+
+    - `"layer_grad_norm/NAME"`: the L2 norm of its mean gradient, over all micro-batches and ranks, before clipping;
+    - `"layer_weight_norm/NAME"`: the L2 norm of its weights before the step;
+    - `"update_ratio/NAME"`: the L2 norm of the step divided by that of the weights; about 0.001 is usual (A. Karpathy's
+      lectures on neural networks). Left out while the weights are zero;
+    - `"dead_layers"`: how many layers have a gradient of zero, or none. Layers that `Freeze` freezes are among them.
+
+    A layer is a module with parameters of its own. An update that is skipped publishes nothing. Between two publications it
+    does nothing. In an update that it looks at it holds a copy of the weights, has its numbers transferred to the host once,
+    and, if the model is sharded, sums them over the ranks once; a step is not queued in that update. All ranks attach it alike.
+
+    Args:
+        every: it looks at each update whose number is a multiple of this.
+        depth: put layers together whose names have the same first parts, this many; None: each layer by itself.
+        with_histograms: count the elements of weights and gradients by size, which takes as long as sorting them.
+
+    Attributes:
+        dead: the names of the layers without a gradient in the latest update that it looked at.
+        histograms: of the same update, by `"weight/NAME"` and `"gradient/NAME"`; empty without `with_histograms`.
+
+    Raises:
+        TypeError, ValueError: `every` or `depth` is not a positive integer.
+
+    Example:
+        >>> import torch
+        >>> from ignite_train import create_trainer
+        >>> from ignite_train.handlers import GradientMonitor
+        >>> model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 1))
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> trainer = create_trainer(model, optimizer, lambda model, x: model(x).square().mean())
+        >>> GradientMonitor(every=2).attach(trainer)
+        >>> sorted(trainer.run([torch.ones(8, 3)] * 4).metrics)  # doctest: +NORMALIZE_WHITESPACE
+        ['dead_layers', 'layer_grad_norm/0', 'layer_grad_norm/1', 'layer_weight_norm/0', 'layer_weight_norm/1',
+         'update_ratio/0', 'update_ratio/1']
+    """
+
+    def __init__(self, every: int = 100, *, depth: int | None = None, with_histograms: bool = False) -> None:
+        self.every = positive_int("every", every)
+        self.depth = None if depth is None else positive_int("depth", depth)
+        self.with_histograms = with_histograms
+        self.dead: tuple[str, ...] = ()
+        self.histograms: dict[str, Histogram] = {}
+        self._handles: list[RemovableEventHandle] = []  # of the update that it looks at
+        self._layers: list[str] = []  # of each parameter
+        self._parameters: list[nn.Parameter] = []
+        self._weights: list[Tensor] = []  # before the step
+        self._found: list[Tensor] = []  # on the device
+
+    def attach(self, trainer: Trainer) -> None:
+        """Looks at updates of `trainer`."""
+        trainer.prepend_event_handler(Events.ITERATION_STARTED(every=self.every), self._begin)
+        trainer.on_exit.append(self._end)
+
+    def _begin(self, trainer: Trainer) -> None:
+        """Listens in this update only, because a handler of GRADIENTS_READY makes each update wait for the host."""
+        self._end()
+        events = (TrainEvents.GRADIENTS_READY, self._before_step), (TrainEvents.STEP_COMPLETED, self._after_step)
+        self._handles = [trainer.prepend_event_handler(event, handler) for event, handler in events]
+        self._handles.append(trainer.prepend_event_handler(Events.ITERATION_COMPLETED, self._end))
+
+    def _end(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._weights, self._found, self._parameters = [], [], [], []
+
+    def _before_step(self, trainer: Trainer) -> None:
+        model = trainer._stateful_parts["model"]
+        assert isinstance(model, nn.Module)  # noqa: S101  # create_trainer passes a module
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad and p.is_floating_point()]
+        self._layers = [self._layer(name) for name, _ in named]
+        self._parameters = [parameter for _, parameter in named]
+        with torch.no_grad():
+            weights = _local(self._parameters)
+            gradients = _local([_NONE.to(p.device, p.dtype) if p.grad is None else p.grad for p in self._parameters])
+            factor = trainer._update.mean_factor()
+            self._found = [_norms(gradients) * factor, _norms(weights)]
+            if self.with_histograms:
+                self._found += [_counts(weight) for weight in weights]
+                self._found += [_counts(gradient * factor) for gradient in gradients]
+            self._weights = [weight.clone() for weight in weights]
+
+    def _after_step(self, trainer: Trainer) -> None:
+        with torch.no_grad():
+            torch._foreach_sub_(self._weights, _local(self._parameters))
+            self._found.insert(2, _norms(self._weights))
+        self._publish(trainer, self._fetch())
+
+    def _fetch(self) -> list[list[float]]:
+        """The squared norms of each parameter, and then counts, over all ranks: one transfer, and one sum if it is sharded."""
+        norms, counts = self._found[:3], self._found[3:]
+        sums = torch.cat([*(norm.square() for norm in norms), *(count.to(norms[0].dtype) for count in counts)])
+        if any(isinstance(parameter, DTensor) for parameter in self._parameters):
+            shares = [1 / _replicas(parameter) for parameter in self._parameters]
+            weights = [*shares * 3, *(share for share in shares * 2 for _ in _EDGES[1:])][: len(sums)]
+            sums = sums * torch.tensor(weights, dtype=sums.dtype, device=sums.device)
+            work = collectives.start_sum(sums)
+            if work is not None:
+                work.wait()
+        numbers = iter(sums.tolist())  # sync
+        return [list(islice(numbers, len(found))) for found in self._found]
+
+    def _publish(self, trainer: Trainer, found: Sequence[Sequence[float]]) -> None:
+        layers = list(dict.fromkeys(self._layers))
+        totals = [dict.fromkeys(layers, 0.0) for _ in found[:3]]
+        for total, squares in zip(totals, found[:3], strict=True):
+            for layer, square in zip(self._layers, squares, strict=True):
+                total[layer] += square
+        gradient, weight, step = ({layer: math.sqrt(square) for layer, square in total.items()} for total in totals)
+        self.dead = tuple(layer for layer in layers if gradient[layer] == 0)
+        ratios = {layer: step[layer] / weight[layer] for layer in layers if weight[layer] > 0}
+        metrics = trainer.state.metrics
+        for layer in layers:
+            metrics.pop(f"update_ratio/{layer}", None)
+        for name, values in (("layer_grad_norm", gradient), ("layer_weight_norm", weight), ("update_ratio", ratios)):
+            metrics |= {f"{name}/{layer}": value for layer, value in values.items()}
+        metrics["dead_layers"] = len(self.dead)
+        self.histograms = self._histograms(found[3:])
+
+    def _histograms(self, found: Sequence[Sequence[float]]) -> dict[str, Histogram]:
+        names = [f"{kind}/{layer}" for kind in ("weight", "gradient") for layer in self._layers] if found else []
+        counts = {name: [0.0] * (len(_EDGES) - 1) for name in names}
+        for name, part in zip(names, found, strict=True):
+            counts[name] = [a + b for a, b in zip(counts[name], part, strict=True)]
+        return {name: Histogram(_EDGES, tuple(map(round, sums))) for name, sums in counts.items()}
+
+    def _layer(self, parameter: str) -> str:
+        parts = parameter.replace("_orig_mod.", "").split(".")[:-1]
+        return ".".join(parts[: self.depth]) or "model"
+
+
+def _local(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors, or the shards of this rank, which share their memory."""
+    return [(tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach() for tensor in tensors]
+
+
+def _norms(tensors: list[Tensor]) -> Tensor:
+    """The L2 norm of each, not read."""
+    wide = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
+    norms = torch._foreach_norm(tensors, 2.0, dtype=wide)
+    return torch.stack([norm.to(norms[0].device) for norm in norms]).to(_exact(norms[0]))
+
+
+def _counts(tensor: Tensor) -> Tensor:
+    """How many elements lie between the edges, not read: it sorts, because counting is not deterministic on CUDA."""
+    values = tensor.reshape(-1).float() if tensor.dtype != torch.float64 else tensor.reshape(-1)
+    edges = torch.tensor(_EDGES, dtype=values.dtype, device=values.device)
+    below = torch.searchsorted(values.sort().values, edges)
+    return below.diff()
+
+
+def _exact(tensor: Tensor) -> torch.dtype:
+    return torch.float32 if tensor.device.type == "mps" else torch.float64
+
+
+def _replicas(parameter: nn.Parameter) -> int:
+    """How many ranks hold the same shard."""
+    if not isinstance(parameter, DTensor):
+        return 1
+    placements = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
+    return math.prod(size for placement, size in placements if placement.is_replicate())

@@ -1,0 +1,128 @@
+"""A teacher whose weights follow those of the student, for self-distillation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ignite.engine import RemovableEventHandle
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ignite_train.arguments import describe, real_number
+from ignite_train.events import Event, TrainEvents
+from ignite_train.handler import Handler
+from ignite_train.model.averaged_tensors import averaged_tensors, move_towards
+from ignite_train.ranks import collectives
+from ignite_train.ranks.wrapping import unwrap
+from ignite_train.state import TrainState
+from ignite_train.trainer import Trainer
+
+__all__ = ["MomentumTeacher"]
+
+
+class MomentumTeacher(Handler):
+    """Moves a teacher towards the student after each step: teacher ← m · teacher + (1 - m) · student.
+
+    As in Mean Teacher (arXiv:1703.01780), BYOL (arXiv:2006.07733) and DINO (arXiv:2104.14294). Forward runs the teacher under
+    `torch.no_grad()`, beside the student. Make it with `copy.deepcopy(student)`, before the model is wrapped. A skipped update
+    does not move it. Running statistics of normalisation layers follow too; other buffers are the teacher's own.
+
+    The teacher is saved with the run, once for all ranks, and `consolidate --entry MomentumTeacher` writes it as a file. All
+    ranks attach it alike; they begin with the weights of rank 0. Where the student is sharded, shard the teacher alike.
+
+    Args:
+        teacher: a module of its own, whose parameters the optimizer does not have. `requires_grad` becomes False.
+        student: the model that is trained, or the part of it that the teacher follows, with the same parameters.
+        momentum: m, in [0, 1], or a function of `trainer.state` that gives it, the same on all ranks: a schedule.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: `momentum` is not in [0, 1].
+
+    Example:
+        >>> import copy, math
+        >>> import torch
+        >>> from ignite_train import create_trainer
+        >>> from ignite_train.handlers import MomentumTeacher
+        >>> student = torch.nn.Linear(3, 4)
+        >>> teacher = copy.deepcopy(student)
+        >>> def forward(model, x):
+        ...     with torch.no_grad():
+        ...         target = teacher(x)
+        ...     return (model(x + 0.1 * torch.randn_like(x)) - target).square().mean()
+        >>> trainer = create_trainer(student, torch.optim.SGD(student.parameters(), lr=0.1), forward)
+        >>> def momentum(state):  # from 0.99 to 1, as in BYOL
+        ...     return 1 - 0.01 * (1 + math.cos(math.pi * state.progress)) / 2
+        >>> handle = MomentumTeacher(teacher, student, momentum).attach(trainer)
+        >>> trainer.run([torch.ones(8, 3)] * 4, max_epochs=2).num_steps
+        8
+    """
+
+    same_on_all_ranks = True
+
+    def __init__(self, teacher: nn.Module, student: nn.Module, momentum: float | Callable[[TrainState], float] = 0.996) -> None:
+        for name, module in (("teacher", teacher), ("student", student)):
+            if not isinstance(module, nn.Module):
+                raise TypeError(f"{name} must be a torch.nn.Module, got {describe(module)}")
+        self.teacher, self.student = teacher, unwrap(student)
+        self.momentum = momentum if callable(momentum) else _checked_momentum(momentum)
+
+    def attach(self, trainer: Trainer, event: Event = TrainEvents.STEP_COMPLETED) -> RemovableEventHandle:
+        """Moves the teacher at `event`, before other handlers there. Collective.
+
+        Raises:
+            ValueError: teacher and student do not have the same parameters, or only one of them is sharded, or the optimizer
+                has parameters of the teacher, or none of the student.
+        """
+        teacher, student = averaged_tensors(self.teacher), averaged_tensors(self.student)
+        wrong = sorted(teacher.keys() ^ student.keys()) or [n for n in teacher if _kind(teacher[n]) != _kind(student[n])]
+        if wrong:
+            raise ValueError(
+                f"teacher must have the parameters of student, sharded alike, got a difference in {wrong[0]!r}; make it with "
+                "copy.deepcopy(student)"
+            )
+        optimizer: Any = trainer._stateful_parts["optimizer"]
+        trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        if any(id(parameter) in trained for parameter in self.teacher.parameters()):
+            raise ValueError(
+                "teacher must not be trained, got one with parameters of the optimizer; pass a deepcopy of student"
+            )
+        if not any(id(parameter) in trained for parameter in self.student.parameters()):
+            raise ValueError("student must be trained, got one without parameters of the optimizer; pass a part of the model")
+        self.teacher.requires_grad_(False)
+        if collectives.world_size() > 1:
+            for tensor in (*self.teacher.parameters(), *self.teacher.buffers()):
+                if not isinstance(tensor, DTensor):
+                    collectives.broadcast(tensor)
+        return trainer.prepend_event_handler(event, self)
+
+    def __call__(self, trainer: Trainer) -> None:
+        """Moves the teacher once.
+
+        Raises:
+            ValueError: `momentum` is a function and gave a number outside of [0, 1].
+        """
+        momentum = _checked_momentum(self.momentum(trainer.state)) if callable(self.momentum) else self.momentum
+        move_towards(averaged_tensors(self.teacher), averaged_tensors(self.student), 1.0 - momentum)
+
+    def state_dict(self) -> dict[str, dict[str, Tensor]]:
+        """The state of the teacher, under `"model"`."""
+        return {"model": {name.replace("_orig_mod.", ""): value for name, value in self.teacher.state_dict().items()}}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restores it."""
+        saved = state_dict["model"]
+        self.teacher.load_state_dict({name: saved[name.replace("_orig_mod.", "")] for name in self.teacher.state_dict()})
+
+
+def _kind(tensor: Tensor) -> tuple[Any, ...]:
+    """What must be equal for two tensors to be averaged."""
+    return (tensor.shape, tensor.placements, tensor.device_mesh) if isinstance(tensor, DTensor) else (tensor.shape,)
+
+
+def _checked_momentum(momentum: Any) -> float:
+    number = real_number("momentum", momentum, at_least=0)
+    if number > 1:
+        raise ValueError(f"momentum must be at most 1, got {momentum!r}")
+    return number

@@ -1,0 +1,223 @@
+"""Predictions for a whole dataset: what forward gives on all ranks, in the order of the dataset."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import pairwise
+from typing import Any
+
+import torch
+from ignite.engine import Events
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from ignite_train.arguments import describe
+from ignite_train.evaluator import Evaluator
+from ignite_train.ranks import collectives
+
+__all__ = ["predict"]
+
+
+def predict(evaluator: Evaluator, loader: Iterable[Any]) -> Any:
+    """Runs `evaluator` over `loader` and returns its outputs, one row for each sample, in the order of the dataset.
+
+    Forward returns them as `ForwardOutput(loss, sample_size, outputs=...)`: a tensor whose first dimension is the samples of
+    the micro-batch, or a tuple, list or mapping of these. Without targets pass a loss of zero, such as `outputs.sum() * 0`.
+
+    With a DataLoader over a dataset that is indexed, the order is that of the indices, whatever the sampler, the number of
+    workers and the shares of the ranks are. Any other loader gives its own order, and works in a single process only. What a
+    rank runs as a placeholder, after its data has ended, is left out.
+
+    The evaluator's state is afterwards what it was before, and handlers of its COMPLETED are not called, so that predictions
+    do not count as a validation. Handlers of its other events are called. All ranks call it alike: it gathers the outputs of
+    all ranks once, at the end.
+
+    Args:
+        evaluator: from `create_evaluator`.
+        loader: micro-batches; ranks may have different numbers, or none. A sample must not be in two of them.
+
+    Returns:
+        The outputs, on the CPU, with the structure that forward gave them. The same on all ranks.
+
+    Raises:
+        TypeError: `evaluator` is not from `create_evaluator`, or outputs are not made of tensors.
+        ValueError: forward returned no outputs, or they do not have one row for each sample and otherwise the same shape; or a
+            sample occurs twice; or there are several ranks and the loader has no indices.
+
+    Example:
+        >>> import torch
+        >>> from ignite_train import ForwardOutput, create_evaluator
+        >>> from ignite_train.handlers import predict
+        >>> def forward(model, x):
+        ...     y = model(x)
+        ...     return ForwardOutput(y.sum() * 0, sample_size=len(x), outputs=y)
+        >>> loader = torch.utils.data.DataLoader(torch.arange(5.0).unsqueeze(1), batch_size=2, shuffle=True)
+        >>> predict(create_evaluator(torch.nn.Identity(), forward), loader).flatten().tolist()
+        [0.0, 1.0, 2.0, 3.0, 4.0]
+    """
+    if not isinstance(evaluator, Evaluator):
+        raise TypeError(f"evaluator must be what create_evaluator returned, got {describe(evaluator)}")
+    watched, indices = _watched(loader)
+    found = _Found(indices)
+    before = evaluator.state
+    # append: nothing else of EPOCH_COMPLETED is left to run when the evaluator is told to skip COMPLETED
+    skip = evaluator.append_event_handler(Events.EPOCH_COMPLETED, lambda: evaluator.terminate(skip_completed=True))
+    try:
+        with skip, evaluator.prepend_event_handler(Events.ITERATION_COMPLETED, found.add):
+            evaluator.run(watched)
+    finally:
+        evaluator.state = before
+    return _in_order(collectives.gather_objects(found.joined()))
+
+
+class _Indices:
+    """A sampler, and what it has given for each micro-batch: the indices of its samples, or one for all of them.
+
+    Args:
+        sampler: the loader's.
+        of_samples: whether it gives the indices of the samples.
+    """
+
+    def __init__(self, sampler: Any, *, of_samples: bool) -> None:
+        self._sampler, self._of_samples = sampler, of_samples
+        self._given: list[Any] = []
+
+    def __iter__(self) -> Iterator[Any]:
+        for given in self._sampler:
+            self._given.append(given)
+            yield given
+
+    def keys(self, micro_batch: int, rows: int) -> list[tuple[int, int]]:
+        """The places of the samples of a micro-batch, which has so many rows where the dataset makes the micro-batches."""
+        given = self._given[micro_batch]
+        return [(_index(key), 0) for key in given] if self._of_samples else [(_index(given), row) for row in range(rows)]
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+
+def _watched(loader: Any) -> tuple[Any, _Indices | None]:
+    """A copy of the loader that notes the indices of its micro-batches; the loader itself, and None, if it has no indices."""
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        if collectives.world_size() > 1:
+            raise ValueError(
+                f"loader must be a DataLoader over a dataset with indices on several ranks, got a {type(loader).__name__}, "
+                "whose samples have no order over the ranks"
+            )
+        return loader, None
+    watched = copy.copy(loader)
+    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    indices = _Indices(getattr(loader, name), of_samples=loader.batch_sampler is not None)
+    vars(watched)[name] = indices  # torch's __setattr__ refuses it, for loaders that have begun a pass
+    watched._iterator = None  # persistent workers read the sampler with which they were started
+    return watched, indices
+
+
+class _Found:
+    """The outputs of this rank's micro-batches, on the CPU."""
+
+    def __init__(self, indices: _Indices | None) -> None:
+        self._indices = indices
+        self._outputs: list[Any] = []
+        self._keys: list[tuple[int, int]] = []
+        self._problem: Exception | None = None
+
+    def add(self, evaluator: Evaluator) -> None:
+        """Keeps those of the latest micro-batch. What is wrong with them is raised later, on all ranks."""
+        if self._problem is None:
+            try:
+                self._add(evaluator.state.forward_output)
+            except (TypeError, ValueError) as error:
+                self._problem = error
+
+    def _add(self, output: Any) -> None:
+        if output.outputs is None:
+            raise ValueError("forward must return outputs, got none; return ForwardOutput(loss, sample_size, outputs=...)")
+        leaves, number = list(_leaves(output.outputs)), len(self._outputs)
+        rows = len(leaves[0])
+        keys = [(number, row) for row in range(rows)] if self._indices is None else self._indices.keys(number, rows)
+        wrong = next((leaf for leaf in leaves if len(leaf) != len(keys)), None)
+        if wrong is not None:
+            raise ValueError(
+                f"outputs must have one row for each of the {len(keys)} samples of a micro-batch, got the shape "
+                f"{tuple(wrong.shape)}"
+            )
+        self._keys += keys
+        self._outputs.append(_to_host(output.outputs))
+
+    def joined(self) -> tuple[Exception | None, list[tuple[int, int]], Any]:
+        """What is wrong with them, the place of each row in the dataset, and the rows; None without a micro-batch."""
+        try:
+            return self._problem, self._keys, _cat(self._outputs) if self._outputs and self._problem is None else None
+        except ValueError as error:
+            return error, [], None
+
+
+def _in_order(found: list[tuple[Exception | None, list[tuple[int, int]], Any]]) -> Any:
+    """The rows of all ranks, in the order of the dataset. What is wrong on one rank is raised on all."""
+    problem = next((problem for problem, _, _ in found if problem is not None), None)
+    if problem is not None:
+        raise problem
+    keys = [key for _, keys, _ in found for key in keys]
+    order = sorted(range(len(keys)), key=keys.__getitem__)
+    twice = next((keys[a][0] for a, b in pairwise(order) if keys[a] == keys[b]), None)
+    if twice is not None:
+        raise ValueError(
+            f"loader must give each sample once, over all ranks, got sample {twice} twice; pass "
+            "sampler=ShardedSampler(dataset, shuffle=False) to the DataLoader"
+        )
+    rows = _cat([outputs for _, _, outputs in found if outputs is not None])
+    return _map(lambda leaf: leaf[torch.tensor(order)], rows)
+
+
+def _index(key: Any) -> int:
+    """The place of a sample in the dataset; a ResumableLoader gives the epoch before it."""
+    index = key[-1] if isinstance(key, tuple) and key else key
+    if not isinstance(index, int) and not (isinstance(index, Tensor) and index.numel() == 1):
+        raise TypeError(f"loader must have a sampler of integers, got the index {describe(key)}")
+    return int(index)
+
+
+def _leaves(outputs: Any) -> Iterator[Tensor]:
+    if isinstance(outputs, Tensor):
+        if outputs.ndim == 0:
+            raise ValueError("outputs must have one row for each sample of a micro-batch, got a tensor without dimensions")
+        yield outputs
+    elif isinstance(outputs, (tuple, list, Mapping)) and outputs:
+        for entry in outputs.values() if isinstance(outputs, Mapping) else outputs:
+            yield from _leaves(entry)
+    else:
+        raise TypeError(f"outputs must be tensors, or tuples, lists and mappings of tensors, got {describe(outputs)}")
+
+
+def _to_host(outputs: Any) -> Any:
+    return _map(lambda leaf: leaf.detach().to("cpu", copy=True), outputs)
+
+
+def _map(function: Any, *outputs: Any) -> Any:
+    """Applies `function` to the tensors that stand in the same place of all outputs."""
+    first = outputs[0]
+    if isinstance(first, Tensor):
+        return function(*outputs)
+    alike = all(type(other) is type(first) and len(other) == len(first) for other in outputs)
+    if not alike or (isinstance(first, Mapping) and any(list(other) != list(first) for other in outputs)):
+        raise ValueError(f"outputs must have one structure in all micro-batches, got {describe(outputs[-1])} too")
+    if isinstance(first, Mapping):
+        return {key: _map(function, *(other[key] for other in outputs)) for key in first}
+    entries = [_map(function, *parts) for parts in zip(*outputs, strict=True)]
+    return type(first)(*entries) if hasattr(first, "_fields") else type(first)(entries)
+
+
+def _cat(outputs: list[Any]) -> Any:
+    return _map(_cat_rows, *outputs)
+
+
+def _cat_rows(*parts: Any) -> Tensor:
+    wrong = next((part for part in parts if not isinstance(part, Tensor) or part.shape[1:] != parts[0].shape[1:]), None)
+    if wrong is not None:
+        raise ValueError(
+            f"outputs must have the same shape in all micro-batches, but for the samples, got {tuple(parts[0].shape)} and "
+            f"{tuple(wrong.shape) if isinstance(wrong, Tensor) else describe(wrong)}; pad them in forward"
+        )
+    return torch.cat(parts)

@@ -1,0 +1,269 @@
+"""Stochastic weight averaging is the plain mean; a momentum teacher follows the student as its schedule says."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ignite.distributed as idist
+import pytest
+import torch
+from ignite.engine import Events
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from bits import bit_by_bit
+from ignite_train import ForwardOutput, Trainer, TrainEvents, UpdateOptions, create_evaluator, create_trainer
+from ignite_train.checkpoint import consolidate, latest
+from ignite_train.handlers import Checkpoint, MomentumTeacher, StochasticWeightAveraging, TensorBoard, Validation
+from ranks import run_ranks
+
+DATA = [torch.randn(4, 3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) for seed in range(4)]
+
+
+def net() -> nn.Sequential:
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
+
+
+def forward(model: nn.Module, x: Tensor) -> ForwardOutput:
+    return ForwardOutput((model(x) - 2.0).square().sum(), len(x))
+
+
+def make(model: nn.Module, forward: Any = forward, **options: Any) -> Trainer:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.5)
+    return create_trainer(model, optimizer, forward, options=UpdateOptions(**options))
+
+
+def copies(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+# --- stochastic weight averaging ---
+
+
+def test_the_mean_of_the_epochs_from_the_start_on() -> None:
+    """Weights and running statistics against the mean over the ends of the epochs 2 to 4; counts are the model's."""
+    model, ends = net(), []
+    trainer, swa = make(model), StochasticWeightAveraging(start=2 * len(DATA))
+    trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: ends.append(copies(model)))
+    swa.attach(trainer)
+    trainer.run(DATA, max_epochs=4)
+    assert swa.num_updates == 3
+    for name, value in swa.state_dict()["model"].items():
+        if name.endswith("num_batches_tracked"):
+            assert value == 16
+        else:
+            torch.testing.assert_close(value, torch.stack([end[name] for end in ends[1:]]).mean(0), rtol=1e-12, atol=1e-12)
+
+
+def test_before_the_start_it_is_the_weights_of_the_moment() -> None:
+    """So that a validation of the average shows nothing old."""
+    model = net()
+    trainer, swa = make(model), StochasticWeightAveraging(start=100)
+    swa.attach(trainer)
+    trainer.run(DATA, max_epochs=2)
+    before = bit_by_bit(model.state_dict())
+    with swa.swapped_in():
+        assert bit_by_bit(model.state_dict()) == before
+    assert swa.num_updates == 0
+
+
+def test_validated_beside_the_weights_with_a_point_each(tmp_path: Path) -> None:
+    """Two evaluators, a logger: each epoch has one point of the weights and one of the average, and they differ."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    model = net()
+    trainer, swa = make(model), StochasticWeightAveraging()
+    plain, averaged = create_evaluator(model, forward), create_evaluator(model, forward)
+    board = TensorBoard(tmp_path)
+    for tag, evaluator in (("weights", plain), ("average", averaged)):
+        board.attach(trainer, evaluator=evaluator, tag=tag)
+        Validation(evaluator, DATA).attach(trainer)
+    swa.use_in(averaged)
+    swa.attach(trainer)
+    trainer.run(DATA, max_epochs=3)
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    points = {tag: [(point.step, point.value) for point in events.Scalars(f"{tag}/loss")] for tag in ("weights", "average")}
+    assert [step for step, _ in points["weights"]] == [step for step, _ in points["average"]] == [4, 8, 12]
+    assert points["weights"][0] == points["average"][0]  # the mean of one
+    assert points["weights"][1][1] != points["average"][1][1]
+
+
+def test_swa_resumed(tmp_path: Path) -> None:
+    """Broken off in the third epoch, the mean has the same bits at the end."""
+
+    def job(directory: Path | None) -> tuple[Trainer, StochasticWeightAveraging]:
+        trainer, swa = make(net()), StochasticWeightAveraging(start=3)
+        if directory is not None:
+            Checkpoint(directory, every=1, asynchronous=False).attach(trainer)
+        swa.attach(trainer)
+        return trainer, swa
+
+    whole, expected = job(None)
+    whole.run(DATA, max_epochs=4)
+    trainer, _ = job(tmp_path)
+    trainer.add_event_handler(Events.ITERATION_STARTED(once=10), lambda: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        trainer.run(DATA, max_epochs=4)
+    trainer, swa = job(tmp_path)
+    trainer.run(DATA, max_epochs=4, resume="must")
+    assert bit_by_bit(swa.state_dict()) == bit_by_bit(expected.state_dict())
+    consolidate(latest(tmp_path), tmp_path / "swa.pt", entry="StochasticWeightAveraging")  # type: ignore[arg-type]
+    assert bit_by_bit(torch.load(tmp_path / "swa.pt")) == bit_by_bit(swa.state_dict()["model"])
+
+
+# --- momentum teacher ---
+
+
+def schedule(state: Any) -> float:
+    return 1 - 0.1 * (1 + math.cos(math.pi * state.progress)) / 2
+
+
+def distillation(teacher: nn.Module) -> Callable[..., ForwardOutput]:
+    def forward(model: nn.Module, x: Tensor) -> ForwardOutput:
+        with torch.no_grad():
+            target = teacher(x + 0.5)
+        scale = 1.0 if len(x) == 4 else math.nan  # a smaller micro-batch is skipped
+        return ForwardOutput((model(x) - target).square().sum() * scale, len(x))
+
+    return forward
+
+
+def test_the_teacher_follows_its_schedule() -> None:
+    """Against the recursion, with the momentum of each step, a skipped update left out; the teacher of the loss is this one."""
+    model = net()
+    teacher = copy.deepcopy(model).eval()
+    with torch.no_grad():
+        teacher[0].weight.add_(1.0)
+    expected = copies(teacher)
+    trainer = make(model, distillation(teacher), on_nonfinite="skip")
+    moments: list[float] = []
+
+    def follow(trainer: Trainer) -> None:
+        moments.append(schedule(trainer.state))
+        for name, value in model.state_dict().items():
+            if value.is_floating_point():
+                expected[name] = moments[-1] * expected[name] + (1 - moments[-1]) * value
+
+    trainer.add_event_handler(TrainEvents.STEP_COMPLETED, follow)
+    MomentumTeacher(teacher, model, schedule).attach(trainer)
+    trainer.run([*DATA, DATA[0][:3]], max_epochs=2)
+    assert len(moments) == 8
+    assert moments == sorted(moments)
+    assert not any(parameter.requires_grad for parameter in teacher.parameters())
+    for name, value in teacher.state_dict().items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-12, atol=1e-12)
+
+
+def test_a_part_of_the_model_can_be_the_student() -> None:
+    """The teacher follows the encoder alone."""
+    model = net()
+    teacher = copy.deepcopy(model[0])
+    trainer = make(model)
+    MomentumTeacher(teacher, model[0], 0.0).attach(trainer)
+    trainer.run(DATA)
+    assert bit_by_bit(teacher.state_dict()) == bit_by_bit(model[0].state_dict())
+
+
+def test_a_teacher_resumed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Broken off in the middle, student and teacher end with the same bits; the teacher is exported as a file."""
+
+    def job(directory: Path | None) -> tuple[Trainer, nn.Module, nn.Module]:
+        model = net()
+        teacher = copy.deepcopy(model).eval()
+        trainer = make(model, distillation(teacher))
+        if directory is not None:
+            Checkpoint(directory, every=1, asynchronous=False).attach(trainer)
+        MomentumTeacher(teacher, model, schedule).attach(trainer)
+        return trainer, model, teacher
+
+    whole, *expected = job(None)
+    whole.run(DATA, max_epochs=2)
+    trainer, _, _ = job(tmp_path)
+    trainer.add_event_handler(Events.ITERATION_STARTED(once=6), lambda: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        trainer.run(DATA, max_epochs=2)
+    trainer, *modules = job(tmp_path)
+    trainer.run(DATA, max_epochs=2, resume="must")
+    assert [bit_by_bit(m.state_dict()) for m in modules] == [bit_by_bit(m.state_dict()) for m in expected]
+    assert "no checkpoint keeps" not in caplog.text
+    consolidate(latest(tmp_path), tmp_path / "teacher.pt", entry="MomentumTeacher")  # type: ignore[arg-type]
+    assert bit_by_bit(torch.load(tmp_path / "teacher.pt")) == bit_by_bit(dict(modules[1].state_dict()))
+
+
+def _teacher_on_this_rank(kind: str) -> Any:
+    model = net()[0]
+    teacher = copy.deepcopy(model)
+    if kind == "fsdp":
+        for module in (model, teacher):
+            fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+    else:
+        with torch.no_grad():
+            teacher.weight.add_(idist.get_rank())  # that of rank 0 counts
+    wrapped = DistributedDataParallel(model) if kind == "ddp" else model
+    trainer = make(wrapped, **({"reduction": "explicit"} if kind == "explicit" else {}))
+    MomentumTeacher(teacher, wrapped, schedule).attach(trainer)
+    trainer.run(DATA[idist.get_rank() :: 2], max_epochs=2)
+    return [value.full_tensor().tolist() if isinstance(value, DTensor) else value.tolist() for value in teacher.parameters()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "explicit", "fsdp"])
+def test_a_teacher_on_two_ranks(kind: str) -> None:
+    """The teacher of one process with all data, on both ranks, sharded or not."""
+    first, second = run_ranks(_teacher_on_this_rank, kind)
+    model = net()[0]
+    teacher = copy.deepcopy(model)
+    trainer = make(model)
+    MomentumTeacher(teacher, model, schedule).attach(trainer)
+    trainer.run([torch.cat(DATA[:2]), torch.cat(DATA[2:])], max_epochs=2)
+    assert first == second
+    for found, expected in zip(first, teacher.parameters(), strict=True):
+        torch.testing.assert_close(torch.tensor(found, dtype=torch.float64), expected.data, rtol=1e-10, atol=1e-12)
+
+
+def attach_teacher(teacher: nn.Module | None = None, **arguments: Any) -> None:
+    model = net()
+    MomentumTeacher(teacher or copy.deepcopy(model), **{"student": model, **arguments}).attach(make(model))
+
+
+def teach_by(momentum: Any) -> None:
+    model = net()
+    trainer = make(model)
+    MomentumTeacher(copy.deepcopy(model), model, momentum).attach(trainer)
+    trainer.run(DATA)
+
+
+def teach_itself() -> None:
+    model = net()
+    MomentumTeacher(model, model).attach(make(model))
+
+
+MISTAKES: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
+    "start": (ValueError, "start must be at least 0", lambda: StochasticWeightAveraging(-1)),
+    "half": (TypeError, "start must be a number of steps", lambda: StochasticWeightAveraging(0.75)),  # type: ignore[arg-type]
+    "teacher": (TypeError, "teacher must be a torch.nn.Module", lambda: attach_teacher("net")),  # type: ignore[arg-type]
+    "other": (ValueError, "teacher must have the parameters of student", lambda: attach_teacher(nn.Linear(3, 4))),
+    "itself": (ValueError, "teacher must not be trained", teach_itself),
+    "untrained": (ValueError, "student must be trained", lambda: attach_teacher(net(), student=net())),
+    "momentum": (ValueError, "momentum must be at most 1, got 1.5", lambda: attach_teacher(momentum=1.5)),
+    "schedule": (ValueError, "momentum must be at least 0, got -1", lambda: teach_by(lambda state: -1)),
+}
+
+
+@pytest.mark.parametrize("name", list(MISTAKES))
+def test_mistakes(name: str) -> None:
+    """Each is answered in one line."""
+    error, says, call = MISTAKES[name]
+    with pytest.raises(error, match=says) as raised:
+        call()
+    assert "\n" not in str(raised.value)

@@ -1,0 +1,186 @@
+"""Frozen parameters are neither in the norm nor in the step, however gradients cross the ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ignite.distributed as idist
+import pytest
+import torch
+from ignite.engine import Events
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from bits import bit_by_bit
+from ignite_train import NoGradientError, Trainer, UpdateOptions, create_trainer
+from ignite_train.handlers import Checkpoint, Freeze
+from ranks import run_ranks
+
+DATA = [torch.randn(4, 3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) for seed in range(12)]
+UNTIL, MAX_NORM = 2, 0.5
+SETTINGS: dict[str, float] = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1}
+
+
+def net(width: int = 4) -> nn.Sequential:
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        return nn.Sequential(nn.Linear(3, width), nn.Tanh(), nn.Linear(width, 1)).double()
+
+
+def mean_loss(model: nn.Module, x: Tensor) -> Tensor:
+    return (model(x) - 2.0).square().mean()
+
+
+def make(model: nn.Module, parameters: Any = None, **options: Any) -> Trainer:
+    optimizer = torch.optim.SGD(parameters or model.parameters(), **SETTINGS)
+    return create_trainer(model, optimizer, mean_loss, max_grad_norm=MAX_NORM, options=UpdateOptions(**options))
+
+
+def by_hand(width: int = 4, ranks: int = 1, thawed: Callable[[int], bool] = lambda steps: steps >= UNTIL) -> Any:
+    """A plain loop of torch: the frozen gradients are removed before the norm, and the optimizer leaves out what has none."""
+    model, norms = net(width), []
+    optimizer = torch.optim.SGD(model.parameters(), **SETTINGS)
+    for step in range(len(DATA) // ranks):
+        optimizer.zero_grad()
+        mean_loss(model, torch.cat(DATA[ranks * step : ranks * step + ranks])).backward()
+        if not thawed(step):
+            model[0].zero_grad()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)))
+        optimizer.step()
+    return {name: value.tolist() for name, value in model.state_dict().items()}, norms
+
+
+def run(trainer: Trainer, data: Any) -> list[float]:
+    norms: list[float] = []
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: norms.append(trainer.state.update_output.grad_norm))  # type: ignore[union-attr]
+    trainer.run(data, max_epochs=1)
+    return norms
+
+
+@pytest.mark.parametrize("until", [UNTIL, None, lambda state: state.iteration % 3 == 0], ids=["steps", "always", "function"])
+def test_against_a_plain_loop(until: Any) -> None:
+    """Weights and norms: no decay, no momentum and no share of the norm while frozen, and again if the function says so."""
+    model = net()
+    trainer = make(model)
+    Freeze(model[0], until=until).attach(trainer)
+    norms = run(trainer, DATA)
+    thawed = {None: lambda step: False, UNTIL: lambda step: step >= UNTIL}.get(until, lambda step: (step + 1) % 3 == 0)
+    weights, expected = by_hand(thawed=thawed)
+    assert norms == pytest.approx(expected, rel=1e-12)
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value.tolist(), weights[name], rtol=1e-12, atol=1e-14)
+
+
+def test_what_is_not_finite_in_a_frozen_module_counts_nothing() -> None:
+    """An infinite gradient of a frozen parameter neither ends the run nor skips an update."""
+    model = net()
+    model[0].weight.register_hook(lambda gradient: gradient * math.inf)
+    trainer = make(model)
+    Freeze([model[0].weight]).attach(trainer)
+    before = bit_by_bit(model[0].weight)
+    assert trainer.run(DATA).num_steps == len(DATA)
+    assert bit_by_bit(model[0].weight) == before
+
+
+def test_skipped_updates_do_not_count() -> None:
+    """`until` counts steps."""
+    model = net()
+    trainer = make(model, on_nonfinite="skip")
+    freeze = Freeze(model[0], until=UNTIL)
+    freeze.attach(trainer)
+    frozen: list[bool] = []
+    trainer.add_event_handler(Events.ITERATION_STARTED, lambda: frozen.append(freeze.is_frozen(trainer.state)))
+    trainer.run([DATA[0], DATA[1] * math.nan, *DATA[2:4]])
+    assert frozen == [True, True, True, False]
+
+
+def _wrapped(kind: str) -> tuple[nn.Module, nn.Module, Any]:
+    width = 4000 if kind == "ddp" else 4  # a small one would be reduced beside the statistics
+    model = net(width)
+    if kind == "fsdp":
+        fully_shard(model[0], mesh=init_device_mesh("cpu", (2,)))
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+        return model, model[0], {}
+    if kind == "explicit":
+        return model, model[0], {"reduction": "explicit"}
+    return DistributedDataParallel(model), model[0], {}
+
+
+def _on_this_rank(kind: str) -> Any:
+    model, first, options = _wrapped(kind)
+    trainer = make(model, **options)
+    Freeze(first, until=UNTIL).attach(trainer)
+    norms = run(trainer, DATA[idist.get_rank() :: 2])
+    model = model.module if isinstance(model, DistributedDataParallel) else model
+    state = {n: v.full_tensor() if isinstance(v, DTensor) else v for n, v in model.state_dict().items()}
+    return {name: value.tolist() for name, value in state.items()}, norms
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "small-ddp", "explicit", "fsdp"])
+def test_two_ranks(kind: str) -> None:
+    """The update of one process with all data, on both ranks, for each way in which gradients cross them."""
+    weights, expected = by_hand(4000 if kind == "ddp" else 4, ranks=2)
+    for found, norms in run_ranks(_on_this_rank, kind):
+        assert norms == pytest.approx(expected, rel=1e-10)
+        for name, value in found.items():
+            torch.testing.assert_close(torch.tensor(value), torch.tensor(weights[name]), rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("broken_at", [2, 3, 4], ids=["frozen", "at-the-thaw", "thawed"])
+def test_resumed_it_freezes_the_same(broken_at: int, tmp_path: Path) -> None:
+    """The same bits as a run that did not break off, in another process."""
+
+    def job(directory: Path | None) -> tuple[Trainer, nn.Module]:
+        model = net()
+        trainer = make(model)
+        if directory is not None:
+            Checkpoint(directory, every=1, asynchronous=False).attach(trainer)
+        Freeze(model[0], until=UNTIL).attach(trainer)
+        return trainer, model
+
+    whole, expected = job(None)
+    whole.run(DATA[:6])
+    trainer, _ = job(tmp_path)
+    trainer.add_event_handler(Events.ITERATION_STARTED(once=broken_at), lambda: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        trainer.run(DATA[:6])
+    trainer, model = job(tmp_path)
+    trainer.run(DATA[:6], resume="must")
+    assert bit_by_bit(model.state_dict()) == bit_by_bit(expected.state_dict())
+
+
+def freeze_all_in_two() -> None:
+    model = net()
+    trainer = make(model)
+    for part in (model[0], model[2]):
+        Freeze(part).attach(trainer)
+    trainer.run(DATA)
+
+
+MISTAKES: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
+    "zero": (ValueError, "until must be at least 1", lambda: Freeze(net(), until=0)),
+    "text": (TypeError, "module must be", lambda: Freeze("encoder")),  # type: ignore[arg-type]
+    "other": (ValueError, "module must have parameters that the optimizer trains", lambda: Freeze(net()).attach(make(net()))),
+    "all": (
+        ValueError,
+        "module must leave something that trains",
+        lambda: (m := net()) and Freeze(m).attach(make(m)),
+    ),
+    "all-in-two": (NoGradientError, "freeze fewer parameters", freeze_all_in_two),
+}
+
+
+@pytest.mark.parametrize("name", list(MISTAKES))
+def test_mistakes(name: str) -> None:
+    """Each is answered in one line."""
+    error, says, call = MISTAKES[name]
+    with pytest.raises(error, match=says) as raised:
+        call()
+    assert "\n" not in str(raised.value)

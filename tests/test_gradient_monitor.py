@@ -1,0 +1,251 @@
+"""The numbers of each layer are those of a plain loop, over ranks and shards too, and cost nothing between two looks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import ignite.distributed as idist
+import pytest
+import torch
+from ignite.engine import Events
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from bits import bit_by_bit
+from ignite_train import Trainer, TrainEvents, UpdateOptions, count_traffic, create_trainer
+from ignite_train.handlers import Checkpoint, Freeze, GradientMonitor
+from ranks import run_ranks
+
+DATA = [torch.randn(4, 3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) for seed in range(8)]
+EVERY = 2
+
+
+class Net(nn.Module):
+    """A block of two layers, a head, and a layer that the loss does not depend on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 4))
+        self.head, self.unused = nn.Linear(4, 1), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.block(x)) + 0 * self.unused.weight.sum()
+
+
+def net() -> Net:
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        return Net().double()
+
+
+def mean_loss(model: nn.Module, x: Tensor) -> Tensor:
+    return (model(x) - 2.0).square().mean()
+
+
+def make(model: nn.Module, **options: Any) -> Trainer:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    return create_trainer(model, optimizer, mean_loss, max_grad_norm=0.1, options=UpdateOptions(**options))
+
+
+def norm(tensors: list[Tensor]) -> float:
+    return math.sqrt(sum(float(tensor.square().sum()) for tensor in tensors))
+
+
+def by_hand(ranks: int = 1) -> list[dict[str, float]]:
+    """What is published after each second update, computed layer by layer in a plain loop."""
+    model, found = net(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    layers = {"block.0": model.block[0], "block.2": model.block[2], "head": model.head, "unused": model.unused}
+    for update in range(1, len(DATA) // ranks + 1):
+        optimizer.zero_grad()
+        mean_loss(model, torch.cat(DATA[ranks * (update - 1) : ranks * update])).backward()
+        metrics: dict[str, float] = {"dead_layers": 1}
+        before = {name: [p.detach().clone() for p in layer.parameters()] for name, layer in layers.items()}
+        for name, layer in layers.items():
+            metrics[f"layer_grad_norm/{name}"] = norm([p.grad for p in layer.parameters() if p.grad is not None])
+            metrics[f"layer_weight_norm/{name}"] = norm(before[name])
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        for name, layer in layers.items():
+            moved = norm([p.detach() - was for p, was in zip(layer.parameters(), before[name], strict=True)])
+            metrics[f"update_ratio/{name}"] = moved / metrics[f"layer_weight_norm/{name}"]
+        if update % EVERY == 0:
+            found.append(metrics)
+    return found
+
+
+def run(trainer: Trainer, data: Any, **settings: Any) -> tuple[list[dict[str, float]], GradientMonitor]:
+    monitor, found = GradientMonitor(EVERY, **settings), []
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(every=EVERY), lambda: found.append(dict(trainer.state.metrics)))
+    monitor.attach(trainer)
+    trainer.run(data, max_epochs=1)
+    return found, monitor
+
+
+def check(found: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        assert one == pytest.approx(other, rel=1e-9, abs=1e-15)
+
+
+def test_against_a_plain_loop() -> None:
+    """Each number of each layer, read by a handler that was attached before; the training is not changed by it."""
+    model, other = net(), net()
+    found, monitor = run(make(model), DATA)
+    check(found, by_hand())
+    assert monitor.dead == ("unused",)
+    make(other).run(DATA, max_epochs=1)
+    assert bit_by_bit(model.state_dict()) == bit_by_bit(other.state_dict())
+
+
+def test_layers_together() -> None:
+    """With depth=1 the norms of a block are those of all its layers."""
+    (first, *_), _ = run(make(net()), DATA, depth=1)
+    expected = by_hand()[0]
+    whole = math.hypot(expected["layer_grad_norm/block.0"], expected["layer_grad_norm/block.2"])
+    assert first["layer_grad_norm/block"] == pytest.approx(whole, rel=1e-9)
+    assert {name.partition("/")[2] for name in first if "/" in name} == {"block", "head", "unused"}
+
+
+def test_histograms() -> None:
+    """Against counting each element by itself."""
+    model = net()
+    trainer = make(model)
+    seen: dict[str, Any] = {}
+
+    def keep() -> None:
+        seen.update({f"weight/{name}": p.detach().clone() for name, p in model.named_parameters()})
+        seen.update({f"gradient/{name}": value for name, value in trainer.gradients().items()})
+
+    trainer.add_event_handler(TrainEvents.GRADIENTS_READY, keep)
+    with torch.no_grad():
+        model.head.weight[0, 0], model.head.weight[0, 1] = 1e9, 2.0**-30
+    _, monitor = run(trainer, DATA[:EVERY], with_histograms=True)
+    for kind in ("weight", "gradient"):
+        elements = torch.cat([seen[f"{kind}/head.{name}"].flatten() for name in ("weight", "bias")]).tolist()
+        edges, counts = monitor.histograms[f"{kind}/head"]
+        assert list(counts) == [sum(low <= x < high for x in elements) for low, high in pairwise(edges)]
+        assert sum(counts) == len(elements) == 5
+    assert sum(monitor.histograms["gradient/unused"].counts) == 4  # its bias has no gradient
+
+
+def watched(*, with_monitor: bool) -> tuple[list[int], list[bool]]:
+    """The host reads of each update, and whether GRADIENTS_READY had a handler in it."""
+    trainer, reads, listens = make(net()), [0], []
+    if with_monitor:
+        GradientMonitor(EVERY).attach(trainer)
+    event = TrainEvents.BACKWARD_COMPLETED
+    trainer.add_event_handler(event, lambda: listens.append(trainer._has_handlers(TrainEvents.GRADIENTS_READY)))
+    with count_traffic("cpu") as traffic:
+        trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: reads.append(len(traffic.host_reads)))
+        trainer.run(DATA[:5], max_epochs=1)
+    assert traffic.collectives == []
+    return [after - before for before, after in pairwise(reads)], listens
+
+
+def test_between_two_looks_it_does_nothing() -> None:
+    """No read, no collective and no handler of GRADIENTS_READY; in the update that it looks at one read more."""
+    reads, listens = watched(with_monitor=True)
+    assert listens == [False, True, False, True, False]
+    expected, _ = watched(with_monitor=False)
+    assert [mine - plain for mine, plain in zip(reads, expected, strict=True)] == [0, 1, 0, 1, 0]
+
+
+def test_a_skipped_update_and_an_exception_leave_nothing_behind() -> None:
+    """Neither publishes, and no copy of the weights stays."""
+    model = net()
+    trainer = make(model, on_nonfinite="skip")
+    found, monitor = run(trainer, [DATA[0], DATA[1] * math.nan, DATA[2]])
+    assert found == [{}]
+    trainer.add_event_handler(TrainEvents.GRADIENTS_READY, lambda: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        trainer.run(DATA, max_epochs=2)
+    assert not trainer.state.metrics
+    assert not monitor._weights
+    assert trainer._has_handlers(TrainEvents.GRADIENTS_READY)  # that of the test alone
+    assert len(trainer._entries(TrainEvents.GRADIENTS_READY)) == 1
+
+
+def test_frozen_layers_are_dead() -> None:
+    """A layer without a gradient does not move."""
+    model = net()
+    trainer = make(model)
+    Freeze(model.block).attach(trainer)
+    found, monitor = run(trainer, DATA)
+    assert monitor.dead == ("block.0", "block.2", "unused")
+    assert found[-1]["update_ratio/block.0"] == 0
+
+
+def _on_this_rank(kind: str) -> Any:
+    model: nn.Module = net()
+    if kind == "fsdp":
+        mesh = init_device_mesh("cpu", (2,))
+        for layer in (model.block, model.head):  # type: ignore[union-attr]
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    elif kind == "ddp":
+        model = DistributedDataParallel(model)
+    trainer = make(model, **({"reduction": "explicit"} if kind == "explicit" else {}))
+    found, monitor = run(trainer, DATA[idist.get_rank() :: 2], with_histograms=True)
+    return found, {name: histogram.counts for name, histogram in monitor.histograms.items()}, monitor.dead
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "explicit", "fsdp"])
+def test_two_ranks(kind: str) -> None:
+    """The numbers of one process with all data, on both ranks."""
+    (first, counts, dead), second = run_ranks(_on_this_rank, kind)
+    assert (first, counts, dead) == second
+    check(first, by_hand(ranks=2))
+    assert dead == ("unused",)
+    assert {name: sum(numbers) for name, numbers in counts.items() if name.startswith("weight")} == {
+        "weight/block.0": 20,
+        "weight/block.2": 24,
+        "weight/head": 5,
+        "weight/unused": 6,
+    }
+
+
+def test_resumed_between_two_looks(tmp_path: Path) -> None:
+    """A logger reads the same after a resume as in a run that did not break off."""
+
+    def job(directory: Path | None) -> tuple[Trainer, list[Any]]:
+        trainer, read = make(net()), []
+        trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: read.append(dict(trainer.state.metrics)))
+        if directory is not None:
+            Checkpoint(directory, every=1, asynchronous=False).attach(trainer)
+        GradientMonitor(EVERY).attach(trainer)
+        return trainer, read
+
+    whole, expected = job(None)
+    whole.run(DATA, max_epochs=1)
+    trainer, before = job(tmp_path)
+    trainer.add_event_handler(Events.ITERATION_STARTED(once=4), lambda: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        trainer.run(DATA, max_epochs=1)
+    trainer, after = job(tmp_path)
+    trainer.run(DATA, max_epochs=1, resume="must")
+    assert [*before, *after] == expected
+    assert after[0] != {}
+
+
+MISTAKES: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
+    "every": (ValueError, "every must be at least 1", lambda: GradientMonitor(0)),
+    "depth": (TypeError, "depth must be a positive integer", lambda: GradientMonitor(depth=1.5)),  # type: ignore[arg-type]
+    "trainer": (TypeError, "trainer must be a Trainer", lambda: GradientMonitor().attach(net())),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("name", list(MISTAKES))
+def test_mistakes(name: str) -> None:
+    """Each is answered in one line."""
+    error, says, call = MISTAKES[name]
+    with pytest.raises(error, match=says) as raised:
+        call()
+    assert "\n" not in str(raised.value)

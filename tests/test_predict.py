@@ -1,0 +1,172 @@
+"""Predictions stand in the order of the dataset, whatever order and share of it each rank has run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import ignite.distributed as idist
+import pytest
+import torch
+from ignite.engine import Events
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+import cuts
+from ignite_train import ForwardOutput, ResumableLoader, ShardedSampler, create_evaluator, create_trainer
+from ignite_train.handlers import EarlyStopping, ModelEMA, Validation, predict
+from ranks import run_ranks
+from tiers import slow
+
+ROWS = torch.randn(11, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+class Two(NamedTuple):
+    """What a forward may return: named outputs."""
+
+    value: Tensor
+    parts: dict[str, Tensor]
+
+
+def forward(model: nn.Module, x: Tensor) -> ForwardOutput:
+    y = model(x)
+    return ForwardOutput(y.sum(), len(x), outputs=Two(y, {"x": x, "twice": 2 * y}))
+
+
+def check(found: Any, rows: Tensor = ROWS) -> None:
+    """The rows of the dataset and what the model makes of them, by the model itself."""
+    with torch.no_grad():
+        y = cuts.linear()(rows)
+    assert type(found) is Two
+    assert torch.equal(found.parts["x"], rows)
+    torch.testing.assert_close(found.value, y, rtol=1e-12, atol=0)
+    assert torch.equal(found.parts["twice"], 2 * found.value)
+
+
+class Batches(Dataset[Tensor]):
+    """A dataset of micro-batches, for a DataLoader with batch_size=None."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> Tensor:
+        return ROWS[4 * index : 4 * index + 4]
+
+
+class Stream(IterableDataset[Tensor]):
+    """Rows without indices."""
+
+    def __iter__(self) -> Any:
+        return iter(ROWS)
+
+
+def loaders() -> dict[str, Callable[[], Any]]:
+    order = [[7, 3], [0], [10, 9, 8], [1, 2, 4, 5, 6]]
+    return {
+        "list": lambda: list(ROWS.split(4)),
+        "in-order": lambda: DataLoader(ROWS, batch_size=4),
+        "shuffled": lambda: DataLoader(ROWS, batch_size=4, shuffle=True),
+        "batch-sampler": lambda: DataLoader(ROWS, batch_sampler=order),
+        "resumable": lambda: ResumableLoader(ROWS, 4, shuffle=True),
+        "batches": lambda: DataLoader(Batches(), batch_size=None, sampler=[2, 0, 1]),
+        "stream": lambda: DataLoader(Stream(), batch_size=4),
+        "workers": lambda: DataLoader(ROWS, batch_size=2, shuffle=True, num_workers=2, persistent_workers=True),
+    }
+
+
+@pytest.mark.parametrize("name", [slow(name) if name == "workers" else name for name in loaders()])
+def test_the_order_is_that_of_the_dataset(name: str) -> None:
+    """For each kind of loader, and again in a second call with the same one."""
+    loader, evaluator = loaders()[name](), create_evaluator(cuts.linear(), forward)
+    check(predict(evaluator, loader))
+    check(predict(evaluator, loader))
+
+
+def test_it_is_not_a_validation() -> None:
+    """The evaluator's state stays, and early stopping does not count it; the average is used where the evaluator uses it."""
+    model = cuts.linear()
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), forward)
+    evaluator, ema = create_evaluator(model, forward), ModelEMA(0.5)
+    ema.attach(trainer)
+    ema.use_in(evaluator)
+    stopping = EarlyStopping(evaluator, patience=1)
+    stopping.attach(trainer)
+    Validation(evaluator, [ROWS]).attach(trainer, Events.ITERATION_COMPLETED(once=1))
+    trainer.run([ROWS] * 2)
+    state, loss = evaluator.state, evaluator.state.metrics["loss"]
+    found = predict(evaluator, [ROWS + 1])
+    assert evaluator.state is state
+    assert state.metrics == {"loss": loss}
+    assert stopping.num_bad == 0
+    with ema.swapped_in(), torch.no_grad():
+        assert torch.equal(found.value, model(ROWS + 1))
+
+
+def _on_this_rank(sizes: tuple[int, int], uneven: str) -> Any:
+    rank, rows = idist.get_rank(), ROWS[: sum(sizes)]
+    shares = [list(range(sizes[0])), list(range(sizes[0], sum(sizes)))]
+    evaluator = create_evaluator(cuts.linear(), forward, uneven=uneven)  # type: ignore[arg-type]
+    found = predict(evaluator, DataLoader(rows, batch_size=2, sampler=shares[rank][::-1]))  # type: ignore[arg-type]
+    check(found, rows)
+    dealt = DataLoader(rows, batch_size=2, sampler=ShardedSampler(rows, shuffle=True))  # type: ignore[arg-type]
+    check(predict(evaluator, dealt), rows)
+    refused = []
+    for loader in (DataLoader(rows, batch_size=2), [rows]):  # type: ignore[arg-type]
+        try:
+            predict(evaluator, loader)
+        except ValueError as error:
+            refused.append(str(error))
+    return found.value.tolist(), refused, _wrong_on_one_rank(evaluator)
+
+
+def _wrong_on_one_rank(evaluator: Any) -> str:
+    def forward_without(model: nn.Module, x: Tensor) -> ForwardOutput:
+        return forward(model, x) if idist.get_rank() == 0 else ForwardOutput(model(x).sum(), len(x))
+
+    loader = DataLoader(ROWS, batch_size=2, sampler=ShardedSampler(ROWS, shuffle=False))  # type: ignore[arg-type]
+    try:
+        predict(create_evaluator(evaluator.model, forward_without), loader)
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("sizes", "uneven"), [((7, 4), "all"), ((11, 0), "all"), ((3, 8), "replay")], ids=str)
+def test_two_ranks(sizes: tuple[int, int], uneven: str) -> None:
+    """Uneven shares, in any order, with placeholders: both ranks have all rows. What is wrong is raised on both."""
+    (first, refused, wrong), (second, also_refused, also_wrong) = run_ranks(_on_this_rank, sizes, uneven)
+    assert first == second
+    assert refused == also_refused
+    assert "got sample 0 twice" in refused[0]
+    assert "whose samples have no order over the ranks" in refused[1]
+    assert wrong == also_wrong
+    assert "forward must return outputs" in wrong
+
+
+def run_with(outputs: Callable[[Tensor], Any], loader: Any = None) -> Any:
+    def forward(model: nn.Module, x: Tensor) -> ForwardOutput:
+        return ForwardOutput(x.sum(), len(x), outputs=outputs(x))
+
+    return predict(create_evaluator(cuts.linear(), forward), loader or DataLoader(ROWS, batch_size=4))  # type: ignore[arg-type]
+
+
+MISTAKES: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
+    "evaluator": (TypeError, "evaluator must be what", lambda: predict(cuts.linear(), [ROWS])),  # type: ignore[arg-type]
+    "none": (ValueError, "forward must return outputs", lambda: run_with(lambda x: None)),
+    "text": (TypeError, "outputs must be tensors", lambda: run_with(lambda x: ["a"] * len(x))),
+    "scalar": (ValueError, "a tensor without dimensions", lambda: run_with(lambda x: x.sum())),
+    "rows": (ValueError, "one row for each of the 4 samples", lambda: run_with(lambda x: x[:1])),
+    "widths": (ValueError, "pad them in forward", lambda: run_with(lambda x: x.new_zeros(len(x), len(x)))),
+    "structure": (ValueError, "one structure in all", lambda: run_with(lambda x: (x,) * len(x))),
+    "twice": (ValueError, "got sample 1 twice", lambda: run_with(lambda x: x, DataLoader(ROWS, sampler=[1, 1]))),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("name", list(MISTAKES))
+def test_mistakes(name: str) -> None:
+    """Each is answered in one line."""
+    error, says, call = MISTAKES[name]
+    with pytest.raises(error, match=says) as raised:
+        call()
+    assert "\n" not in str(raised.value)
