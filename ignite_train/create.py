@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from ignite.engine import Events, _prepare_batch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
@@ -436,6 +437,7 @@ def _grouping(accumulation_steps: AccumulationSteps, options: UpdateOptions, mod
         options.uneven,
         synchronised_norm=_synchronised_norm(model),
         drops_last_group=options.drop_last_group,
+        is_sharded=isinstance(model, FSDPModule),
     )
 
 

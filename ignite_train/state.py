@@ -85,7 +85,8 @@ class TrainState(_Carrying):
         num_steps: updates that moved the parameters.
         num_skipped: updates that did not.
         num_micro_batches: micro-batches this rank has started.
-        batch: the group of this update: a list of micro-batches.
+        batch: the group of this update: a list of micro-batches. With worker processes the later ones may still be on their
+            way; they are waited for where they are asked for.
         forward_output: what `forward` returned for the running micro-batch; None outside of it.
         update_output: the record of the latest update, set before GRADIENTS_READY; None before the first.
         output: what Ignite's handlers read: what `output_transform` made of `update_output`; by default the same object, and
@@ -95,7 +96,8 @@ class TrainState(_Carrying):
         carried: what forward carries from micro-batch to micro-batch on this rank; see `Carried`.
         micro_batch_in_group: index of the running micro-batch in its group, from 0; None outside of one, and in a forward that
             is run on a placeholder.
-        group_size: micro-batches of this rank in the running group; None where there is none.
+        group_size: micro-batches of this rank in the running group; None where there is none, and where a loader without a
+            length may still end within it.
         progress: the fraction of the run that was done before the running update, or the latest; in [0, 1). None without a
             limit, or where the length of an epoch is unknown.
     """
@@ -114,6 +116,7 @@ class TrainState(_Carrying):
         self.event_to_attr = {**EVENT_COUNTERS}
         super().__init__(num_steps=0, num_skipped=0, num_micro_batches=0, forward_output=None, update_output=None)
         self.micro_batch_in_group = None
+        self._group_size: int | None = None
         self._carried = Carried() if carried is None else carried
         self._progress: Callable[[], float | None] = lambda: None  # until a trainer tells
 
@@ -124,7 +127,7 @@ class TrainState(_Carrying):
     @property
     def group_size(self) -> int | None:
         """See above."""
-        return len(self.batch) if isinstance(self.batch, list) else None
+        return None if self.batch is None else self._group_size
 
     @property
     def progress(self) -> float | None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from types import MethodType
 from typing import Any, Protocol
@@ -16,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ignite_train.arguments import check_state_dict, describe, positive_int
 from ignite_train.carried import Carried
+from ignite_train.data.arriving_group import ArrivingGroup
 from ignite_train.data.grouping import MicroBatchGrouping, MicroBatchPass
 from ignite_train.data.stream import Stream
 from ignite_train.events import EVENT_COUNTERS, TrainEvents
@@ -44,7 +46,7 @@ OutputTransform = Callable[[UpdateOutput], Any]
 class Process(Protocol):
     """The update as its trainer sees it; see `Update`, the one there is."""
 
-    def __call__(self, trainer: Trainer, micro_batches: list[Any]) -> Any:
+    def __call__(self, trainer: Trainer, micro_batches: Sequence[Any]) -> Any:
         """Does one update, and returns what becomes `state.output`."""
 
     def named_gradients(self) -> dict[str, Tensor]:
@@ -108,7 +110,7 @@ class Trainer(Loop):
         self._stream: Stream | None = None  # with epoch_length: the data of the run
         self._ranks_have_more = True
         self._micro_batches_before = 0  # this update
-        self._num_fetched = 0  # micro-batches of this update
+        self._group: Sequence[Any] = ()  # of this update, as it was fetched, until handlers may have replaced it
         self._random_before_fetch: dict[str, Any] | None = None  # where a handler may stop the run before the update
         self._session_is_open = False  # from STARTED to the closing events of a session
         self._updating = False  # an `update` is under way
@@ -248,7 +250,7 @@ class Trainer(Loop):
         """
         self._check_update(micro_batches)
         state = self.state
-        self._num_fetched, self._micro_batches_before = len(micro_batches), state.num_micro_batches
+        self._group, self._micro_batches_before = self._sized(micro_batches), state.num_micro_batches
         self._max_micro_batches = self._grouping.max_micro_batches_of(micro_batches)
         state.batch = micro_batches
         self._updating = self._iterating = True
@@ -625,10 +627,12 @@ class Trainer(Loop):
         may_stop = self._has_handlers(Events.GET_BATCH_COMPLETED) or self._has_handlers(Events.ITERATION_STARTED)
         self._random_before_fetch = capture_random_state(accelerators=False) if may_stop else None
         group = super()._fetch(batches)
-        micro_batches = group if isinstance(group, list) else []  # or else the pass has ended
+        micro_batches = group if isinstance(group, Sequence) else []  # or else the pass has ended
+        if isinstance(group, ArrivingGroup) and self._sections is not None:
+            group.waiting = partial(self._sections.within, "data")
         if self._stream is not None and not micro_batches:
             refuse_ended_iterator(self.state, self._stream.data)
-        self._num_fetched = len(micro_batches)
+        self._group = self._sized(micro_batches)
         self._requests.more_data, self._micro_batches_before = batches.more, self.state.num_micro_batches
         self._max_micro_batches = batches.max_micro_batches
         return group
@@ -660,15 +664,23 @@ class Trainer(Loop):
         self._data_ended &= self._stream is None  # a stream says itself when a pass has ended
         self._requests.stop_epoch = False  # what handlers of EPOCH_COMPLETED asked for is done already
 
-    def _batch(self) -> list[Any]:
+    def _batch(self) -> Sequence[Any]:
         """The group, in which handlers may have replaced micro-batches; but not their number, which the ranks know."""
-        group = self.state.batch
-        if not isinstance(group, list) or len(group) != self._num_fetched:
+        fetched, group = self._group, self.state.batch
+        self._group = ()
+        if group is not fetched and isinstance(fetched, ArrivingGroup):
+            fetched = fetched.whole()  # the place in the data is that after it
+        if not isinstance(group, (list, ArrivingGroup)) or len(group) != len(fetched):
             got = f"{len(group)} of them" if isinstance(group, list) else describe(group)
             raise TypeError(
-                f"state.batch must be a list of the update's {self._num_fetched} micro-batches, got {got}; a handler that "
+                f"state.batch must be a list of the update's {len(fetched)} micro-batches, got {got}; a handler that "
                 "changes data puts state.batch = [change(micro_batch) for micro_batch in state.batch]"
             )
+        return self._sized(group)
+
+    def _sized(self, group: Sequence[Any]) -> Sequence[Any]:
+        """The group, of which the state tells the size."""
+        self.state._group_size = group.known_size if isinstance(group, ArrivingGroup) else len(group)
         return group
 
     def _epoch_is_over(self, batches: Batches) -> bool:

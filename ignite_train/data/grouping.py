@@ -5,11 +5,14 @@ from __future__ import annotations
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence, Sequence
 from itertools import islice
 from typing import Any, Literal
 
+from torch.utils.data import DataLoader
+
 from ignite_train.arguments import one_of, positive_int
+from ignite_train.data.arriving_group import ArrivingGroup
 from ignite_train.data.description import length_of
 from ignite_train.data.position import DataPosition, open_loader
 from ignite_train.data.samplers import set_epoch
@@ -39,11 +42,15 @@ class MicroBatchGrouping:
     zero. Without a known length each rank reads one micro-batch ahead, and whether any rank has more travels with the
     statistics of the update.
 
+    The group of a DataLoader with worker processes is an `ArrivingGroup`, so that its first micro-batches are computed while
+    the others are prepared; otherwise it is a list.
+
     Args:
         accumulation_steps: see `AccumulationSteps`.
         uneven: see `Uneven`.
         synchronised_norm: the name of a SyncBatchNorm in the model, or None: ranks that run one unequally often would hang.
         drops_last_group: leave out the last group of an epoch if no rank has a whole one.
+        is_sharded: whether the ranks must run equally many forwards in each update, whatever their loaders give.
 
     Raises:
         TypeError, ValueError: `accumulation_steps` is not one of the three, or a number is below 1, or `uneven` is unknown.
@@ -56,8 +63,10 @@ class MicroBatchGrouping:
         *,
         synchronised_norm: str | None = None,
         drops_last_group: bool = False,
+        is_sharded: bool = False,
     ) -> None:
         self._drops_last_group = drops_last_group
+        self._needs_whole_groups = is_sharded or uneven == "replay" or drops_last_group
         self._steps, self._uneven = accumulation_steps, one_of("uneven", uneven, POLICIES)
         self._synchronised_norm = synchronised_norm if uneven == "all" else None
         if isinstance(accumulation_steps, bytes):
@@ -92,6 +101,7 @@ class MicroBatchGrouping:
             skip,
             position,
             drops_last_group=self._drops_last_group,
+            needs_whole_groups=self._needs_whole_groups,
         )
         if self._synchronised_norm is not None:
             self._check_in_step(self._synchronised_norm, groups.lengths)
@@ -161,6 +171,7 @@ class MicroBatchPass:
         skip: groups of this epoch that are done already.
         position: the position after them.
         drops_last_group: see `MicroBatchGrouping`. A stream has no last group.
+        needs_whole_groups: whether a group must be known in full before its update begins.
 
     Attributes:
         length: how many groups the epoch has, over all ranks; None if unknown.
@@ -178,6 +189,7 @@ class MicroBatchPass:
         position: Mapping[str, Any],
         *,
         drops_last_group: bool = False,
+        needs_whole_groups: bool = True,
     ) -> None:
         self._size, self._done, self._position = size, skip, 0
         self._place = DataPosition(loader)
@@ -201,9 +213,12 @@ class MicroBatchPass:
         self.more = 1
         self._fills_up = collectives.world_size() > 1  # with empty groups, while other ranks have more
         self._looks_ahead = self._fills_up and self.length is None
+        has_workers = isinstance(loader, DataLoader) and loader.num_workers > 0
+        self._groups_arrive = has_workers and not (needs_whole_groups or self._looks_ahead)
         self._ahead: list[Any] = []
         self._nothing_behind = False  # the look ahead has found no other group
         self._read = self._latest = 0  # micro-batches since the position was found, and in the latest group
+        self._is_arriving = False  # the latest group is not complete
         self._ended = self._exhausted = False  # no group is left; the loader is exhausted
         self._finished = False  # the epoch is over, and not only the run
         self._surplus: bool | None = None  # whether the loader gave more than its length; None: not looked at yet
@@ -214,16 +229,17 @@ class MicroBatchPass:
         if self._looks_ahead:
             self._look_ahead()
 
-    def __iter__(self) -> Iterator[list[Any]]:
+    def __iter__(self) -> Iterator[MutableSequence[Any]]:
         return self
 
-    def __next__(self) -> list[Any]:
+    def __next__(self) -> MutableSequence[Any]:
         begin = self._position
         group = self._take()
-        self._place.note(exhausted=self._exhausted)
+        if isinstance(group, list):
+            self._place.note(exhausted=self._exhausted)
         if self.length is not None:
             self.max_micro_batches = max(min(length, self._position) for length in self._used) - begin
-        if self._fills_up:
+        if self._fills_up and isinstance(group, list):
             self._leave_out(group, begin)
         if not group and not self._fills_up:
             self._ended = True
@@ -237,7 +253,7 @@ class MicroBatchPass:
         latest = done >= self._done
         rounds = self._position if latest else self._position - self._size(done)
         given = self._before + self._read - (0 if latest else self._latest)
-        return self._place.saved(rounds, given, latest=latest)
+        return self._place.saved(rounds, given, latest=latest or self._is_arriving)  # one that arrives was not noted yet
 
     def position_at_end(self) -> dict[str, Any]:
         """Where this rank stands after all groups that were given."""
@@ -297,22 +313,50 @@ class MicroBatchPass:
             return
         del group[used:]
 
-    def _take(self) -> list[Any]:
+    def _take(self) -> MutableSequence[Any]:
         size = self._size(self._done)
-        group = self._ahead + list(islice(self._micro_batches, size - len(self._ahead)))
-        self._ahead = []
+        expected = self._expected(size) if self._groups_arrive else 0
         self._done += 1
         self._position += size
+        self._latest = 0
+        if expected:
+            return self._take_arriving(expected, size)
+        group = self._ahead + list(islice(self._micro_batches, size - len(self._ahead)))
+        self._ahead = []
         self._exhausted = len(group) < size
-        self._latest = len(group)
-        self._read += len(group)
         for micro_batch in group:
-            if micro_batch is None:
-                raise TypeError("the loader gave None instead of a micro-batch; leave it out, or fix the dataset or collate_fn")
+            self._count(micro_batch)
         if self._drops_last_group and not self._fills_up and len(group) < size:
             self._refuse_no_group(len(group))
             return []
         return group
+
+    def _expected(self, size: int) -> int:
+        """How many micro-batches the next group will have on this rank, if its loader gives what its length has said."""
+        if self._announced is None:
+            return size
+        left = min(self._announced, self._used[collectives.rank()]) - self._read
+        return max(0, min(size, left))
+
+    def _take_arriving(self, expected: int, size: int) -> ArrivingGroup:
+        def read() -> Any:
+            return self._count(next(self._micro_batches))
+
+        def end(group: ArrivingGroup) -> None:
+            """As where a group is read at once: the loader is exhausted if it had less than a whole one."""
+            self._is_arriving = False
+            self._exhausted = len(group) < expected or (expected < size and not self._has_surplus())
+            self._place.note(exhausted=self._exhausted)
+
+        self._is_arriving = True
+        return ArrivingGroup(read, expected, is_sized=self._announced is not None, on_complete=end)
+
+    def _count(self, micro_batch: Any) -> Any:
+        if micro_batch is None:
+            raise TypeError("the loader gave None instead of a micro-batch; leave it out, or fix the dataset or collate_fn")
+        self._read += 1
+        self._latest += 1
+        return micro_batch
 
     def _refuse_no_group(self, micro_batches: int) -> None:
         """An epoch whose only group would be left out is a mistake."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ __all__ = ["find_nonfinite"]
 
 
 def find_nonfinite(
-    module: nn.Module, micro_batches: list[Any], loss_of: Callable[[Any, int], Tensor], *, all_of_them: bool
+    module: nn.Module, micro_batches: Sequence[Any], loss_of: Callable[[Any, int], Tensor], *, all_of_them: bool
 ) -> str | None:
     """Says which micro-batch, and which module or parameter in it, is the first that is not finite.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -40,7 +40,7 @@ class FSDPReduction:
         self._root: Any = root
         self._placeholders = placeholders
 
-    def num_placeholders(self, group: list[Any], max_micro_batches: int | None) -> int:
+    def num_placeholders(self, group: Sequence[Any], max_micro_batches: int | None) -> int:
         """As many as the rank with the most micro-batches has more: all run the same number of forwards.
 
         Collective where the choice of placeholders is, and in every update if the loaders have no length.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -41,7 +41,7 @@ class PlaceholderReduction:
         """As without placeholders: gradients cross in the last backward, which may be that of a placeholder."""
         return self._reduction.context(last=last)
 
-    def num_placeholders(self, group: list[Any], max_micro_batches: int | None) -> int:
+    def num_placeholders(self, group: Sequence[Any], max_micro_batches: int | None) -> int:
         """As many as the rank with the most micro-batches has more.
 
         Collective where the choice of placeholders is, and in every update if the loaders have no length.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ class Placeholders:
         self._applied: Any = None  # of the latest update that was applied
         self._latest_was_applied = False  # the same on all ranks, because the verdicts are
 
-    def choose(self, group: list[Any]) -> bool:
+    def choose(self, group: Sequence[Any]) -> bool:
         """Chooses one for this update. Collective, unless the latest update was applied.
 
         Args:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -39,7 +39,7 @@ class Reduction(Protocol):
     def context(self, *, last: bool) -> AbstractContextManager[Any]:
         """The context of a forward and its backward, whose gradients stay on this rank unless it is the update's `last`."""
 
-    def num_placeholders(self, group: list[Any], max_micro_batches: int | None) -> int:
+    def num_placeholders(self, group: Sequence[Any], max_micro_batches: int | None) -> int:
         """How often this rank has to run `run_placeholder` to take part in an update. May be collective.
 
         Args:
@@ -91,7 +91,7 @@ class PlainReduction:
         """Every backward is local."""
         return _NOTHING
 
-    def num_placeholders(self, group: list[Any], max_micro_batches: int | None) -> int:  # noqa: ARG002
+    def num_placeholders(self, group: Sequence[Any], max_micro_batches: int | None) -> int:  # noqa: ARG002
         """None: no rank waits in forward or backward."""
         return 0
 
@@ -143,7 +143,7 @@ class DDPReduction:
         """DDP's `no_sync`, which must cover forward and backward; none for the last."""
         return _NOTHING if last else self._ddp.no_sync()
 
-    def num_placeholders(self, group: list[Any], max_micro_batches: int | None) -> int:  # noqa: ARG002
+    def num_placeholders(self, group: Sequence[Any], max_micro_batches: int | None) -> int:  # noqa: ARG002
         """One without data, for the one backward that reduces."""
         return 0 if group else 1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -69,7 +70,7 @@ class NonFiniteSearch:
         return loss_scale <= self._largest_scale
 
     def __call__(
-        self, micro_batches: list[Any], num_placeholders: int, *, loss_is_finite: bool
+        self, micro_batches: Sequence[Any], num_placeholders: int, *, loss_is_finite: bool
     ) -> tuple[tuple[str, ...], tuple[int, ...]]:
         """Searches. Collective, but for the ranks that did not find the update not finite.
 
@@ -83,7 +84,7 @@ class NonFiniteSearch:
         reports = collectives.gather_objects(self._replay(micro_batches, num_placeholders))
         return tuple(f"rank {rank}, {report}" for rank, report in enumerate(reports) if report is not None), ()
 
-    def _replay(self, micro_batches: list[Any], num_placeholders: int) -> str | None:
+    def _replay(self, micro_batches: Sequence[Any], num_placeholders: int) -> str | None:
         """What this rank finds. Random state, buffers and what forward carries are put back."""
         module = self._reduction.module
         side_effects = SideEffects(module, self._carried)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -88,7 +88,7 @@ class Update:
             loss_scaling=self.loss_scaling,
         )
 
-    def __call__(self, trainer: Trainer, micro_batches: list[Any]) -> Any:
+    def __call__(self, trainer: Trainer, micro_batches: Sequence[Any]) -> Any:
         """Runs one update. Collective.
 
         Args:
@@ -144,7 +144,7 @@ class Update:
         self._failures.load_state_dict(state_dict.get("in_a_row", {}))  # a checkpoint of an earlier version has none
         self.loss_scaling.load_state_dict(state_dict["loss_scaling"])
 
-    def _begin(self, trainer: Trainer, micro_batches: list[Any]) -> None:
+    def _begin(self, trainer: Trainer, micro_batches: Sequence[Any]) -> None:
         if not self.model.training:
             self.model.train()
         self.gradients.clear_stale()
@@ -152,12 +152,11 @@ class Update:
         self.carried.begin_update()
         self._num_placeholders = self.reduction.num_placeholders(micro_batches, trainer._max_micro_batches)
 
-    def _accumulate(self, trainer: Trainer, micro_batches: list[Any]) -> None:
+    def _accumulate(self, trainer: Trainer, micro_batches: Sequence[Any]) -> None:
         """Adds up the gradients of all micro-batches. They cross the ranks in the last backward, or after it."""
         state, fire, sections = trainer.state, trainer.fire_event, trainer._sections
-        num_backwards = len(micro_batches) + self._num_placeholders
         for number, micro_batch in enumerate(micro_batches, start=1):
-            last = number == num_backwards
+            last = number == len(micro_batches) + self._num_placeholders  # whose number is right by now, see ArrivingGroup
             state.num_micro_batches, state.micro_batch_in_group = state.num_micro_batches + 1, number - 1
             if sections is not None:
                 sections.switch("forward")
@@ -186,8 +185,8 @@ class Update:
                 self.gradients.detach()
             state.forward_output = None  # and its graph
         state.micro_batch_in_group = None
-        for number in range(len(micro_batches) + 1, num_backwards + 1):
-            self._run_placeholder(trainer, last=number == num_backwards)
+        for number in range(self._num_placeholders, 0, -1):
+            self._run_placeholder(trainer, last=number == 1)
 
     def _reduce(self, trainer: Trainer) -> tuple[Totals, bool]:
         """The update's numbers over all ranks, and whether the device has made the step already.
@@ -248,7 +247,7 @@ class Update:
         )
 
     def _step_or_skip(
-        self, update: int, decision: Decision, output: UpdateOutput, micro_batches: list[Any], *, has_stepped: bool
+        self, update: int, decision: Decision, output: UpdateOutput, micro_batches: Sequence[Any], *, has_stepped: bool
     ) -> None:
         """Unscales, normalises, clips and steps; or changes nothing. The device may have made the step already."""
         reason = decision.skipped_reason
@@ -312,7 +311,7 @@ class Update:
             raise ForwardContractError("the loss that forward returned has no graph; return it without .detach() or no_grad()")
         return loss if self.loss_scaling.scale == 1.0 else loss * self.loss_scaling.scale
 
-    def _lower_scale(self, micro_batches: list[Any], output: UpdateOutput) -> bool:
+    def _lower_scale(self, micro_batches: Sequence[Any], output: UpdateOutput) -> bool:
         """Tells the loss scaling of an overflow, and says whether the scale fell. At its floor all ranks look for the cause."""
         before = self.loss_scaling.scale
         try:
@@ -325,7 +324,7 @@ class Update:
             raise LossScaleFloorError(error.loss_scale, error.floor, found) from None
         return self.loss_scaling.scale < before
 
-    def _find_nonfinite(self, micro_batches: list[Any], output: UpdateOutput) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    def _find_nonfinite(self, micro_batches: Sequence[Any], output: UpdateOutput) -> tuple[tuple[str, ...], tuple[int, ...]]:
         return self._search(micro_batches, self._num_placeholders, loss_is_finite=math.isfinite(output.loss))
 
     def _loss_without_wrapper(self, micro_batch: Any, index: int | None = None) -> Tensor:

@@ -1,0 +1,94 @@
+"""A group of micro-batches that worker processes are still preparing while its first ones are computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, MutableSequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+__all__ = ["ArrivingGroup"]
+
+
+class ArrivingGroup(MutableSequence[Any]):
+    """The micro-batches of one update, as a list of which the later elements are read from the loader when they are needed.
+
+    An iteration reads one element ahead of the one that it gives. So the last one is known as such before it is used, also
+    where the loader ends early, and neither the loader nor the model waits for a whole group. What has arrived stays, so that a
+    failed update can be repeated. Whatever else is asked of the list reads it to its end first.
+
+    Args:
+        read: gives the next micro-batch of the loader, or raises StopIteration.
+        size: how many micro-batches the group has, unless the loader ends before.
+        is_sized: whether the loader has said so.
+        on_complete: called with the group when its last micro-batch has arrived.
+
+    Attributes:
+        waiting: makes the `with` in which the loader is waited for. Set by whoever measures that time.
+    """
+
+    def __init__(
+        self, read: Callable[[], Any], size: int, *, is_sized: bool, on_complete: Callable[[ArrivingGroup], None]
+    ) -> None:
+        self._arrived: list[Any] = []
+        self._read, self._size, self._is_sized, self._on_complete = read, size, is_sized, on_complete
+        self.waiting: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self._read_up_to(2)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({len(self._arrived)} of {self._size} micro-batches have arrived)"
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __iter__(self) -> Iterator[Any]:
+        index = 0
+        while index < self._size:
+            self._read_up_to(index + 2)
+            yield self._arrived[index]
+            index += 1
+
+    def __getitem__(self, index: Any) -> Any:
+        if not isinstance(index, int) or index < 0:
+            return self.whole()[index]
+        self._read_up_to(index + 1)
+        return self._arrived[index]
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self.whole()[index] = value
+
+    def __delitem__(self, index: Any) -> None:
+        del self.whole()[index]
+        self._size = len(self._arrived)
+
+    def insert(self, index: int, value: Any) -> None:
+        """As of a list."""
+        self.whole().insert(index, value)
+        self._size = len(self._arrived)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all micro-batches have arrived."""
+        return len(self._arrived) >= self._size
+
+    @property
+    def known_size(self) -> int | None:
+        """How many micro-batches the group has; None while the loader may still end early without having said so."""
+        return self._size if self._is_sized or self.is_complete else None
+
+    def whole(self) -> list[Any]:
+        """All micro-batches; reads those that are left."""
+        self._read_up_to(self._size)
+        return self._arrived
+
+    def _read_up_to(self, number: int) -> None:
+        """Reads until so many micro-batches have arrived, or all of the group."""
+        if len(self._arrived) >= min(number, self._size):
+            return
+        with self.waiting():
+            while len(self._arrived) < min(number, self._size):
+                try:
+                    self._arrived.append(self._read())
+                except StopIteration:
+                    self._size = len(self._arrived)
+            if self.is_complete:
+                self._on_complete(self)
