@@ -222,8 +222,8 @@ class ScoreHandler(Handler):
 class RecordingHandler(Handler):
     """A handler that writes the metrics of a trainer and of its evaluators as single numbers, on rank 0 only.
 
-    Names have their group, as in `"train/loss"`; see `grouped_metric`. A derived class defines `record`, `recover`, `finish` and
-    `is_open`, and extends `attach` where it needs more events.
+    Names have their group, as in `"train/loss"`; see `grouped_metric`. A derived class defines `record`, `recover`, `finish`
+    and `is_open`, and extends `attach` where it needs more events.
 
     Args:
         on_error: what happens when something cannot be written, because the disk is full, say: `"warn"` and train without it,
