@@ -200,9 +200,8 @@ class TrainingMetrics(Handler):
             self._totals |= state_dict["seconds"]["totals"]
         else:  # of an earlier version
             self._loaded |= {"data": saved.get("waited", 0.0), "update": saved.get("seconds", 0.0) - saved.get("waited", 0.0)}
-        self._totals["update"] = self._totals.get("update", 0.0) + self._loaded.pop("update", 0.0)
-        if not self._totals["update"]:  # in which earlier versions did not tell the sections apart
-            del self._totals["update"]
+        for seconds in (self._loaded, self._totals):  # earlier versions did not tell the sections of an update apart
+            seconds["forward"] += seconds.pop("update", 0.0)
 
     def _reset(self) -> None:
         self._sums, self._logs, self._log_weights = dict.fromkeys(_SUMS, 0.0), {}, {}
@@ -287,7 +286,7 @@ class TrainingMetrics(Handler):
         metrics |= {f"{name}_seconds": value for name, value in seconds.items()}
         metrics["update_seconds"] = _sum_of(seconds, _UPDATE)
         metrics["data_wait"] = seconds["data"] / training
-        metrics["train_wall"] = _sum_of(by_section, _TRAINING) + by_section.get("update", 0.0)
+        metrics["train_wall"] = _sum_of(by_section, _TRAINING)
         metrics["wall"] = sum(by_section.values())
 
     def _publish_progress(self, metrics: dict[str, Any], trainer: Trainer, seconds: Mapping[str, float]) -> None:

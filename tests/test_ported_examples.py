@@ -208,13 +208,15 @@ def cifar10(create: Create, directory: Path) -> dict[str, Any]:
     }
 
 
+def small_network() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 10))
+
+
 def classification(create: Create, directory: Path) -> dict[str, Any]:
     """As in Ignite's references for ImageNet: accumulation, a step schedule, validation before all, the best by its score."""
     directory.mkdir(exist_ok=True)
     torch.manual_seed(12)
-    model = idist.auto_model(
-        nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 10))
-    )
+    model = idist.auto_model(small_network())
     data, held_out = coloured(48, 1, batch_size=8, shuffle=False), coloured(24, 2, batch_size=8, shuffle=False)
     optimizer, criterion = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9), nn.CrossEntropyLoss()
     trainer = create(model, optimizer, criterion, gradient_accumulation_steps=len(data) // 3)

@@ -12,6 +12,7 @@ import platform
 import re
 import subprocess
 import sys
+import tomllib
 import venv
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -46,6 +47,14 @@ def newest() -> str:
     return found[1]
 
 
+def requirements() -> list[str]:
+    """What the library, its examples and its tests need, apart from torch: so a version that is not supported can be tried."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    wanted = [*project["dependencies"], *extras["examples"], *extras["dev"]]
+    return [line for line in wanted if not re.match(r"torch\b", line)]
+
+
 def environment(version: str) -> Path:
     """The Python of an environment with this torch, and with all else as in constraints.txt."""
     place = ROOT / f".venv-torch-{version}"
@@ -55,7 +64,7 @@ def environment(version: str) -> Path:
         pinned = (ROOT / "constraints.txt").read_text(encoding="utf-8")
         constraints = place / "constraints.txt"
         constraints.write_text(re.sub(r"(?m)^torch==.*$", f"torch=={version}", pinned), encoding="utf-8")
-        for wanted in (["--upgrade", "pip"], [f"torch=={version}"], ["--editable", f"{ROOT}[examples,dev]"]):
+        for wanted in (["--upgrade", "pip"], [f"torch=={version}"], requirements(), ["--no-deps", "--editable", str(ROOT)]):
             subprocess.run([python, "-m", "pip", "install", "--quiet", "-c", constraints, *wanted], check=True)
         installed.touch()
     return python
