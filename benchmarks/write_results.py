@@ -26,6 +26,7 @@ SCRIPTS = (
     ("overhead.py", "Cost of the loop", ["--repetitions", "2", "--accumulation", "4", "--stretches", "3"]),
     ("optimizer_phase.py", "Optimizer phase", ["--repetitions", "2", "--parameters", "5"]),
     ("distributed.py", "Several ranks", ["--repetitions", "2", "--accumulation", "4", "--size", "tiny"]),
+    ("loaders.py", "Loaders with workers", ["--repetitions", "1", "--accumulation", "4", "--micro-batches", "16"]),
     ("end_to_end.py", "Whole trainings", ["--repetitions", "1", "--updates", "5", "--epochs", "1"]),
     ("state_consistency.py", "A digest of the state", ["--updates", "3", "--width", "64", "--layers", "1"]),
     ("checkpoint.py", "Saving", ["--repetitions", "2", "--megabytes", "10"]),

@@ -23,7 +23,7 @@ class ArrivingGroup(MutableSequence[Any]):
         on_complete: called with the group when its last micro-batch has arrived.
 
     Attributes:
-        waiting: makes the `with` in which the loader is waited for. Set by whoever measures that time.
+        waiting: makes the `with` in which the loader is waited for; the trainer sets it where that time is measured.
     """
 
     def __init__(
