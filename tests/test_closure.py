@@ -236,17 +236,49 @@ def test_replay_shows_each_evaluation_the_first_one() -> None:
 
 
 def test_without_replay_each_evaluation_draws_its_own() -> None:
-    """As by hand."""
+    """As by hand. What forward carries starts from the beginning of the update all the same."""
     drawn: list[float] = []
+    counts: list[int] = []
 
-    def forward(model: nn.Module, batch: Any) -> Any:
+    def forward(model: nn.Module, batch: Any, state: Any) -> Any:
         drawn.append(float(torch.rand(())))
+        counts.append(state.carried.get("count", 0))
+        state.carried["count"] = counts[-1] + 1
         return cuts.forward(model, batch)
 
     model = network()
-    trainer = create_trainer(model, make_optimizer("sam", model), forward, options=UpdateOptions(closure=True))
-    trainer.run(cuts.cut(cuts.samples(), [3]))
-    assert len({*drawn}) == len(drawn) == 2
+    trainer = create_trainer(
+        model, make_optimizer("sam", model), forward, accumulation_steps=2, options=UpdateOptions(closure=True)
+    )
+    trainer.run(cuts.cut(cuts.samples(), [3, 1]), max_epochs=2)
+    assert len({*drawn}) == len(drawn) == 8
+    assert counts == [0, 1, 0, 1, 2, 3, 2, 3]
+
+
+def test_replay_leaves_the_draws_of_the_optimizer() -> None:
+    """An optimizer that draws directions in its step, as AdaHessian does, draws others in each update."""
+    drawn: list[tuple[str, float]] = []
+
+    class Drawing(SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for parameter in self.param_groups[0]["params"]:
+                parameter.data.mul_(1.5)
+            drawn.append(("step", float(torch.rand(()))))
+            closure()
+            drawn.append(("step", float(torch.rand(()))))
+
+    def forward(model: nn.Module, batch: Any) -> Any:
+        drawn.append(("forward", float(torch.rand(()))))
+        return cuts.forward(model, batch)
+
+    model = network()
+    options = UpdateOptions(closure="replay")
+    trainer = create_trainer(model, Drawing(model.parameters(), lr=0.1), forward, options=options)
+    torch.manual_seed(1)
+    trainer.run(cuts.cut(cuts.samples(), [3, 1]))
+    torch.manual_seed(1)
+    first, *others = (float(torch.rand(())) for _ in range(6))
+    assert [number for _, number in drawn] == [first, others[0], first, *others[1:4], others[2], others[4]]
 
 
 def test_what_fires_and_counts() -> None:
@@ -401,6 +433,29 @@ def test_an_error_in_the_step_puts_everything_back(where: str) -> None:
     assert flat(model) == before
     assert (trainer.state.iteration, trainer.state.num_steps) == (0, 0)
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_the_optimizer_inside_is_put_back_too() -> None:
+    """If its step is what leaves parameters that are not finite."""
+    model = network()
+    optimizer = Sharpness(model.parameters(), lr=0.1, momentum=0.9)
+    trainer = create_trainer(model, optimizer, cuts.forward, options=UpdateOptions(closure=True, on_nonfinite="skip"))
+    batches = cuts.cut(cuts.samples(), [3, 2])
+    trainer.update(batches[:1])
+
+    def state() -> Any:
+        return bit_by_bit([model.state_dict(), optimizer.state_dict(), optimizer.base_optimizer.state_dict()])
+
+    before = state()
+
+    def spoil(*_: Any) -> None:
+        next(model.parameters()).data.mul_(math.inf)
+
+    handle = optimizer.base_optimizer.register_step_post_hook(spoil)
+    record = trainer.update(batches[1:])
+    handle.remove()
+    assert (record.applied, math.isnan(record.grad_norm)) == (False, True)
+    assert state() == before
 
 
 def rank_that_fails_in_the_second_pass() -> tuple[Any, ...]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,7 +95,6 @@ class ClosureStep:
         Returns:
             The decision; that about the evaluation which was not finite, if there was one. And the number of evaluations.
         """
-        ended = SideEffects(self.reduction.module, self.carried) if self.replays else None
         before, number = _Before(self.optimizer), 1
         self._make_mean(decision)
         known: _Evaluated | None = _Evaluated(self.gradients)
@@ -104,8 +104,7 @@ class ClosureStep:
             last = decision
             if known is None or self.keeps_graph or not (before.is_unchanged() and known.is_unchanged()):
                 number += 1
-                with torch.enable_grad():  # optimizers switch it off around their step
-                    last = self._evaluate(trainer, micro_batches, num_placeholders)
+                last = self._evaluate(trainer, micro_batches, num_placeholders)
             known = None
             objective = last.loss * (1.0 if self.normalize else sample_size)
             return torch.tensor(objective, dtype=torch.float64, device=self.statistics.device)
@@ -120,9 +119,6 @@ class ClosureStep:
         except BaseException:
             before.put_back()
             raise
-        finally:
-            if ended is not None:
-                ended.undo()
         return decision, number
 
     def _evaluate(self, trainer: Trainer, micro_batches: list[Any], num_placeholders: int) -> Decision:
@@ -131,12 +127,10 @@ class ClosureStep:
         Raises:
             _NotFiniteError: they are not finite, on any rank, so on all.
         """
-        if self._beginning is not None:
-            self._beginning.undo()
-        self.carried.rewind()
-        self.gradients.clear()
         outgoing = Outgoing(RankRequests(), ())  # requests and checks travel with the first evaluation
-        self._accumulate(outgoing, micro_batches, num_placeholders)
+        self.gradients.clear()
+        with torch.enable_grad(), self._as_the_first():  # optimizers switch gradients off around their step
+            self._accumulate(outgoing, micro_batches, num_placeholders)
         with torch.no_grad():  # gradients may have graphs
             totals = self.statistics.finish(self.reduction.end(outgoing, self.statistics, self.gradients))
             if not may_trust_norm(totals):
@@ -146,6 +140,20 @@ class ClosureStep:
             raise _NotFiniteError(decision)
         self._make_mean(decision)
         return decision
+
+    @contextmanager
+    def _as_the_first(self) -> Iterator[None]:
+        """Within it forward starts from what the first evaluation started from, as far as the user asks for that."""
+        if self._beginning is None:
+            self.carried.rewind()
+            yield
+            return
+        now = SideEffects(self.reduction.module, self.carried)
+        self._beginning.undo()
+        try:
+            yield
+        finally:
+            now.undo()
 
     def _accumulate(self, outgoing: Outgoing, micro_batches: list[Any], num_placeholders: int) -> None:
         num_backwards = len(micro_batches) + num_placeholders
