@@ -435,6 +435,7 @@ def _grouping(accumulation_steps: AccumulationSteps, options: UpdateOptions, mod
         options.uneven,
         synchronised_norm=_synchronised_norm(model),
         drops_last_group=options.drop_last_group,
+        none_is_empty=options.none_is_empty,
     )
 
 

@@ -244,8 +244,10 @@ class Trainer(Loop):
         """
         self._check_update(micro_batches)
         state = self.state
-        self._num_fetched, self._micro_batches_before = len(micro_batches), state.num_micro_batches
         self._max_micro_batches = self._grouping.max_micro_batches_of(micro_batches)
+        if self._grouping.none_is_empty:
+            micro_batches = [micro_batch for micro_batch in micro_batches if micro_batch is not None]
+        self._num_fetched, self._micro_batches_before = len(micro_batches), state.num_micro_batches
         state.batch = micro_batches
         self._fetch_started = self._fetch_ended = time.perf_counter()
         self._updating = self._iterating = True
@@ -271,7 +273,7 @@ class Trainer(Loop):
     def _check_update(self, micro_batches: Any) -> None:
         if not isinstance(micro_batches, list):
             raise TypeError(f"micro_batches must be a list, got {describe(micro_batches)}; pass update([micro_batch])")
-        if any(micro_batch is None for micro_batch in micro_batches):
+        if any(micro_batch is None for micro_batch in micro_batches) and not self._grouping.none_is_empty:
             raise TypeError("micro_batches must not hold None; leave it out, since a rank without data passes update([])")
         if self._session_is_open and not self._updating:
             if self.should_terminate or self.should_interrupt:
@@ -609,7 +611,7 @@ class Trainer(Loop):
         self._random_before_fetch = capture_random_state(accelerators=False) if may_stop else None
         group = super()._fetch(batches)
         micro_batches = group if isinstance(group, list) else []  # or else the pass has ended
-        if self._stream is not None and not micro_batches:
+        if self._stream is not None and not micro_batches and not batches.num_read:
             refuse_ended_iterator(self.state, self._stream.data)
         self._num_fetched = len(micro_batches)
         self._requests.more_data, self._micro_batches_before = batches.more, self.state.num_micro_batches

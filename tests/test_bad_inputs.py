@@ -259,6 +259,7 @@ def test_arguments_of_create_trainer(case):
     Case("closure", {"closure": "again"}, ValueError, "closure", "'replay'", "'again'"),
     Case("closure-none", {"closure": None}, ValueError, "closure", "'replay'", "None"),
     Case("closure-oom", {"closure": True, "on_out_of_memory": "skip"}, ValueError, "on_out_of_memory", "'raise'", "'skip'"),
+    Case("none-is-empty", {"none_is_empty": 1}, TypeError, "none_is_empty", "True or False", "1 of type int"),
     Case("retain-graph", {"retain_graph": 1}, TypeError, "retain_graph", "True or False", "1 of type int"),
     Case("create-graph", {"create_graph": None}, TypeError, "create_graph", "True or False", "None"),
     Case("compiled-autograd", {"compiled_autograd": "yes"}, TypeError, "compiled_autograd", "True or False", "'yes'"),
@@ -452,7 +453,7 @@ def limits(name: str) -> list[Case]:
     Case("data-empty-loader", {"data": DataLoader([])}, ValueError, "data", "at least one micro-batch", "none"),
     Case("data-exhausted", {"data": iter(())}, ValueError, "data", "at least one micro-batch", "none"),
     Case("data-iterator", {"data": iter([0]), "max_epochs": 2}, TypeError, "data", "2 times", "iterator", "DataLoader"),
-    Case("data-none-inside", {"data": [0, None]}, TypeError, "loader", "None", "collate_fn"),
+    Case("data-none-inside", {"data": [0, None]}, TypeError, "loader", "None", "collate_fn", "none_is_empty=True"),
 )
 def test_arguments_of_run(case):
     """Bad limits and bad data are refused before the first micro-batch, and a good run afterwards is none the worse for it."""

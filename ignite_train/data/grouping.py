@@ -44,9 +44,14 @@ class MicroBatchGrouping:
         uneven: see `Uneven`.
         synchronised_norm: the name of a SyncBatchNorm in the model, or None: ranks that run one unequally often would hang.
         drops_last_group: leave out the last group of an epoch if no rank has a whole one.
+        none_is_empty: a None keeps its place in the group and is left out of what the group gives; else it is an error.
 
     Raises:
-        TypeError, ValueError: `accumulation_steps` is not one of the three, or a number is below 1, or `uneven` is unknown.
+        TypeError, ValueError: `accumulation_steps` is not one of the three, or a number is below 1, or `uneven` is unknown; or
+            ranks would run a SyncBatchNorm unequally often.
+
+    Attributes:
+        none_is_empty: the same.
     """
 
     def __init__(
@@ -56,8 +61,14 @@ class MicroBatchGrouping:
         *,
         synchronised_norm: str | None = None,
         drops_last_group: bool = False,
+        none_is_empty: bool = False,
     ) -> None:
-        self._drops_last_group = drops_last_group
+        self._drops_last_group, self.none_is_empty = drops_last_group, none_is_empty
+        if none_is_empty and synchronised_norm is not None and uneven != "replay" and collectives.world_size() > 1:
+            raise ValueError(
+                f"none_is_empty must be False where {synchronised_norm!r} in the model is a SyncBatchNorm, whose forward waits "
+                "for all ranks; pass options=UpdateOptions(none_is_empty=True, uneven='replay')"
+            )
         self._steps, self._uneven = accumulation_steps, one_of("uneven", uneven, POLICIES)
         self._synchronised_norm = synchronised_norm if uneven == "all" else None
         if isinstance(accumulation_steps, bytes):
@@ -92,6 +103,7 @@ class MicroBatchGrouping:
             skip,
             position,
             drops_last_group=self._drops_last_group,
+            none_is_empty=self.none_is_empty,
         )
         if self._synchronised_norm is not None:
             self._check_in_step(self._synchronised_norm, groups.lengths)
@@ -161,12 +173,15 @@ class MicroBatchPass:
         skip: groups of this epoch that are done already.
         position: the position after them.
         drops_last_group: see `MicroBatchGrouping`. A stream has no last group.
+        none_is_empty: see `MicroBatchGrouping`.
 
     Attributes:
         length: how many groups the epoch has, over all ranks; None if unknown.
         lengths: the micro-batches that each rank has left; -1 where unknown.
         more: this rank's vote on another group after the latest; see `RankRequests`.
-        max_micro_batches: the largest number of micro-batches that any rank has in the latest group; None if unknown.
+        max_micro_batches: the largest number of micro-batches that any rank has in the latest group; None if unknown. Those
+            that are None count too.
+        num_read: micro-batches of the latest group, with those that are None and those that are left out.
     """
 
     def __init__(
@@ -178,8 +193,10 @@ class MicroBatchPass:
         position: Mapping[str, Any],
         *,
         drops_last_group: bool = False,
+        none_is_empty: bool = False,
     ) -> None:
         self._size, self._done, self._position = size, skip, 0
+        self._none_is_empty = none_is_empty
         self._place = DataPosition(loader)
         self._place.find(position, skip)
         self._before = 0  # micro-batches of this epoch that are done, if `len()` counts them too
@@ -203,7 +220,7 @@ class MicroBatchPass:
         self._looks_ahead = self._fills_up and self.length is None
         self._ahead: list[Any] = []
         self._nothing_behind = False  # the look ahead has found no other group
-        self._read = self._latest = 0  # micro-batches since the position was found, and in the latest group
+        self._read = self.num_read = 0  # micro-batches since the position was found, and in the latest group
         self._ended = self._exhausted = False  # no group is left; the loader is exhausted
         self._finished = False  # the epoch is over, and not only the run
         self._surplus: bool | None = None  # whether the loader gave more than its length; None: not looked at yet
@@ -230,13 +247,13 @@ class MicroBatchPass:
             raise StopIteration
         if self._looks_ahead:
             self._look_ahead()
-        return group
+        return [micro_batch for micro_batch in group if micro_batch is not None] if self._none_is_empty else group
 
     def position(self, done: int) -> dict[str, Any]:
         """The position of this rank after the first `done` groups of the epoch: all that were given, or all but the last."""
         latest = done >= self._done
         rounds = self._position if latest else self._position - self._size(done)
-        given = self._before + self._read - (0 if latest else self._latest)
+        given = self._before + self._read - (0 if latest else self.num_read)
         return self._place.saved(rounds, given, latest=latest)
 
     def position_at_end(self) -> dict[str, Any]:
@@ -304,11 +321,14 @@ class MicroBatchPass:
         self._done += 1
         self._position += size
         self._exhausted = len(group) < size
-        self._latest = len(group)
+        self.num_read = len(group)
         self._read += len(group)
-        for micro_batch in group:
+        for micro_batch in group if not self._none_is_empty else ():
             if micro_batch is None:
-                raise TypeError("the loader gave None instead of a micro-batch; leave it out, or fix the dataset or collate_fn")
+                raise TypeError(
+                    "the loader gave None instead of a micro-batch; leave it out, fix the dataset or collate_fn, or pass "
+                    "options=UpdateOptions(none_is_empty=True), with which it has no weight"
+                )
         if self._drops_last_group and not self._fills_up and len(group) < size:
             self._refuse_no_group(len(group))
             return []

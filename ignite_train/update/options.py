@@ -54,6 +54,9 @@ class UpdateOptions:
         drop_last_group: leave out the last group of an epoch if it has fewer than `accumulation_steps` micro-batches, on the
             rank that has the most of them, as fairseq's `skip_remainder_batch` does. They are read and dropped. Without a
             length several ranks read a whole group ahead.
+        none_is_empty: take a None from the loader for a micro-batch without samples, as fairseq does for empty shards. It keeps
+            its place in its group, so that ranks stay in step, and forward does not see it. An update of nothing else is
+            skipped. Without this a None is an error.
 
     Raises:
         TypeError: a value is of the wrong type.
@@ -72,6 +75,7 @@ class UpdateOptions:
     keep_gradients: bool = False
     normalize: bool = True
     drop_last_group: bool = False
+    none_is_empty: bool = False
 
     def __post_init__(self) -> None:
         one_of("reduction", self.reduction, get_args(ReductionName))
@@ -87,7 +91,6 @@ class UpdateOptions:
             )
         if self.give_up_after is not None:
             positive_int("give_up_after", self.give_up_after)
-        for name in ("retain_graph", "create_graph", "compiled_autograd", "keep_gradients", "normalize", "drop_last_group"):
-            value = vars(self)[name]
-            if not isinstance(value, bool):
+        for name, value in vars(self).items():
+            if type(self).__annotations__[name] == "bool" and not isinstance(value, bool):
                 raise TypeError(f"{name} must be True or False, got {describe(value)}")
