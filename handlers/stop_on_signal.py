@@ -44,7 +44,8 @@ class StopOnSignal(Handler):
     the first, ends the process at once.
 
     Signal handlers are installed at STARTED, in the main thread only. The earlier ones are put back when the run is over, also
-    after an exception. Processes forked in between, such as workers of a DataLoader, have the earlier handlers.
+    after an exception. Processes forked in between, such as workers of a DataLoader, have the earlier handlers. If several
+    trainers are running, such as those of a GAN, a signal asks each of them to stop that has a StopOnSignal of its own.
 
     Args:
         signals: SIGTERM and SIGUSR1 by default, if the system has them.
@@ -80,6 +81,7 @@ class StopOnSignal(Handler):
         self.received: signal.Signals | None = None
         self._previous: dict[signal.Signals, Any] = {}
         self._watch: _Watch | None = None
+        self._trainer: Trainer | None = None  # whose run it is listening in
 
     def attach(self, trainer: Trainer) -> None:
         """Listens during each run of `trainer`, from STARTED until the last handler of COMPLETED."""
@@ -92,12 +94,7 @@ class StopOnSignal(Handler):
                 "run must be called in the main thread, where Python handles signals, if StopOnSignal is attached"
             )
 
-        def receive(number: int, _frame: FrameType | None) -> None:
-            """Takes no lock and does not log; `terminate` would log in a single process."""
-            self.received = self.received or signal.Signals(number)
-            trainer._requests.stop = True
-
-        self.received = None
+        self.received, self._trainer = None, trainer
         self._watch = _Watch(trainer, self._requests, self.grace_seconds)
         _listening.append(self)
         for number in self._requests:
@@ -106,7 +103,7 @@ class StopOnSignal(Handler):
                     f"{number.name} has a handler that Python did not install, and keeps it: it will not end the run"
                 )
             else:
-                self._previous[number] = signal.signal(number, receive)
+                self._previous[number] = signal.signal(number, _receive)
 
     def _finish(self) -> None:
         watch = self._watch
@@ -120,7 +117,7 @@ class StopOnSignal(Handler):
             signal.signal(number, previous)
         if self._watch is not None:
             signal.set_wakeup_fd(self._watch.previous_fd)
-        self._previous, self._watch = {}, None
+        self._previous, self._watch, self._trainer = {}, None, None
         _listening.remove(self)
 
 
@@ -186,6 +183,17 @@ class _Watch(threading.Thread):
 
 
 _listening: list[StopOnSignal] = []
+
+
+def _receive(number: int, _frame: FrameType | None) -> None:
+    """Asks each trainer that listens to stop: several may have a session. Takes no lock and does not log.
+
+    `terminate` would log in a single process.
+    """
+    for handler in _listening:
+        if number in handler._requests and handler._trainer is not None:
+            handler.received = handler.received or signal.Signals(number)
+            handler._trainer._requests.stop = True
 
 
 def _forget_in_child() -> None:

@@ -125,20 +125,18 @@ def create_trainer(
     """
     options = _checked_options(options)
     _check_model(model)
-    optimizers = as_optimizers(optimizer)
-    check_optimizers(model, optimizers)
-    check_sparse_parameters(model, optimizers)
-    state = TrainState()
+    optimizers, state = _checked_optimizers(model, optimizer, options), TrainState()
     _check_transform(output_transform)
     limit, limits = _norm_limits(max_grad_norm, optimizers)
     _check_second_order(options, compiled=compile is not False)
     carried, device = state.carried, next(model.parameters()).device
     accumulates, replays = accumulation_steps != 1, options.uneven == "replay"
     reduction = reduction_for(model, options.reduction, accumulates=accumulates, in_step=replays, carried=carried)
-    (gradients, stepping), statistics = _gradients_and_stepping(reduction.module, optimizers, limits), Statistics(device)
-    rates = LearningRates(optimizers)
+    gradients, stepping = _gradients_and_stepping(reduction.module, optimizers, limits, options)
+    rates, statistics = LearningRates(optimizers), Statistics(device)
     update = Update(
         model=model,
+        optimizer=optimizers,
         state=state,
         forward=bind_forward(forward, lambda: state),
         backward=compile_in_place(model, compile, backward=options.compiled_autograd),
@@ -158,7 +156,7 @@ def create_trainer(
         options=options,
     )
     grouping = _grouping(accumulation_steps, options, model)
-    parts = {"model": reduction.module, **optimizers_as_parts(optimizers)}
+    parts = {"model": reduction.module, **optimizers_as_parts(optimizers, with_inner=bool(options.closure))}
     description = _description(accumulation_steps, max_grad_norm, precision, options.reduction)
     trainer = Trainer(update, grouping, parts, description, state, output_transform)
     _watch_for_mistakes(trainer, model, options)
@@ -381,11 +379,11 @@ def _norm_limits(max_grad_norm: Any, optimizers: Optimizer | Optimizers) -> tupl
 
 
 def _gradients_and_stepping(
-    module: nn.Module, optimizers: Optimizer | Optimizers, limits: Mapping[str, float]
+    module: nn.Module, optimizers: Optimizer | Optimizers, limits: Mapping[str, float], options: UpdateOptions
 ) -> tuple[Gradients, Stepping | SteppingTogether]:
     if isinstance(optimizers, Optimizer):
         gradients = Gradients(module, optimizers)
-        return gradients, Stepping(optimizers, gradients)
+        return gradients, Stepping(optimizers, gradients, takes_closure=bool(options.closure))
     together = PartedGradients(module, optimizers)
     steps = [(Stepping(optimizers.named[name], part), part) for name, part in together.parts.items()]
     return together, SteppingTogether(steps, limits_each=bool(limits))
@@ -438,6 +436,7 @@ def _grouping(accumulation_steps: AccumulationSteps, options: UpdateOptions, mod
         synchronised_norm=_synchronised_norm(model),
         drops_last_group=options.drop_last_group,
         is_sharded=isinstance(model, FSDPModule),
+        none_is_empty=options.none_is_empty,
     )
 
 
@@ -469,6 +468,28 @@ def _check_second_order(options: UpdateOptions, *, compiled: bool) -> None:
         )
     if compiled:
         raise ValueError("create_graph must be False with compile: torch.compile has no second derivatives")
+
+
+def _checked_optimizers(model: nn.Module, optimizer: Any, options: UpdateOptions) -> Optimizer | Optimizers:
+    optimizers = as_optimizers(optimizer)
+    check_optimizers(model, optimizers, closure=bool(options.closure))
+    check_sparse_parameters(model, optimizers)
+    if options.closure:
+        _check_closure(options, model, optimizers)
+    return optimizers
+
+
+def _check_closure(options: UpdateOptions, model: nn.Module, optimizers: Optimizer | Optimizers) -> None:
+    if isinstance(optimizers, Optimizers):
+        raise ValueError(
+            f"closure must be False with {len(optimizers.named)} optimizers, got {options.closure!r}: each would evaluate the "
+            "loss while the others have moved; pass one optimizer over all parameters"
+        )
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise ValueError(
+            f"closure must be False for a model that fully_shard was applied to, got {options.closure!r}: LBFGS, SAM and their "
+            "like add up over the shards of one rank; use DistributedDataParallel"
+        )
 
 
 def _check_model(model: Any) -> None:

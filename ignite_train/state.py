@@ -36,6 +36,8 @@ class UpdateOutput:
         log_weights: the sum of the denominator of those of them that have their own; the others are per `sample_size`.
         grad_norms: where `max_grad_norm` is a mapping, the norm over the parameters of each optimizer, by its name.
         clip_coefficients: where `max_grad_norm` is a mapping, the coefficient of each optimizer, by its name.
+        num_evaluations: how often forward and backward have run over the group: once, or more often with `closure`. Loss and
+            norm are those of the first time; those that were not finite, if an evaluation ended the update.
         applied: whether the parameters moved.
         skipped_reason: why not, or None.
     """
@@ -53,6 +55,7 @@ class UpdateOutput:
     log_weights: Mapping[str, float] = field(default_factory=dict)
     grad_norms: Mapping[str, float] = field(default_factory=dict)
     clip_coefficients: Mapping[str, float] = field(default_factory=dict)
+    num_evaluations: int = 1
 
     @property
     def applied(self) -> bool:

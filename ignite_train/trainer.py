@@ -250,8 +250,10 @@ class Trainer(Loop):
         """
         self._check_update(micro_batches)
         state = self.state
-        self._group, self._micro_batches_before = self._sized(micro_batches), state.num_micro_batches
         self._max_micro_batches = self._grouping.max_micro_batches_of(micro_batches)
+        if self._grouping.none_is_empty:
+            micro_batches = [micro_batch for micro_batch in micro_batches if micro_batch is not None]
+        self._group, self._micro_batches_before = self._sized(micro_batches), state.num_micro_batches
         state.batch = micro_batches
         self._updating = self._iterating = True
         self._settled = False
@@ -278,7 +280,7 @@ class Trainer(Loop):
     def _check_update(self, micro_batches: Any) -> None:
         if not isinstance(micro_batches, list):
             raise TypeError(f"micro_batches must be a list, got {describe(micro_batches)}; pass update([micro_batch])")
-        if any(micro_batch is None for micro_batch in micro_batches):
+        if any(micro_batch is None for micro_batch in micro_batches) and not self._grouping.none_is_empty:
             raise TypeError("micro_batches must not hold None; leave it out, since a rank without data passes update([])")
         if self._session_is_open and not self._updating:
             if self.should_terminate or self.should_interrupt:
@@ -630,7 +632,7 @@ class Trainer(Loop):
         micro_batches = group if isinstance(group, Sequence) else []  # or else the pass has ended
         if isinstance(group, ArrivingGroup) and self._sections is not None:
             group.waiting = partial(self._sections.within, "data")
-        if self._stream is not None and not micro_batches:
+        if self._stream is not None and not micro_batches and not batches.num_read:
             refuse_ended_iterator(self.state, self._stream.data)
         self._group = self._sized(micro_batches)
         self._requests.more_data, self._micro_batches_before = batches.more, self.state.num_micro_batches

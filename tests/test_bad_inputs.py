@@ -188,9 +188,22 @@ def scheduler() -> Any:
         "max_grad_norm['one']",
         "greater than 0",
     ),
+    Case(
+        "closure-of-several",
+        several(lambda one, other: [one, other]) | {"closure": True},
+        ValueError,
+        "closure",
+        "2 optimizers",
+        "one optimizer over all",
+    ),
     Case("optimizer-incomplete", sharing_one(), ValueError, "optimizer", "'1.weight'", "1 more", "requires_grad_(False)"),
     Case(
-        "optimizer-lbfgs", {"optimizer": torch.optim.LBFGS(linear().parameters())}, TypeError, "optimizer", "LBFGS", "use one"
+        "optimizer-lbfgs",
+        {"optimizer": torch.optim.LBFGS(linear().parameters())},
+        TypeError,
+        "optimizer",
+        "LBFGS",
+        "closure=True",
     ),
     Case("forward-none", {"forward": None}, TypeError, "forward", "forward(model, micro_batch)", "None"),
     Case("forward-of-one", {"forward": lambda batch: 0}, TypeError, "forward", "forward(model, micro_batch)", "(batch)"),
@@ -243,6 +256,10 @@ def test_arguments_of_create_trainer(case):
     Case("out-of-memory", {"on_out_of_memory": "spilt"}, ValueError, "on_out_of_memory", "'spilt'", "did you mean 'split'"),
     Case("give-up-0", {"give_up_after": 0}, ValueError, "give_up_after", "at least 1", "0"),
     Case("give-up-true", {"give_up_after": True}, TypeError, "give_up_after", "a positive integer", "True"),
+    Case("closure", {"closure": "again"}, ValueError, "closure", "'replay'", "'again'"),
+    Case("closure-none", {"closure": None}, ValueError, "closure", "'replay'", "None"),
+    Case("closure-oom", {"closure": True, "on_out_of_memory": "skip"}, ValueError, "on_out_of_memory", "'raise'", "'skip'"),
+    Case("none-is-empty", {"none_is_empty": 1}, TypeError, "none_is_empty", "True or False", "1 of type int"),
     Case("retain-graph", {"retain_graph": 1}, TypeError, "retain_graph", "True or False", "1 of type int"),
     Case("create-graph", {"create_graph": None}, TypeError, "create_graph", "True or False", "None"),
     Case("compiled-autograd", {"compiled_autograd": "yes"}, TypeError, "compiled_autograd", "True or False", "'yes'"),
@@ -436,7 +453,7 @@ def limits(name: str) -> list[Case]:
     Case("data-empty-loader", {"data": DataLoader([])}, ValueError, "data", "at least one micro-batch", "none"),
     Case("data-exhausted", {"data": iter(())}, ValueError, "data", "at least one micro-batch", "none"),
     Case("data-iterator", {"data": iter([0]), "max_epochs": 2}, TypeError, "data", "2 times", "iterator", "DataLoader"),
-    Case("data-none-inside", {"data": [0, None]}, TypeError, "loader", "None", "collate_fn"),
+    Case("data-none-inside", {"data": [0, None]}, TypeError, "loader", "None", "collate_fn", "none_is_empty=True"),
 )
 def test_arguments_of_run(case):
     """Bad limits and bad data are refused before the first micro-batch, and a good run afterwards is none the worse for it."""

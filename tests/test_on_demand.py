@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 import cuts
 from bits import bit_by_bit
 from ignite_train import ForwardOutput, Trainer, TrainEvents, UpdateOptions, count_traffic, create_trainer
-from ignite_train.handlers import Checkpoint, FailureBoard, LearningRateSchedule, ProgressLog, TrainingMetrics
+from ignite_train.handlers import Checkpoint, FailureBoard, LearningRateSchedule, ProgressLog, StopOnSignal, TrainingMetrics
 from ranks import run_ranks
 from setups import Batch, Setup
 
@@ -496,5 +497,89 @@ def test_an_error_in_the_loop_of_one_rank_ends_the_others() -> None:
     with pytest.raises(AssertionError) as raised:
         run_ranks(fail_on_one_rank, timeout_seconds=60)
     assert "ValueError: the loop of rank 0 failed" in str(raised.value)
+    assert "was not done at the deadline" not in str(raised.value)
+    assert "no rank may come here" not in str(raised.value)
+
+
+# --- what several trainers share ---
+
+
+def test_a_signal_stops_all_trainers_that_listen() -> None:
+    """Not only the one whose session was opened last; each closes as a run that was stopped."""
+    gan = Gan()
+    d, g = two_trainers(gan)
+    stops = [StopOnSignal(), StopOnSignal()]
+    for stop, trainer in zip(stops, (d, g), strict=True):
+        stop.attach(trainer)
+    fired = [record_events(trainer) for trainer in (d, g)]
+    before = signal.getsignal(signal.SIGTERM)
+    with d.session(), g.session():
+        for number, (real, noise) in enumerate(zip(gan.real, gan.noise, strict=True)):
+            if d.should_terminate or g.should_terminate:
+                break
+            if number == 2:
+                signal.raise_signal(signal.SIGTERM)
+            d.update([(real, gan.fake(noise))])
+            g.update([noise])
+    assert [stop.received for stop in stops] == [signal.SIGTERM] * 2
+    assert [trainer.state.iteration for trainer in (d, g)] == [3, 3]
+    assert [events[-2:] for events in fired] == [["TERMINATE", "COMPLETED"]] * 2
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def gan_that_is_stopped(directory: Path) -> tuple[list[int], bool, int]:
+    """Rank 1 gets a signal while the generator is updated, in the second round; one checkpoint holds both trainers."""
+    gan = Gan()
+    d, g = two_trainers(gan)
+    for trainer in (d, g):
+        StopOnSignal().attach(trainer)
+    others = {"d_net": gan.d, "d_optimizer": gan.d_optimizer, "d_trainer": d}
+    Checkpoint(directory, every=100, to_save=others).attach(g)
+    if idist.get_rank() == 1:
+        g.add_event_handler(Events.ITERATION_STARTED(once=2), lambda: signal.raise_signal(signal.SIGTERM))
+    with d.session(), g.session() as state:
+        first = state.iteration
+        for real, noise in zip(gan.real[first:], gan.noise[first:], strict=True):
+            if d.should_terminate or g.should_terminate:
+                break
+            d.update([(real, gan.fake(noise))])
+            g.update([noise])
+    return [d.state.iteration, g.state.iteration], g.should_terminate, first
+
+
+def stopped_and_resumed(directory: Path) -> list[Any]:
+    return [gan_that_is_stopped(directory) for _ in range(2)]
+
+
+@pytest.mark.slow
+def test_a_stop_and_a_checkpoint_are_shared_over_ranks(tmp_path: Path) -> None:
+    """All ranks leave the loop after the same round, and the next run continues there with both trainers."""
+    first, second = ([2, 2], True, 0), ([6, 6], False, 2)
+    assert run_ranks(stopped_and_resumed, tmp_path) == [[first, second]] * 2
+
+
+def fail_in_the_second_trainer() -> None:
+    """The generator's forward fails on rank 1, in the third round."""
+    gan = Gan()
+    d, g = two_trainers(gan)
+    if idist.get_rank() == 1:
+        g.add_event_handler(TrainEvents.MICRO_BATCH_STARTED(once=3), raise_error)
+    with d.session(), g.session():
+        for real, noise in zip(gan.real, gan.noise, strict=True):
+            d.update([(real, gan.fake(noise))])
+            g.update([noise])
+    raise AssertionError("no rank may come here")
+
+
+def raise_error() -> None:
+    raise ValueError("the generator of rank 1 failed")
+
+
+@pytest.mark.slow
+def test_a_failure_in_one_trainer_ends_the_sessions_of_all() -> None:
+    """Each has its default FailureBoard: rank 0 learns what has failed, and does not wait."""
+    with pytest.raises(AssertionError) as raised:
+        run_ranks(fail_in_the_second_trainer, timeout_seconds=60)
+    assert "ValueError: the generator of rank 1 failed" in str(raised.value)
     assert "was not done at the deadline" not in str(raised.value)
     assert "no rank may come here" not in str(raised.value)

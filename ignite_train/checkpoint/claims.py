@@ -19,6 +19,7 @@ from ignite_train.checkpoint.run_objects import RunObjects, SavedModule
 from ignite_train.checkpoint.schedule_state import check_schedule, why_not_rescaled
 from ignite_train.checkpoint.state_rules import StateRules
 from ignite_train.errors import CheckpointError
+from ignite_train.model.optimizers import InnerState
 from ignite_train.state import UpdateOutput
 
 __all__ = ["EVERY_RANK", "Claims", "check_module"]
@@ -68,6 +69,9 @@ class Claims:
             elif isinstance(entry, Optimizer):
                 described, options = self.described("optimizers", name), rules.decided(name)
                 check_optimizer_state(path, name, entry, self.shared[name], described, names, options)
+            elif isinstance(entry, InnerState):
+                none_decided: list[dict[str, Any]] = [{} for _ in entry.inner.param_groups]
+                check_optimizer_state(path, name, entry.inner, self.shared[name], None, names, none_decided)
         self._check_schedules(path, objects, rules)
         self._check_this_rank(path, dict(objects.model.buffers()))
 

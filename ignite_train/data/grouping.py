@@ -51,9 +51,14 @@ class MicroBatchGrouping:
         synchronised_norm: the name of a SyncBatchNorm in the model, or None: ranks that run one unequally often would hang.
         drops_last_group: leave out the last group of an epoch if no rank has a whole one.
         is_sharded: whether the ranks must run equally many forwards in each update, whatever their loaders give.
+        none_is_empty: a None keeps its place in the group and is left out of what the group gives; else it is an error.
 
     Raises:
-        TypeError, ValueError: `accumulation_steps` is not one of the three, or a number is below 1, or `uneven` is unknown.
+        TypeError, ValueError: `accumulation_steps` is not one of the three, or a number is below 1, or `uneven` is unknown; or
+            ranks would run a SyncBatchNorm unequally often.
+
+    Attributes:
+        none_is_empty: the same.
     """
 
     def __init__(
@@ -64,9 +69,15 @@ class MicroBatchGrouping:
         synchronised_norm: str | None = None,
         drops_last_group: bool = False,
         is_sharded: bool = False,
+        none_is_empty: bool = False,
     ) -> None:
-        self._drops_last_group = drops_last_group
-        self._needs_whole_groups = is_sharded or uneven == "replay" or drops_last_group
+        self._drops_last_group, self.none_is_empty = drops_last_group, none_is_empty
+        self._needs_whole_groups = is_sharded or uneven == "replay" or drops_last_group or none_is_empty
+        if none_is_empty and synchronised_norm is not None and uneven != "replay" and collectives.world_size() > 1:
+            raise ValueError(
+                f"none_is_empty must be False where {synchronised_norm!r} in the model is a SyncBatchNorm, whose forward waits "
+                "for all ranks; pass options=UpdateOptions(none_is_empty=True, uneven='replay')"
+            )
         self._steps, self._uneven = accumulation_steps, one_of("uneven", uneven, POLICIES)
         self._synchronised_norm = synchronised_norm if uneven == "all" else None
         if isinstance(accumulation_steps, bytes):
@@ -102,6 +113,7 @@ class MicroBatchGrouping:
             position,
             drops_last_group=self._drops_last_group,
             needs_whole_groups=self._needs_whole_groups,
+            none_is_empty=self.none_is_empty,
         )
         if self._synchronised_norm is not None:
             self._check_in_step(self._synchronised_norm, groups.lengths)
@@ -172,12 +184,15 @@ class MicroBatchPass:
         position: the position after them.
         drops_last_group: see `MicroBatchGrouping`. A stream has no last group.
         needs_whole_groups: whether a group must be known in full before its update begins.
+        none_is_empty: see `MicroBatchGrouping`.
 
     Attributes:
         length: how many groups the epoch has, over all ranks; None if unknown.
         lengths: the micro-batches that each rank has left; -1 where unknown.
         more: this rank's vote on another group after the latest; see `RankRequests`.
-        max_micro_batches: the largest number of micro-batches that any rank has in the latest group; None if unknown.
+        max_micro_batches: the largest number of micro-batches that any rank has in the latest group; None if unknown. Those
+            that are None count too.
+        num_read: micro-batches of the latest group, with those that are None and those that are left out.
     """
 
     def __init__(
@@ -190,8 +205,10 @@ class MicroBatchPass:
         *,
         drops_last_group: bool = False,
         needs_whole_groups: bool = True,
+        none_is_empty: bool = False,
     ) -> None:
         self._size, self._done, self._position = size, skip, 0
+        self._none_is_empty = none_is_empty
         self._place = DataPosition(loader)
         self._place.find(position, skip)
         self._before = 0  # micro-batches of this epoch that are done, if `len()` counts them too
@@ -217,7 +234,7 @@ class MicroBatchPass:
         self._groups_arrive = has_workers and not (needs_whole_groups or self._looks_ahead)
         self._ahead: list[Any] = []
         self._nothing_behind = False  # the look ahead has found no other group
-        self._read = self._latest = 0  # micro-batches since the position was found, and in the latest group
+        self._read = self.num_read = 0  # micro-batches since the position was found, and in the latest group
         self._is_arriving = False  # the latest group is not complete
         self._ended = self._exhausted = False  # no group is left; the loader is exhausted
         self._finished = False  # the epoch is over, and not only the run
@@ -246,13 +263,13 @@ class MicroBatchPass:
             raise StopIteration
         if self._looks_ahead:
             self._look_ahead()
-        return group
+        return [micro_batch for micro_batch in group if micro_batch is not None] if self._none_is_empty else group
 
     def position(self, done: int) -> dict[str, Any]:
         """The position of this rank after the first `done` groups of the epoch: all that were given, or all but the last."""
         latest = done >= self._done
         rounds = self._position if latest else self._position - self._size(done)
-        given = self._before + self._read - (0 if latest else self._latest)
+        given = self._before + self._read - (0 if latest else self.num_read)
         return self._place.saved(rounds, given, latest=latest or self._is_arriving)  # one that arrives was not noted yet
 
     def position_at_end(self) -> dict[str, Any]:
@@ -318,7 +335,7 @@ class MicroBatchPass:
         expected = self._expected(size) if self._groups_arrive else 0
         self._done += 1
         self._position += size
-        self._latest = 0
+        self.num_read = 0
         if expected:
             return self._take_arriving(expected, size)
         group = self._ahead + list(islice(self._micro_batches, size - len(self._ahead)))
@@ -352,10 +369,13 @@ class MicroBatchPass:
         return ArrivingGroup(read, expected, is_sized=self._announced is not None, on_complete=end)
 
     def _count(self, micro_batch: Any) -> Any:
-        if micro_batch is None:
-            raise TypeError("the loader gave None instead of a micro-batch; leave it out, or fix the dataset or collate_fn")
+        if micro_batch is None and not self._none_is_empty:
+            raise TypeError(
+                "the loader gave None instead of a micro-batch; leave it out, fix the dataset or collate_fn, or pass "
+                "options=UpdateOptions(none_is_empty=True), with which it has no weight"
+            )
         self._read += 1
-        self._latest += 1
+        self.num_read += 1
         return micro_batch
 
     def _refuse_no_group(self, micro_batches: int) -> None:

@@ -12,10 +12,12 @@ from torch.optim import LBFGS, Optimizer
 from ignite_train.arguments import describe
 
 __all__ = [
+    "InnerState",
     "OneOrSeveralOptimizers",
     "Optimizers",
     "as_optimizers",
     "check_optimizers",
+    "inner_optimizers",
     "optimizers_as_parts",
     "parts_as_optimizers",
 ]
@@ -65,6 +67,37 @@ class Optimizers:
         raise IndexError(group)
 
 
+class InnerState:
+    """The state of an optimizer inside another one, as SAM has its base optimizer, for checkpoints.
+
+    `Optimizer.state_dict` of the outer one does not have it. Where both share their groups they do so after loading too.
+
+    Args:
+        outer: the one that the run steps.
+        inner: the one inside.
+    """
+
+    def __init__(self, outer: Optimizer, inner: Optimizer) -> None:
+        self.inner, self._outer = inner, outer
+        self._shares_groups = inner.param_groups is outer.param_groups
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of the inner one."""
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """To be called after the outer one has loaded its own."""
+        self.inner.load_state_dict(dict(state_dict))
+        if self._shares_groups:
+            self.inner.param_groups = self._outer.param_groups
+
+
+def inner_optimizers(optimizer: Optimizer) -> dict[str, Optimizer]:
+    """The optimizers that are attributes of another one and keep a state of their own, by the names of the attributes."""
+    found = {name: one for name, one in vars(optimizer).items() if isinstance(one, Optimizer) and one is not optimizer}
+    return {name: one for name, one in found.items() if one.state is not optimizer.state}
+
+
 def as_optimizers(optimizer: Any) -> Optimizer | Optimizers:
     """One optimizer as it is; a list or a mapping as `Optimizers`, where those in a list are called "0", "1" and so on.
 
@@ -97,11 +130,12 @@ def as_optimizers(optimizer: Any) -> Optimizer | Optimizers:
     return Optimizers(named, labels)
 
 
-def optimizers_as_parts(optimizer: Optimizer | Optimizers) -> dict[str, Optimizer]:
-    """The optimizers by their names in a checkpoint."""
-    if isinstance(optimizer, Optimizer):
-        return {"optimizer": optimizer}
-    return {f"{_FOLDER}{name}": one for name, one in optimizer.named.items()}
+def optimizers_as_parts(optimizer: Optimizer | Optimizers, *, with_inner: bool = False) -> dict[str, Optimizer | InnerState]:
+    """The optimizers by their names in a checkpoint; `with_inner`: and those inside them."""
+    if isinstance(optimizer, Optimizers):
+        return {f"{_FOLDER}{name}": one for name, one in optimizer.named.items()}
+    inner = inner_optimizers(optimizer) if with_inner else {}
+    return {"optimizer": optimizer} | {f"optimizer.{name}": InnerState(optimizer, one) for name, one in inner.items()}
 
 
 def parts_as_optimizers(parts: Mapping[str, Any]) -> Optimizer | dict[str, Optimizer]:
@@ -110,17 +144,27 @@ def parts_as_optimizers(parts: Mapping[str, Any]) -> Optimizer | dict[str, Optim
     return found["optimizer"] if "optimizer" in parts else found
 
 
-def check_optimizers(model: nn.Module, optimizer: Optimizer | Optimizers) -> None:
+def check_optimizers(model: nn.Module, optimizer: Optimizer | Optimizers, *, closure: bool = False) -> None:
     """Sees to it that each trainable parameter of `model` is stepped once, at a finite rate, and nothing else is stepped.
 
+    Args:
+        model: the model.
+        optimizer: its optimizer, or several.
+        closure: whether its step is given a closure.
+
     Raises:
-        TypeError: it is LBFGS, which needs more than gradients.
+        TypeError: it is LBFGS, which needs one.
         ValueError: model and optimizers do not belong together, or a learning rate is not finite.
     """
     named = {"optimizer": optimizer} if isinstance(optimizer, Optimizer) else optimizer.labelled
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     owners: dict[int, str] = {}
     for label, one in named.items():
+        if isinstance(one, LBFGS) and not closure:
+            raise TypeError(
+                f"{label} must not be LBFGS without a closure, which it evaluates several times a step; pass "
+                "options=UpdateOptions(closure=True)"
+            )
         _check_optimizer(label, one, names)
         for parameter in (parameter for group in one.param_groups for parameter in group["params"]):
             owner = owners.setdefault(id(parameter), label)
@@ -138,10 +182,6 @@ def check_optimizers(model: nn.Module, optimizer: Optimizer | Optimizers) -> Non
 
 
 def _check_optimizer(label: str, optimizer: Optimizer, names: Mapping[int, str]) -> None:
-    if isinstance(optimizer, LBFGS):
-        raise TypeError(
-            f"{label} must not be LBFGS, which calls the model several times a step; use one that steps on gradients"
-        )
     for index, group in enumerate(optimizer.param_groups):
         rate = float(group.get("lr", 0.0))  # sync, once, if it lies on an accelerator
         if not math.isfinite(rate):

@@ -40,10 +40,11 @@ class Stepping:
     Args:
         optimizer: which to step.
         gradients: those of its parameters.
+        takes_closure: whether its step is given a closure, by something else than this.
     """
 
-    def __init__(self, optimizer: Optimizer, gradients: Gradients) -> None:
-        self._optimizer, self._gradients = optimizer, gradients
+    def __init__(self, optimizer: Optimizer, gradients: Gradients, *, takes_closure: bool = False) -> None:
+        self._optimizer, self._gradients, self._takes_closure = optimizer, gradients, takes_closure
         self._kernels = FusedKernels(optimizer, gradients)
         self._logged = False
 
@@ -81,6 +82,8 @@ class Stepping:
     def why_not_queued(self) -> str | None:
         """Why a folded step could not be withheld on the device without a trace; asked at each step."""
         optimizer = self._optimizer
+        if self._takes_closure:
+            return "its step evaluates the loss again"
         if optimizer._optimizer_step_post_hooks or _global_optimizer_post_hooks:
             return "a post-hook of its step would be called for a step that was withheld"
         for group in optimizer.param_groups:

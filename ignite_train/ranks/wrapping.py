@@ -117,10 +117,18 @@ def _sharded(model: nn.Module, name: ReductionName, carried: Carried) -> FSDPRed
 
 
 def _hooked(model: nn.Module, ddp: DistributedDataParallel, name: ReductionName) -> Reduction:
+    remedy = "pass all of it without the wrapper and with options=UpdateOptions(reduction='explicit')"
+    if isinstance(ddp.module, (nn.ModuleDict, nn.ModuleList)):
+        raise TypeError(
+            f"model must have a forward of its own in DistributedDataParallel, which reduces in the backward of that, got a "
+            f"{type(ddp.module).__name__}; {remedy}"
+        )
     covered = {id(parameter) for parameter in ddp.parameters()}
     stray = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in covered]
     if stray:
-        raise ValueError(f"model must have all trainable parameters inside DistributedDataParallel, got {stray[0]!r} outside")
+        raise ValueError(
+            f"model must have all trainable parameters inside DistributedDataParallel, got {stray[0]!r} outside; {remedy}"
+        )
     reduction = DDPReduction(model, ddp)
     if reduction.divisor != collectives.world_size():
         raise ValueError(

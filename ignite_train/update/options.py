@@ -42,7 +42,11 @@ class UpdateOptions:
         create_graph: make gradients differentiable, for handlers of BACKWARD_COMPLETED; they are detached before the next
             micro-batch. Not on several ranks.
         compiled_autograd: trace and compile backward too, with the options of `compile`. Not in DistributedDataParallel.
-
+        closure: give the optimizer's `step` torch's closure, as LBFGS, SAM and their like need it: forward and backward over
+            the group again, with the same weights, reduction and clipping, returning the mean loss. `"replay"` shows each
+            evaluation the random numbers and buffers of the first, and leaves no trace of the others in them; with True each
+            draws its own. Parameters and the optimizer's state are copied in each update, and put back if an evaluation is not
+            finite. One optimizer, not in `fully_shard`. Optimizers that need none, such as AdamW, evaluate it once more too.
         keep_gradients: let loggers read `.grad` after the update. After a step it is the clipped mean gradient, until the next
             update begins; after a skip it is None. Costs the memory of the gradients between updates.
         normalize: divide gradients by Σsample_size. False steps along Σ∇loss, and `grad_norm` and `trainer.gradients()` are
@@ -50,6 +54,9 @@ class UpdateOptions:
         drop_last_group: leave out the last group of an epoch if it has fewer than `accumulation_steps` micro-batches, on the
             rank that has the most of them, as fairseq's `skip_remainder_batch` does. They are read and dropped. Without a
             length several ranks read a whole group ahead.
+        none_is_empty: take a None from the loader for a micro-batch without samples, as fairseq does for empty shards. It keeps
+            its place in its group, so that ranks stay in step, and forward does not see it. An update of nothing else is
+            skipped. Without this a None is an error.
 
     Raises:
         TypeError: a value is of the wrong type.
@@ -64,18 +71,26 @@ class UpdateOptions:
     retain_graph: bool = False
     create_graph: bool = False
     compiled_autograd: bool = False
+    closure: bool | Literal["replay"] = False
     keep_gradients: bool = False
     normalize: bool = True
     drop_last_group: bool = False
+    none_is_empty: bool = False
 
     def __post_init__(self) -> None:
         one_of("reduction", self.reduction, get_args(ReductionName))
         one_of("uneven", self.uneven, POLICIES)
         one_of("on_nonfinite", self.on_nonfinite, ("raise", "skip"))
         one_of("on_out_of_memory", self.on_out_of_memory, get_args(OnOutOfMemory))
+        if not isinstance(self.closure, bool):
+            one_of("closure", self.closure, ("replay",))
+        if self.closure and self.on_out_of_memory != "raise":
+            raise ValueError(
+                f"on_out_of_memory must be 'raise' with closure, got {self.on_out_of_memory!r}: each evaluation needs the "
+                "whole group"
+            )
         if self.give_up_after is not None:
             positive_int("give_up_after", self.give_up_after)
-        for name in ("retain_graph", "create_graph", "compiled_autograd", "keep_gradients", "normalize", "drop_last_group"):
-            value = vars(self)[name]
-            if not isinstance(value, bool):
+        for name, value in vars(self).items():
+            if type(self).__annotations__[name] == "bool" and not isinstance(value, bool):
                 raise TypeError(f"{name} must be True or False, got {describe(value)}")

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ignite_train.arguments import describe
 from ignite_train.carried import Carried
@@ -24,12 +25,14 @@ from ignite_train.events import TrainEvents
 from ignite_train.forward import BoundForward, ForwardOutput, as_forward_output
 from ignite_train.model.gradients import Gradients
 from ignite_train.model.learning_rates import LearningRates
+from ignite_train.model.optimizers import Optimizers
 from ignite_train.model.precision import Precision
 from ignite_train.model.stepping import Stepping, SteppingTogether
 from ignite_train.ranks.reduction import Reduction
 from ignite_train.ranks.statistics import Statistics, Totals
 from ignite_train.state import TrainState, UpdateOutput
 from ignite_train.trainer import Trainer
+from ignite_train.update.closure_step import ClosureStep
 from ignite_train.update.compilation import Backward
 from ignite_train.update.decision import Decision, decide, may_trust_norm
 from ignite_train.update.failures_in_a_row import FailuresInARow
@@ -49,6 +52,7 @@ class Update:
     """What a trainer does with one group of micro-batches: a step along Σ∇loss / Σsample_size, over all ranks too."""
 
     model: nn.Module
+    optimizer: Optimizer | Optimizers
     state: TrainState
     forward: BoundForward
     backward: Backward
@@ -69,6 +73,7 @@ class Update:
     _gradient_changes: GradientChanges = field(init=False)
     _failures: FailuresInARow = field(init=False)
     _search: NonFiniteSearch = field(init=False)
+    _closure_step: ClosureStep | None = None
     _num_placeholders: int = 0
 
     def __post_init__(self) -> None:
@@ -87,6 +92,22 @@ class Update:
             raises=self.options.on_nonfinite == "raise",
             loss_scaling=self.loss_scaling,
         )
+        if self.options.closure and isinstance(self.optimizer, Optimizer):
+            self._closure_step = ClosureStep(
+                optimizer=self.optimizer,
+                gradients=self.gradients,
+                reduction=self.reduction,
+                statistics=self.statistics,
+                carried=self.carried,
+                state=self.state,
+                forward=self._forward,
+                backward=self._run_backward,
+                decide=lambda trainer, totals: self._gradient_changes(trainer, self._decide(totals)),
+                normalize=self.options.normalize,
+                keeps_graph=self.options.create_graph,
+                if_not_finite="overflow" if self.loss_scaling.enabled else "nonfinite",
+                replays=self.options.closure == "replay",
+            )
 
     def __call__(self, trainer: Trainer, micro_batches: Sequence[Any]) -> Any:
         """Runs one update. Collective.
@@ -111,6 +132,9 @@ class Update:
             output = self._show_gradients(trainer, totals, decision)
             if sections is not None:
                 sections.switch("optimizer")
+            if self._closure_step is not None and decision.skipped_reason is None:
+                decision, output = self._step_with_closure(trainer, micro_batches, decision, output)
+                has_stepped = output.applied
             self._step_or_skip(trainer.state.iteration, decision, output, micro_batches, has_stepped=has_stepped)
             self._finish(output)
         except BaseException as error:
@@ -150,6 +174,8 @@ class Update:
         self.gradients.clear_stale()
         self._search.mark(self.loss_scaling.scale)
         self.carried.begin_update()
+        if self._closure_step is not None:
+            self._closure_step.mark()
         self._num_placeholders = self.reduction.num_placeholders(micro_batches, trainer._max_micro_batches)
 
     def _accumulate(self, trainer: Trainer, micro_batches: Sequence[Any]) -> None:
@@ -267,6 +293,18 @@ class Update:
         if reason is not None or not self.options.keep_gradients:
             self.gradients.clear()
 
+    def _step_with_closure(
+        self, trainer: Trainer, micro_batches: Sequence[Any], decision: Decision, output: UpdateOutput
+    ) -> tuple[Decision, UpdateOutput]:
+        """Lets the optimizer step and evaluate the loss again. An evaluation that is not finite makes it a skip."""
+        assert self._closure_step is not None  # noqa: S101  # asked before
+        self.learning_rates.check(output.learning_rates)
+        self.gradients.refuse_dropped()
+        after, number = self._closure_step(trainer, micro_batches, self._num_placeholders, decision, output.sample_size)
+        if after.skipped_reason is not None:
+            output = replace(output, loss=after.loss, grad_norm=after.grad_norm, skipped_reason=after.skipped_reason)
+        return after, trainer._amend(replace(output, num_evaluations=number))
+
     def _finish(self, output: UpdateOutput) -> None:
         """Keeps what forward has carried on, unless the update was not finite, and tells how the update ended."""
         if output.applied or output.skipped_reason == "no_samples":
@@ -295,6 +333,12 @@ class Update:
     def _forward(self, micro_batch: Any) -> ForwardOutput:
         with self.precision.autocast():
             return as_forward_output(self.forward(self.model, self.transfer(micro_batch)))
+
+    def _run_backward(self, output: ForwardOutput) -> None:
+        create_graph = self.options.create_graph
+        self.backward(
+            self._scaled(output.loss), retain_graph=self.options.retain_graph or create_graph, create_graph=create_graph
+        )
 
     def _run_placeholder(self, trainer: Trainer, *, last: bool) -> None:
         """In place of a micro-batch that this rank does not have: joins the collectives of the other ranks, in their order."""

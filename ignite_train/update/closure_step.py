@@ -1,0 +1,255 @@
+"""The step of an optimizer that evaluates the loss again: LBFGS, SAM and their like."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ignite_train.carried import Carried
+from ignite_train.forward import ForwardOutput
+from ignite_train.model.gradients import Gradients
+from ignite_train.model.optimizers import inner_optimizers
+from ignite_train.model.replay import SideEffects
+from ignite_train.ranks.messages import Outgoing, RankRequests
+from ignite_train.ranks.reduction import Reduction
+from ignite_train.ranks.statistics import Statistics, Totals
+from ignite_train.state import SkippedReason, TrainState
+from ignite_train.trainer import Trainer
+from ignite_train.update.decision import Decision, may_trust_norm
+
+__all__ = ["ClosureStep"]
+
+
+@dataclass(kw_only=True)
+class ClosureStep:
+    """Calls `optimizer.step(closure)`, where the closure is as torch has it.
+
+    It clears the gradients, evaluates the loss of the group at the present parameters, leaves its gradients and returns it.
+
+    Each evaluation is the update up to its step: forward and backward over the same micro-batches, the same reduction, mean and
+    clipping, so that an optimizer does the same on every rank. Events of micro-batches do not fire again and counters do not
+    count again; GRADIENTS_REDUCED fires each time, as its handlers make the gradients what they are. What forward carries
+    starts from the beginning of the update each time.
+
+    The first call is answered with what the update has computed already, if neither parameters nor gradients were touched.
+
+    Parameters and the state of the optimizer are copied before the step. If an evaluation, or a parameter after the step, is
+    not finite, or if the step raises an exception, they are put back.
+
+    Attributes:
+        optimizer: which to step.
+        gradients: of its parameters.
+        reduction: how they cross the ranks.
+        statistics: adds up the losses.
+        carried: what forward carries.
+        state: told where in the group forward is.
+        forward: runs the user's forward on a micro-batch.
+        backward: runs backward on an output, on what the loss scaling makes of its loss.
+        decide: makes a decision of the sums over the ranks, and of the changes by handlers.
+        normalize: whether the objective is the mean loss; otherwise it is the sum.
+        keeps_graph: whether gradients are to be differentiable.
+        if_not_finite: the reason of a skip for parameters that are not finite.
+        replays: whether each evaluation sees the random numbers and buffers of the first, and leaves no trace in them.
+    """
+
+    optimizer: Optimizer
+    gradients: Gradients
+    reduction: Reduction
+    statistics: Statistics
+    carried: Carried
+    state: TrainState
+    forward: Callable[[Any], ForwardOutput]
+    backward: Callable[[ForwardOutput], None]
+    decide: Callable[[Trainer, Totals], Decision]
+    normalize: bool
+    keeps_graph: bool
+    if_not_finite: SkippedReason
+    replays: bool
+    _beginning: SideEffects | None = None
+
+    def mark(self) -> None:
+        """Remembers the random state and the buffers before the first evaluation, if they are to be replayed."""
+        if self.replays:
+            self._beginning = SideEffects(self.reduction.module, self.carried)
+
+    def __call__(
+        self, trainer: Trainer, micro_batches: Sequence[Any], num_placeholders: int, decision: Decision, sample_size: float
+    ) -> tuple[Decision, int]:
+        """Steps, or changes nothing. Collective.
+
+        Args:
+            trainer: whose update it is.
+            micro_batches: the group.
+            num_placeholders: how many placeholders this rank runs after them.
+            decision: about the gradients as they are: to step.
+            sample_size: Σsample_size.
+
+        Returns:
+            The decision; that about the evaluation which was not finite, if there was one. And the number of evaluations.
+        """
+        before, number = _Before(self.optimizer), 1
+        self._make_mean(decision)
+        known: _Evaluated | None = _Evaluated(self.gradients)
+
+        def closure() -> Tensor:
+            nonlocal number, known
+            last = decision
+            if known is None or self.keeps_graph or not (before.is_unchanged() and known.is_unchanged()):
+                number += 1
+                last = self._evaluate(trainer, micro_batches, num_placeholders)
+            known = None
+            objective = last.loss * (1.0 if self.normalize else sample_size)
+            return torch.tensor(objective, dtype=torch.float64, device=self.statistics.device)
+
+        try:
+            self.optimizer.step(closure)  # type: ignore[arg-type]  # torch declares that a closure returns a float
+            if not before.is_finite():
+                raise _NotFiniteError(decision._replace(grad_norm=math.nan, skipped_reason=self.if_not_finite))
+        except _NotFiniteError as error:
+            before.put_back()
+            return error.decision, number
+        except BaseException:
+            before.put_back()
+            raise
+        return decision, number
+
+    def _evaluate(self, trainer: Trainer, micro_batches: Sequence[Any], num_placeholders: int) -> Decision:
+        """Leaves the clipped mean gradients at the present parameters. Collective.
+
+        Raises:
+            _NotFiniteError: they are not finite, on any rank, so on all.
+        """
+        outgoing = Outgoing(RankRequests(), ())  # requests and checks travel with the first evaluation
+        self.gradients.clear()
+        with torch.enable_grad(), self._as_the_first():  # optimizers switch gradients off around their step
+            self._accumulate(outgoing, micro_batches, num_placeholders)
+        with torch.no_grad():  # gradients may have graphs
+            totals = self.statistics.finish(self.reduction.end(outgoing, self.statistics, self.gradients))
+            if not may_trust_norm(totals):
+                totals = totals._replace(norm=self.reduction.scaled_norm(self.gradients))
+        decision = self.decide(trainer, totals)
+        if decision.skipped_reason is not None:
+            raise _NotFiniteError(decision)
+        self._make_mean(decision)
+        return decision
+
+    @contextmanager
+    def _as_the_first(self) -> Iterator[None]:
+        """Within it forward starts from what the first evaluation started from, as far as the user asks for that."""
+        if self._beginning is None:
+            self.carried.rewind()
+            yield
+            return
+        now = SideEffects(self.reduction.module, self.carried)
+        self._beginning.undo()
+        try:
+            yield
+        finally:
+            now.undo()
+
+    def _accumulate(self, outgoing: Outgoing, micro_batches: Sequence[Any], num_placeholders: int) -> None:
+        num_backwards = len(micro_batches) + num_placeholders
+        for number, micro_batch in enumerate(micro_batches, start=1):
+            self.state.micro_batch_in_group = number - 1
+            with self.reduction.context(last=number == num_backwards):
+                output = self.forward(micro_batch)
+                self.statistics.add(output)
+                if number == num_backwards:
+                    self.reduction.begin(outgoing, self.statistics)
+                self.backward(output)
+        self.state.micro_batch_in_group = None
+        for number in range(len(micro_batches) + 1, num_backwards + 1):
+            with self.reduction.context(last=number == num_backwards):
+                zero = self.reduction.run_placeholder(lambda micro_batch: self.forward(micro_batch).loss)
+                if number == num_backwards:
+                    self.reduction.begin(outgoing, self.statistics)
+                torch.autograd.backward(zero)
+
+    def _make_mean(self, decision: Decision) -> None:
+        """Multiplies the gradients to be the clipped mean; out of place, where they have graphs."""
+        factor = decision.mean_factor * decision.clip_coefficient
+        if not self.keeps_graph:
+            self.gradients.multiply(factor)
+            return
+        with torch.enable_grad():
+            for parameter in self.gradients.parameters():
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad * factor
+
+
+class _NotFiniteError(Exception):
+    """Ends a step whose loss, gradients or parameters are not finite; it does not leave this file."""
+
+    def __init__(self, decision: Decision) -> None:
+        super().__init__(decision)
+        self.decision = decision
+
+
+class _Evaluated:
+    """The gradients of an evaluation, to see whether they are still those."""
+
+    def __init__(self, gradients: Gradients) -> None:
+        self._gradients, self._seen, self._norm = gradients, self._look(gradients), float(gradients.norm())  # sync
+
+    def is_unchanged(self) -> bool:
+        """Whether they are. The norm is looked at because a change of `.grad.data` is not counted as a version."""
+        seen = self._look(self._gradients)
+        pairs = zip(seen, self._seen, strict=False)
+        same = len(seen) == len(self._seen) and all(one is other and now == then for (one, now), (other, then) in pairs)
+        return same and float(self._gradients.norm()) == self._norm  # sync
+
+    @staticmethod
+    def _look(gradients: Gradients) -> list[tuple[Tensor | None, int]]:
+        found = [parameter.grad for parameter in gradients.parameters()]
+        return [(gradient, -1 if gradient is None else gradient._version) for gradient in found]
+
+
+class _Before:
+    """Copies of what the step of an optimizer changes: parameters, the state of it and of optimizers inside it, options."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._parameters = [(p, p.detach().clone()) for group in optimizer.param_groups for p in group["params"]]
+        self._optimizers = [
+            (one, _state_of(one), _options_of(one)) for one in (optimizer, *inner_optimizers(optimizer).values())
+        ]
+
+    def is_unchanged(self) -> bool:
+        """Whether the parameters are where they were."""
+        return all(torch.equal(parameter, value) for parameter, value in self._parameters)  # sync
+
+    def is_finite(self) -> bool:
+        """Whether the parameters are finite now; one that was not finite before is left out."""
+        found = [parameter for parameter, _ in self._parameters if not bool(torch.isfinite(parameter).all())]  # sync
+        known = (
+            {id(parameter) for parameter, value in self._parameters if not bool(torch.isfinite(value).all())} if found else ()
+        )
+        return all(id(parameter) in known for parameter in found)
+
+    def put_back(self) -> None:
+        """Undoes the step."""
+        with torch.no_grad():
+            for parameter, value in self._parameters:
+                parameter.copy_(value)
+        for optimizer, state, options in self._optimizers:
+            optimizer.state.clear()
+            optimizer.state.update(state)
+            for group, before in zip(optimizer.param_groups, options, strict=True):
+                group.update(before)
+
+
+def _state_of(optimizer: Optimizer) -> dict[Any, Any]:
+    """A copy of the state, by parameter."""
+    return {key: copy.deepcopy(entries) for key, entries in optimizer.state.items()}
+
+
+def _options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    kept = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    return copy.deepcopy(kept)
