@@ -12,9 +12,11 @@ from ignite_train.handlers.loss_scale import LossScaleLogger
 from ignite_train.handlers.min_learning_rate import MinLearningRate
 from ignite_train.handlers.model_ema import ModelEMA
 from ignite_train.handlers.optimizer_modes import OptimizerModes
+from ignite_train.handlers.profiler import Profiler
 from ignite_train.handlers.progress import ProgressLog
 from ignite_train.handlers.reduce_on_plateau import ReduceOnPlateau
 from ignite_train.handlers.state_consistency import StateConsistency, StateMismatchError
+from ignite_train.handlers.step_timer import SectionTimes, StepTimer
 from ignite_train.handlers.stop_on_signal import StopOnSignal
 from ignite_train.handlers.tensorboard import TensorBoard
 from ignite_train.handlers.time_limit import TimeLimit
@@ -39,10 +41,13 @@ __all__ = [
     "ModelEMA",
     "OptimizerModes",
     "PeerFailureError",
+    "Profiler",
     "ProgressLog",
     "ReduceOnPlateau",
+    "SectionTimes",
     "StateConsistency",
     "StateMismatchError",
+    "StepTimer",
     "StopOnSignal",
     "TensorBoard",
     "TimeLimit",

@@ -25,7 +25,10 @@ _SECONDS = (
     *("handler_seconds", "optimizer_seconds", "reduction_seconds", "update_seconds"),
 )
 _MEMORY = ("host_memory", "memory_allocated", "memory_peak", "memory_reserved")
-_OF_THE_CLOCK = ("data_wait", "model_flop_utilisation", "samples_per_second", "time_to_go", "updates_per_second")
+_OF_THE_CLOCK = (
+    *("data_wait", "model_flop_utilisation", "samples_per_second", "slowest_rank", "slowest_to_median"),
+    *("time_to_go", "updates_per_second"),
+)
 _WALLS = ("train_wall", "wall")
 _PER_SECOND = "_per_second"
 _MAX_EXPANDED = 32  # numbers of one metric that are shown apart
@@ -38,7 +41,7 @@ PUBLISHED_METRICS: Mapping[str, str] = {
     **dict.fromkeys(_OF_THE_OPTIMIZER, "optimizer"),
     **dict.fromkeys(("progress", *sorted(TIMED_METRICS)), "speed"),
 }
-"""What `TrainingMetrics`, `LossScaleLogger` and the evaluator publish in `state.metrics`, and the group of each."""
+"""What `TrainingMetrics`, `StepTimer`, `LossScaleLogger` and the evaluator publish in `state.metrics`, with their groups."""
 
 _logger = logging.getLogger(__name__)
 
