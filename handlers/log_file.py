@@ -107,7 +107,7 @@ class LogFile(RecordingHandler):
         self._lines = self._lines + 1 if update == self._latest else 1
         self._latest = update
 
-    def mend(self) -> None:
+    def recover(self) -> None:
         """Closes the file: the next line begins by cutting off what there is of this one."""
         self.finish()
 

@@ -208,7 +208,7 @@ class TensorBoard(RecordingHandler):
             with suppress(OSError):
                 self._writer.flush()
 
-    def mend(self) -> None:
+    def recover(self) -> None:
         """A writer that has failed once fails always: the next points go into a file of their own, which hides none."""
         with suppress(OSError):
             self._close()

@@ -210,7 +210,7 @@ class ScoreHandler(Handler):
 class RecordingHandler(Handler):
     """A handler that writes the metrics of a trainer and of its evaluators as single numbers, on rank 0 only.
 
-    Names have their group, as in `"train/loss"`; see `grouped_metric`. A derived class defines `record`, `mend`, `finish` and
+    Names have their group, as in `"train/loss"`; see `grouped_metric`. A derived class defines `record`, `recover`, `finish` and
     `is_open`, and extends `attach` where it needs more events.
 
     Args:
@@ -287,7 +287,7 @@ class RecordingHandler(Handler):
 
     def fail(self, update: int, error: OSError) -> None:
         """Raises `error`, or warns of it the 1st, 2nd, 4th, 8th, ... time."""
-        self.mend()
+        self.recover()
         if self.on_error == "raise":
             raise error
         self._failures += 1
@@ -307,7 +307,7 @@ class RecordingHandler(Handler):
         """
         raise NotImplementedError
 
-    def mend(self) -> None:
+    def recover(self) -> None:
         """Called when something could not be written, so that what comes next can."""
 
     def finish(self) -> None:
