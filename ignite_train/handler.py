@@ -20,10 +20,10 @@ from ignite_train.ranks import collectives
 from ignite_train.ranks.messages import Piggyback
 from ignite_train.trainer import Trainer
 
-__all__ = ["Handler", "PiggybackHandler", "RecordingHandler", "ScoreHandler"]
+__all__ = ["EVERY_50", "Handler", "PiggybackHandler", "RecordingHandler", "ScoreHandler"]
 
 _logger = logging.getLogger("ignite_train")
-_EVERY_50 = every(50, Events.ITERATION_COMPLETED)
+EVERY_50 = every(50, Events.ITERATION_COMPLETED)
 
 
 class Handler(Attachable):
@@ -210,8 +210,8 @@ class ScoreHandler(Handler):
 class RecordingHandler(Handler):
     """A handler that writes the metrics of a trainer and of its evaluators as single numbers, on rank 0 only.
 
-    Names have their group, as in `"train/loss"`; see `grouped_metric`. A derived class defines `record`, `recover`, `finish` and
-    `is_open`, and extends `attach` where it needs more events.
+    Names have their group, as in `"train/loss"`; see `grouped_metric`. A derived class defines `record`, `recover`, `finish`
+    and `is_open`, and extends `attach` where it needs more events.
 
     Args:
         on_error: what happens when something cannot be written, because the disk is full, say: `"warn"` and train without it,
@@ -241,7 +241,7 @@ class RecordingHandler(Handler):
     def attach(
         self,
         trainer: Trainer,
-        event: Event = _EVERY_50,
+        event: Event = EVERY_50,
         *,
         evaluator: Engine | None = None,
         tag: str = "validation",
