@@ -62,8 +62,8 @@ class StepTimer(PiggybackHandler):
 
     On several ranks, the means of each interval travel with the statistics of the next update, 8 numbers for each rank. So each
     rank knows the slowest one: `"slowest_rank"`, the rank that took longest for data, forward, optimizer and handlers, where no
-    rank waits for another, and `"slowest_to_median"`, its time over that of the median rank, are published in
-    `trainer.state.metrics`.
+    rank waits for another, and `"slowest_to_median"`, its time over that of the median rank (of two ranks, over that of the
+    other), are published in `trainer.state.metrics`.
 
     Args:
         window: how many of the latest updates are kept.
@@ -201,7 +201,7 @@ class StepTimer(PiggybackHandler):
         if len(next(iter(self.seconds_by_rank.values()), ())) > 1:
             own = [sum(self.seconds_by_rank[name][rank] for name in _OWN_WORK) for rank in range(collectives.world_size())]
             trainer.state.metrics["slowest_rank"] = float(own.index(max(own)))
-            trainer.state.metrics["slowest_to_median"] = max(own) / (statistics.median(own) or 1.0)
+            trainer.state.metrics["slowest_to_median"] = max(own) / (statistics.median_low(own) or 1.0)
 
     # --- what travels -----------------------------------------------------------------------------------------------------
 

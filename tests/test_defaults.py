@@ -136,6 +136,15 @@ def test_a_picture_of_two_runs(tmp_path: Path, ending: str, capsys: pytest.Captu
     assert (tmp_path / "first/curves.png").exists()
 
 
+def test_other_metrics_are_drawn_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By name or by group; one that the log does not have is named."""
+    train(tmp_path, leave_out=("progress", "tensorboard"))
+    assert main([str(tmp_path), "--metric", "speed/data_wait", "--metric", "validation", "--metric", "none"]) == 0
+    assert capsys.readouterr().out.split()[1:] == ["speed/data_wait,", "validation"]
+    assert main([str(tmp_path), "--metric", "none"]) == 1
+    assert "must have one of the metrics none" in capsys.readouterr().err
+
+
 def test_what_is_drawn(tmp_path: Path) -> None:
     """Only the panels for which there is something; losses of training and validation in one."""
     curves = {"train/loss": ([1, 2], [2.0, 1.0]), "validation/loss": ([2], [1.5]), "train/accuracy": ([1], [0.5])}
