@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,36 @@ def test_parts_can_be_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str
         train(tmp_path, leave_out="progress")
     with pytest.raises(TypeError, match="directory must be a path"):
         train(None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("rank", "options", "heard"),
+    [
+        (0, {}, ["warning", "error"]),
+        (0, {"log_level": "INFO"}, ["info", "warning", "error"]),
+        (0, {"log_level": "ERROR"}, ["error"]),
+        (1, {"log_level": "INFO"}, ["error"]),
+        (1, {"log_level": "INFO", "log_on_all_ranks": True}, ["info", "warning", "error"]),
+    ],
+    ids=["as-it-is", "info", "error", "another-rank", "all-ranks"],
+)
+def test_what_is_logged_is_a_setting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, options: dict[str, Any], heard: list[str]
+) -> None:
+    """The level, and whether other ranks than the first say more than errors."""
+    logger, records = logging.getLogger("ignite_train"), []
+    monkeypatch.setattr(logger, "level", logging.NOTSET)
+    monkeypatch.setattr("ignite_train.ranks.collectives.is_main_rank", lambda: rank == 0)
+    monkeypatch.setattr(logging, "basicConfig", lambda **_: None)
+    monkeypatch.setattr(logging.getLogger("ignite_train.handlers.mine"), "handle", lambda record: records.append(record.msg))
+    logger.manager._clear_cache()  # type: ignore[attr-defined]
+    model = cuts.linear()
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.05), cuts.forward)
+    attach_defaults(trainer, directory=tmp_path, leave_out=("progress", "tensorboard"), **options)
+    for level in ("info", "warning", "error"):
+        getattr(logging.getLogger("ignite_train.handlers.mine"), level)(level)
+    logger.setLevel(logging.NOTSET)
+    assert records == heard
 
 
 def test_the_directory_has_a_name() -> None:
