@@ -3,7 +3,8 @@
     python benchmarks/overhead.py
 
 Every contestant does the same updates: clipping, fused AdamW, loss and norm of each update kept. The final parameters must be
-the same, or the script ends with an error.
+the same, or the script ends with an error. A last table says what `attach_defaults` adds to the same loop with nothing
+attached, on the tiny network and on one whose update takes some milliseconds.
 """
 
 from functools import partial
@@ -42,11 +43,11 @@ def forward(model: nn.Module, micro_batch: tuple[Tensor, Tensor]) -> ForwardOutp
     return ForwardOutput(cross_entropy(model(x), y, reduction="sum"), len(y))
 
 
-def tiny_work(accumulation_steps: int, stretches: int) -> Work:
-    """A network whose update takes a fraction of a millisecond, and data for it, always the same."""
+def tiny_work(accumulation_steps: int, stretches: int, *, width: int = 64, samples: int = 16) -> Work:
+    """A network whose update takes a fraction of a millisecond unless it is made wider, and data for it, always the same."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
-    batches = [(torch.randn(16, 32), torch.randint(8, (16,))) for _ in range(64)]
+    model = nn.Sequential(nn.Linear(32, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 8))
+    batches = [(torch.randn(samples, 32), torch.randint(8, (samples,))) for _ in range(64)]
     return Work(
         model=model,
         optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True),
@@ -55,6 +56,25 @@ def tiny_work(accumulation_steps: int, stretches: int) -> Work:
         forward=forward,
         accumulation_steps=accumulation_steps,
     )
+
+
+def print_cost_of_watching(repetitions: int, stretches: int) -> None:
+    """What `attach_defaults` adds to a bare trainer: processor time of all threads."""
+    rows = []
+    for network, width, samples in (("tiny", 64, 16), ("wider", 640, 96)):
+
+        def seconds(run: contestants.Contestant, width: int, samples: int) -> float:
+            work = tiny_work(1, stretches, width=width, samples=samples)
+            contestants.run(run, work)
+            return work.micro_batches.cpu_seconds
+
+        runs = {"bare": contestants.ignite_train, "watched": contestants.ignite_train_with_defaults}
+        clocks = {name: partial(seconds, run, width, samples) for name, run in runs.items()}
+        rounds = interleave(clocks, repetitions=repetitions)
+        bare = f"{rounds.typical('bare') * 1e3:.2f} ms"
+        rows.append([network, bare, rounds.ratios("watched").show(3), rounds.difference("watched").show(0)])
+    print("\nWhat `attach_defaults` adds, logging every 50 updates.\n")
+    print(table(["network", "an update without it", "ratio (quartiles)", "µs an update more (quartiles)"], rows))
 
 
 def main(
@@ -83,6 +103,7 @@ def main(
         print(f"\nAccumulation {steps}: an update by hand takes {rounds.typical(REFERENCE) * 1e6:.0f} µs.\n")
         rows = [[name, rounds.ratios(name).show(), rounds.difference(name).show(0)] for name in chosen if name != REFERENCE]
         print(table(["loop", "ratio to the loop by hand (quartiles)", "µs an update more (quartiles)"], rows))
+    print_cost_of_watching(repetitions, max(3, stretches // 2))
 
 
 if __name__ == "__main__":

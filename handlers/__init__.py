@@ -16,9 +16,11 @@ from ignite_train.handlers.model_ema import ModelEMA
 from ignite_train.handlers.momentum_teacher import MomentumTeacher
 from ignite_train.handlers.optimizer_modes import OptimizerModes
 from ignite_train.handlers.predict import predict
+from ignite_train.handlers.profiler import Profiler
 from ignite_train.handlers.progress import ProgressLog
 from ignite_train.handlers.reduce_on_plateau import ReduceOnPlateau
 from ignite_train.handlers.state_consistency import StateConsistency, StateMismatchError
+from ignite_train.handlers.step_timer import SectionTimes, StepTimer
 from ignite_train.handlers.stochastic_weight_averaging import StochasticWeightAveraging
 from ignite_train.handlers.stop_on_signal import StopOnSignal
 from ignite_train.handlers.tensorboard import TensorBoard
@@ -48,10 +50,13 @@ __all__ = [
     "MomentumTeacher",
     "OptimizerModes",
     "PeerFailureError",
+    "Profiler",
     "ProgressLog",
     "ReduceOnPlateau",
+    "SectionTimes",
     "StateConsistency",
     "StateMismatchError",
+    "StepTimer",
     "StochasticWeightAveraging",
     "StopOnSignal",
     "TensorBoard",

@@ -34,6 +34,7 @@ _SMALLEST_SHARE = 0.005  # of the time, for a section to be in the table
 _TABLE_COLUMNS = 68  # beside the names of the rows, on a terminal of 80
 _TOO_MUCH = 1e24  # for the prefixes of SI
 _LONG_WAIT = 0.1  # a fraction of the time in which the loader is waited for that a line mentions
+_MUCH_SLOWER = 1.5  # times the time of the median rank, for a line to name the slowest
 _BAR = "{desc} {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
 _BAR_WITHOUT_TOTAL = "{desc} {n_fmt} [{elapsed}{postfix}]"
 
@@ -77,8 +78,8 @@ class ProgressLog(Handler):
     loss is the mean of the interval, and a line has the user's logs and the gradient norm too. Lines go to standard output and
     have at most 100 columns, which stand under one another. What is the same in each line is left out: a learning rate is
     shown once it has changed, skipped updates when there are new ones, the share of the time in which the loader is waited for
-    from 10% on. An evaluation has a bar of its own, and a line with its metrics. A short table ends the run: time by section,
-    best score, skipped updates, memory, files.
+    from 10% on, and, with `StepTimer`, the slowest rank from 1.5 times the median on. An evaluation has a bar of its own, and a
+    line with its metrics. A short table ends the run: time by section, best score, skipped updates, memory, files.
 
     Args:
         style: `"bar"`, or `"simple"` for lines, `"json"` for one JSON object a line with all metrics, `"none"` for nothing;
@@ -284,6 +285,8 @@ class _Shown:
             alarms["skipped"] = (0, f"skipped {self._skipped:g}")
         if metrics.get("data_wait", 0.0) >= _LONG_WAIT:
             alarms["data_wait"] = (5, f"waiting {metrics['data_wait']:.0%}")
+        if metrics.get("slowest_to_median", 0.0) >= _MUCH_SLOWER:
+            alarms["slowest_rank"] = (5, f"rank {metrics['slowest_rank']:g} is slow")
         return alarms
 
     def _set_first_rate(self, rate: float) -> float | None:

@@ -6,23 +6,29 @@ import logging
 import re
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
-from ignite.engine import Engine
+import torch
+from ignite.engine import Engine, Events, RemovableEventHandle
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from ignite_train.arguments import describe
+from ignite_train.arguments import describe, positive_int
 from ignite_train.checkpoint.config import versions
-from ignite_train.handler import RecordingHandler
+from ignite_train.events import Event, TrainEvents
+from ignite_train.handler import EVERY_50, RecordingHandler
 from ignite_train.metrics import grouped_metric, single_metrics
 from ignite_train.ranks import collectives
+from ignite_train.ranks.wrapping import unwrap
 from ignite_train.trainer import Trainer
 
 __all__ = ["TensorBoard"]
 
 _logger = logging.getLogger(__name__)
+_BINS = 64
 _PATIENCE_SECONDS = 2.0  # for a second to pass
 
 
@@ -32,6 +38,7 @@ class TensorBoard(RecordingHandler):
     Scalars have the groups `train/`, `optimizer/` and `speed/`, those of an evaluator its tag, `validation/` say. The tab
     "custom scalars" shows the training and each evaluation in one chart, metric by metric; the tabs "text" and "hparams" have
     `config`, how the trainer was made, and the versions of what it runs on. The points that are written together are one event.
+    `show` adds samples of predictions, and `histograms` those of weights, gradients and updates.
 
     A run that resumes, from a checkpoint or from its beginning, shows each point once: those that an earlier process wrote
     after the place where this one takes over are hidden. All that was written before a checkpoint is with the operating
@@ -40,12 +47,16 @@ class TensorBoard(RecordingHandler):
     Args:
         log_dir: a directory, of one run; `tensorboard --logdir` opens it.
         config: the hyper-parameters: plain values by name, which may be nested.
+        histograms: every how many updates there is a histogram of each weight, of its mean gradient before clipping and of its
+            change by the update; None for no histograms. They cost copies of the model on the device and on the host in those
+            updates; and on an accelerator no step is queued before the host has read the update's numbers. Of a sharded model
+            they show the shards of rank 0.
         on_error: what happens when the points cannot be written, because the disk is full, say: `"warn"` and train without
             them, or `"raise"`, which ends the run on all ranks.
 
     Raises:
-        TypeError: `log_dir` is not a path.
-        ValueError: `on_error` is another one.
+        TypeError: `log_dir` is not a path, or `histograms` not an integer.
+        ValueError: `on_error` is another one, or `histograms` is below 1.
 
     Example:
         >>> import tempfile
@@ -72,34 +83,75 @@ class TensorBoard(RecordingHandler):
         log_dir: str | Path,
         *,
         config: Mapping[str, Any] | None = None,
+        histograms: int | None = None,
         on_error: Literal["warn", "raise"] = "warn",
     ) -> None:
         if not isinstance(log_dir, (str, Path)):
             raise TypeError(f"log_dir must be a path of a directory, got {describe(log_dir)}")
         super().__init__(on_error)
         self.log_dir, self.config = Path(log_dir), dict(config or {})
+        self.histograms = None if histograms is None else positive_int("histograms", histograms)
         self._writer: Any = None  # made when there is something to write
         self._loaded = False
         self._is_described = False  # the texts are in a file
         self._has_layout = False  # the charts are; TensorBoard takes the first layout that it finds
         self._latest: int | None = None  # the update of the latest points, which are
         self._points: dict[str, float] = {}
+        self._others: list[bytes] = []  # the summaries of that update that are no points
+        self._weights: dict[str, Tensor] = {}  # before the step, where there are histograms of it
 
     @property
     def files(self) -> list[Path]:
         """The directory."""
         return [self.log_dir]
 
+    def attach(
+        self,
+        trainer: Trainer,
+        event: Event = EVERY_50,
+        *,
+        evaluator: Engine | None = None,
+        tag: str = "validation",
+    ) -> RemovableEventHandle | None:
+        """See `RecordingHandler`."""
+        handle = super().attach(trainer, event, evaluator=evaluator, tag=tag)
+        if handle is not None and self.histograms is not None:
+            trainer.add_event_handler(TrainEvents.GRADIENTS_READY(every=self.histograms), self._add_gradients)
+            trainer.add_event_handler(Events.ITERATION_COMPLETED(every=self.histograms), self._add_weights)
+        return handle
+
+    def show(
+        self,
+        trainer: Trainer,
+        samples: Callable[[], Mapping[str, str | Tensor]],
+        event: Event = Events.EPOCH_COMPLETED,
+    ) -> RemovableEventHandle:
+        """Writes what `samples` returns at `event`: predictions, say, as texts or pictures.
+
+        All ranks call this alike, and `samples` is called on all of them, since the forward of a sharded model needs them all.
+
+        Args:
+            trainer: the trainer.
+            samples: returns texts (in Markdown) and images by name. An image is a tensor of the shape (channels, height, width)
+                with 1 or 3 channels, of uint8 or of floats in [0, 1]. Images need Pillow.
+            event: when.
+        """
+        if collectives.is_main_rank():
+            return trainer.add_event_handler(event, self._show, samples)
+        return trainer.add_event_handler(event, lambda: _without_result(samples))
+
     def state_dict(self) -> dict[str, Any]:
         """The latest points and their update. What was written so far leaves this process first."""
         self._flush()
-        latest = {"written": self.written, "latest": self._latest, "points": dict(self._points)}
+        latest: dict[str, Any] = {"written": self.written, "latest": self._latest, "points": dict(self._points)}
+        latest["others"] = [torch.frombuffer(bytearray(summary), dtype=torch.uint8) for summary in self._others]
         return {**latest, "is_described": self._is_described, "has_layout": self._has_layout}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes them over: points of the same update that were written after the state was taken are hidden too."""
         self.written, self._latest = state_dict["written"], state_dict["latest"]
         self._points, self._loaded = dict(state_dict["points"]), True
+        self._others = [bytes(summary.tolist()) for summary in state_dict.get("others", ())]
         self._is_described = bool(state_dict.get("is_described"))  # earlier versions described nothing
         self._has_layout = bool(state_dict.get("has_layout"))
         self._close()
@@ -113,12 +165,30 @@ class TensorBoard(RecordingHandler):
     def record(self, trainer: Trainer, numbers: Mapping[str, float]) -> None:
         """Writes `numbers` as one event."""
         update = trainer.state.iteration
+        self._begin_update(trainer, update)
+        self._put(numbers, update)
+        self._points |= numbers
+
+    def _add(self, trainer: Trainer, summaries: Iterable[Any]) -> None:
+        """Writes what is no point, as one event."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        update, values = trainer.state.iteration, [value for summary in summaries for value in summary.value]
+        if not values:
+            return
+        try:
+            self._begin_update(trainer, update)
+            whole = Summary(value=values)
+            self._writer.file_writer.add_summary(whole, update)
+            self._others.append(whole.SerializeToString())
+        except OSError as error:
+            self.fail(update, error)
+
+    def _begin_update(self, trainer: Trainer, update: int) -> None:
         if self._writer is None:
             self._open(trainer, update)
         if update != self._latest:
-            self._latest, self._points = update, {}
-        self._put(numbers, update)
-        self._points |= numbers
+            self._latest, self._points, self._others = update, {}, []
 
     def _put(self, points: Mapping[str, float], update: int) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
@@ -132,14 +202,22 @@ class TensorBoard(RecordingHandler):
 
         begin = update if self.begin is None else self.begin
         hidden_from = begin if self._loaded or begin == 0 else begin + 1
-        # TensorBoard hides scalars and no texts: those of an earlier process are shown, and not written again.
-        self._is_described = self._is_described or any(self.log_dir.glob("events.out.tfevents.*"))
+        # What is hidden from the beginning is described again; later processes do not repeat what the first one wrote.
+        self._is_described = hidden_from > 0 and any(self.log_dir.glob("events.out.tfevents.*"))
         self._wait_for_a_later_name()
         self._writer = SummaryWriter(str(self.log_dir), purge_step=hidden_from)
         if not self._is_described:
             self._describe(trainer)
-        if self._loaded and self._latest == begin and self._points:
-            self._put(self._points, begin)
+        if self._loaded and self._latest == begin:
+            self._write_again(begin)
+
+    def _write_again(self, update: int) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        if self._points:
+            self._put(self._points, update)
+        for summary in self._others:
+            self._writer.file_writer.add_summary(Summary.FromString(summary), update)
 
     def _wait_for_a_later_name(self) -> None:
         """TensorBoard reads files in the order of their names, which begin with the second in which they were made."""
@@ -193,6 +271,35 @@ class TensorBoard(RecordingHandler):
         except OSError as error:
             self.fail(update, error)
 
+    # --- histograms and samples -------------------------------------------------------------------------------------------
+
+    def _add_gradients(self, trainer: Trainer) -> None:
+        output = trainer.state.update_output
+        if output is None or output.sample_size == 0:
+            return
+        self._weights = {name: weight.clone() for name, weight in _weights_of(trainer).items()}
+        self._add(trainer, _histograms("gradients", trainer.gradients()))
+
+    def _add_weights(self, trainer: Trainer) -> None:
+        weights, before = _weights_of(trainer), self._weights
+        changes = {name: weight - before[name] for name, weight in weights.items() if name in before}
+        self._weights = {}
+        self._add(trainer, [*_histograms("weights", weights), *_histograms("updates", changes)])
+
+    def _show(self, trainer: Trainer, samples: Callable[[], Mapping[str, str | Tensor]]) -> None:
+        from torch.utils.tensorboard.summary import image, text
+
+        summaries = []
+        for name, sample in samples().items():
+            if isinstance(sample, str):
+                summaries.append(text(name, sample))  # type: ignore[no-untyped-call]
+            elif isinstance(sample, Tensor) and sample.dim() == 3 and sample.shape[0] in (1, 3):
+                summaries.append(image(name, sample.detach().cpu(), dataformats="CHW"))  # type: ignore[no-untyped-call]
+            else:
+                got = f"shape {tuple(sample.shape)}" if isinstance(sample, Tensor) else describe(sample)
+                raise TypeError(f"samples must give texts, or images of shape (1 or 3, height, width), got {name!r}: {got}")
+        self._add(trainer, summaries)
+
     # --- the writer -------------------------------------------------------------------------------------------------------
 
     def _flush(self) -> None:
@@ -227,3 +334,29 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, bool | int | float | str
             yield from _flat(f"{name}.{key}" if name else str(key), entry)
     else:
         yield name, value if isinstance(value, (bool, int, float, str)) else str(value)
+
+
+def _without_result(function: Callable[[], Any]) -> None:
+    function()
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _weights_of(trainer: Trainer) -> dict[str, Tensor]:
+    """The weights that are trained, by name; of a sharded one this rank's shard."""
+    model: Any = trainer._stateful_parts["model"]
+    return {name: _local(weight.detach()) for name, weight in unwrap(model).named_parameters() if weight.requires_grad}
+
+
+def _histograms(group: str, tensors: Mapping[str, Tensor]) -> Iterator[Any]:
+    """Of the finite values of each tensor, if it has some."""
+    from torch.utils.tensorboard.summary import histogram
+
+    for name, tensor in tensors.items():
+        values = _local(tensor).detach()
+        values = (torch.view_as_real(values) if values.is_complex() else values).float().cpu().flatten()
+        values = values[values.isfinite()]
+        if len(values):
+            yield histogram(f"{group}/{name}", values.numpy(), _BINS)  # type: ignore[no-untyped-call]

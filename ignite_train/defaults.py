@@ -5,19 +5,23 @@ Handlers are imported where they are attached, so that importing the package sta
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ignite.engine import Engine, Events
 
-from ignite_train.arguments import describe, did_you_mean, positive_int
+from ignite_train.arguments import describe, did_you_mean, one_of, positive_int
+from ignite_train.ranks import collectives
 from ignite_train.trainer import Trainer
 
 if TYPE_CHECKING:
     from ignite_train.handlers import JsonLines, ProgressLog, TensorBoard, TrainingMetrics
 
 __all__ = ["Defaults", "attach_defaults"]
+
+_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 
 class Defaults(NamedTuple):
@@ -44,6 +48,8 @@ def attach_defaults(
     every: int = 50,
     config: Mapping[str, Any] | None = None,
     leave_out: Collection[str] = (),
+    log_level: str | None = None,
+    log_on_all_ranks: bool = False,
 ) -> Defaults:
     """Attaches what shows a run: `TrainingMetrics`, `ProgressLog`, `JsonLines` and `TensorBoard`.
 
@@ -58,13 +64,17 @@ def attach_defaults(
         every: updates between two lines, and between two points.
         config: the hyper-parameters, for TensorBoard; see `TensorBoard`.
         leave_out: names of `Defaults` that are not attached, such as `("tensorboard",)`.
+        log_level: the least that the library's logger `"ignite_train"` lets through: `"DEBUG"`, `"INFO"`, `"WARNING"` or
+            `"ERROR"`. Where the program has not set up Python's logging, messages then go to standard error. None leaves
+            logging as it is.
+        log_on_all_ranks: whether this holds on all ranks, or on rank 0, while the others let errors alone through.
 
     Returns:
         The handlers, by name.
 
     Raises:
         TypeError: an argument is of the wrong type.
-        ValueError: `every` is below 1, or `leave_out` has an unknown name.
+        ValueError: `every` is below 1, `leave_out` has an unknown name, or `log_level` is another one.
 
     Example:
         >>> import tempfile
@@ -96,7 +106,15 @@ def attach_defaults(
     for name in leave_out:
         if name not in made:
             raise ValueError(f"leave_out must have names among {', '.join(made)}, got {name!r}{did_you_mean(name, made)}")
+    if log_level is not None:
+        _set_log_level(one_of("log_level", log_level, _LEVELS), on_all_ranks=log_on_all_ranks)
     attached = {name: handler for name, handler in made.items() if name not in leave_out}
     for handler in attached.values():
         handler.attach(trainer, event, evaluator=evaluator)
     return Defaults(**attached)
+
+
+def _set_log_level(level: str, *, on_all_ranks: bool) -> None:
+    logging.basicConfig(format="%(levelname)s %(message)s")  # does nothing where the program has set up logging
+    shown = level if on_all_ranks or collectives.is_main_rank() else "ERROR"
+    logging.getLogger("ignite_train").setLevel(shown)

@@ -32,10 +32,10 @@ from ignite_train.ranks import collectives
 from ignite_train.ranks.messages import Piggyback
 from ignite_train.trainer import Trainer
 
-__all__ = ["AveragingHandler", "Handler", "PiggybackHandler", "RecordingHandler", "ScoreHandler"]
+__all__ = ["EVERY_50", "AveragingHandler", "Handler", "PiggybackHandler", "RecordingHandler", "ScoreHandler"]
 
 _logger = logging.getLogger("ignite_train")
-_EVERY_50 = every(50, Events.ITERATION_COMPLETED)
+EVERY_50 = every(50, Events.ITERATION_COMPLETED)
 
 
 class Handler(Attachable):
@@ -253,7 +253,7 @@ class RecordingHandler(Handler):
     def attach(
         self,
         trainer: Trainer,
-        event: Event = _EVERY_50,
+        event: Event = EVERY_50,
         *,
         evaluator: Engine | None = None,
         tag: str = "validation",

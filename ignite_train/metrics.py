@@ -25,7 +25,10 @@ _SECONDS = (
     *("handler_seconds", "optimizer_seconds", "reduction_seconds", "update_seconds"),
 )
 _MEMORY = ("host_memory", "memory_allocated", "memory_peak", "memory_reserved")
-_OF_THE_CLOCK = ("data_wait", "model_flop_utilisation", "samples_per_second", "time_to_go", "updates_per_second")
+_OF_THE_CLOCK = (
+    *("data_wait", "model_flop_utilisation", "samples_per_second", "slowest_rank", "slowest_to_median"),
+    *("time_to_go", "updates_per_second"),
+)
 _WALLS = ("train_wall", "wall")
 _BY_LAYER = ("layer_grad_norm", "layer_weight_norm", "update_ratio")
 _PER_SECOND = "_per_second"

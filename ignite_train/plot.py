@@ -64,12 +64,13 @@ def read_curves(run: str | Path) -> dict[str, Curve]:
     return curves
 
 
-def plot_runs(runs: Mapping[str, Mapping[str, Curve]], output: str | Path) -> list[str]:
+def plot_runs(runs: Mapping[str, Mapping[str, Curve]], output: str | Path, metrics: Sequence[str] | None = None) -> list[str]:
     """Draws loss, learning rate, gradient norm and throughput of runs over the update, each run in its own colour.
 
     Args:
         runs: the curves of each run by its label; see `read_curves`.
         output: the picture; its ending, such as `.png` or `.svg`, says its format.
+        metrics: grouped names of metrics, or groups such as `"validation"`, that are drawn instead, each in a panel.
 
     Returns:
         The titles of the panels, which are those for which there is a curve.
@@ -80,9 +81,10 @@ def plot_runs(runs: Mapping[str, Mapping[str, Curve]], output: str | Path) -> li
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    panels = [panel for panel in _PANELS if any(True for curves in runs.values() for _ in _drawn(panel, curves))]
+    wanted = _PANELS if metrics is None else [_Panel(name, (name,), is_logarithmic="norm" in name) for name in metrics]
+    panels = [panel for panel in wanted if any(True for curves in runs.values() for _ in _drawn(panel, curves))]
     if not panels:
-        known = ", ".join(name for panel in _PANELS for name in panel.names)
+        known = ", ".join(name for panel in wanted for name in panel.names)
         raise ValueError(f"the logs must have one of the metrics {known}; attach TrainingMetrics to the run")
     columns = min(2, len(panels))
     figure = Figure(figsize=(6.4 * columns, 3.6 * math.ceil(len(panels) / columns)), layout="constrained")
@@ -103,11 +105,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m ignite_train.plot", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("run", nargs="+", type=Path, help="directory of a run with the file that JsonLines wrote, or that file")
     parser.add_argument("--output", type=Path, help="the picture, .png or .svg; without it curves.png beside the first log")
+    parser.add_argument(
+        "--metric",
+        action="append",
+        help="a metric or a group, such as speed/data_wait or validation, drawn instead of the usual ones; may be given again",
+    )
     given = parser.parse_args(arguments)
     try:
         output = given.output or _log_of(given.run[0]).parent / "curves.png"
         runs = {str(run): read_curves(run) for run in given.run}
-        titles = plot_runs(runs, output)
+        titles = plot_runs(runs, output, given.metric)
     except ImportError:
         print("drawing needs matplotlib: pip install 'ignite-train[plot]'", file=sys.stderr)  # noqa: T201
         return 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,36 @@ def test_parts_can_be_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str
         train(None)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("rank", "options", "heard"),
+    [
+        (0, {}, ["warning", "error"]),
+        (0, {"log_level": "INFO"}, ["info", "warning", "error"]),
+        (0, {"log_level": "ERROR"}, ["error"]),
+        (1, {"log_level": "INFO"}, ["error"]),
+        (1, {"log_level": "INFO", "log_on_all_ranks": True}, ["info", "warning", "error"]),
+    ],
+    ids=["as-it-is", "info", "error", "another-rank", "all-ranks"],
+)
+def test_what_is_logged_is_a_setting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, options: dict[str, Any], heard: list[str]
+) -> None:
+    """The level, and whether other ranks than the first say more than errors."""
+    logger, records = logging.getLogger("ignite_train"), []
+    monkeypatch.setattr(logger, "level", logging.NOTSET)
+    monkeypatch.setattr("ignite_train.ranks.collectives.is_main_rank", lambda: rank == 0)
+    monkeypatch.setattr(logging, "basicConfig", lambda **_: None)
+    monkeypatch.setattr(logging.getLogger("ignite_train.handlers.mine"), "handle", lambda record: records.append(record.msg))
+    logger.manager._clear_cache()  # type: ignore[attr-defined]
+    model = cuts.linear()
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.05), cuts.forward)
+    attach_defaults(trainer, directory=tmp_path, leave_out=("progress", "tensorboard"), **options)
+    for level in ("info", "warning", "error"):
+        getattr(logging.getLogger("ignite_train.handlers.mine"), level)(level)
+    logger.setLevel(logging.NOTSET)
+    assert records == heard
+
+
 def test_the_directory_has_a_name() -> None:
     """As it is shown in the first line that a user reads."""
     parameters = inspect.signature(attach_defaults).parameters
@@ -135,6 +166,15 @@ def test_a_picture_of_two_runs(tmp_path: Path, ending: str, capsys: pytest.Captu
     assert len(content) > 10_000
     assert main([str(tmp_path / "first")]) == 0
     assert (tmp_path / "first/curves.png").exists()
+
+
+def test_other_metrics_are_drawn_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By name or by group; one that the log does not have is named."""
+    train(tmp_path, leave_out=("progress", "tensorboard"))
+    assert main([str(tmp_path), "--metric", "speed/data_wait", "--metric", "validation", "--metric", "none"]) == 0
+    assert capsys.readouterr().out.split()[1:] == ["speed/data_wait,", "validation"]
+    assert main([str(tmp_path), "--metric", "none"]) == 1
+    assert "must have one of the metrics none" in capsys.readouterr().err
 
 
 def test_what_is_drawn(tmp_path: Path) -> None:

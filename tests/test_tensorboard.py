@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import errno
+import io
+import math
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from ignite.engine import Events
+from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator as PluginEvents
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 from tensorboard.util.tensor_util import make_ndarray
 
 import cuts
-from ignite_train import Evaluator, Trainer, create_evaluator, create_trainer
+from ignite_train import Evaluator, Trainer, TrainEvents, UpdateOptions, create_evaluator, create_trainer
 from ignite_train.handlers import Checkpoint, TensorBoard, TrainingMetrics, Validation
 from ignite_train.metrics import TIMED_METRICS
+from ranks import run_ranks
 
 DATA = cuts.cut(cuts.samples(), [4, 12, 7, 9, 16, 16])  # six micro-batches
 EVERY = Events.ITERATION_COMPLETED
@@ -127,6 +133,121 @@ def test_the_end_of_the_run_is_there(tmp_path: Path) -> None:
     assert steps(load(tmp_path), "train/loss") == [2, 4, 5]
 
 
+# --- histograms and samples ---
+
+
+def test_histograms_are_those_of_the_update(tmp_path: Path) -> None:
+    """Weights after the update, the mean gradient before clipping, and the change between them; in the updates asked for."""
+    trainer, _ = make()
+    model: Any = trainer._stateful_parts["model"]
+    expected: list[dict[str, torch.Tensor]] = []
+
+    @trainer.on(TrainEvents.GRADIENTS_READY(every=3))
+    def before(trainer: Trainer) -> None:
+        expected.append({"gradients": trainer.gradients()["weight"], "before": model.weight.detach().clone()})
+
+    @trainer.on(EVERY(every=3))
+    def after() -> None:
+        expected[-1]["weights"] = model.weight.detach().clone()
+        expected[-1]["updates"] = expected[-1]["weights"] - expected[-1].pop("before")
+
+    TensorBoard(tmp_path, histograms=3).attach(trainer, EVERY(every=2))
+    trainer.run(DATA, max_epochs=1)
+    events = EventAccumulator(str(tmp_path), {"histograms": 0})
+    events.Reload()
+    for group in ("weights", "gradients", "updates"):
+        found = events.Histograms(f"{group}/weight")
+        assert [point.step for point in found] == [3, 6]
+        for point, tensors in zip(found, expected, strict=True):
+            shown, values = point.histogram_value, tensors[group].double()
+            numbers = (values.numel(), values.min().item(), values.max().item(), values.sum().item())
+            assert (shown.num, shown.min, shown.max, shown.sum) == pytest.approx(numbers, rel=1e-5, abs=1e-7)
+            assert sum(shown.bucket) == values.numel()
+    assert {tag.partition("/")[2] for tag in events.Tags()["histograms"]} == {"weight", "bias"}
+
+
+def test_without_histograms_nothing_stands_before_the_step(tmp_path: Path) -> None:
+    """A handler of GRADIENTS_READY would keep an accelerator from queueing it."""
+    trainer, _ = make()
+    TensorBoard(tmp_path).attach(trainer)
+    assert not trainer._has_handlers(TrainEvents.GRADIENTS_READY)
+
+
+def test_a_histogram_leaves_out_what_is_not_finite(tmp_path: Path) -> None:
+    """And the run continues."""
+    trainer, _ = make()
+    model: Any = trainer._stateful_parts["model"]
+
+    @trainer.on(EVERY(once=6))  # before the histogram is made
+    def spoil() -> None:
+        with torch.no_grad():
+            model.weight[0, 0] = math.nan
+            model.bias.fill_(math.inf)
+
+    TensorBoard(tmp_path, histograms=6).attach(trainer)
+    trainer.run(DATA, max_epochs=1)
+    events = EventAccumulator(str(tmp_path), {"histograms": 0})
+    events.Reload()
+    assert events.Histograms("weights/weight")[0].histogram_value.num == model.weight.numel() - 1
+    assert "weights/bias" not in events.Tags()["histograms"]
+
+
+def test_samples_are_shown(tmp_path: Path) -> None:
+    """Texts and images, at the update of their event."""
+    trainer, _ = make()
+    tensorboard = TensorBoard(tmp_path)
+    tensorboard.attach(trainer, EVERY(every=2))
+    picture = torch.arange(64.0).view(1, 8, 8) / 64
+    tensorboard.show(trainer, lambda: {"samples/text": "once upon a time", "samples/digit": picture}, EVERY(every=4))
+    trainer.run(DATA, max_epochs=2)
+    events = EventAccumulator(str(tmp_path), {"tensors": 0, "images": 0})
+    events.Reload()
+    texts = events.Tensors("samples/text/text_summary")
+    assert [text.step for text in texts] == [4, 8, 12]
+    assert make_ndarray(texts[0].tensor_proto).item() == b"once upon a time"
+    (image, *_) = events.Images("samples/digit")
+    assert (image.step, image.width, image.height) == (4, 8, 8)
+    pixels = torch.from_numpy(np.asarray(Image.open(io.BytesIO(image.encoded_image_string)).convert("L")).copy())
+    assert torch.equal(pixels, (picture[0] * 255).to(torch.uint8))
+
+
+@pytest.mark.parametrize("sample", [3, torch.zeros(8, 8), torch.zeros(2, 8, 8)], ids=["number", "matrix", "channels"])
+def test_a_sample_is_a_text_or_an_image(tmp_path: Path, sample: Any) -> None:
+    """One line says what it is instead."""
+    trainer, _ = make()
+    TensorBoard(tmp_path).show(trainer, lambda: {"mine": sample}, EVERY)
+    with pytest.raises(TypeError, match=r"samples must give texts, or images .*'mine'"):
+        trainer.run(DATA, max_epochs=1)
+
+
+def of_a_rank(directory: Path) -> list[int]:
+    """A sample needs a collective of all ranks."""
+    model, called = cuts.linear(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    trainer = create_trainer(model, optimizer, cuts.forward, options=UpdateOptions(reduction="explicit"))
+
+    def sample() -> dict[str, str]:
+        called.append(trainer.state.iteration)
+        total = torch.ones(())
+        torch.distributed.all_reduce(total)
+        return {"ranks": f"{total:.0f}"}
+
+    tensorboard = TensorBoard(directory)
+    tensorboard.attach(trainer)
+    tensorboard.show(trainer, sample, EVERY(every=3))
+    trainer.run(DATA, max_epochs=1)
+    return called
+
+
+@pytest.mark.slow
+def test_samples_are_made_on_all_ranks(tmp_path: Path) -> None:
+    """And written by the first alone."""
+    assert run_ranks(of_a_rank, tmp_path) == [[3, 6], [3, 6]]
+    (text, _) = load(tmp_path).Tensors("ranks/text_summary")
+    assert make_ndarray(text.tensor_proto).item() == b"2"
+    assert len([*tmp_path.iterdir()]) == 1
+
+
 # --- resumption ---
 
 
@@ -139,15 +260,25 @@ def shown(directory: Path) -> dict[str, Any]:
     events = load(directory)
     tags = [tag for tag in events.Tags()["scalars"] if tag.rpartition("/")[2] not in TIMED_METRICS]
     points: dict[str, Any] = {tag: [(point.step, point.value) for point in events.Scalars(tag)] for tag in tags}
-    texts = {tag: [tensor.step for tensor in events.Tensors(tag)] for tag in events.Tags()["tensors"]}
-    texts["custom_scalars__config__"] = texts["custom_scalars__config__"][:1]  # TensorBoard looks at the first
-    return points | texts
+    return points | others(directory)
+
+
+def others(directory: Path) -> dict[str, Any]:
+    """The updates of texts, images, histograms and charts, as TensorBoard itself reads them."""
+    events = PluginEvents(str(directory), {"tensors": 0})
+    events.Reload()
+    scalars = {*load(directory).Tags()["scalars"]}
+    found = {tag: [tensor.step for tensor in events.Tensors(tag)] for tag in {*events.Tags()["tensors"]} - scalars}
+    found["custom_scalars__config__"] = found.get("custom_scalars__config__", [])[:1]  # TensorBoard looks at the first
+    return found
 
 
 def train(directory: Path, *, every: int, killed_at: Any = None) -> None:
     """Two epochs of six updates with points at every update and after each epoch; flushes what it wrote when it is killed."""
     trainer, evaluator = make()
-    TensorBoard(directory / "points").attach(trainer, EVERY(every=1), evaluator=evaluator)
+    tensorboard = TensorBoard(directory / "points", histograms=2)
+    tensorboard.attach(trainer, EVERY(every=1), evaluator=evaluator)
+    tensorboard.show(trainer, lambda: {"guess": "cat", "digit": torch.rand(1, 8, 8)}, EVERY(every=3))
     TrainingMetrics().attach(trainer, EVERY(every=1))
     Checkpoint(directory / "checkpoints", every=every, asynchronous=False).attach(trainer)
     if killed_at is not None:
@@ -181,6 +312,8 @@ def test_each_point_is_shown_once_when_a_run_resumes(tmp_path: Path, every: int,
     expected = shown(tmp_path / "whole/points")
     assert [step for step, _ in expected["train/loss"]] == [*range(1, 13)]
     assert [step for step, _ in expected["validation/loss"]] == [6, 12]
+    assert expected["digit"] == expected["guess/text_summary"] == [3, 6, 9, 12]
+    assert expected["gradients/weight"] == expected["weights/bias"] == expected["updates/bias"] == [2, 4, 6, 8, 10, 12]
     train(tmp_path / "killed", every=every, killed_at=killed_at)
     train(tmp_path / "killed", every=every)
     assert shown(tmp_path / "killed/points") == expected

@@ -5,8 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
-__all__ = ["SECTIONS", "Sections"]
+import torch
+
+__all__ = ["RANGES", "SECTIONS", "Sections"]
 
 SECTIONS = ("data", "forward", "backward", "reduction", "optimizer", "handler", "evaluation", "checkpoint")
 """The sections of a run, of which exactly one is under way at each moment:
@@ -59,11 +62,18 @@ class Sections:
         if self._close_range is not None:
             self._close_range()
             self._close_range = None
-        if self.open_range is not None and section is not None:
-            self._close_range = self.open_range(section)
         for listener in self.listeners:
             listener(before, section)
+        if self.open_range is not None and section is not None:
+            self._close_range = self.open_range(section)
         return before
+
+    def set_ranges(self, open_range: Callable[[str], Callable[[], None]] | None) -> None:
+        """Has the sections that begin from here on named in a profile, or, with None, no longer; ends a range that is open."""
+        if self._close_range is not None:
+            self._close_range()
+            self._close_range = None
+        self.open_range = open_range
 
     @contextmanager
     def within(self, section: str) -> Iterator[None]:
@@ -80,3 +90,18 @@ class Sections:
         if self.current is not None:
             seconds[self.current] += now - self._since
         return seconds
+
+
+def _record_function(name: str) -> Callable[[], None]:
+    block: Any = torch.profiler.record_function(name)
+    block.__enter__()
+    return lambda: block.__exit__(None, None, None)
+
+
+def _nvtx(name: str) -> Callable[[], None]:
+    handle = torch.cuda.nvtx.range_start(name)
+    return lambda: torch.cuda.nvtx.range_end(handle)
+
+
+RANGES: dict[str, Callable[[str], Callable[[], None]]] = {"record_function": _record_function, "nvtx": _nvtx}
+"""What opens a range of a profile, by its kind; what it returns closes the range."""

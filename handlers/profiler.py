@@ -1,0 +1,190 @@
+"""A trace of a few updates by torch's profiler."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+from ignite.engine import Events, RemovableEventHandle
+
+from ignite_train.arguments import describe, positive_int
+from ignite_train.handler import Handler
+from ignite_train.loop.sections import RANGES, Sections
+from ignite_train.ranks import collectives
+from ignite_train.trainer import Trainer
+
+__all__ = ["Profiler"]
+
+_logger = logging.getLogger(__name__)
+
+
+class Profiler(Handler):
+    """Runs `torch.profiler` over a few updates, and writes a trace for ui.perfetto.dev or chrome://tracing.
+
+    The trace shows the sections of the update (data, forward, backward, reduction, optimizer, handler, ...) around what torch
+    did in them, and the sections of a `StepTimer`. It is written when the last of the updates is over, as
+    `updates-11-to-13.rank-0.trace.json.gz`; a run that ends before that, also by an exception, writes what there is of it. In
+    all other updates the handler compares a number. Updates that are profiled are slower.
+
+    Args:
+        directory: where the traces go. It is made.
+        updates: which updates, in a row: `range(11, 14)` are 11, 12 and 13.
+        ranks: on which ranks.
+        warm_up: how many updates before the first run with the profiler on, and are not in the trace: the first ones with a
+            profiler are slower than the others.
+        options: of `torch.profiler.profile`, such as `with_stack=True` and `profile_memory=True`.
+
+    Attributes:
+        traces: the files that were written.
+
+    Raises:
+        TypeError: an argument is of the wrong type.
+        ValueError: `updates` is empty, has gaps, or begins before 1, or an option is one that the handler sets itself.
+
+    Example:
+        >>> import tempfile
+        >>> import torch
+        >>> from ignite_train import create_trainer
+        >>> from ignite_train.handlers import Profiler
+        >>> model = torch.nn.Linear(3, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> trainer = create_trainer(model, optimizer, lambda model, x: model(x).square().mean())
+        >>> profiler = Profiler(tempfile.mkdtemp(), updates=range(3, 5))
+        >>> handle = profiler.attach(trainer)
+        >>> state = trainer.run([torch.ones(2, 3)] * 6, max_epochs=1)
+        >>> [path.name for path in profiler.traces]
+        ['updates-3-to-4.rank-0.trace.json.gz']
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        *,
+        updates: range = range(11, 14),
+        ranks: Collection[int] = (0,),
+        warm_up: int = 1,
+        **options: Any,
+    ) -> None:
+        if not isinstance(directory, (str, Path)):
+            raise TypeError(f"directory must be a path, got {describe(directory)}")
+        if not isinstance(updates, range):
+            raise TypeError(f"updates must be a range, got {describe(updates)}; updates 11 to 13 are range(11, 14)")
+        if len(updates) == 0 or updates.step != 1 or updates.start < 1:
+            raise ValueError(
+                f"updates must be a range of updates in a row from 1 on, got {updates}; 11 to 13 are range(11, 14)"
+            )
+        if own := {"schedule", "on_trace_ready"} & {*options}:
+            raise ValueError(f"options must not have {own.pop()!r}, which follows from updates and directory")
+        self.directory, self.updates, self.ranks = Path(directory), updates, tuple(ranks)
+        self.warm_up = 0 if warm_up == 0 else positive_int("warm_up", warm_up)
+        self.traces: list[Path] = []
+        self._options = options
+        self._profile: torch.profiler.profile | None = None  # while it runs
+        self._sections: Sections | None = None
+        self._next: int | None = None  # the update whose range is still to be opened
+        self._close_range: Callable[[], None] | None = None  # of the update
+        self._first = self._latest = 0  # of the updates that are recorded
+
+    def attach(self, trainer: Trainer) -> RemovableEventHandle | None:
+        """Profiles the updates of `trainer`, on the chosen ranks. All ranks may call it."""
+        if collectives.rank() not in self.ranks:
+            return None
+        self._sections = trainer._measured()
+        trainer.on_enter.append(self._begin)
+        trainer.on_exit.append(self._stop)
+        return trainer.append_event_handler(Events.ITERATION_COMPLETED, self)
+
+    def __call__(self, trainer: Trainer) -> None:
+        """Begins or ends the profile where it is due, after all else that happens in the update."""
+        update = trainer.state.iteration
+        if self._profile is not None:
+            self._step(update)
+        elif update + 1 == max(self.updates.start - self.warm_up, 1):
+            self._start(update)
+
+    # --- one profile ------------------------------------------------------------------------------------------------------
+
+    def _begin(self, trainer: Trainer) -> None:
+        """Starts where a run begins with an update of the profile, or of its warm-up."""
+        update = trainer.state.iteration
+        if update + 1 in range(max(self.updates.start - self.warm_up, 1), self.updates.stop):
+            self._start(update)
+
+    def _start(self, update: int) -> None:
+        """Starts the profiler between `update` and the next."""
+        assert self._sections is not None  # noqa: S101  # attached
+        self._first = max(self.updates.start, update + 1)
+        schedule = _schedule(self._first - update - 1, self.updates.stop - update - 2)
+        self._profile = torch.profiler.profile(schedule=schedule, on_trace_ready=self._write, **self._options)
+        self._profile.record_steps = False  # they are counted from 0; an update has a range of its own
+        self._profile.start()
+        self._sections.listeners.append(self._open_range)
+        self._expect(update + 1)
+
+    def _step(self, update: int) -> None:
+        self._latest = update
+        if update + 1 >= self.updates.stop:
+            self._stop()
+            return
+        assert self._profile is not None  # noqa: S101  # it runs
+        self._end_ranges()
+        self._profile.step()
+        self._expect(update + 1)
+
+    def _stop(self) -> None:
+        """Ends the profile, which writes its trace unless it has recorded nothing yet."""
+        if self._profile is None:
+            return
+        assert self._sections is not None  # noqa: S101  # attached
+        self._end_ranges()
+        self._sections.listeners = [listener for listener in self._sections.listeners if listener != self._open_range]
+        profile, self._profile = self._profile, None
+        profile.stop()
+
+    def _expect(self, update: int) -> None:
+        """Has the next section that begins open the range of `update`."""
+        assert self._sections is not None  # noqa: S101  # attached
+        self._next = update
+        self._sections.set_ranges(RANGES["record_function"])
+
+    def _open_range(self, _before: str | None, section: str | None) -> None:
+        if self._next is not None and section in ("data", "forward"):
+            self._close_range, self._next = RANGES["record_function"](f"update {self._next}"), None
+
+    def _end_ranges(self) -> None:
+        """Ends that of the section and that of the update around it."""
+        assert self._sections is not None  # noqa: S101  # attached
+        self._sections.set_ranges(None)
+        if self._close_range is not None:
+            self._close_range()
+        self._close_range = self._next = None
+
+    def _write(self, profile: torch.profiler.profile) -> None:
+        updates = f"updates-{self._first}-to-{max(self._latest, self._first)}"
+        path = self.directory / f"{updates}.rank-{collectives.rank()}.trace.json.gz"
+        unfinished = path.with_name(f".unfinished.{path.name}")
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            profile.export_chrome_trace(str(unfinished))
+            unfinished.replace(path)
+        except OSError as error:
+            _logger.warning(f"the trace {path} could not be written ({error})")
+            return
+        self.traces.append(path)
+
+
+def _schedule(first: int, last: int) -> Callable[[int], torch.profiler.ProfilerAction]:
+    """Records the updates from `first` to `last`, counted from the one in which the profiler starts.
+
+    Torch's own schedule warns where there is no warm-up.
+    """
+
+    def action(number: int) -> torch.profiler.ProfilerAction:
+        if number < first:
+            return torch.profiler.ProfilerAction.WARMUP
+        return torch.profiler.ProfilerAction.RECORD if number < last else torch.profiler.ProfilerAction.RECORD_AND_SAVE
+
+    return action

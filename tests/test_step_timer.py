@@ -1,0 +1,339 @@
+"""StepTimer: sections of the update and of the user, on host and device, with percentiles and the slowest rank."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import ignite.distributed as idist
+import pytest
+import torch
+from ignite.engine import Events
+from torch import nn
+
+import cuts
+from ignite_train import Trainer, TrainEvents, UpdateOptions, count_traffic, create_evaluator, create_trainer
+from ignite_train.device.event_times import EventTimes
+from ignite_train.handlers import Profiler, StepTimer, TrainingMetrics, Validation
+from ignite_train.loop.sections import SECTIONS
+from ranks import run_ranks
+
+DATA = cuts.cut(cuts.samples(), [4, 12, 7, 9, 16, 16])  # six micro-batches
+EVERY = Events.ITERATION_COMPLETED
+
+
+class Clock:
+    """Time that moves only when somebody takes it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
+
+    def take(self, seconds: float) -> None:
+        self.now += seconds
+
+    def loader(self, seconds: float) -> Iterator[Any]:
+        for batch in DATA:
+            self.take(seconds)
+            yield batch
+
+
+def make(forward: Any = cuts.forward, **options: Any) -> Trainer:
+    model = cuts.linear()
+    return create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.05), forward, **options)
+
+
+def test_percentiles_of_the_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward takes 1, 2, ..., 6 seconds; percentiles are interpolated; sections of the user are parts of forward."""
+    clock, timer = Clock(monkeypatch), StepTimer()
+
+    def forward(model: nn.Module, micro_batch: Any) -> Any:
+        number = trainer.state.iteration
+        with timer.section("outer"):
+            clock.take(number / 4)
+            with timer.section("inner"):
+                clock.take(number / 4)
+            with timer.section("inner"):
+                clock.take(number / 4)
+        clock.take(number / 4)
+        return cuts.forward(model, micro_batch)
+
+    trainer = make(forward)
+    timer.attach(trainer, EVERY(every=2))
+    trainer.run(clock.loader(3.0), max_epochs=1)
+    summary = timer.summary()
+    assert {*summary} == {"data", "forward", "outer", "outer/inner"}
+    assert summary["forward"] == pytest.approx((6, 3.5, 3.5, 5.5, 5.95, 6.0))
+    assert summary["outer"] == pytest.approx((6, *(0.75 * value for value in (3.5, 3.5, 5.5, 5.95, 6.0))))
+    assert summary["outer/inner"].maximum == pytest.approx(3.0)
+    assert summary["data"] == pytest.approx((6, 3, 3, 3, 3, 3))
+
+
+def test_only_the_latest_updates_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as `window` says."""
+    clock, timer = Clock(monkeypatch), StepTimer(window=2)
+    trainer = make(lambda model, micro_batch: (clock.take(float(trainer.state.iteration)), cuts.forward(model, micro_batch))[1])
+    timer.attach(trainer)
+    trainer.run(DATA, max_epochs=1)
+    assert timer.summary()["forward"] == pytest.approx((2, 5.5, 5.5, 5.9, 5.99, 6.0))
+
+
+def test_an_exception_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in the sections of the user and not in those of the update; the next run measures its own updates only."""
+    clock, timer, failures = Clock(monkeypatch), StepTimer(), [RuntimeError("once")]
+
+    def forward(model: nn.Module, micro_batch: Any) -> Any:
+        with timer.section("outer"), timer.section("inner"):
+            clock.take(5.0)
+            if failures:
+                raise failures.pop()
+        return cuts.forward(model, micro_batch)
+
+    trainer = make(forward)
+    timer.attach(trainer)
+    with pytest.raises(RuntimeError, match="once"):
+        trainer.run(DATA, max_epochs=1)
+    clock.take(1000.0)
+    with timer.section("outside of a run"):
+        clock.take(1000.0)
+    trainer.run(DATA, max_epochs=1)
+    summary = timer.summary()
+    assert {name: times[:2] for name, times in summary.items()} == dict.fromkeys(("forward", "outer", "outer/inner"), (6, 5.0))
+
+
+def test_evaluation_is_a_section(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without being told which evaluator: `Validation` marks it."""
+    clock, timer = Clock(monkeypatch), StepTimer()
+    trainer = make()
+    evaluator = create_evaluator(
+        trainer._stateful_parts["model"],  # type: ignore[arg-type]
+        lambda model, micro_batch: (clock.take(1.0), cuts.forward(model, micro_batch))[1],
+    )
+    Validation(evaluator, DATA).attach(trainer, EVERY(every=3))
+    timer.attach(trainer)
+    trainer.run(DATA, max_epochs=2)
+    assert timer.summary()["evaluation"].mean == pytest.approx(6.0 * 3 / 12), "that of update 12 is after the last update"
+
+
+def test_an_empty_report_is_empty() -> None:
+    """Before the first update there is no table; after it, one line for each section."""
+    timer, trainer = StepTimer(), make()
+    assert (timer.table(), timer.summary()) == ("", {})
+    timer.attach(trainer)
+    trainer.run(DATA, max_epochs=1)
+    head, *rows = timer.table().splitlines()
+    assert head.split() == ["ms", "an", "update", "mean", "p50", "p90", "p99", "max"]
+    assert {"data", "forward", "backward", "reduction", "optimizer"} <= {row.split()[0] for row in rows} <= {*SECTIONS}
+
+
+def test_a_detached_timer_measures_nothing_more() -> None:
+    """What it has measured stays."""
+    timer, trainer = StepTimer(ranges="record_function"), make()
+    timer.attach(trainer)
+    trainer.run(DATA, max_iters=4)
+    timer.detach(trainer)
+    trainer.run(DATA, max_iters=9)
+    assert timer.summary()["forward"].updates == 4
+    assert trainer._measured().open_range is None
+
+
+def test_nothing_is_attached_inside_the_update() -> None:
+    """A handler of these events would keep an accelerator from queueing its step; nothing reads or reduces either."""
+    trainer = make()
+    StepTimer().attach(trainer)
+    TrainingMetrics().attach(trainer)
+    assert trainer._sections is not None
+    bare = make()
+    for event in {*TrainEvents} - {TrainEvents.STEP_COMPLETED, TrainEvents.STEP_SKIPPED}:
+        assert len(trainer._entries(event)) == len(bare._entries(event))
+    with count_traffic() as traffic:
+        trainer.run(DATA, max_epochs=1)
+    with count_traffic() as expected:
+        bare.run(DATA, max_epochs=1)
+    assert bare._sections is None
+    assert (len(traffic.collectives), len(traffic.host_reads)) == (0, len(expected.host_reads))
+
+
+# --- ranges in the profiles of others ---
+
+
+class Nvtx:
+    """Takes note of the ranges that are open."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.open: dict[int, str] = {}
+        self.seen: list[str] = []
+        monkeypatch.setattr(torch.cuda.nvtx, "range_start", self.start)
+        monkeypatch.setattr(torch.cuda.nvtx, "range_end", lambda handle: self.open.pop(handle))
+
+    def start(self, name: str) -> int:
+        self.seen.append(name)
+        self.open[len(self.seen)] = name
+        return len(self.seen)
+
+
+def test_ranges_of_nvtx_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One section at a time, the user's inside it; all of them also when forward fails."""
+    nvtx, timer, depth = Nvtx(monkeypatch), StepTimer(ranges="nvtx"), []
+
+    def forward(model: nn.Module, micro_batch: Any) -> Any:
+        with timer.section("mine"):
+            depth.append([*nvtx.open.values()])
+            if trainer.state.iteration == 2:
+                raise RuntimeError("broken")
+        return cuts.forward(model, micro_batch)
+
+    trainer = make(forward)
+    timer.attach(trainer)
+    with pytest.raises(RuntimeError, match="broken"):
+        trainer.run(DATA, max_epochs=1)
+    assert depth == [["forward", "mine"]] * 2
+    assert nvtx.open == {}
+    assert nvtx.seen[-3:] == ["forward", "forward", "mine"], "the group, its first micro-batch"
+    assert {"data", "backward", "reduction", "optimizer", "handler"} <= {*nvtx.seen}
+
+
+# --- the device ---
+
+
+class FakeEvent:
+    """An event of a device whose clock and whose progress the test sets."""
+
+    now: ClassVar[float] = 0.0
+    reached: ClassVar[float] = 0.0
+    made: ClassVar[int] = 0
+
+    def __init__(self) -> None:
+        FakeEvent.made += 1
+
+    def record(self) -> None:
+        FakeEvent.now += 1.0
+        self.at = FakeEvent.now
+
+    def query(self) -> bool:
+        return self.at <= FakeEvent.reached
+
+    def elapsed_time(self, end_event: Any) -> float:
+        assert end_event.query(), "the device has not got there"
+        return float(end_event.at - self.at) * 1e3
+
+
+@pytest.fixture
+def device() -> EventTimes:
+    FakeEvent.now = FakeEvent.reached = 0.0
+    FakeEvent.made = 0
+    return EventTimes(FakeEvent)
+
+
+def test_events_are_read_when_the_device_has_got_there(device: EventTimes) -> None:
+    """In the order of the updates, and not before; events are used again."""
+    device.mark("data")
+    for _ in range(3):
+        device.mark("forward")
+        end = device.span("mine")
+        device.mark("backward")
+        end()
+        device.mark("forward")
+        device.end_update("handler")
+    assert device.drain() == []
+    FakeEvent.reached = 7.0  # the end of the first update
+    assert device.drain() == [{"data": 1.0, "forward": 3.0, "backward": 2.0, "mine": 2.0}]
+    FakeEvent.reached = FakeEvent.now
+    assert device.drain() == [{"handler": 1.0, "forward": 3.0, "backward": 2.0, "mine": 2.0}] * 2
+    made = FakeEvent.made
+    device.mark("forward")
+    device.end_update("handler")
+    assert FakeEvent.made == made
+
+
+def test_what_waits_is_bounded(device: EventTimes) -> None:
+    """A device that is far behind costs times and not memory."""
+    for _ in range(1000):
+        device.mark("forward")
+        device.end_update("handler")
+    assert device.num_lost == 1000 - 64
+    assert FakeEvent.made < 64 * 4 + 10
+    FakeEvent.reached = FakeEvent.now
+    assert len(device.drain()) == 64
+
+
+def test_the_timer_has_the_times_of_the_device(monkeypatch: pytest.MonkeyPatch, device: EventTimes) -> None:
+    """Beside those of the host, once the device has got there."""
+    monkeypatch.setattr("ignite_train.handlers.step_timer.event_maker", lambda _: FakeEvent)
+    trainer, timer = make(accumulation_steps=3), StepTimer(window=1)
+    timer.attach(trainer)
+    trainer.run(DATA, max_epochs=1)
+    assert timer.summary(device=True) == {}
+    FakeEvent.reached = FakeEvent.now
+    times = timer.summary(device=True)
+    assert {name: (each.updates, each.mean) for name, each in times.items() if name != "handler"} == {
+        "data": (1, 1.0),
+        "forward": (1, 4.0),  # the beginning of the update, and three micro-batches
+        "backward": (1, 3.0),
+        "reduction": (1, 1.0),
+        "optimizer": (1, 2.0),  # before ITERATION_COMPLETED, and after that of the update before
+    }
+    assert "on device" in timer.table()
+
+
+# --- ranks ---
+
+
+def of_a_rank() -> tuple[Any, ...]:
+    """A forward takes 1 s on rank 0 and 3 s on rank 1, by a clock that nothing else moves."""
+    now, timer = [100.0], StepTimer()
+    time.perf_counter = lambda: now[0]  # type: ignore[assignment]  # this process ends with the test
+
+    def forward(model: nn.Module, micro_batch: Any) -> Any:
+        now[0] += 1.0 + 2.0 * idist.get_rank()
+        return cuts.forward(model, micro_batch)
+
+    counted = []
+    for measured in (False, True):
+        trainer = make(forward, options=UpdateOptions(reduction="explicit"), protect=False)
+        if measured:
+            timer.attach(trainer, EVERY(every=2))
+        with count_traffic() as traffic:
+            trainer.run(DATA, max_epochs=1)
+        counted.append(len(traffic.collectives))
+    metrics = trainer.state.metrics
+    return timer.seconds_by_rank, metrics["slowest_rank"], metrics["slowest_to_median"], counted, timer.table()
+
+
+@pytest.mark.slow
+def test_the_slowest_rank_is_known() -> None:
+    """On all ranks, from numbers that travel with the statistics: no collective but one at the end of the run."""
+    outcomes = run_ranks(of_a_rank)
+    for by_rank, slowest, ratio, (bare, measured), table in outcomes:
+        assert by_rank["forward"] == [1.0, 3.0]
+        assert (slowest, ratio) == (1.0, 3.0)
+        assert measured == bare + 1
+        (line,) = [line for line in table.splitlines() if line.startswith("forward")]
+        assert line.split()[-1] == "1"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"window": 0}, "window must be"), ({"ranges": "both"}, "ranges must be one of")],
+    ids=["window", "ranges"],
+)
+def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:
+    """One line says which."""
+    with pytest.raises(ValueError, match=message):
+        StepTimer(**options)
+
+
+def test_a_section_has_a_name_of_its_own() -> None:
+    """Or its time would be added to that of the update's."""
+    with pytest.raises(ValueError, match="name must not be"), StepTimer().section("forward"):
+        pass
+
+
+def test_a_profiler_may_be_attached_too() -> None:
+    """The ranges of one do not end those of the other."""
+    timer, trainer = StepTimer(ranges="record_function"), make()
+    timer.attach(trainer)
+    Profiler("unused", updates=range(100, 101)).attach(trainer)
+    trainer.run(DATA, max_epochs=1)
+    assert trainer._measured().open_range is not None
