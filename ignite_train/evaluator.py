@@ -9,6 +9,7 @@ from itertools import islice
 from typing import Any
 
 import torch
+from ignite.engine import Events
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
@@ -21,6 +22,7 @@ from ignite_train.data.position import open_loader
 from ignite_train.device.to_device import ToDevice
 from ignite_train.forward import Forward, ForwardOutput, as_forward_output, bind_forward
 from ignite_train.loop.loop import Loop
+from ignite_train.loop.uneven_metrics import metrics_published_at, uneven_metrics
 from ignite_train.model.precision import Precision, PrecisionName
 from ignite_train.model.replay import SideEffects
 from ignite_train.ranks import collectives
@@ -91,6 +93,7 @@ class Evaluator(Loop):
         _refuse_padding(loader)
         name, limit = ("epoch_length", epoch_length) if max_iters is None else ("max_iters", max_iters)
         self._limit = None if limit is None else positive_int(name, limit)
+        self._refuse_running_metrics(loader)
         self.state = EvaluatorState()
         self.state.max_epochs = 1
         self._epoch_open = False
@@ -122,7 +125,23 @@ class Evaluator(Loop):
 
     def _close_epoch(self, started: float) -> None:
         self._publish()
-        super()._close_epoch(started)
+        with uneven_metrics(self):
+            super()._close_epoch(started)
+
+    def _refuse_running_metrics(self, data: Iterable[Any]) -> None:
+        """Refuses metrics that the ranks reduce after each micro-batch where they may have different numbers of them."""
+        running = metrics_published_at(self, Events.ITERATION_COMPLETED)
+        if not running or collectives.world_size() == 1 or self._uneven in ("shortest", "error"):
+            return
+        length = self._expected_length(data)
+        lengths = [int(length) for length in collectives.everyones(-1 if length is None else length)]
+        if min(lengths) < 0 or len(set(lengths)) > 1:
+            name, metric = next(iter(running.items()))
+            raise ValueError(
+                f"metric {name!r} ({type(metric).__name__}) is reduced over ranks after each micro-batch and would hang where "
+                f"they have different numbers, got {['unknown' if n < 0 else n for n in lengths]}; attach it with "
+                "usage=EpochWise(), or pass uneven='shortest' to create_evaluator"
+            )
 
     def _publish(self) -> None:
         self.statistics.start(RankRequests())

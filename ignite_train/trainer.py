@@ -111,6 +111,8 @@ class Trainer(Loop):
         self._ranks_have_more = True
         self._micro_batches_before = 0  # this update
         self._group: Sequence[Any] = ()  # of this update, as it was fetched, until handlers may have replaced it
+        self._fetched: Sequence[Any] | None = None  # its micro-batches, where a handler may stop the run before the update
+        self._kept: tuple[Any, MicroBatchPass] | None = None  # what the latest run left open: data and its pass
         self._random_before_fetch: dict[str, Any] | None = None  # where a handler may stop the run before the update
         self._session_is_open = False  # from STARTED to the closing events of a session
         self._updating = False  # an `update` is under way
@@ -165,7 +167,8 @@ class Trainer(Loop):
         with self._resuming(resume):
             limits = checked_limits(state, max_epochs, max_iters)
             if self._stream is None:
-                refuse_used_iterator(loader, limits[0], half_read=self._epoch_open and loader is state.dataloader)
+                half_read = self._epoch_open and loader is state.dataloader and self._kept is None
+                refuse_used_iterator(loader, limits[0], half_read=half_read)
             state.max_epochs, state.max_iters = limits
             if self._is_done(state) and self._ended:
                 self.logger.warning(
@@ -404,7 +407,7 @@ class Trainer(Loop):
         if requests.interrupt:
             self.interrupt(agreed=True)
         self._ranks_have_more = requests.more_data > 0
-        self._settled, self._random_before_fetch = True, None
+        self._settled, self._random_before_fetch, self._fetched = True, None, None
         if applied:
             self.state.num_steps += 1
             self.fire_event(TrainEvents.STEP_COMPLETED)
@@ -545,7 +548,7 @@ class Trainer(Loop):
             positive_int(f"state_dict[{key!r}]", state_dict[key])
         self._update.load_state_dict(state_dict["update"])
         self.state.carried.load_state_dict(state_dict.get("carried", Carried().state_dict()))  # earlier versions had none
-        self._groups, self._position = None, {}
+        self._groups, self._position, self._kept = None, {}, None
         if self._stream is not None:  # its place must be found again
             self._stream = self._as_stream(self._stream.data, self._stream.updates_per_epoch)
         self._epoch_started = self._interrupted = False
@@ -588,7 +591,7 @@ class Trainer(Loop):
 
         Without it a resumed run reads past what was done, in the order in which the loader then gives it.
         """
-        if self._groups is None:
+        if self._groups is None or (self._kept is not None and self._epoch_iteration == 0):
             return self._position
         if self._epoch_open and not self._pass_is_opened:  # the latest pass is that of the epoch before
             return self._groups.position_at_end()
@@ -613,17 +616,47 @@ class Trainer(Loop):
     # --- what the loop asks -----------------------------------------------------------------------------------------------
 
     def _open(self, data: Iterable[Any]) -> MicroBatchPass:
+        source = data if self._stream is None else self._stream
+        kept, self._kept = self._kept, None
+        if kept is not None and self._may_continue(source is kept[0]):
+            kept[1].length = kept[1].length if self._stream is None else self._stream.updates_per_epoch
+            return self._opened(kept[1])
         skip, epoch = self._epoch_iteration, self.state.epoch
         first_update = self.state.iteration + 1 - skip
         position = self._data_position() if skip or self._groups is None else {}
         position = {**position, "on_changed_data": self._on_changed_data} if position else {}
-        source = data if self._stream is None else self._stream
         if skip == 0 and self._groups is not None and not self._pass_is_opened:
             self._position = self._groups.position_at_end()
-        groups = self._grouping(source, epoch=epoch, first_update=first_update, skip=skip, position=position)
+        return self._opened(self._grouping(source, epoch=epoch, first_update=first_update, skip=skip, position=position))
+
+    def _opened(self, groups: MicroBatchPass) -> MicroBatchPass:
         self._groups, self._pass_is_opened = groups, True
         self._ranks_have_more = groups.length is not None or sum(collectives.everyones(groups.more)) > 0
         return groups
+
+    def _may_continue(self, is_same: bool) -> bool:
+        """Whether all ranks run on what they ran on before. Collective.
+
+        Raises:
+            ValueError: some do and some do not, so that an iterator cannot be continued.
+        """
+        others, same = collectives.largest(not is_same, is_same)
+        if others and same:
+            raise ValueError(
+                "data must be what it was before the stop on all ranks, since an iterator on one of them is half read, got "
+                "other data on some; pass the same objects to run, or other data on all ranks"
+            )
+        return not others
+
+    def _keeps_open(self, batches: Any) -> bool:
+        if self._epoch_open and self._stopping() and self._reads_iterator():
+            self._kept = (self.state.dataloader if self._stream is None else self._stream), batches
+        return self._kept is not None
+
+    def _reads_iterator(self) -> bool:
+        """Whether the data of some rank is an iterator, which cannot be opened again. Collective."""
+        data = self.state.dataloader if self._stream is None else self._stream.data
+        return collectives.any_rank(isinstance(data, Iterator))
 
     def _fetch(self, batches: Any) -> Any:
         may_stop = self._has_handlers(Events.GET_BATCH_COMPLETED) or self._has_handlers(Events.ITERATION_STARTED)
@@ -635,6 +668,9 @@ class Trainer(Loop):
         if self._stream is not None and not micro_batches and not batches.num_read:
             refuse_ended_iterator(self.state, self._stream.data)
         self._group = self._sized(micro_batches)
+        self._fetched = None
+        if may_stop and isinstance(group, Sequence):  # handlers may change the group
+            self._fetched = list(group) if isinstance(group, list) else group
         self._requests.more_data, self._micro_batches_before = batches.more, self.state.num_micro_batches
         self._max_micro_batches = batches.max_micro_batches
         return group
@@ -642,12 +678,17 @@ class Trainer(Loop):
     def _leave_out_iteration(self) -> None:
         """Leaves no trace of a group that was fetched and not used, or of a pass that was opened and not used.
 
-        So what a dataset or a sampler drew for it is drawn again, the same, when the next run fetches it.
+        So what a dataset or a sampler drew for it is drawn again, the same, when the next run fetches it. What an iterator gave
+        is kept for that run.
         """
         if not self._stopping():  # it is the end of the epoch: no run will do this update
             return
         assert self._groups is not None  # noqa: S101  # a pass was opened
-        if self._epoch_iteration == 0:
+        fetched, self._fetched = self._fetched, None
+        if self._reads_iterator():
+            if fetched is not None:
+                self._groups.give_back(list(fetched))
+        elif self._epoch_iteration == 0:
             self._groups.take_back_opening()
             self._groups, self._pass_is_opened = None, False
         elif self._random_before_fetch is not None:

@@ -84,8 +84,10 @@ def test_the_adaptor_is_an_engine(suite: Any) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
-def test_ignites_own_tests_fail_where_the_list_says() -> None:
-    """`make ignite-suite`, for the engine and the handlers. Needs a package index, or IGNITE_SOURCE."""
+@pytest.mark.parametrize("release", ["installed", "newest-pre-release"])
+def test_ignites_own_tests_fail_where_the_list_says(release: str) -> None:
+    """`make ignite-suite`, for the engine and the handlers. Needs a package index, or for the installed one IGNITE_SOURCE."""
     command = [sys.executable, str(Path(__file__).parent / "ignite_suite/run.py"), "engine", "handlers"]
+    command += ["--pre"] if release != "installed" else []
     result = subprocess.run(command, capture_output=True, text=True, timeout=1700, check=False)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-1000:]

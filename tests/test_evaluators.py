@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -174,6 +175,37 @@ def test_what_is_on_the_evaluator_comes_back(tmp_path: Path, kind: str, cut: int
     assert second.trainer.state.epoch == 7
     assert second.stopping.counter == whole.stopping.counter == 3
     assert sorted(second.names()) == sorted(whole.names()) == ["model_4_score=-2.0000.pt"]
+
+
+class Unstorable:
+    """Of no type that a checkpoint can hold."""
+
+
+@pytest.mark.parametrize("known_to", ["validation", "checkpoint"])
+@pytest.mark.parametrize("kind", sorted(EVALUATORS))
+def test_published_metrics_come_back_where_there_is_nothing_to_do(tmp_path: Path, kind: str, known_to: str) -> None:
+    """The evaluator has its values again: numbers, matrices and words; what cannot be stored is left out."""
+    matrix, published = torch.eye(2), {"score": 0.5, "loss": math.nan, "name": "best", "by class": {"a": [1, 2.5]}}
+
+    def start(value: float) -> Engine:
+        trainer, model = make_trainer()
+        evaluator = EVALUATORS[kind](model)
+        more = {**published, "score": value, "matrix": matrix * value, "figure": Unstorable()}
+        evaluator.add_event_handler(Events.EPOCH_COMPLETED, lambda: evaluator.state.metrics.update(more))
+        if known_to == "validation":
+            Validation(evaluator, DATA, score="score").attach(trainer)
+            Checkpoint(tmp_path).attach(trainer)
+        else:
+            trainer.add_evaluation_handler(Events.EPOCH_COMPLETED, lambda: evaluator.run(DATA))
+            Checkpoint(tmp_path).attach(trainer, evaluator=evaluator)
+        trainer.run(DATA, max_epochs=2)
+        return evaluator
+
+    saved, again = start(0.5).state.metrics, start(7.0).state.metrics
+    assert set(saved) - set(again) == {"figure"}
+    assert torch.equal(again["matrix"], matrix * 0.5)
+    assert {name: again[name] for name in ("score", "name", "by class")} == {k: v for k, v in published.items() if k != "loss"}
+    assert math.isnan(again["loss"])
 
 
 def test_evaluators_have_names_of_their_own(tmp_path: Path) -> None:

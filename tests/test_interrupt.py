@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import ignite.distributed as idist
@@ -12,6 +14,7 @@ from torch import nn
 
 from bits import bit_by_bit
 from ignite_train import ForwardOutput, Trainer, TrainEvents, UpdateOptions, create_trainer
+from ignite_train.handlers import Checkpoint
 from ranks import run_ranks
 from tiers import only
 
@@ -86,6 +89,111 @@ def test_one_process_is_interrupted_at_once(case: str) -> None:
     found = interrupted(event, number, 0)
     assert found[:3] == (first, rest, False)
     assert found[3] == found[4]
+
+
+# --- data that can be read once ---------------------------------------------------------------------------------------------
+
+EVENTS = [Events.GET_BATCH_STARTED, Events.GET_BATCH_COMPLETED, Events.ITERATION_STARTED, Events.ITERATION_COMPLETED]
+
+
+def read_once(accumulation_steps: int, seen: list[Any]) -> tuple[Trainer, nn.Module]:
+    """A trainer that writes down what it is trained on, which a handler has doubled."""
+    torch.manual_seed(0)
+    model = nn.Linear(1, 1)
+
+    def forward(model: nn.Module, x: torch.Tensor) -> ForwardOutput:
+        seen.append((trainer.state.iteration, float(x)))
+        return ForwardOutput(model(x).square().sum(), len(x))
+
+    reduction = UpdateOptions(reduction="explicit" if idist.get_world_size() > 1 else "auto")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+    trainer = create_trainer(model, optimizer, forward, accumulation_steps=accumulation_steps, options=reduction)
+
+    @trainer.on(Events.GET_BATCH_COMPLETED)
+    def double() -> None:
+        batch: Any = trainer.state.batch
+        batch[:] = [2 * x for x in batch]
+
+    return trainer, model
+
+
+def numbers(length: int) -> Iterator[torch.Tensor]:
+    return (torch.full((1, 1), float(number)) for number in range(length))
+
+
+def stopped(call: str, event: Any, at: int, accumulation_steps: int, epoch_length: int | None) -> tuple[list[Any], Any]:
+    """What a run on an iterator is trained on, stopped before or after an update and continued, and the weights."""
+    seen: list[Any] = []
+    trainer, model = read_once(accumulation_steps, seen)
+    data = numbers(9 - idist.get_rank())
+    if call != "never":
+        handle = trainer.add_event_handler(event(once=at), lambda: getattr(trainer, call)(agreed=True))
+    limits = {"max_epochs": 1} if epoch_length is None else {"max_epochs": 2, "epoch_length": epoch_length}
+    trainer.run(data, **limits)
+    if call != "never":
+        assert trainer.state.iteration <= at
+        handle.remove()  # what was stopped before it began is done by the next run, with its events
+        trainer.run(data, max_epochs=limits["max_epochs"])
+    return seen, bit_by_bit(model.state_dict())
+
+
+@pytest.mark.parametrize("epoch_length", [None, 2], ids=["one-pass", "stream"])
+@pytest.mark.parametrize("accumulation_steps", [1, 2])
+@pytest.mark.parametrize("at", only([2], [1, 2, 3]))
+@pytest.mark.parametrize("event", EVENTS, ids=lambda event: event.name)
+@pytest.mark.parametrize("call", only(["interrupt"], ["interrupt", "terminate"]))
+def test_an_iterator_is_continued(call: str, event: Any, at: int, accumulation_steps: int, epoch_length: int | None) -> None:
+    """Nothing that it gave is lost or trained on twice, whether the stop came before the update or after it."""
+    whole = stopped("never", event, at, accumulation_steps, epoch_length)
+    assert len(whole[0]) == (9 if epoch_length is None else 4 * accumulation_steps)
+    assert stopped(call, event, at, accumulation_steps, epoch_length) == whole
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("epoch_length", [None, 2], ids=["one-pass", "stream"])
+@pytest.mark.parametrize("event", [Events.ITERATION_STARTED, Events.ITERATION_COMPLETED], ids=lambda event: event.name)
+def test_iterators_of_ranks_are_continued(event: Any, epoch_length: int | None) -> None:
+    """The same on ranks whose iterators differ in length and are read one micro-batch ahead."""
+    for accumulation_steps, at in ((1, 1), (2, 2), (2, 3)):
+        whole = run_ranks(stopped, "never", event, at, accumulation_steps, epoch_length, timeout_seconds=60)
+        assert whole[0][1] == whole[1][1]
+        assert run_ranks(stopped, "interrupt", event, at, accumulation_steps, epoch_length, timeout_seconds=60) == whole
+
+
+def other_data_on_one_rank() -> str:
+    """The error where one rank continues its iterator and the other passes something new."""
+    trainer, _ = read_once(1, [])
+    data = numbers(5)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), lambda: trainer.interrupt(agreed=True))
+    trainer.run(data)
+    with pytest.raises(ValueError, match="data must be what it was before the stop") as caught:
+        trainer.run(data if idist.get_rank() == 0 else numbers(5))
+    return str(caught.value)
+
+
+@pytest.mark.slow
+def test_ranks_continue_their_data_together() -> None:
+    """One rank alone with new data is refused on both."""
+    first, second = run_ranks(other_data_on_one_rank, timeout_seconds=60)
+    assert first == second
+
+
+@pytest.mark.parametrize("epoch_length", [None, 2], ids=["one-pass", "stream"])
+@pytest.mark.parametrize("at", [1, 3])
+@pytest.mark.parametrize("event", EVENTS, ids=lambda event: event.name)
+def test_another_process_reads_an_iterator_up_to_it(tmp_path: Path, event: Any, at: int, epoch_length: int | None) -> None:
+    """A checkpoint of the stopped run has the place in front of the micro-batches that were not trained on."""
+    limits: dict[str, Any] = {"max_epochs": 1} if epoch_length is None else {"max_epochs": 2, "epoch_length": epoch_length}
+    whole: list[Any] = []
+    read_once(1, whole)[0].run(numbers(7), **limits)
+    seen: list[Any] = []
+    for stops in (True, False):
+        trainer, _ = read_once(1, seen)
+        Checkpoint(tmp_path).attach(trainer)
+        if stops:
+            trainer.add_event_handler(event(once=at), lambda engine: engine.terminate())
+        trainer.run(numbers(7), **limits)
+    assert seen == whole
 
 
 def test_a_request_to_end_the_epoch_outlives_an_interrupt() -> None:

@@ -234,8 +234,7 @@ def classification(create: Create, directory: Path) -> dict[str, Any]:
 
     common.save_best_model_by_val_score(str(directory), evaluator, model, "Accuracy", n_saved=1, trainer=trainer, tag="test")
     common.add_early_stopping_by_val_score(2, evaluator, trainer, "Top-5 Accuracy")
-    to_save = {"model": model, "optimizer": optimizer, "schedule": schedule}
-    saver = DiskSaver(directory, require_empty=False)
+    to_save, saver = {"model": model, "optimizer": optimizer}, DiskSaver(directory, require_empty=False)
     trainer.add_event_handler(
         Events.EPOCH_COMPLETED, Checkpoint(to_save, saver, "last", global_step_transform=global_step_from_engine(trainer))
     )
@@ -248,11 +247,10 @@ def classification(create: Create, directory: Path) -> dict[str, Any]:
     if logger is not None:
         logger.close()
     idist.barrier()
-    files = sorted(path.name for path in directory.glob("*.pt"))
     return {
         "lines": lines,
         "curves": points_of(directory / "points"),
-        "files": files,
+        "files": sorted(path.name for path in directory.glob("*.pt")),
         "weights": weights_of(model),
         "end": trainer.state.epoch,
     }

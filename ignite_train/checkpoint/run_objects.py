@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from ignite.engine import Engine
 from ignite.metrics import Metric
@@ -19,7 +20,7 @@ from ignite_train.checkpoint.schedule_state import schedules_of
 from ignite_train.loop.dispatch import Attachable, Stateful, stateful_handlers
 from ignite_train.trainer import Trainer
 
-__all__ = ["HANDLERS", "RunObjects", "SavedModule", "SavedRun", "checked_objects"]
+__all__ = ["HANDLERS", "PublishedMetrics", "RunObjects", "SavedModule", "SavedRun", "checked_objects"]
 
 HANDLERS = "handlers/"
 """What the name of a handler that is attached to the trainer begins with, in a checkpoint."""
@@ -68,9 +69,11 @@ class SavedRun:
         for number, evaluator in enumerate(self.evaluators, start=1):
             folder = "evaluator" if number == 1 else f"evaluator-{number}"
             handlers = stateful_handlers(evaluator).items()
-            # Each evaluation resets its metrics. Not all of Ignite's can be loaded, and only on as many ranks.
+            # Each evaluation resets its metrics. Not all of Ignite's can be loaded, and only on as many ranks. What they have
+            # published is saved.
             entries = {f"{folder}/{name}": entry for name, entry in handlers if not isinstance(entry, Metric)}
             own |= {name: entry for name, entry in entries.items() if id(entry) not in known}
+            own[f"{folder}/state.metrics"] = PublishedMetrics(evaluator)
             known |= {id(entry) for entry in entries.values()}
         listed = {id(entry) for entry in shared.values()}
         own = {name: entry for name, entry in own.items() if id(entry) not in listed}
@@ -91,6 +94,22 @@ class SavedRun:
         """
         for name, entry in self.objects().optimizers.items():
             check_torch_shape(name, entry)
+
+
+class PublishedMetrics:
+    """What an evaluator has published in `state.metrics`: numbers, tensors, strings, and collections of them."""
+
+    def __init__(self, evaluator: Engine) -> None:
+        self._evaluator = evaluator
+
+    def state_dict(self) -> dict[str, Any]:
+        """Those that a checkpoint can hold."""
+        metrics = self._evaluator.state.metrics
+        return {name: value for name, value in metrics.items() if isinstance(name, str) and _is_plain(value)}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Publishes them again, as if the evaluator had just run."""
+        self._evaluator.state.metrics = dict(state_dict)
 
 
 class SavedModule:
@@ -164,6 +183,14 @@ class RunObjects:
                 for key, parameter in entry.parameters():
                     names.setdefault(id(parameter), []).append(prefix + key)
         return names
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(key, (str, int)) and _is_plain(entry) for key, entry in value.items())
+    if isinstance(value, (list, tuple)):
+        return all(_is_plain(entry) for entry in value)
+    return value is None or isinstance(value, (bool, int, float, str, torch.Tensor, np.ndarray, np.number))
 
 
 def checked_objects(to_save: Mapping[str, Any]) -> dict[str, Stateful]:

@@ -17,7 +17,7 @@ from ignite_train.carried import Carried
 from ignite_train.checkpoint.claims import EVERY_RANK, Claims, check_module
 from ignite_train.checkpoint.optimizer_state import Consolidates
 from ignite_train.checkpoint.reader import CheckpointReader
-from ignite_train.checkpoint.run_objects import HANDLERS, RunObjects, SavedModule, SavedRun
+from ignite_train.checkpoint.run_objects import HANDLERS, PublishedMetrics, RunObjects, SavedModule, SavedRun
 from ignite_train.checkpoint.schedule_state import rescale_schedule
 from ignite_train.checkpoint.state_rules import StateRules
 from ignite_train.checkpoint.tree import KeyPath
@@ -73,8 +73,10 @@ class RunState:
             check_generators(self._own["data"]["opening"])
         prefixes = ("handlers/", "evaluator/", "to_save/")
         known = {*everything.own, *everything.shared}
-        self.unused = [name for name in names if name.startswith(prefixes) and name not in known]
-        self.fresh = [*added, *(name for name in self._objects.own if name not in own)]
+        unused = [name for name in names if name.startswith(prefixes) and name not in known]
+        self.unused = [name for name in unused if not name.endswith("/state.metrics")]  # what is shown, and not a state
+        published = [name for name, entry in self._objects.own.items() if isinstance(entry, PublishedMetrics)]
+        self.fresh = [*added, *(name for name in self._objects.own if name not in own and name not in published)]
         self.changed = rules.changes(self._objects, self._claims.description)
         if rules.drops_carried:
             self._drop_carried()

@@ -276,6 +276,16 @@ class MicroBatchPass:
         """Where this rank stands after all groups that were given."""
         return self.position(self._done)
 
+    def give_back(self, group: list[Any]) -> None:
+        """Undoes the latest `next`, which gave `group`: the next one gives it again."""
+        self._done -= 1
+        self._position -= self._size(self._done)
+        self._read -= self.num_read
+        self._ahead = [*group, *[None] * (self.num_read - len(group)), *self._ahead]  # None was left out of the group
+        self._ended = self._exhausted = self._nothing_behind = False
+        self.more = 1 if group else self._against
+        self._place.take_back_note()
+
     def take_back_opening(self) -> None:
         """Call it where the run ends before the first update of the epoch: the next run opens the same pass again."""
         self._place.take_back_opening()
@@ -332,14 +342,14 @@ class MicroBatchPass:
 
     def _take(self) -> MutableSequence[Any]:
         size = self._size(self._done)
-        expected = self._expected(size) if self._groups_arrive else 0
+        expected = self._expected(size) if self._groups_arrive and not self._ahead else 0
         self._done += 1
         self._position += size
         self.num_read = 0
         if expected:
             return self._take_arriving(expected, size)
-        group = self._ahead + list(islice(self._micro_batches, size - len(self._ahead)))
-        self._ahead = []
+        group, self._ahead = self._ahead[:size], self._ahead[size:]
+        group += islice(self._micro_batches, size - len(group))
         self._exhausted = len(group) < size
         for micro_batch in group:
             self._count(micro_batch)
@@ -388,7 +398,7 @@ class MicroBatchPass:
 
     def _look_ahead(self) -> None:
         wanted = self._size(self._done) if self._drops_last_group else 1
-        self._ahead = list(islice(self._micro_batches, wanted))
+        self._ahead += islice(self._micro_batches, max(0, wanted - len(self._ahead)))
         self._nothing_behind = len(self._ahead) < wanted
         self.more = self._against if self._nothing_behind else 1
 

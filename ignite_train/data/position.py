@@ -161,6 +161,11 @@ class DataPosition:
             self._states, self._exhausted = [self._states[1], self._stateful.state_dict()], exhausted
             self._generators = [self._generators[1], self._own_generators()]
 
+    def take_back_note(self) -> None:
+        """Call it when the latest group is given back: its beginning is the position."""
+        self._states[1], self._exhausted = self._states[0], False
+        self._generators[1] = self._generators[0]
+
     def saved(self, rounds: int, given: int, *, latest: bool) -> dict[str, Any]:
         """The position in plain types.
 

@@ -179,7 +179,12 @@ class Loop(Dispatcher):
             whole = True
         finally:
             self._reading = False
-            batches.close(whole=whole)
+            if not (whole and self._keeps_open(batches)):
+                batches.close(whole=whole)
+
+    def _keeps_open(self, batches: Batches) -> bool:  # noqa: ARG002  # for subclasses
+        """Whether the pass, which ends here unless an exception ended it, is what the next `run` continues."""
+        return False
 
     def _fetch(self, batches: Batches) -> Any:
         return next(batches, _END)

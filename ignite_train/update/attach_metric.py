@@ -15,6 +15,7 @@ from ignite_train.errors import ForwardContractError
 from ignite_train.events import TrainEvents
 from ignite_train.forward import ForwardOutput
 from ignite_train.loop.dispatch import stateful_handlers
+from ignite_train.loop.uneven_metrics import metrics_published_at, uneven_metrics
 from ignite_train.metrics import is_published_metric
 from ignite_train.ranks import collectives
 from ignite_train.trainer import Trainer
@@ -104,15 +105,32 @@ class _MetricOfTraining:
     def count(self, trainer: Trainer) -> None:
         """Shows the metric what the update has held; it made a step."""
         held, self._held = self._held, []
+        self._refuse_uneven_reductions(len(held))
         for outputs in held:
             self._engine.state.output = outputs
             self._engine.fire_event(Events.ITERATION_COMPLETED)
         self._engine.state.output = None
         trainer.state.metrics.update(self._engine.state.metrics)  # of those that publish a running value
 
+    def _refuse_uneven_reductions(self, micro_batches: int) -> None:
+        """Says on all ranks that they cannot reduce a metric after each micro-batch, where they have different numbers of them.
+
+        Raises:
+            ValueError: the metric is one that is, and they have.
+        """
+        if collectives.world_size() == 1 or not metrics_published_at(self._engine, Events.ITERATION_COMPLETED):
+            return
+        numbers = [int(number) for number in collectives.everyones(micro_batches)]
+        if len(set(numbers)) > 1:
+            raise ValueError(
+                f"metric {self._name!r} is reduced over ranks after each micro-batch and would hang where they have different "
+                f"numbers, got {numbers} in this update; attach one that is reduced once an epoch, or give all ranks as many"
+            )
+
     def end_epoch(self, trainer: Trainer) -> None:
         """Publishes the metric."""
-        self._engine.fire_event(Events.EPOCH_COMPLETED)
+        with uneven_metrics(self._engine):
+            self._engine.fire_event(Events.EPOCH_COMPLETED)
         trainer.state.metrics.update(self._engine.state.metrics)
 
     def state_dict(self) -> dict[str, Any]:

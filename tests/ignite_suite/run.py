@@ -4,7 +4,9 @@
 `.ignite-suite/`; where no package index can be reached, `IGNITE_SOURCE=path` names a checkout or an unpacked source
 distribution of the same version. What fails must be in differences.toml, with the heading of docs/differences-from-ignite.md
 that gives the reason; what is in that list must fail. A test that fails with Ignite's own engine too (a package is missing, the
-machine is slow) does not count.
+machine is slow) does not count, and one that fails is run once more, since some measure time.
+
+With `--pre` the newest pre-release of Ignite is installed into `.ignite-suite/pre/`, in front of the installed release.
 """
 
 from __future__ import annotations
@@ -39,16 +41,53 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}, or files of theirs; all by default")
     parser.add_argument("-n", "--processes", default="2")
+    parser.add_argument("--pre", action="store_true", help="with the newest pre-release of Ignite, which pip installs beside")
     given = parser.parse_args(arguments)
+    if given.pre:
+        return with_pre_release([*given.parts, "-n", given.processes])
+    print(f"Ignite {version('pytorch-ignite')}", flush=True)
     parts = given.parts or list(PARTS)
     listed = differences()
     with tempfile.TemporaryDirectory() as place:
         copied = Path(place) / "tests"
         shutil.copytree(tests_of_the_release(), copied)
         ours = run(copied.parent, [f"{PREFIX}{part}" for part in parts], given.processes)
-        unknown = [name for name, (outcome, _) in ours.items() if outcome == "failed" and reason(name, listed) is None]
+        ours = ours | run_again(copied.parent, failed_and_unlisted(ours, listed))
+        unknown = failed_and_unlisted(ours, listed)
         stock = run(copied.parent, [f"{PREFIX}{name}" for name in unknown], given.processes, stock=True) if unknown else {}
     return report(ours, stock, listed)
+
+
+def with_pre_release(arguments: Sequence[str]) -> int:
+    """Runs this command in a process that imports the newest pre-release of Ignite."""
+    place = FETCHED / "pre"
+    shutil.rmtree(place, ignore_errors=True)
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--pre",
+        "--no-deps",
+        "--target",
+        str(place),
+        "pytorch-ignite",
+    ]
+    if subprocess.run(command, check=False).returncode:
+        sys.exit("pip could not install the newest pre-release of Ignite; --pre needs a package index")
+    environment = {**os.environ, "PYTHONPATH": str(place)}
+    return subprocess.run([sys.executable, __file__, *arguments], env=environment, check=False).returncode
+
+
+def failed_and_unlisted(outcomes: Outcomes, listed: Mapping[str, str]) -> list[str]:
+    """The tests that fail, and of which the list says nothing."""
+    return [name for name, (outcome, _) in outcomes.items() if outcome == "failed" and reason(name, listed) is None]
+
+
+def run_again(place: Path, names: Sequence[str]) -> Outcomes:
+    """The outcomes of tests that are run once more, one after the other."""
+    return run(place, [f"{PREFIX}{name}" for name in names], "1") if names else {}
 
 
 def tests_of_the_release() -> Path:
@@ -86,7 +125,8 @@ def fetch(wanted: str, place: Path) -> None:
 def run(place: Path, names: Iterable[str], processes: str, *, stock: bool = False) -> Outcomes:
     """Runs tests in `place`, where nothing but the tests is, so that the installed Ignite is imported."""
     written = place / f"outcomes-{stock}.json"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (HERE, ROOT))), "IGNITE_SUITE_OUTCOMES": str(written)}
+    folders = [str(HERE), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders), "IGNITE_SUITE_OUTCOMES": str(written)}
     if stock:
         environment["IGNITE_SUITE_STOCK"] = "1"
     command = [sys.executable, "-m", "pytest", "-q", "--no-summary", "-p", "trainer_as_engine", "-p", "no:cacheprovider"]
