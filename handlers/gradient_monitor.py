@@ -39,7 +39,7 @@ class Histogram(NamedTuple):
 
 
 class GradientMonitor(Handler):
-    """Publishes norms, by layer, and the layers that do not learn, in one of every hundred updates.
+    """Publishes norms, by layer, and the layers that do not learn, in every 100th update by default.
 
     In `trainer.state.metrics`, which all loggers show, for each layer:
 
