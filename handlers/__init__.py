@@ -10,6 +10,7 @@ from ignite_train.handlers.grad_norm_consistency import GradNormConsistency, Gra
 from ignite_train.handlers.gradient_monitor import GradientMonitor, Histogram
 from ignite_train.handlers.hang_watch import HangWatch
 from ignite_train.handlers.learning_rate import LearningRateSchedule
+from ignite_train.handlers.learning_rate_finder import LearningRateFinder
 from ignite_train.handlers.log_file import Csv, JsonLines, LogFile
 from ignite_train.handlers.loss_scale import LossScaleLogger
 from ignite_train.handlers.min_learning_rate import MinLearningRate
@@ -43,6 +44,7 @@ __all__ = [
     "HangWatch",
     "Histogram",
     "JsonLines",
+    "LearningRateFinder",
     "LearningRateSchedule",
     "LogFile",
     "LossScaleLogger",
