@@ -184,7 +184,8 @@ class LearningRateFinder(FastaiLRFinder):
             rates = self._search.rates
             self._history["lr"].append(rates[0] if len(rates) == 1 else rates)
             losses.append(loss)
-        self._diverge_flag = not math.isfinite(loss) or loss > self._threshold * min([*losses, loss])
+            self._search.least = min(self._search.least, loss)
+        self._diverge_flag = not math.isfinite(loss) or loss > self._threshold * self._search.least
         if self._diverge_flag:
             trainer.terminate(agreed=True)
 
@@ -206,6 +207,7 @@ class _Search:
     Attributes:
         length: how many updates it has.
         rates: those of the running update.
+        least: the least smoothed loss so far.
     """
 
     def __init__(self, optimizer: Optimizer, starts: list[float], ends: list[float], mode: str, output_transform: Any) -> None:
@@ -213,6 +215,7 @@ class _Search:
         self.is_exponential, self._output_transform = mode == "exp", output_transform
         self.length: int | None = None
         self.rates = starts
+        self.least = math.inf
         self._first = 0
 
     def begin(self, trainer: Trainer) -> None:
