@@ -143,7 +143,7 @@ class LearningRateFinder(FastaiLRFinder):
             skip_end: updates to leave out at the end.
 
         Raises:
-            RuntimeError: there was no search, or nothing of it is left.
+            RuntimeError: the search has not run, or all of its updates are skipped.
             ModuleNotFoundError: matplotlib is not installed.
         """
         try:

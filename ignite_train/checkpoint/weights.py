@@ -46,7 +46,7 @@ def load_weights(
 
     Raises:
         TypeError: `model` is not a module.
-        CheckpointError: there is no such checkpoint or file, or it is of another model; the model is unchanged.
+        CheckpointError: the checkpoint or file is missing, or it is of another model; the model is unchanged.
         DamagedCheckpointError: something that was needed is not what was written.
 
     Example:
