@@ -29,6 +29,7 @@ SCRIPTS = (
     ("loaders.py", "Loaders with workers", ["--repetitions", "1", "--accumulation", "4", "--micro-batches", "16"]),
     ("end_to_end.py", "Whole trainings", ["--repetitions", "1", "--updates", "5", "--epochs", "1"]),
     ("state_consistency.py", "A digest of the state", ["--updates", "3", "--width", "64", "--layers", "1"]),
+    ("handler_costs.py", "Averages and monitors", ["--repetitions", "2", "--millions", "1"]),
     ("checkpoint.py", "Saving", ["--repetitions", "2", "--megabytes", "10"]),
     ("gpu.py", "On a GPU", []),
 )

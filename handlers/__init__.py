@@ -5,14 +5,17 @@ from ignite_train.handlers.early_stopping import EarlyStopping
 from ignite_train.handlers.empty_cache import EmptyCache
 from ignite_train.handlers.failure_board import FailureBoard, PeerFailureError
 from ignite_train.handlers.freeze import Freeze
+from ignite_train.handlers.garbage_collection import GarbageCollection
 from ignite_train.handlers.grad_norm_consistency import GradNormConsistency, GradNormMismatchError
 from ignite_train.handlers.gradient_monitor import GradientMonitor, Histogram
 from ignite_train.handlers.hang_watch import HangWatch
 from ignite_train.handlers.learning_rate import LearningRateSchedule
+from ignite_train.handlers.learning_rate_finder import LearningRateFinder
 from ignite_train.handlers.log_file import Csv, JsonLines, LogFile
 from ignite_train.handlers.loss_scale import LossScaleLogger
 from ignite_train.handlers.min_learning_rate import MinLearningRate
 from ignite_train.handlers.model_ema import ModelEMA
+from ignite_train.handlers.model_sync import ModelSync
 from ignite_train.handlers.momentum_teacher import MomentumTeacher
 from ignite_train.handlers.optimizer_modes import OptimizerModes
 from ignite_train.handlers.predict import predict
@@ -36,17 +39,20 @@ __all__ = [
     "EmptyCache",
     "FailureBoard",
     "Freeze",
+    "GarbageCollection",
     "GradNormConsistency",
     "GradNormMismatchError",
     "GradientMonitor",
     "HangWatch",
     "Histogram",
     "JsonLines",
+    "LearningRateFinder",
     "LearningRateSchedule",
     "LogFile",
     "LossScaleLogger",
     "MinLearningRate",
     "ModelEMA",
+    "ModelSync",
     "MomentumTeacher",
     "OptimizerModes",
     "PeerFailureError",

@@ -16,7 +16,7 @@ __all__ = ["Freeze"]
 
 
 class Freeze(Handler):
-    """Keeps the parameters of a module as they are, until a number of steps has been made.
+    """Keeps the parameters of a module unchanged until a number of steps has been made.
 
     The gradients of frozen parameters are dropped after the last backward of each update, before the norm is taken. So they are
     neither in the norm nor in the step: no weight decay, no momentum and no clipping by gradients that are not used. A value
@@ -68,7 +68,7 @@ class Freeze(Handler):
         """Freezes them in the updates of `trainer`.
 
         Raises:
-            ValueError: none of them is trained, or nothing else is.
+            ValueError: none of them is trained, or no other parameter is.
         """
         optimizer: Any = trainer._stateful_parts["optimizer"]
         trained = [parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.requires_grad]

@@ -39,7 +39,7 @@ class Histogram(NamedTuple):
 
 
 class GradientMonitor(Handler):
-    """Publishes norms, by layer, and the layers that do not learn, in one of every hundred updates.
+    """Publishes norms, by layer, and the layers that do not learn, in every 100th update by default.
 
     In `trainer.state.metrics`, which all loggers show, for each layer:
 
@@ -92,15 +92,28 @@ class GradientMonitor(Handler):
 
     def attach(self, trainer: Trainer) -> None:
         """Looks at updates of `trainer`."""
-        trainer.prepend_event_handler(Events.ITERATION_STARTED(every=self.every), self._begin)
+        is_next = Events.ITERATION_COMPLETED(event_filter=lambda _, update: (update + 1) % self.every == 0)
+        trainer.add_event_handler(is_next, self._begin)
+        trainer.on_enter.append(self._begin_if_due)
         trainer.on_exit.append(self._end)
 
+    def _begin_if_due(self, trainer: Trainer) -> None:
+        if (trainer.state.iteration + 1) % self.every == 0:
+            self._begin(trainer)
+
     def _begin(self, trainer: Trainer) -> None:
-        """Listens in this update only, because a handler of GRADIENTS_READY makes each update wait for the host."""
+        """Listens in the next update only: with a handler of GRADIENTS_READY an update waits for the host before its step.
+
+        A handler of ITERATION_STARTED would cost something in each update: it may stop the run, and then what the loader has
+        drawn is taken back.
+        """
         self._end()
-        events = (TrainEvents.GRADIENTS_READY, self._before_step), (TrainEvents.STEP_COMPLETED, self._after_step)
+        events = (
+            (TrainEvents.GRADIENTS_READY, self._before_step),
+            (TrainEvents.STEP_COMPLETED, self._after_step),
+            (TrainEvents.STEP_SKIPPED, self._end),
+        )
         self._handles = [trainer.prepend_event_handler(event, handler) for event, handler in events]
-        self._handles.append(trainer.prepend_event_handler(Events.ITERATION_COMPLETED, self._end))
 
     def _end(self) -> None:
         for handle in self._handles:
@@ -128,6 +141,7 @@ class GradientMonitor(Handler):
             torch._foreach_sub_(self._weights, _local(self._parameters))
             self._found.insert(2, _norms(self._weights))
         self._publish(trainer, self._fetch())
+        self._end()
 
     def _fetch(self) -> list[list[float]]:
         """The squared norms of each parameter, and then counts, over all ranks: one transfer, and one sum if it is sharded."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ignite.engine import RemovableEventHandle
+import torch
+from ignite.engine import Events, RemovableEventHandle
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -28,8 +29,9 @@ class MomentumTeacher(Handler):
     `torch.no_grad()`, beside the student. Make it with `copy.deepcopy(student)`, before the model is wrapped. A skipped update
     does not move it. Running statistics of normalisation layers follow too; other buffers are the teacher's own.
 
-    The teacher is saved with the run, once for all ranks, and `consolidate --entry MomentumTeacher` writes it as a file. All
-    ranks attach it alike; they begin with the weights of rank 0. Where the student is sharded, shard the teacher alike.
+    The teacher is saved with the run: its parameters once for all ranks, and the buffers of each rank, which differ as those of
+    the student do. `consolidate --entry MomentumTeacher` writes it as a file. All ranks attach it alike; they begin with the
+    weights of rank 0. Where the student is sharded, shard the teacher alike.
 
     Args:
         teacher: a module of its own, whose parameters the optimizer does not have. `requires_grad` becomes False.
@@ -95,6 +97,8 @@ class MomentumTeacher(Handler):
             for tensor in (*self.teacher.parameters(), *self.teacher.buffers()):
                 if not isinstance(tensor, DTensor):
                     collectives.broadcast(tensor)
+        if next(self.teacher.buffers(), None) is not None:
+            trainer.add_event_handler(Events.STARTED, _TeacherBuffers(self.teacher))
         return trainer.prepend_event_handler(event, self)
 
     def __call__(self, trainer: Trainer) -> None:
@@ -114,6 +118,24 @@ class MomentumTeacher(Handler):
         """Restores it."""
         saved = state_dict["model"]
         self.teacher.load_state_dict({name: saved[name.replace("_orig_mod.", "")] for name in self.teacher.state_dict()})
+
+
+class _TeacherBuffers:
+    """Has each rank's own buffers of the teacher in the checkpoints: they differ, as those of the student do."""
+
+    def __init__(self, teacher: nn.Module) -> None:
+        self._teacher = teacher
+
+    def __call__(self) -> None:
+        """Does nothing: it is attached so that its state is saved."""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {name.replace("_orig_mod.", ""): buffer for name, buffer in self._teacher.named_buffers()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        with torch.no_grad():
+            for name, buffer in self._teacher.named_buffers():
+                buffer.copy_(state_dict[name.replace("_orig_mod.", "")])
 
 
 def _kind(tensor: Tensor) -> tuple[Any, ...]:

@@ -23,6 +23,8 @@ from ignite_train.errors import (
 from ignite_train.evaluator import Evaluator, create_evaluator
 from ignite_train.events import TrainEvents
 from ignite_train.forward import Forward, ForwardOutput
+from ignite_train.model.deterministic import deterministic
+from ignite_train.model.model_summary import ModelSummary, model_summary
 from ignite_train.model.parameter_groups import parameter_groups
 from ignite_train.model.precision import PrecisionName
 from ignite_train.model.warm_up_schedule import WarmUpSchedule
@@ -63,6 +65,7 @@ __all__ = [
     "LossDeclarationWarning",
     "LossScaleFloorError",
     "LossScaling",
+    "ModelSummary",
     "NoGradientError",
     "NoLossScaling",
     "NonFiniteError",
@@ -88,5 +91,7 @@ __all__ = [
     "create_evaluator",
     "create_supervised_trainer",
     "create_trainer",
+    "deterministic",
+    "model_summary",
     "parameter_groups",
 ]

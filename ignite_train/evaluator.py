@@ -60,6 +60,7 @@ class Evaluator(Loop):
         self.transfer, self.precision = ToDevice(device), Precision(precision, device)
         self.statistics = Statistics(device)
         self._limit: int | None = None
+        self.on_enter.append(lambda _: collectives.broadcast_buffers(this.model))
         self._uneven: Uneven = "replay" if uneven == "all" and isinstance(model, FSDPModule) else uneven
 
     def __repr__(self) -> str:
@@ -98,7 +99,6 @@ class Evaluator(Loop):
         self.state.max_epochs = 1
         self._epoch_open = False
         self.statistics.reset()
-        collectives.broadcast_buffers(self.model)
         training = [module for module in self.model.modules() if module.training]
         self.model.eval()
         try:

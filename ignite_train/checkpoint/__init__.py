@@ -18,8 +18,11 @@ Example:
     >>> checkpoint.consolidate(newest, f"{directory}/model.pt")
     >>> sorted(torch.load(f"{directory}/model.pt"))
     ['bias', 'weight']
+    >>> checkpoint.load_weights(model, directory)  # for inference, or to begin another run with
+    []
 """
 
 from ignite_train.checkpoint.inspection import Found, best, consolidate, find, latest, verify
+from ignite_train.checkpoint.weights import load_weights
 
-__all__ = ["Found", "best", "consolidate", "find", "latest", "verify"]
+__all__ = ["Found", "best", "consolidate", "find", "latest", "load_weights", "verify"]

@@ -28,7 +28,7 @@ from ignite_train.checkpoint.run_objects import HANDLERS
 from ignite_train.checkpoint.tree import decode
 from ignite_train.errors import CheckpointError, CheckpointFormatError, DamagedCheckpointError, UnreadableCheckpointError
 
-__all__ = ["Found", "best", "consolidate", "find", "latest", "main", "verify"]
+__all__ = ["Found", "best", "chosen_checkpoint", "consolidate", "find", "latest", "main", "read_entry", "verify"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,24 +132,45 @@ def _mode(manifest: Manifest) -> str | None:
     return mode if mode in ("min", "max") else None
 
 
-def consolidate(path: str | Path, output: str | Path, *, entry: str = "model") -> None:
+def chosen_checkpoint(path: str | Path, *, best: bool = False) -> Path:
+    """One checkpoint: `path` itself if it is one; of a directory of them the newest whole one, or the one with the best score.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    path = Path(path)
+    if (path / MANIFEST).exists() and not best:
+        return path
+    found = _best_path_in(path) if best else latest(path)
+    if found is None:
+        raise CheckpointError(f"{path} has no {'checkpoint with a score' if best else 'whole checkpoint'}")
+    return found
+
+
+def _best_path_in(directory: Path) -> Path | None:
+    found = best(directory)
+    return None if found is None else found.path
+
+
+def consolidate(path: str | Path, output: str | Path, *, entry: str = "model", best: bool = False) -> None:
     """Writes the model of a checkpoint, assembled from its shards, as one plain state_dict: `torch.load` reads it.
 
     The file appears whole or not at all, and replaces one of that name.
 
     Args:
-        path: the checkpoint.
+        path: the checkpoint, or a directory of them, of which the newest whole one counts.
         output: the file.
         entry: what is written: the name of an object in the checkpoint, such as `"to_save/teacher"`, which may be left without
             `to_save/` or `handlers/`. Of an object that holds a model under `"model"`, as `ModelEMA` does, that model.
+        best: of a directory, the checkpoint with the best score.
 
     Raises:
         DamagedCheckpointError: something that was needed is not what was written.
         CheckpointError: the checkpoint has no such object.
     """
     output = Path(output)
-    with CheckpointReader(Path(path)) as stored:
-        model = _read_entry(stored, entry)
+    with CheckpointReader(chosen_checkpoint(path, best=best)) as stored:
+        model = read_entry(stored, entry)
     unfinished = output.with_name(f".{output.name}.{os.urandom(4).hex()}")
     try:
         with unfinished.open("xb") as file:
@@ -162,8 +183,12 @@ def consolidate(path: str | Path, output: str | Path, *, entry: str = "model") -
     Disk().sync_directory(output.absolute().parent)
 
 
-def _read_entry(stored: CheckpointReader, entry: str) -> Any:
-    """The state of an object; of one that holds a model, that of the model."""
+def read_entry(stored: CheckpointReader, entry: str) -> Any:
+    """The state of an object; of one that holds a model, that of the model.
+
+    Raises:
+        CheckpointError: the checkpoint has no such object.
+    """
     known = stored.names()
     name = next((name for prefix in ("", "to_save/", HANDLERS) if (name := prefix + entry) in known), None)
     if name is None:
@@ -223,20 +248,13 @@ def _list(directory: Path, *, thoroughly: bool) -> int:
 def _best_path(directory: Path) -> Path | None:
     """The checkpoint that is marked as the best; None if that is not known."""
     try:
-        found = best(directory)
+        return _best_path_in(directory)
     except CheckpointError:
         return None
-    return None if found is None else found.path
 
 
 def _consolidate(directory: Path, output: Path, entry: str, *, is_best: bool) -> int:
-    if is_best:
-        found = best(directory)
-        path = None if found is None else found.path
-    else:
-        path = latest(directory)
-    if path is None:
-        raise CheckpointError(f"{directory} has no {'checkpoint with a score' if is_best else 'whole checkpoint'}")
+    path = chosen_checkpoint(directory, best=is_best)
     consolidate(path, output, entry=entry)
     print(f"{output}  the {entry} of {path}; torch.load({str(output)!r}, weights_only=True) reads it")  # noqa: T201
     return 0

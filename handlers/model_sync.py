@@ -1,0 +1,102 @@
+"""One model on all ranks before it is evaluated."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from ignite.engine import Engine, Events
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _NormBase
+
+from ignite_train.arguments import describe, one_of
+from ignite_train.evaluator import Evaluator
+from ignite_train.handler import Handler
+from ignite_train.ranks import collectives
+from ignite_train.trainer import Trainer
+
+__all__ = ["ModelSync"]
+
+
+class ModelSync(Handler):
+    """Gives all ranks the same buffers before an evaluation, made of those of all ranks.
+
+    Each rank's normalisation layers see the samples of that rank only, so their running statistics differ, with
+    `reduction="explicit"` and with `DistributedDataParallel(broadcast_buffers=False)`. An evaluator of `create_evaluator` takes
+    those of rank 0; any other engine evaluates another model on each rank. This handler puts the statistics of all ranks in
+    their place: the mean of the means, and the variance of the samples of all ranks together, as if each rank had seen equally
+    many. Other buffers are those of rank 0.
+
+    Training does not depend on running statistics. They continue from what they are set to, the same on all ranks. Parameters
+    are equal on all ranks by the way in which they are trained, which `StateConsistency` checks; `with_weights=True` makes them
+    equal to those of rank 0, where something else changes them. In a single process it does nothing.
+
+    Args:
+        statistics: `"mean"` as above, or `"first"` for those of rank 0.
+        with_weights: the parameters too.
+
+    Raises:
+        ValueError: `statistics` is neither of the two.
+
+    Example:
+        >>> import torch
+        >>> from ignite_train import create_evaluator, create_trainer
+        >>> from ignite_train.handlers import ModelSync, Validation
+        >>> def forward(model, x):
+        ...     return model(x).square().mean()
+        >>> model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+        >>> trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), forward)
+        >>> evaluator = create_evaluator(model, forward)
+        >>> ModelSync().attach(trainer, evaluator=evaluator)
+        >>> handle = Validation(evaluator, [torch.randn(8, 3)]).attach(trainer)
+        >>> state = trainer.run([torch.randn(8, 3)] * 4, max_epochs=2)
+    """
+
+    def __init__(self, statistics: Literal["mean", "first"] = "mean", *, with_weights: bool = False) -> None:
+        self.statistics = one_of("statistics", statistics, ("mean", "first"))
+        self.with_weights = with_weights
+        self._model: nn.Module | None = None
+
+    def attach(self, trainer: Trainer, *, evaluator: Engine) -> None:
+        """Acts when `evaluator` begins, before an average of the weights is put into the model. All ranks attach it alike."""
+        if not isinstance(evaluator, Engine) or isinstance(evaluator, Trainer):
+            raise TypeError(f"evaluator must be what create_evaluator returned, got {describe(evaluator)}")
+        model: Any = trainer._stateful_parts["model"]
+        self._model = model
+        if isinstance(evaluator, Evaluator):
+            evaluator.on_enter.insert(0, lambda _: self())
+        else:
+            evaluator.add_event_handler(Events.STARTED, lambda: self())
+
+    def __call__(self) -> None:
+        """Makes them equal now. Collective: one all-reduce, and a broadcast for each other buffer."""
+        model = self._model
+        if model is None or collectives.world_size() == 1:
+            return
+        norms = [module for module in model.modules() if isinstance(module, _NormBase) and module.running_mean is not None]
+        if self.statistics == "mean" and norms:
+            _average([(norm.get_buffer("running_mean"), norm.get_buffer("running_var")) for norm in norms])
+        averaged = {id(norm.running_mean) for norm in norms} | {id(norm.running_var) for norm in norms}
+        for buffer in model.buffers():
+            if self.statistics == "first" or id(buffer) not in averaged:
+                collectives.broadcast(buffer)
+        for parameter in model.parameters() if self.with_weights else ():
+            if not isinstance(parameter, DTensor):
+                collectives.broadcast(parameter)
+
+
+def _average(statistics: list[tuple[Tensor, Tensor]]) -> None:
+    """Puts means and variances over all ranks in the place of each rank's: var = E[var + mean²] - E[mean]²."""
+    with torch.no_grad():
+        wide = [(mean.double(), var.double()) for mean, var in statistics]
+        sums = torch.cat([part for mean, var in wide for part in (mean, var + mean.square())])
+        work = collectives.start_sum(sums)
+        if work is not None:
+            work.wait()
+        sizes = [len(mean) for mean, _ in wide for _ in range(2)]
+        parts = iter(torch.split(sums / collectives.world_size(), sizes))
+        for mean, var in statistics:
+            mean_of_all, second_moment = next(parts), next(parts)
+            mean.copy_(mean_of_all)
+            var.copy_((second_moment - mean_of_all.square()).clamp_min(0))

@@ -1,0 +1,123 @@
+"""The weights of a checkpoint, or of a plain file, for a model without a run: to use it, or to begin another run with it."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from ignite_train.arguments import describe
+from ignite_train.checkpoint.inspection import chosen_checkpoint, read_entry
+from ignite_train.checkpoint.reader import CheckpointReader
+from ignite_train.checkpoint.run_objects import SavedModule
+from ignite_train.errors import CheckpointError
+from ignite_train.ranks.wrapping import unwrap
+
+__all__ = ["load_weights"]
+
+_WRAPPERS = ("module.", "_orig_mod.")  # of DistributedDataParallel and torch.compile
+
+
+def load_weights(
+    model: nn.Module, path: str | Path, *, entry: str = "model", best: bool = False, strict: bool = True
+) -> list[str]:
+    """Loads weights and buffers into `model`, and nothing else: no optimizer, no counters, no trainer is needed.
+
+    Each rank reads them by itself, without a collective; it holds the whole state for a moment, and keeps its shards of a model
+    that is sharded. The names may be those of a compiled or wrapped model.
+
+    Args:
+        model: the model; wrapped, compiled or sharded ones too.
+        path: the directory of a run, of which the newest whole checkpoint counts; or one checkpoint; or a file that
+            `consolidate` or `torch.save(model.state_dict(), ...)` has written. It may hold the state under `"model"` or
+            `"state_dict"`. Files are read with `weights_only=True`.
+        entry: as for `consolidate`: `"ModelEMA"` loads the average. Only for a directory.
+        best: the checkpoint with the best score, of the directory of a run.
+        strict: False leaves alone what the model does not have, and what is missing or has another shape in the file: for a
+            model with another last layer.
+
+    Returns:
+        The names of the model's parameters and buffers that were not loaded; empty if `strict`.
+
+    Raises:
+        TypeError: `model` is not a module.
+        CheckpointError: the checkpoint or file is missing, or it is of another model; the model is unchanged.
+        DamagedCheckpointError: something that was needed is not what was written.
+
+    Example:
+        >>> import tempfile
+        >>> import torch
+        >>> from ignite_train.checkpoint import load_weights
+        >>> file = tempfile.mkdtemp() + "/model.pt"
+        >>> torch.save(torch.nn.Linear(4, 1).state_dict(), file)
+        >>> model = torch.nn.Linear(4, 1)
+        >>> load_weights(model, file)
+        []
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {describe(model)}")
+    module, path = SavedModule(unwrap(model)), Path(path)
+    found = _read_file(path, entry, best=best) if path.is_file() else _read_checkpoint(path, entry, best=best)
+    wanted = module.state_dict()
+    left = [name for name, value in wanted.items() if name not in found or not _fits(value, found[name])]
+    unknown = [name for name in found if name not in wanted]
+    if (strict and (left or unknown)) or len(left) == len(wanted):
+        name = (left or unknown)[0]
+        wrong = "it has another shape there" if name in wanted and name in found else "only one of them has it"
+        raise CheckpointError(
+            f"{path} is of another model: {name!r} does not fit ({wrong}), and {len(left) + len(unknown) - 1} more; "
+            "strict=False loads what fits"
+        )
+    module.load_state_dict({name: v if name in left else _as_part_of(v, found[name]) for name, v in wanted.items()})
+    return left
+
+
+def _read_checkpoint(path: Path, entry: str, *, best: bool) -> dict[str, Any]:
+    with CheckpointReader(chosen_checkpoint(path, best=best)) as stored:
+        state = read_entry(stored, entry)
+    if not isinstance(state, Mapping):
+        raise CheckpointError(f"entry must be an object with weights, got {entry!r} in {path}, which is {describe(state)}")
+    return _plain_names(state)
+
+
+def _read_file(path: Path, entry: str, *, best: bool) -> dict[str, Any]:
+    if entry != "model" or best:
+        raise CheckpointError(f"entry and best choose among checkpoints, and {path} is a file; leave them out")
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except (RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError) as error:
+        reason = str(error).partition("\n")[0]
+        raise CheckpointError(f"{path} must be a state_dict that torch.save has written, but: {reason:.120}") from error
+    for name in ("model", "state_dict"):
+        if isinstance(state, Mapping) and isinstance(state.get(name), Mapping):
+            state = state[name]
+    if not isinstance(state, Mapping) or not any(isinstance(value, Tensor) for value in state.values()):
+        raise CheckpointError(f"{path} must hold a state_dict, got {describe(state)}")
+    return _plain_names(state)
+
+
+def _plain_names(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state without the names that wrappers around the whole model, or parts of it, have added."""
+    names = {name: name.replace("_orig_mod.", "") for name in state}
+    while all(name.startswith(_WRAPPERS[0]) for name in names.values()):
+        names = {name: plain.removeprefix(_WRAPPERS[0]) for name, plain in names.items()}
+    return {names[name]: value for name, value in state.items()}
+
+
+def _fits(wanted: Any, found: Any) -> bool:
+    if isinstance(wanted, Tensor) or isinstance(found, Tensor):
+        return isinstance(wanted, Tensor) and isinstance(found, Tensor) and wanted.shape == found.shape
+    return True
+
+
+def _as_part_of(wanted: Any, found: Any) -> Any:
+    """The shards of this rank, for a sharded tensor."""
+    if not isinstance(wanted, DTensor):
+        return found
+    whole = found.to(wanted.device, wanted.dtype)
+    return distribute_tensor(whole, wanted.device_mesh, wanted.placements, src_data_rank=None)

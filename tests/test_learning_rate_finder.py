@@ -1,0 +1,264 @@
+"""The search for a learning rate: its curve is that of a plain loop, and the run after it has the bits of one without it."""
+
+from __future__ import annotations
+
+import math
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import ignite.distributed as idist
+import pytest
+import torch
+from ignite.engine import Events
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from bits import bit_by_bit
+from ignite_train import ResumableLoader, Trainer, UpdateOptions, create_trainer
+from ignite_train.handlers import Checkpoint, Freeze, LearningRateFinder, ModelEMA, TrainingMetrics
+from ranks import run_ranks
+
+ROWS = torch.randn(24, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+MICRO_BATCHES = list(ROWS.split(4))
+
+
+def net() -> nn.Sequential:
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.3), nn.Linear(4, 1)).double()
+
+
+def mean_loss(model: nn.Module, x: Tensor) -> Tensor:
+    return (model(x) - 2.0).square().mean()
+
+
+def make(model: nn.Module, optimizer: Any = None, **options: Any) -> Trainer:
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return create_trainer(model, optimizer, mean_loss, options=UpdateOptions(**options))
+
+
+@pytest.fixture(autouse=True)
+def _may_not_diverge() -> Iterator[None]:
+    """Short searches often end before the loss diverges, which is warned about."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "the loss did not diverge")
+        yield
+
+
+def search(trainer: Trainer, data: Any, finder: LearningRateFinder | None = None, **settings: Any) -> LearningRateFinder:
+    finder = finder or LearningRateFinder()
+    with finder.attach(trainer, **{"num_iter": 9, "start_lr": 1e-4, "end_lr": 0.5, **settings}) as searching:
+        assert searching is trainer
+        searching.run(data)
+    return finder
+
+
+@pytest.mark.parametrize("mode", ["exp", "linear"])
+def test_the_curve_is_that_of_a_plain_loop(mode: Any) -> None:
+    """Rates from the first to the last, over two passes of the data; losses smoothed as Ignite does."""
+    model = net()[0]
+    found = search(make(model, torch.optim.SGD(model.parameters(), lr=1.0)), MICRO_BATCHES, step_mode=mode).get_results()
+
+    model = net()[0]
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    rates, losses = [], []
+    for update in range(9):
+        share = update / 8
+        rate = 1e-4 * (0.5 / 1e-4) ** share if mode == "exp" else 1e-4 + (0.5 - 1e-4) * share
+        optimizer.param_groups[0]["lr"] = rate
+        optimizer.zero_grad()
+        loss = mean_loss(model, MICRO_BATCHES[update % 6])
+        loss.backward()
+        optimizer.step()
+        losses.append(0.05 * loss.item() + 0.95 * losses[-1] if losses else loss.item())
+        rates.append(rate)
+    assert found["lr"] == pytest.approx(rates, rel=1e-12)
+    assert found["loss"] == pytest.approx(losses, rel=1e-10)
+
+
+def loaders() -> dict[str, Callable[[], Any]]:
+    return {
+        "list": lambda: MICRO_BATCHES,
+        "shuffled": lambda: DataLoader(ROWS, batch_size=4, shuffle=True),  # type: ignore[arg-type]
+        "own-generator": lambda: DataLoader(
+            ROWS,  # type: ignore[arg-type]
+            batch_size=4,
+            shuffle=True,
+            generator=torch.Generator().manual_seed(5),
+        ),
+        "resumable": lambda: ResumableLoader(ROWS, 4, shuffle=True),
+    }
+
+
+def job(name: str, directory: Path, *, searches: str | None) -> Any:
+    """A run of three epochs with handlers; what remains of it, with a search before it or after its first epoch, or none."""
+    torch.manual_seed(11)
+    model, loader = net(), loaders()[name]()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    trainer, ema = make(model, optimizer), ModelEMA(0.5)
+    ema.attach(trainer)
+    TrainingMetrics().attach(trainer, Events.ITERATION_COMPLETED(every=2))
+    Checkpoint(directory, every_epochs=1, asynchronous=False).attach(trainer)
+    if searches == "before":
+        search(trainer, loader)
+        assert not list(directory.glob("*"))
+    trainer.run(loader, max_epochs=1)
+    if searches == "between":
+        files = sorted(directory.rglob("*"))
+        search(trainer, loader, num_iter=5, smooth_f=0.0)
+        assert sorted(directory.rglob("*")) == files
+    if searches == "failing":
+        trainer._update.forward = fails_at(8, trainer._update.forward)  # type: ignore[attr-defined]
+        with pytest.raises(ZeroDivisionError):
+            search(trainer, loader)
+        trainer._update.forward = trainer._update.forward.inner  # type: ignore[attr-defined]
+    trainer.run(loader, max_epochs=3)
+    metrics = {name: value for name, value in trainer.state.metrics.items() if name in ("loss", "grad_norm")}
+    states = [model.state_dict(), optimizer.state_dict(), trainer.state_dict(), ema.state_dict()]
+    return bit_by_bit([*states, metrics, torch.get_rng_state()]), sorted(trainer._stateful)
+
+
+class fails_at:  # noqa: N801
+    """A forward that fails in one update."""
+
+    def __init__(self, number: int, inner: Any) -> None:
+        self.left, self.inner = number, inner
+
+    def __call__(self, model: nn.Module, x: Tensor) -> Any:
+        self.left -= 1
+        return self.inner(model, x) if self.left else 1 // 0
+
+
+@pytest.mark.parametrize("searches", ["before", "between", "failing"])
+@pytest.mark.parametrize("name", list(loaders()))
+def test_the_run_has_the_bits_of_one_without_a_search(name: str, searches: str, tmp_path: Path) -> None:
+    """Weights, buffers, moments, counters, average, metrics and generators; no checkpoint is written in a search."""
+    assert job(name, tmp_path / "with", searches=searches) == job(name, tmp_path / "without", searches=None)
+
+
+def test_infinite_losses_end_it() -> None:
+    """A rate that is far too high gives no error, and what is not finite is not in the results."""
+    model = net()[0].float()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    trainer = make(model, optimizer)
+    before = bit_by_bit([model.state_dict(), optimizer.state_dict()])
+    data = [x.float() for x in MICRO_BATCHES]
+    results = search(trainer, data, num_iter=100, end_lr=1e38, diverge_th=1e30).get_results()
+    assert 1 < len(results["loss"]) < 100
+    assert all(map(math.isfinite, results["loss"]))
+    assert bit_by_bit([model.state_dict(), optimizer.state_dict()]) == before
+
+
+def test_two_groups_and_tensors_for_rates() -> None:
+    """Each group has its own rates; tensors stay the tensors that they are."""
+    model = net()
+    rate = torch.tensor(0.01)
+    optimizer = torch.optim.AdamW([{"params": model[0].parameters(), "lr": rate}, {"params": model[3].parameters()}])
+    model[1].requires_grad_(False)
+    trainer = make(model, optimizer)
+    Freeze(model[0]).attach(trainer)
+    seen: list[Any] = []
+    with LearningRateFinder().attach(trainer, num_iter=3, start_lr=[1e-3, 1e-4], end_lr=[1.0, 1.0]) as searching:
+        searching.add_event_handler(
+            Events.ITERATION_COMPLETED, lambda: seen.append(searching.state.update_output.learning_rates)
+        )  # type: ignore[union-attr]
+        searching.add_event_handler(Events.ITERATION_COMPLETED, lambda: seen.append(bit_by_bit(model[0].weight)))
+        searching.run(MICRO_BATCHES)
+    assert [rates[0] for rates in seen[::2]] == pytest.approx([1e-3, 1e-3**0.5, 1.0], rel=1e-6)
+    assert [rates[1] for rates in seen[::2]] == pytest.approx([1e-4, 1e-2, 1.0])
+    assert len({str(weights) for weights in seen[1::2]}) == 1  # frozen
+    assert optimizer.param_groups[0]["lr"] is not None
+    assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(0.01)
+
+
+def test_the_suggestion_and_its_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rate is applied, and the curve is a PNG; without matplotlib one line says what to install."""
+    model = net()[0]
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    finder = search(make(model, optimizer), MICRO_BATCHES, num_iter=60, end_lr=10.0)
+    finder.apply_suggested_lr(optimizer)
+    assert optimizer.param_groups[0]["lr"] == finder.lr_suggestion()
+    finder.save_plot(tmp_path / "rates.png", skip_start=2)
+    assert (tmp_path / "rates.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(RuntimeError, match="nothing to draw"):
+        finder.save_plot(tmp_path / "none.png", skip_start=1000)
+    with suppress(KeyError):
+        monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'ignite-train\[plot\]'"):
+        finder.save_plot(tmp_path / "none.png")
+
+
+def _search_on_this_rank() -> Any:
+    model = net()
+    trainer = make(model, reduction="explicit")
+    before = bit_by_bit(model.state_dict())
+    data = MICRO_BATCHES[idist.get_rank() :: 2]
+    finder = search(trainer, data, num_iter=40, end_lr=50.0, diverge_th=1.5)
+    mean = search(trainer, data, output_transform=lambda output: float(idist.get_rank()))
+    assert bit_by_bit(model.state_dict()) == before
+    return finder.get_results(), mean.get_results()["loss"]
+
+
+@pytest.mark.slow
+def test_two_ranks_find_the_same() -> None:
+    """Both end after the same update; a loss of the user's own is averaged over them."""
+    first, second = run_ranks(_search_on_this_rank)
+    assert first == second
+    assert 1 < len(first[0]["loss"]) <= 40
+    assert first[1] == pytest.approx([0.5] * 9)
+
+
+def begin(**settings: Any) -> None:
+    with LearningRateFinder().attach(make(net()), **settings):
+        pytest.fail("it was not refused")
+
+
+def begin_in_an_epoch() -> None:
+    trainer = make(net())
+    trainer.add_event_handler(Events.ITERATION_STARTED, lambda: LearningRateFinder().attach(trainer).__enter__())
+    trainer.run(MICRO_BATCHES)
+
+
+def search_without_a_length() -> None:
+    with LearningRateFinder().attach(make(net())) as trainer:
+        trainer.run(iter(MICRO_BATCHES))
+
+
+def of_another() -> None:
+    begin(to_save={"optimizer": torch.optim.SGD(net().parameters())})
+
+
+MISTAKES: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
+    "trainer": (TypeError, "trainer must be a Trainer", lambda: LearningRateFinder().attach(net()).__enter__()),  # type: ignore[arg-type]
+    "order": (ValueError, "start_lr must be less than end_lr, got 1 and 0.5", lambda: begin(start_lr=1.0, end_lr=0.5)),
+    "zero": (ValueError, "start_lr must be greater than 0", lambda: begin(start_lr=0.0)),
+    "groups": (ValueError, "end_lr must have one rate for each", lambda: begin(end_lr=[1.0, 2.0])),
+    "mode": (ValueError, "step_mode must be one of", lambda: begin(step_mode="cosine")),
+    "smooth": (ValueError, "smooth_f must be less than 1", lambda: begin(smooth_f=1.0)),
+    "diverge": (ValueError, "diverge_th must be at least 1", lambda: begin(diverge_th=0.5)),
+    "updates": (ValueError, "num_iter must be at least 1", lambda: begin(num_iter=0)),
+    "save": (TypeError, r"to_save\['ema'\] must have state_dict", lambda: begin(to_save={"ema": 3})),
+    "optimizer": (ValueError, r"to_save\['optimizer'\] must be the optimizer of the trainer", of_another),
+    "running": (RuntimeError, "in the middle of an epoch", begin_in_an_epoch),
+    "length": (ValueError, "num_iter must be given", search_without_a_length),
+    "picture": (RuntimeError, "nothing to draw", lambda: LearningRateFinder().save_plot("none.png")),
+}
+
+
+@pytest.mark.parametrize("name", list(MISTAKES))
+def test_mistakes(name: str) -> None:
+    """Each is answered in one line."""
+    error, says, call = MISTAKES[name]
+    with pytest.raises(error, match=says) as raised:
+        call()
+    assert "\n" not in str(raised.value)
+
+
+def test_it_warns_where_the_loss_does_not_diverge() -> None:
+    """As Ignite's does."""
+    with pytest.warns(UserWarning, match="the loss did not diverge: increase end_lr"):
+        search(make(net()), MICRO_BATCHES)

@@ -1,0 +1,91 @@
+"""Each parameter is counted once, in its block, whatever wraps the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import ignite.distributed as idist
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from ignite_train import model_summary
+from ranks import run_ranks
+
+
+class Net(nn.Module):
+    """Blocks inside blocks, a tied weight, a parameter of its own and a block that does not train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(7))
+        self.encoder = nn.Sequential(nn.Embedding(10, 4), nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6)))
+        self.frozen = nn.Linear(6, 4).requires_grad_(False)
+        self.head = nn.Linear(4, 10, bias=False)
+        self.head.weight = self.encoder[0].weight
+
+
+EXPECTED = [("encoder", 40 + 30 + 12, 82), ("frozen", 28, 0), ("head", 0, 0), ("", 7, 7)]
+
+
+def rows(model: nn.Module, **options: Any) -> list[tuple[str, int, int]]:
+    return [(block.name, block.parameters, block.trainable) for block in model_summary(model, **options).blocks]
+
+
+def test_blocks() -> None:
+    """Children of the model, and what belongs to none; the total is that of a plain sum."""
+    model = Net()
+    assert rows(model) == EXPECTED
+    total = model_summary(model).total
+    assert total.parameters == sum(p.numel() for p in model.parameters())
+    assert total.trainable == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert total.kind == "Net"
+
+
+def test_deeper() -> None:
+    """Grandchildren, and children without children; what stands between is not lost."""
+    found = rows(Net(), depth=2)
+    assert found == [("encoder.0", 40, 40), ("encoder.1", 42, 42), *EXPECTED[1:]]
+    assert [name for name, _, _ in rows(Net(), depth=9)][:3] == ["encoder.0", "encoder.1.0", "encoder.1.1"]
+
+
+def test_the_table() -> None:
+    """As wide as its longest entries."""
+    lines = str(model_summary(Net())).splitlines()
+    assert lines[0].split() == ["block", "kind", "parameters", "trainable"]
+    assert lines[1].split() == ["encoder", "Sequential", "82", "82"]
+    assert lines[-2].split() == ["-", "-", "7", "7"]
+    assert lines[-1].split() == ["total", "Net", "117", "89"]
+    assert len({len(line) for line in lines}) == 1
+
+
+def _sharded_on_this_rank() -> Any:
+    model = Net()
+    for block in (model.encoder[1], model.frozen):
+        fully_shard(block, mesh=init_device_mesh("cpu", (idist.get_world_size(),)))
+    return rows(model)
+
+
+@pytest.mark.slow
+def test_shards_count_as_the_whole() -> None:
+    """On each rank."""
+    assert run_ranks(_sharded_on_this_rank) == [EXPECTED, EXPECTED]
+
+
+MISTAKES: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
+    "model": (TypeError, "model must be a torch.nn.Module", lambda: model_summary([nn.Linear(1, 1)])),  # type: ignore[arg-type]
+    "depth": (ValueError, "depth must be at least 1", lambda: model_summary(Net(), depth=0)),
+    "lazy": (ValueError, "got the lazy parameter '0.weight'", lambda: model_summary(nn.Sequential(nn.LazyLinear(3)))),
+}
+
+
+@pytest.mark.parametrize("name", list(MISTAKES))
+def test_mistakes(name: str) -> None:
+    """Each is answered in one line."""
+    error, says, call = MISTAKES[name]
+    with pytest.raises(error, match=says) as raised:
+        call()
+    assert "\n" not in str(raised.value)

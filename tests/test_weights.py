@@ -1,0 +1,170 @@
+"""Weights without a trainer: from a run, a checkpoint or a plain file, for any wrapping of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ignite.distributed as idist
+import pytest
+import torch
+from ignite.engine import Events
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from bits import bit_by_bit
+from ignite_train import CheckpointError, create_evaluator, create_trainer
+from ignite_train.checkpoint import best, consolidate, latest, load_weights
+from ignite_train.handlers import Checkpoint, ModelEMA, Validation
+from ranks import run_ranks
+
+DATA = [torch.randn(4, 3, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
+
+
+def net(outputs: int = 2, seed: int = 3) -> nn.Sequential:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, outputs))
+
+
+def mean_loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return (model(x) - 2.0).square().mean()
+
+
+def train(directory: Path) -> dict[str, Any]:
+    """A run whose first epoch is its best. Gives the bits of its models: the latest, the best and the average."""
+    model = net()
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.05), mean_loss)
+    evaluator, ema = create_evaluator(model, mean_loss), ModelEMA(0.5)
+    ema.attach(trainer)
+    states: dict[str, Any] = {}
+    evaluator.add_event_handler(Events.EPOCH_COMPLETED, lambda: evaluator.state.metrics.update(rank=float(trainer.state.epoch)))
+    Validation(evaluator, DATA, score="rank").attach(trainer)
+    Checkpoint(directory, best="rank", every_epochs=1, asynchronous=False).attach(trainer, evaluator=evaluator)
+    trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: states.setdefault("best", bit_by_bit(dict(model.state_dict()))))
+    trainer.run(DATA, max_epochs=3)
+    return {**states, "latest": bit_by_bit(dict(model.state_dict())), "average": bit_by_bit(ema.state_dict()["model"])}
+
+
+def loaded(path: Path, model: nn.Module | None = None, **options: Any) -> Any:
+    model = model or net(seed=9)
+    assert load_weights(model, path, **options) == []
+    return bit_by_bit(dict(model.state_dict()))
+
+
+def test_from_a_run(tmp_path: Path) -> None:
+    """The newest, the best, the average, and one checkpoint by its path; the function writes the same to a file."""
+    states = train(tmp_path / "run")
+    assert loaded(tmp_path / "run") == states["latest"] != states["best"]
+    assert loaded(tmp_path / "run", best=True) == states["best"]
+    assert loaded(tmp_path / "run", entry="ModelEMA") == states["average"]
+    found = best(tmp_path / "run")
+    assert found is not None
+    assert loaded(found.path) == states["best"]
+    consolidate(tmp_path / "run", tmp_path / "best.pt", best=True)
+    assert bit_by_bit(torch.load(tmp_path / "best.pt")) == states["best"]
+    consolidate(tmp_path / "run", tmp_path / "average.pt", entry="ModelEMA")
+    assert loaded(tmp_path / "average.pt") == states["average"]
+
+
+FORMS: dict[str, Callable[[Any], Any]] = {
+    "plain": lambda state: state,
+    "under-model": lambda state: {"model": state, "epoch": 3},
+    "under-state-dict": lambda state: {"state_dict": state},
+    "of-ddp": lambda state: {f"module.{name}": value for name, value in state.items()},
+    "of-compile": lambda state: {f"_orig_mod.{name}": value for name, value in state.items()},
+    "of-both": lambda state: {f"module._orig_mod.{name}": value for name, value in state.items()},
+}
+
+
+@pytest.mark.parametrize("name", list(FORMS))
+def test_from_a_plain_file(name: str, tmp_path: Path) -> None:
+    """As people save them, also from a wrapped model."""
+    model = net()
+    torch.save(FORMS[name](model.state_dict()), tmp_path / "model.pt")
+    assert loaded(tmp_path / "model.pt") == bit_by_bit(dict(model.state_dict()))
+
+
+def test_another_last_layer(tmp_path: Path) -> None:
+    """strict=False loads what fits and names the rest, which stays; strict refuses and changes nothing."""
+    torch.save({**net().state_dict(), "unknown": torch.ones(1)}, tmp_path / "model.pt")
+    model = net(outputs=5, seed=9)
+    before = bit_by_bit(dict(model.state_dict()))
+    with pytest.raises(CheckpointError, match=r"'2\.weight' does not fit \(it has another shape there\), and 2 more"):
+        load_weights(model, tmp_path / "model.pt")
+    assert bit_by_bit(dict(model.state_dict())) == before
+    assert load_weights(model, tmp_path / "model.pt", strict=False) == ["2.weight", "2.bias"]
+    after = bit_by_bit(dict(model.state_dict()))
+    expected = bit_by_bit(dict(net().state_dict()))
+    assert after == {name: before[name] if name.startswith("2.") else expected[name] for name in after}
+
+
+def _on_this_rank(path: str) -> Any:
+    sharded = net(seed=9)
+    for module in (sharded[0], sharded):
+        fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+    load_weights(sharded, path)
+    whole = {n: v.full_tensor() if isinstance(v, DTensor) else v for n, v in sharded.state_dict().items()}
+    replicated = DistributedDataParallel(net(seed=9))
+    if idist.get_rank() == 1:  # no collective: one rank may call it alone
+        load_weights(replicated, path)
+    return bit_by_bit(whole), bit_by_bit(dict(replicated.module.state_dict()))
+
+
+@pytest.mark.slow
+def test_sharded_and_wrapped(tmp_path: Path) -> None:
+    """Each rank of a sharded model has its shards; a wrapped model is loaded inside."""
+    states = train(tmp_path)
+    (first, untouched), (second, wrapped) = run_ranks(_on_this_rank, str(latest(tmp_path)))
+    assert first == second == wrapped == states["latest"] != untouched
+
+
+def refused(write: Callable[[Path], Any], **options: Any) -> Callable[[Path], Any]:
+    def call(path: Path) -> None:
+        write(path)
+        load_weights(net(), path, **options)
+
+    return call
+
+
+def of_another(path: Path) -> None:
+    torch.save(nn.Linear(9, 9).state_dict(), path)
+
+
+MISTAKES: dict[str, tuple[type[Exception], str, Callable[[Path], Any]]] = {
+    "nothing": (CheckpointError, "does not exist", refused(lambda path: None)),
+    "empty": (CheckpointError, "has no whole checkpoint", refused(lambda path: path.mkdir())),
+    "best": (CheckpointError, "has no checkpoint with a score", refused(lambda path: path.mkdir(), best=True)),
+    "text": (
+        CheckpointError,
+        "must be a state_dict that torch.save has written",
+        refused(lambda path: path.write_text("x" * 99)),
+    ),
+    "number": (CheckpointError, "must hold a state_dict, got 3", refused(lambda path: torch.save(3, path))),
+    "other": (CheckpointError, "is of another model", refused(of_another)),
+    "nothing-fits": (CheckpointError, "is of another model", refused(of_another, strict=False)),
+    "entry": (CheckpointError, "entry and best choose among checkpoints", refused(of_another, entry="ModelEMA")),
+    "model": (TypeError, "model must be a torch.nn.Module", lambda path: load_weights({}, path)),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("name", list(MISTAKES))
+def test_mistakes(name: str, tmp_path: Path) -> None:
+    """Each is answered in one line."""
+    error, says, call = MISTAKES[name]
+    with pytest.raises(error, match=says) as raised:
+        call(tmp_path / "runs")
+    assert "\n" not in str(raised.value)
+
+
+def test_an_entry_without_weights(tmp_path: Path) -> None:
+    """A handler of the run that holds none, and a name that is misspelt."""
+    train(tmp_path)
+    with pytest.raises(CheckpointError, match="is of another model"):
+        load_weights(net(), tmp_path, entry="optimizer")
+    with pytest.raises(CheckpointError, match="entry must be an object of"):
+        load_weights(net(), tmp_path, entry="EMA")
