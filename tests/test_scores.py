@@ -255,7 +255,9 @@ def test_the_rates_are_those_of_a_plain_loop(mode: Any, caplog: pytest.LogCaptur
         job.run()
     assert used == expected
     assert len(set(expected)) > 2
-    assert sum("learning rate 0.001 -> 0.0005" in record.message for record in caplog.records) == 1
+    lines = [record.message for record in caplog.records if ": learning rate " in record.message]
+    assert len(lines) == sum(one != other for one, other in itertools.pairwise([*expected, alone.param_groups[0]["lr"]]))
+    assert sum("learning rate 0.001 -> 0.0005" in line for line in lines) == 1
 
 
 # --- resumption ---

@@ -24,7 +24,7 @@ from ignite_train import (
     create_evaluator,
     create_trainer,
 )
-from ignite_train.handlers import Checkpoint, TrainingMetrics, Validation
+from ignite_train.handlers import Checkpoint, TrainingMetrics, Validation, training_metrics
 from ignite_train.loop.progress import run_progress
 from ignite_train.metrics import PUBLISHED_METRICS, TIMED_METRICS, grouped_metric, single_metrics
 from ranks import run_ranks
@@ -415,6 +415,21 @@ def test_memory_is_published_on_request() -> None:
         assert ("host_memory" in metrics) is memory
         assert not memory or 0.05 < metrics["host_memory"] < 64
         assert "memory_peak" not in metrics
+
+
+def test_memory_of_an_accelerator_is_what_its_allocator_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In GiB, with the peak counted from here again. A stand-in for the allocator, since the tests run without one."""
+    calls: list[torch.device] = []
+    for gibibytes, name in ((1, "memory_allocated"), (3, "memory_reserved"), (2, "max_memory_allocated")):
+        monkeypatch.setattr(torch.accelerator, name, lambda device, value=gibibytes * 2**30: value)
+    monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", calls.append)
+    metrics = training_metrics._memory(torch.device("cuda", 0))
+    assert {name: value for name, value in metrics.items() if name != "host_memory"} == {
+        "memory_allocated": 1.0,
+        "memory_reserved": 3.0,
+        "memory_peak": 2.0,
+    }
+    assert calls == [torch.device("cuda", 0)]
 
 
 @pytest.mark.parametrize(
