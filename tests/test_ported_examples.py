@@ -11,7 +11,7 @@ import ignite.engine
 import pytest
 import torch
 from ignite.contrib.engines import common
-from ignite.engine import Engine, Events, create_supervised_evaluator
+from ignite.engine import Engine, EventEnum, Events, create_supervised_evaluator
 from ignite.handlers import (
     Checkpoint,
     CosineAnnealingScheduler,
@@ -24,7 +24,7 @@ from ignite.handlers import (
     create_lr_scheduler_with_warmup,
     global_step_from_engine,
 )
-from ignite.metrics import Accuracy, Loss, RunningAverage, TopKCategoricalAccuracy
+from ignite.metrics import Accuracy, Loss, Precision, Recall, RunningAverage, TopKCategoricalAccuracy
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -267,6 +267,50 @@ def classification(create: Create, directory: Path) -> dict[str, Any]:
     }
 
 
+class Phases(EventEnum):
+    """Events of a user's own, which the loss function fires."""
+
+    BEFORE_LOSS = "before_loss"
+    AFTER_LOSS = "after_loss"
+
+
+def readme(create: Create, directory: Path) -> dict[str, Any]:
+    """What Ignite's README shows: handlers of any kind with arguments, filters, stacked and custom events, composed metrics."""
+    lines: list[Any] = []
+    model = network()
+
+    def loss_function(y_pred: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        trainer.fire_event(Phases.BEFORE_LOSS)
+        loss = nn.functional.cross_entropy(y_pred, y)
+        trainer.fire_event(Phases.AFTER_LOSS)
+        return loss
+
+    trainer = create(model, torch.optim.SGD(model.parameters(), lr=0.05), loss_function)
+    trainer.register_events(*Phases)
+    precision, recall = Precision(average=False), Recall(average=False)
+    composed = (precision * recall * 2 / (precision + recall + 1e-9)).mean()
+    evaluator = create_supervised_evaluator(model, {"f1": composed})
+    trainer.add_event_handler(Events.STARTED, lambda _: lines.append("started"))
+    trainer.add_event_handler(Events.COMPLETED, lambda first, second: lines.append((first, second)), [1, 2], second="three")
+    trainer.add_event_handler(Events.COMPLETED, lambda engine: lines.append(sorted(engine.state.times)))
+    trainer.add_event_handler(Phases.AFTER_LOSS, lambda engine: lines.append(("after", engine.state.iteration)))
+
+    @trainer.on(Events.ITERATION_COMPLETED(event_filter=lambda engine, event: event < 3))
+    def first_losses(engine: Engine) -> None:
+        lines.append((engine.state.iteration, float(engine.state.output)))
+
+    @trainer.on(Events.COMPLETED | Events.EPOCH_COMPLETED(every=2))
+    def validate() -> None:
+        lines.append((trainer.state.epoch, evaluator.run(images(16, 2)).metrics["f1"]))
+
+    @trainer.on(Events.EPOCH_STARTED(once=3) | Phases.BEFORE_LOSS)
+    def now_and_then() -> None:
+        lines.append((trainer.state.epoch, trainer.state.iteration))
+
+    trainer.run(images(40, 1), max_epochs=4)
+    return {"lines": lines, "weights": weights_of(model)}
+
+
 def distributed(seed: int) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
     """A small model, its optimizer, and this rank's share of the data."""
     torch.manual_seed(seed)
@@ -331,6 +375,7 @@ EXAMPLES: dict[str, Example] = {
     "save-resume": save_resume,
     "cifar10": cifar10,
     "classification": classification,
+    "readme": readme,
     "finder": finder,
     "averages": averages,
 }
