@@ -13,6 +13,7 @@ import ignite
 import pytest
 import torch
 from ignite.engine import Engine, Events, State, _prepare_batch
+from ignite.metrics import EpochMetric, Precision
 
 ROOT = Path(__file__).parent.parent
 
@@ -98,6 +99,35 @@ def prepare_batch() -> bool:
     return bool(x == 1) and bool(y == 0)
 
 
+def is_done() -> bool:
+    """`Engine._is_done(state)` is asked of a state alone; ours, in its place, knows which epochs are over."""
+    engine, _ = make()
+    engine.run([1], max_epochs=1)
+    return bool(Engine._is_done(engine.state))
+
+
+def predictions() -> bool:
+    """`EpochMetric` keeps lists `_predictions` and `_targets`, and looks `idist.all_gather` up when it computes."""
+    metric = EpochMetric(lambda predictions, targets: 0.0, check_compute_fn=False)
+    metric.update((torch.ones(2), torch.zeros(2)))
+    kept = [part.tolist() for part in (*metric._predictions, *metric._targets)]
+    looks_up = "idist.all_gather" in inspect.getsource(EpochMetric.compute)
+    return kept == [[1.0, 1.0], [0.0, 0.0]] and looks_up
+
+
+def learnt_by_classification() -> bool:
+    """`_type` and `_num_classes` of a metric of classification are None before the first batch."""
+    metric = Precision()
+    before = (metric._type, metric._num_classes)
+    metric.update((torch.eye(3), torch.arange(3)))
+    return before == (None, None) and (metric._type, metric._num_classes) == ("multiclass", 3)
+
+
+def device_of_a_metric() -> bool:
+    """`Metric._device` is where a metric adds up."""
+    return Precision(device="cpu")._device == torch.device("cpu")
+
+
 # Each part: what is looked for in the library, the one file that may have it, and what must be true of Ignite.
 PARTS: dict[str, tuple[str, str, Callable[[], bool]]] = {
     "_event_handlers": (r"\._event_handlers\b", "loop/dispatch.py", event_handlers),
@@ -108,6 +138,10 @@ PARTS: dict[str, tuple[str, str, Callable[[], bool]]] = {
     "_assert_allowed_event": (r"\b_assert_allowed_event\b", "loop/dispatch.py", assert_allowed_event),
     "_process_function": (r"\._process_function\b", "loop/loop.py", process_function),
     "_update_attrs": (r"\._update_attrs\b", "trainer.py", update_attrs),
+    "_is_done": (r"def _is_done\b", "loop/loop.py", is_done),
+    "_predictions": (r'"_predictions"', "loop/uneven_metrics.py", predictions),
+    "_num_classes": (r'"_num_classes"', "loop/uneven_metrics.py", learnt_by_classification),
+    "_device": (r"metric\._device\b", "loop/uneven_metrics.py", device_of_a_metric),
     "_prepare_batch": (r"import .*\b_prepare_batch\b", "create.py", prepare_batch),
 }
 

@@ -11,9 +11,20 @@ import ignite.engine
 import pytest
 import torch
 from ignite.contrib.engines import common
-from ignite.engine import Engine, Events, create_supervised_evaluator
-from ignite.handlers import Checkpoint, DiskSaver, ModelCheckpoint, PiecewiseLinear, TensorboardLogger, global_step_from_engine
-from ignite.metrics import Accuracy, Loss, RunningAverage, TopKCategoricalAccuracy
+from ignite.engine import Engine, EventEnum, Events, create_supervised_evaluator
+from ignite.handlers import (
+    Checkpoint,
+    CosineAnnealingScheduler,
+    DiskSaver,
+    EMAHandler,
+    FastaiLRFinder,
+    ModelCheckpoint,
+    PiecewiseLinear,
+    TensorboardLogger,
+    create_lr_scheduler_with_warmup,
+    global_step_from_engine,
+)
+from ignite.metrics import Accuracy, Loss, Precision, Recall, RunningAverage, TopKCategoricalAccuracy
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -256,6 +267,93 @@ def classification(create: Create, directory: Path) -> dict[str, Any]:
     }
 
 
+class Phases(EventEnum):
+    """Events of a user's own, which the loss function fires."""
+
+    BEFORE_LOSS = "before_loss"
+    AFTER_LOSS = "after_loss"
+
+
+def readme(create: Create, directory: Path) -> dict[str, Any]:
+    """What Ignite's README shows: handlers of any kind with arguments, filters, stacked and custom events, composed metrics."""
+    lines: list[Any] = []
+    model = network()
+
+    def loss_function(y_pred: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        trainer.fire_event(Phases.BEFORE_LOSS)
+        loss = nn.functional.cross_entropy(y_pred, y)
+        trainer.fire_event(Phases.AFTER_LOSS)
+        return loss
+
+    trainer = create(model, torch.optim.SGD(model.parameters(), lr=0.05), loss_function)
+    trainer.register_events(*Phases)
+    precision, recall = Precision(average=False), Recall(average=False)
+    composed = (precision * recall * 2 / (precision + recall + 1e-9)).mean()
+    evaluator = create_supervised_evaluator(model, {"f1": composed})
+    trainer.add_event_handler(Events.STARTED, lambda _: lines.append("started"))
+    trainer.add_event_handler(Events.COMPLETED, lambda first, second: lines.append((first, second)), [1, 2], second="three")
+    trainer.add_event_handler(Events.COMPLETED, lambda engine: lines.append(sorted(engine.state.times)))
+    trainer.add_event_handler(Phases.AFTER_LOSS, lambda engine: lines.append(("after", engine.state.iteration)))
+
+    @trainer.on(Events.ITERATION_COMPLETED(event_filter=lambda engine, event: event < 3))
+    def first_losses(engine: Engine) -> None:
+        lines.append((engine.state.iteration, float(engine.state.output)))
+
+    @trainer.on(Events.COMPLETED | Events.EPOCH_COMPLETED(every=2))
+    def validate() -> None:
+        lines.append((trainer.state.epoch, evaluator.run(images(16, 2)).metrics["f1"]))
+
+    @trainer.on(Events.EPOCH_STARTED(once=3) | Phases.BEFORE_LOSS)
+    def now_and_then() -> None:
+        lines.append((trainer.state.epoch, trainer.state.iteration))
+
+    trainer.run(images(40, 1), max_epochs=4)
+    return {"lines": lines, "weights": weights_of(model)}
+
+
+def distributed(seed: int) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    """A small model, its optimizer, and this rank's share of the data."""
+    torch.manual_seed(seed)
+    model = idist.auto_model(nn.Sequential(nn.Flatten(), nn.Linear(192, 10)))
+    return model, torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.5), coloured(48, 1, batch_size=8, shuffle=False)
+
+
+def finder(create: Create, directory: Path) -> dict[str, Any]:
+    """The search for a learning rate, with its defaults but for a shorter curve."""
+    model, optimizer, data = distributed(3)
+    trainer = create(model, optimizer, nn.CrossEntropyLoss())
+    found = FastaiLRFinder()
+    before = weights_of(model)
+    to_save = {"model": model, "optimizer": optimizer}
+    with found.attach(trainer, to_save, end_lr=3.0, num_iter=12) as searching:
+        searching.run(data)
+    assert weights_of(model) == before
+    curve, rate = found.get_results(), optimizer.param_groups[0]["lr"]
+    found.apply_suggested_lr(optimizer)
+    trainer.run(data, max_epochs=1)
+    return {"curve": curve, "lr": (rate, optimizer.param_groups[0]["lr"]), "weights": weights_of(model)}
+
+
+def averages(create: Create, directory: Path) -> dict[str, Any]:
+    """The learning rate, a running average of the loss, and an average of the weights with a warm-up, at each update."""
+    model, optimizer, data = distributed(4)
+    trainer = create(model, optimizer, nn.CrossEntropyLoss())
+    cosine = CosineAnnealingScheduler(optimizer, "lr", 0.1, 0.0, 2 * len(data))
+    trainer.add_event_handler(Events.ITERATION_STARTED, create_lr_scheduler_with_warmup(cosine, 0.01, 4))
+    RunningAverage(output_transform=lambda loss: loss, alpha=0.7).attach(trainer, "average")
+    ema = EMAHandler(model, momentum=0.2, momentum_warmup=0.05, warmup_iters=6)
+    ema.attach(trainer, name="momentum", event=Events.ITERATION_COMPLETED)
+    steps: list[Any] = []
+
+    @trainer.on(Events.ITERATION_COMPLETED)
+    def note(engine: Engine) -> None:
+        state: Any = engine.state
+        steps.append((state.iteration, optimizer.param_groups[0]["lr"], float(state.metrics["average"]), state.momentum))
+
+    trainer.run(data, max_epochs=3)
+    return {"steps": steps, "weights": weights_of(model), "averaged": weights_of(ema.ema_model)}
+
+
 def close(first: Any, second: Any) -> None:
     """The same structure, and numbers that are equal up to the rounding of float32."""
     assert type(first) is type(second)
@@ -277,6 +375,9 @@ EXAMPLES: dict[str, Example] = {
     "save-resume": save_resume,
     "cifar10": cifar10,
     "classification": classification,
+    "readme": readme,
+    "finder": finder,
+    "averages": averages,
 }
 
 
@@ -285,18 +386,20 @@ def both(name: str, directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     return stock, ours
 
 
+@pytest.mark.filterwarnings("ignore:Attribute .* is not defined in the engine.state:UserWarning")  # both of Ignite's handlers
+@pytest.mark.filterwarnings("ignore:Run completed without loss diverging:UserWarning")
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_a_ported_example_does_what_the_original_does(tmp_path: Path, name: str) -> None:
     """Losses, learning rates, validation, tags, steps, files and weights."""
     stock, ours = both(name, tmp_path)
-    assert len(stock["files"]) >= 1
+    assert all(stock.values())
     close(stock, ours)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["cifar10", "classification"])
+@pytest.mark.parametrize("name", ["cifar10", "classification", "finder", "averages"])
 def test_a_ported_example_does_on_ranks_what_the_original_does(tmp_path: Path, name: str) -> None:
     """The same on two ranks, with data-parallel models, shards and averages over the ranks."""
     for stock, ours in run_ranks(both, name, tmp_path):
-        assert len(stock["files"]) >= 2
+        assert all(stock.values())
         close(stock, ours)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import io
 import math
+import sys
+import types
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -361,6 +363,13 @@ def test_a_run_that_does_nothing_leaves_no_file(tmp_path: Path) -> None:
     for _ in range(2):
         train(tmp_path, every=4)
     assert len(list((tmp_path / "points").iterdir())) == 1
+
+
+def test_another_writer_that_is_installed_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ignite's logger prefers tensorboardX where it is there; this handler has torch's writer, on which it relies."""
+    monkeypatch.setitem(sys.modules, "tensorboardX", types.ModuleType("tensorboardX"))  # which has no writer
+    train(tmp_path, every=4)
+    assert "train/loss" in load(tmp_path / "points").Tags()["scalars"]
 
 
 # --- what goes wrong ---

@@ -177,7 +177,7 @@ TWICE = ("Precision", "SSIM", "ROC_AUC", "MetricsLambda", "MeanAveragePrecision"
 
 
 def evaluated(sizes: list[list[int]]) -> dict[str, Any]:
-    """What each metric finds over the ranks; some after an evaluation before, of which nothing is to be left."""
+    """What each metric finds over the ranks; some after an earlier evaluation, which must leave no trace."""
     found, rank = {}, idist.get_rank()
     for name, make in OF_IGNITE.items():
         evaluator = make_evaluator()

@@ -112,7 +112,7 @@ def _forms(metric: Metric) -> dict[str, tuple[Any, ...]]:
 
 
 def _form(value: Any) -> tuple[Any, ...] | None:
-    """What kind of state an attribute is: its kind, and the shape and dtype of tensors. None if it is no state.
+    """What kind of state an attribute is: its kind, and the shape and dtype of tensors. None if it is not a state.
 
     Of a single number on the device it says whether it is 0, as it is after a reset. sync
     """
@@ -188,7 +188,7 @@ def _check_list(metric: Metric, name: str, key: str, forms: Sequence[tuple[Any, 
 
 
 def _completed_list(value: list[Tensor], shape: tuple[int, ...], dtype: torch.dtype, device: Any) -> list[Tensor]:
-    """The predictions of this rank with the dtype of all ranks; if there are none, a tensor of none."""
+    """The predictions of this rank with the dtype of all ranks; without predictions, an empty tensor."""
     return [entry.to(dtype) for entry in value] or [torch.empty((0, *shape), dtype=dtype, device=device)]
 
 
