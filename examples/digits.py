@@ -9,6 +9,7 @@
 
 import os
 import socket
+from functools import partial
 from typing import Annotated, Any
 
 import ignite.distributed as idist
@@ -23,7 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from typer import Option
 
 from ignite_train import ForwardOutput, ShardedSampler, create_evaluator, create_supervised_trainer
-from ignite_train.handlers import ProgressLog, TrainingMetrics, Validation
+from ignite_train.handlers import ProgressLog, TensorBoard, TrainingMetrics, Validation
 
 
 def read_digits() -> tuple[TensorDataset, TensorDataset]:
@@ -52,7 +53,20 @@ def test_forward(model: nn.Module, batch: tuple[Tensor, Tensor]) -> ForwardOutpu
     return ForwardOutput(loss, sample_size=len(y), logs={"accuracy": (logits.argmax(dim=-1) == y).sum()})
 
 
-def train(_local_rank: int, epochs: int, batch_size: int, seed: int) -> None:
+def mistakes(model: nn.Module, test_set: TensorDataset) -> dict[str, str | Tensor]:
+    """The first test images that the model takes for another digit, side by side, and what it takes them for."""
+    images, labels = test_set.tensors
+    device = next(model.parameters()).device
+    with torch.no_grad():
+        found = model(images.to(device)).argmax(dim=-1).cpu()
+    wrong = (found != labels).nonzero().flatten()[:8]
+    if len(wrong) == 0:
+        return {"mistakes/text": "none"}
+    words = ", ".join(f"{labels[index]} as {found[index]}" for index in wrong)
+    return {"mistakes/images": torch.cat([*images[wrong]], dim=-1), "mistakes/text": words}
+
+
+def train(_local_rank: int, epochs: int, batch_size: int, seed: int, log_dir: str) -> None:
     """The run: what each process does."""
     processes = idist.get_world_size()
     torch.set_num_threads(1)  # the operations are too small for threads to share
@@ -72,6 +86,10 @@ def train(_local_rank: int, epochs: int, batch_size: int, seed: int) -> None:
     TrainingMetrics().attach(trainer, Events.EPOCH_COMPLETED)
     ProgressLog().attach(trainer, Events.EPOCH_COMPLETED(every=5))
     Validation(evaluator, test_loader, score="accuracy", mode="max").attach(trainer, Events.COMPLETED)
+    if log_dir:
+        tensorboard = TensorBoard(log_dir)
+        tensorboard.attach(trainer, Events.EPOCH_COMPLETED, evaluator=evaluator)
+        tensorboard.show(trainer, partial(mistakes, evaluator.model, test_set), Events.EPOCH_COMPLETED(every=5))
     trainer.run(loader, max_epochs=epochs)
 
     if idist.get_rank() == 0:
@@ -83,13 +101,14 @@ def main(
     epochs: Annotated[int, Option(min=1, help="Passes over the images.")] = 15,
     batch_size: Annotated[int, Option(min=1, help="Images to an update, over all processes.")] = 64,
     seed: Annotated[int, Option(min=0, help="Of the initial weights and the order of the images.")] = 0,
+    log_dir: Annotated[str, Option(help="For TensorBoard: curves, and images that are taken for another digit.")] = "",
 ) -> None:
     """Learn scikit-learn's handwritten digits."""
     started = "RANK" in os.environ  # by torchrun or another launcher
     backend = ("nccl" if torch.cuda.is_available() else "gloo") if started or nproc > 1 else None
     spawn: dict[str, Any] = {} if started or nproc == 1 else {"nproc_per_node": nproc, "master_port": free_port()}
     with idist.Parallel(backend=backend, **spawn) as parallel:
-        parallel.run(train, epochs, batch_size, seed)
+        parallel.run(train, epochs, batch_size, seed, log_dir)
 
 
 def free_port() -> int:

@@ -16,6 +16,7 @@ import signal
 import socket
 import sysconfig
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -148,6 +149,13 @@ class GPT(nn.Module):
         return bytes(text).decode(errors="replace")
 
 
+def sample(gpt: GPT, settings: Settings) -> dict[str, str]:
+    """A short text for TensorBoard."""
+    with torch.random.fork_rng():  # the run draws the same numbers with and without it
+        text = gpt.eval().generate(b"def ", min(settings.sample, 100), context=settings.context)
+    return {"sample": "\n".join(f"    {line}" for line in text.splitlines())}  # Markdown for code
+
+
 def forward(model: nn.Module, blocks: Tensor) -> ForwardOutput:
     """The one function that training needs from you: the loss of one micro-batch, summed, and how many bytes it is of.
 
@@ -204,7 +212,10 @@ def train(_local_rank: int, settings: Settings) -> None:
     TrainingMetrics().attach(trainer, every)
     trainer.add_event_handler(Events.ITERATION_COMPLETED(once=10), print_first_line)
     ProgressLog().attach(trainer, Events.ITERATION_COMPLETED(every=100), evaluator=evaluator)
-    TensorBoard(settings.log_dir).attach(trainer, every, evaluator=evaluator)
+    tensorboard = TensorBoard(settings.log_dir)
+    tensorboard.attach(trainer, every, evaluator=evaluator)
+    if settings.sample:
+        tensorboard.show(trainer, partial(sample, gpt, settings), validate_at)
     trainer.state.metrics["bigram/bits_per_byte"] = bigram  # all metrics are logged: here a level line beside the curves
     checkpoint = Checkpoint(settings.log_dir / "checkpoints", every=settings.save_every, config=asdict(settings))
     checkpoint.attach(trainer, evaluator=evaluator)

@@ -134,11 +134,18 @@ class TensorBoard(RecordingHandler):
             trainer: the trainer.
             samples: returns texts (in Markdown) and images by name. An image is a tensor of the shape (channels, height, width)
                 with 1 or 3 channels, of uint8 or of floats in [0, 1]. Images need Pillow.
-            event: when.
+            event: when; of several in the same update the first counts.
         """
-        if collectives.is_main_rank():
-            return trainer.add_event_handler(event, self._show, samples)
-        return trainer.add_event_handler(event, lambda: _without_result(samples))
+        shown_in: int | None = None
+
+        def show(trainer: Trainer) -> None:
+            nonlocal shown_in
+            if trainer.state.iteration != shown_in:  # not again at the end of the run
+                shown_in, found = trainer.state.iteration, samples()
+                if collectives.is_main_rank():
+                    self._show(trainer, found)
+
+        return trainer.add_event_handler(event, show)
 
     def state_dict(self) -> dict[str, Any]:
         """The latest points and their update. What was written so far leaves this process first."""
@@ -286,11 +293,11 @@ class TensorBoard(RecordingHandler):
         self._weights = {}
         self._add(trainer, [*_histograms("weights", weights), *_histograms("updates", changes)])
 
-    def _show(self, trainer: Trainer, samples: Callable[[], Mapping[str, str | Tensor]]) -> None:
+    def _show(self, trainer: Trainer, samples: Mapping[str, str | Tensor]) -> None:
         from torch.utils.tensorboard.summary import image, text
 
         summaries = []
-        for name, sample in samples().items():
+        for name, sample in samples.items():
             if isinstance(sample, str):
                 summaries.append(text(name, sample))  # type: ignore[no-untyped-call]
             elif isinstance(sample, Tensor) and sample.dim() == 3 and sample.shape[0] in (1, 3):
@@ -334,10 +341,6 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, bool | int | float | str
             yield from _flat(f"{name}.{key}" if name else str(key), entry)
     else:
         yield name, value if isinstance(value, (bool, int, float, str)) else str(value)
-
-
-def _without_result(function: Callable[[], Any]) -> None:
-    function()
 
 
 def _local(tensor: Tensor) -> Tensor:

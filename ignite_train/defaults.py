@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ignite.engine import Engine, Events
 
 from ignite_train.arguments import describe, did_you_mean, one_of, positive_int
+from ignite_train.events import every as every_nth
 from ignite_train.ranks import collectives
 from ignite_train.trainer import Trainer
 
@@ -94,7 +95,7 @@ def attach_defaults(
 
     if not isinstance(directory, (str, Path)):
         raise TypeError(f"directory must be a path, got {describe(directory)}")
-    event = Events.ITERATION_COMPLETED(every=positive_int("every", every))
+    event = every_nth(positive_int("every", every), Events.ITERATION_COMPLETED)
     made: dict[str, Any] = {
         "training_metrics": TrainingMetrics(),
         "progress": ProgressLog(),

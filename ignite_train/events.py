@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ignite.engine import CallableEventWithFilter, EventEnum, Events, EventsList
 
-__all__ = ["EVENT_COUNTERS", "Event", "TrainEvents", "every"]
+__all__ = ["EVENT_COUNTERS", "Event", "EveryNth", "TrainEvents", "every"]
 
 Event = CallableEventWithFilter | EventsList
 """An event, an event with a filter (`X(every=10)`), or several (`X | Y`)."""
@@ -47,11 +49,23 @@ class TrainEvents(EventEnum):
         return str(self)
 
 
-class _EveryNth(CallableEventWithFilter):
+class EveryNth:
+    """A filter as of `event(every=number)`, whose number can be read: so the trainer need not call it."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __call__(self, engine: Any, count: int) -> bool:  # noqa: ARG002  # as Ignite calls it
+        """Whether the event fires."""
+        return count % self.number == 0
+
+
+class _EveryNthEvent(CallableEventWithFilter):
     """An event whose filter can be read in a signature."""
 
     def __init__(self, number: int, event: CallableEventWithFilter) -> None:
-        super().__init__(event.value, event(every=number).filter, event.name)
+        event(every=number)  # raises an error unless it is a number
+        super().__init__(event.value, EveryNth(number), event.name)
         self._shown = f"{event!r}(every={number})"
 
     def __repr__(self) -> str:
@@ -60,7 +74,7 @@ class _EveryNth(CallableEventWithFilter):
 
 def every(number: int, event: CallableEventWithFilter) -> CallableEventWithFilter:
     """Returns `event(every=number)`, printed as such: for defaults, which `help()` shows."""
-    return _EveryNth(number, event)
+    return _EveryNthEvent(number, event)
 
 
 EVENT_COUNTERS: dict[str | CallableEventWithFilter, str] = {

@@ -200,7 +200,9 @@ def test_samples_are_shown(tmp_path: Path) -> None:
     tensorboard = TensorBoard(tmp_path)
     tensorboard.attach(trainer, EVERY(every=2))
     picture = torch.arange(64.0).view(1, 8, 8) / 64
-    tensorboard.show(trainer, lambda: {"samples/text": "once upon a time", "samples/digit": picture}, EVERY(every=4))
+    tensorboard.show(
+        trainer, lambda: {"samples/text": "once upon a time", "samples/digit": picture}, EVERY(every=4) | Events.COMPLETED
+    )
     trainer.run(DATA, max_epochs=2)
     events = EventAccumulator(str(tmp_path), {"tensors": 0, "images": 0})
     events.Reload()

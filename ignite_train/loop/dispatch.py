@@ -14,7 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 from ignite.engine import Engine, EventEnum, EventsList, RemovableEventHandle
 
 from ignite_train.arguments import did_you_mean
-from ignite_train.events import Event
+from ignite_train.events import Event, EveryNth
 from ignite_train.loop.sections import Sections
 
 __all__ = ["Attachable", "Dispatcher", "Stage", "Stateful", "attached", "call", "stateful_handlers"]
@@ -168,10 +168,19 @@ class Dispatcher(Engine):
         self.state.get_event_attrib_value(event_name)  # raises an error if the event has no counter
         engine, attribute = weakref.proxy(self), self.state.event_to_attr[event_name]
 
-        @functools.wraps(handler)
-        def filtered(*args: Any, **kwargs: Any) -> None:
-            if event_filter(engine, getattr(engine.state, attribute)):
-                handler(*args, **kwargs)
+        if isinstance(event_filter, EveryNth):  # of which most updates have several
+            number = event_filter.number
+
+            @functools.wraps(handler)
+            def filtered(*args: Any, **kwargs: Any) -> None:
+                if getattr(engine.state, attribute) % number == 0:
+                    handler(*args, **kwargs)
+        else:
+
+            @functools.wraps(handler)
+            def filtered(*args: Any, **kwargs: Any) -> None:
+                if event_filter(engine, getattr(engine.state, attribute)):
+                    handler(*args, **kwargs)
 
         filtered._parent = weakref.ref(handler)  # type: ignore[attr-defined]  # by which Ignite finds the handler
         return filtered
