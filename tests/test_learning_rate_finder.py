@@ -122,6 +122,23 @@ def job(name: str, directory: Path, *, searches: str | None) -> Any:
     return bit_by_bit([*states, metrics, torch.get_rng_state()]), sorted(trainer._stateful)
 
 
+def test_a_search_before_a_resumed_run(tmp_path: Path) -> None:
+    """The search begins with the script's model, and not with the checkpoint, from which the run then continues."""
+
+    def start() -> Trainer:
+        trainer = make(net())
+        Checkpoint(tmp_path, every_epochs=1, asynchronous=False).attach(trainer)
+        return trainer
+
+    start().run(MICRO_BATCHES, max_epochs=1)
+    trainer, first = start(), []
+    with LearningRateFinder().attach(trainer, num_iter=3) as searching:
+        searching.add_event_handler(Events.STARTED, lambda: first.append(trainer.state.iteration))
+        searching.run(MICRO_BATCHES)
+    assert first == [0]
+    assert trainer.run(MICRO_BATCHES, max_epochs=2).num_steps == 12
+
+
 class fails_at:  # noqa: N801
     """A forward that fails in one update."""
 

@@ -98,6 +98,10 @@ def test_it_is_not_a_validation() -> None:
     assert evaluator.state is state
     assert state.metrics == {"loss": loss}
     assert stopping.num_bad == 0
+    ended: list[bool] = []
+    evaluator.add_event_handler(Events.COMPLETED, lambda: ended.append(True))
+    evaluator.run([ROWS])  # the next evaluation is one
+    assert ended == [True]
     with ema.swapped_in(), torch.no_grad():
         assert torch.equal(found.value, model(ROWS + 1))
 

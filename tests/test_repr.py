@@ -61,7 +61,7 @@ def test_a_handler_says_how_it_was_made(tmp_path: Path) -> None:
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    assert repr(handlers.EmptyCache()) == "EmptyCache()"
+    assert repr(handlers.EmptyCache()) == "EmptyCache(fragmentation=None)"
     assert repr(handlers.TimeLimit(seconds=60)) == "TimeLimit(seconds=60.0)"
     assert repr(handlers.MinLearningRate(optimizer, minimum=1e-6)) == "MinLearningRate(optimizer=SGD, minimum=1e-06)"
     for handler in (handlers.Checkpoint(tmp_path), handlers.StateConsistency(model, optimizer), handlers.StopOnSignal()):

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from bits import bit_by_bit
-from ignite_train import CheckpointError, create_evaluator, create_trainer
+from ignite_train import CheckpointError, count_traffic, create_evaluator, create_trainer
 from ignite_train.checkpoint import best, consolidate, latest, load_weights
 from ignite_train.handlers import Checkpoint, ModelEMA, Validation
 from ranks import run_ranks
@@ -107,7 +107,9 @@ def _on_this_rank(path: str) -> Any:
     sharded = net(seed=9)
     for module in (sharded[0], sharded):
         fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
-    load_weights(sharded, path)
+    with count_traffic() as traffic:
+        load_weights(sharded, path)
+    assert traffic.collectives == []
     whole = {n: v.full_tensor() if isinstance(v, DTensor) else v for n, v in sharded.state_dict().items()}
     replicated = DistributedDataParallel(net(seed=9))
     if idist.get_rank() == 1:  # no collective: one rank may call it alone
