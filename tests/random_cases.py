@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import ignite.distributed as idist
 import torch
@@ -65,6 +65,11 @@ class Case:
     poisoned: tuple[int, int] | None  # rank and micro-batch whose target is NaN
     on_out_of_memory: str
     too_large: tuple[int, int] | None  # rank and micro-batch that does not fit into memory
+    second: tuple[str, str, dict[str, Any]] | None  # kind, implementation and options of a second optimizer
+    is_sparse: bool  # the second optimizer steps the embedding alone, along sparse gradients
+    limits_each: bool  # `max_grad_norm` is for the norm of each optimizer
+    closure: Literal[False, True, "replay"]  # the optimizer is inside one that evaluates the loss again, at other parameters
+    empty: frozenset[tuple[int, int]]  # rank and micro-batch in whose place the loader gives None
 
 
 def draw(seed: int, world_size: int) -> Case:
@@ -88,7 +93,7 @@ def draw(seed: int, world_size: int) -> Case:
     rank = counts.index(longest)
     may_drop_micro_batches = reduction == "explicit" or world_size == 1
     goes_wrong = rng.random()
-    return Case(
+    case = Case(
         seed=seed,
         reduction=reduction,
         dtype=rng.choice((torch.float64, torch.float32)),
@@ -107,7 +112,35 @@ def draw(seed: int, world_size: int) -> Case:
         poisoned=(rank, rng.randrange(longest)) if goes_wrong < 0.25 else None,
         on_out_of_memory=rng.choice(("skip", "split")) if may_drop_micro_batches and goes_wrong > 0.75 else "raise",
         too_large=(rank, rng.randrange(longest)) if may_drop_micro_batches and goes_wrong > 0.75 else None,
+        second=None,
+        is_sparse=False,
+        limits_each=False,
+        closure=False,
+        empty=frozenset(),
     )
+    return _with_shape(case, random.Random(f"shape {seed}"))  # noqa: S311
+
+
+def _with_shape(case: Case, rng: random.Random) -> Case:
+    """The case with another shape of program, or as it is. Drawn by numbers of its own, which leave the rest as it was."""
+    shape = rng.choice(("plain", "several", "sparse", "closure"))
+    if rng.random() < 0.4:
+        taken = {case.poisoned, case.too_large}
+        places = [(rank, number) for rank, sizes in enumerate(case.sizes) for number in range(len(sizes))]
+        case = replace(case, empty=frozenset(place for place in places if place not in taken and rng.random() < 0.3))
+    if shape == "several" and set(case.pieces) & {"linear", "conv", "shared"}:  # which have two parameters each
+        kinds = ("forloop", "foreach") if case.reduction == "fsdp" or "complex" in case.pieces else ("foreach", "fused")
+        kind = rng.choice(("SGD", "AdamW"))
+        options = {"lr": 0.02, **({"momentum": 0.9} if kind == "SGD" else {"eps": 1e-2})}
+        return replace(case, second=(kind, rng.choice(kinds), options), limits_each=rng.random() < 0.5)
+    if shape == "sparse" and case.reduction != "fsdp":
+        second: dict[str, dict[str, Any]] = {"SGD": {"lr": 0.1}, "Adagrad": {"lr": 0.1, "eps": 1e-2}}
+        kind = rng.choice(sorted(second))
+        pieces = tuple(sorted({*case.pieces, "embedding"}))
+        return replace(case, pieces=pieces, second=(kind, rng.choice(("forloop", "foreach")), second[kind]), is_sparse=True)
+    if shape == "closure" and case.reduction != "fsdp" and case.implementation != "fused":
+        return replace(case, closure=rng.choice((True, "replay")), on_out_of_memory="raise", too_large=None)
+    return case
 
 
 def _draw_pieces(rng: random.Random, *, complex_too: bool, sharded: bool) -> set[str]:
@@ -120,11 +153,11 @@ def _draw_pieces(rng: random.Random, *, complex_too: bool, sharded: bool) -> set
 class Mixture(nn.Module):
     """The sum of what its pieces make of eight features, and of one token."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Case, *, is_sparse: bool = False) -> None:
         super().__init__()
         self.pieces = case.pieces
         self.linear, self.shared = nn.Linear(FEATURES, 1), nn.Linear(FEATURES, FEATURES)
-        self.conv, self.embedding = nn.Conv2d(2, 3, 2), nn.Embedding(5, 1)
+        self.conv, self.embedding = nn.Conv2d(2, 3, 2), nn.Embedding(5, 1, sparse=is_sparse)
         self.transposed = nn.Parameter(0.3 * torch.randn(FEATURES, 3).t())
         self.gain, self.unused = nn.Parameter(torch.randn(())), nn.Parameter(torch.randn(3))
         self.frozen = nn.Parameter(torch.randn(FEATURES), requires_grad=False)
@@ -157,9 +190,9 @@ class Mixture(nn.Module):
         return out * self.gain if "gain" in self.pieces else out
 
 
-def micro_batches(case: Case, rank: int) -> list[tuple[Tensor, ...]]:
-    """Inputs, tokens, targets, weights (some are zero), and whether it is too large for the memory."""
-    made = []
+def micro_batches(case: Case, rank: int) -> list[tuple[Tensor, ...] | None]:
+    """Inputs, tokens, targets, weights (some are zero), and whether it is too large for the memory; or None."""
+    made: list[tuple[Tensor, ...] | None] = []
     for number, size in enumerate(case.sizes[rank]):
         generator = torch.Generator().manual_seed(1000 * case.seed + 100 * rank + number)
         x = torch.randn(size, FEATURES, generator=generator, dtype=torch.float64)
@@ -169,7 +202,8 @@ def micro_batches(case: Case, rank: int) -> list[tuple[Tensor, ...]]:
         if case.poisoned == (rank, number):
             y[0] = math.nan
             weight[0] = 1.0
-        made.append((x, token, y, weight, torch.full((size,), case.too_large == (rank, number))))
+        whole = (x, token, y, weight, torch.full((size,), case.too_large == (rank, number)))
+        made.append(None if (rank, number) in case.empty else whole)
     return made
 
 
@@ -188,16 +222,57 @@ def parameter_groups(case: Case, named: list[tuple[str, nn.Parameter]]) -> list[
     return [{"params": parameters[::2]}, {"params": parameters[1::2], "lr": case.options["lr"] / 2}]
 
 
-def make_model(case: Case) -> Mixture:
+def make_model(case: Case, *, is_sparse: bool = False) -> Mixture:
     """The same weights each time."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(case.seed)
-        return Mixture(case)
+        return Mixture(case, is_sparse=is_sparse)
+
+
+_FLAGS = {"forloop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
+
+
+def make_optimizers(case: Case, named: list[tuple[str, nn.Parameter]], *, by_for_loops: bool = False) -> dict[str, Any]:
+    """The optimizer, or two by name; in the implementation of the case, or all by for-loops."""
+    flags = _FLAGS["forloop" if by_for_loops else case.implementation]
+    kind = getattr(torch.optim, case.optimizer)
+    if case.second is None:
+        inner = kind(parameter_groups(case, named), **case.options, **flags)
+        return {"": Sharpness(inner) if case.closure else inner}
+    is_other = [name == "embedding.weight" if case.is_sparse else number % 2 == 1 for number, (name, _) in enumerate(named)]
+    first, other = ([p for (_, p), second in zip(named, is_other, strict=True) if second is which] for which in (False, True))
+    second, implementation, options = case.second
+    its_flags = _FLAGS["forloop" if by_for_loops else implementation]
+    return {
+        "first": kind(first, **case.options, **flags),
+        "second": getattr(torch.optim, second)(other, **options, **its_flags),
+    }
+
+
+class Sharpness(torch.optim.Optimizer):
+    """Steps an optimizer along the gradients at parameters that are moved uphill (Foret et al., 2021)."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__([parameter for group in inner.param_groups for parameter in group["params"]], {})
+        self.inner = inner
+        self.param_groups = inner.param_groups
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        moved = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([torch.linalg.vector_norm(p.grad).double() for p in moved]).norm()
+        before = [parameter.clone() for parameter in moved]
+        for parameter in moved:
+            parameter.add_(parameter.grad * float(0.01 / (norm + 1e-6)))
+        closure()
+        for parameter, value in zip(moved, before, strict=True):
+            parameter.copy_(value)
+        self.inner.step()
 
 
 def train(case: Case) -> tuple[dict[str, Tensor], list[tuple[float, float, float, bool]]]:
     """What the library comes to on this rank: parameters; loss, sample size, norm and whether it stepped, an update."""
-    model, rank, world_size = make_model(case), idist.get_rank(), idist.get_world_size()
+    model, rank, world_size = make_model(case, is_sparse=case.is_sparse), idist.get_rank(), idist.get_world_size()
     named = list(model.named_parameters())
     wrapped: Any = model
     if case.reduction == "fsdp":
@@ -205,8 +280,7 @@ def train(case: Case) -> tuple[dict[str, Tensor], list[tuple[float, float, float
         named = list(model.named_parameters())
     elif world_size > 1 and case.reduction != "explicit":
         wrapped = DistributedDataParallel(model, find_unused_parameters=True)
-    flags = {"forloop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}[case.implementation]
-    optimizer = getattr(torch.optim, case.optimizer)(parameter_groups(case, named), **case.options, **flags)
+    optimizers = make_optimizers(case, named)
 
     def forward(model: nn.Module, micro_batch: tuple[Tensor, ...]) -> ForwardOutput:
         limit = 1 if case.on_out_of_memory == "split" else 0
@@ -215,14 +289,15 @@ def train(case: Case) -> tuple[dict[str, Tensor], list[tuple[float, float, float
         loss, weight = loss_and_weight(model, micro_batch, case.dtype)
         return ForwardOutput(loss, weight)
 
+    limit: Any = case.max_grad_norm
     trainer = create_trainer(
         wrapped,
-        optimizer,
+        optimizers.get("", optimizers),
         forward,
         accumulation_steps=case.accumulation_steps,
-        max_grad_norm=case.max_grad_norm,
+        max_grad_norm=dict.fromkeys(optimizers, limit) if limit is not None and case.limits_each else limit,
         loss_scaling=None if case.loss_scale is None else StaticLossScaling(case.loss_scale),
-        options=UpdateOptions(on_nonfinite=case.on_nonfinite, reduction=case.reduction, on_out_of_memory=case.on_out_of_memory),
+        options=_options(case),
     )
     records: list[tuple[float, float, float, bool]] = []
 
@@ -236,6 +311,16 @@ def train(case: Case) -> tuple[dict[str, Tensor], list[tuple[float, float, float
     trainer.run(loader if case.sized else _Unsized(loader), max_epochs=1)
     whole = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in model.named_parameters()}
     return {name: parameter.detach() for name, parameter in whole.items()}, records
+
+
+def _options(case: Case) -> UpdateOptions:
+    return UpdateOptions(
+        on_nonfinite=case.on_nonfinite,  # type: ignore[arg-type]
+        reduction=case.reduction,  # type: ignore[arg-type]
+        on_out_of_memory=case.on_out_of_memory,  # type: ignore[arg-type]
+        closure=case.closure,
+        none_is_empty=bool(case.empty),
+    )
 
 
 class _Unsized:
@@ -253,35 +338,57 @@ def reference(case: Case) -> tuple[dict[str, Tensor], list[tuple[float, float, f
         wide = torch.complex128 if parameter.is_complex() else torch.float64
         parameter.data = parameter.data.to(wide).clone(memory_format=torch.contiguous_format)
     named = list(model.named_parameters())
-    optimizer = getattr(torch.optim, case.optimizer)(parameter_groups(case, named), **case.options, foreach=False)
+    optimizers = make_optimizers(case, named, by_for_loops=True)
     ranks = [micro_batches(case, rank) for rank in range(len(case.sizes))]
     steps, records = case.accumulation_steps, []
     for update in range(-(-max(map(len, ranks)) // steps)):
-        group = [one for batches in ranks for one in batches[update * steps : (update + 1) * steps]]
+        places = [one for batches in ranks for one in batches[update * steps : (update + 1) * steps]]
+        group = [one for one in places if one is not None]
         if case.on_out_of_memory == "skip":
             group = [one for one in group if not bool(one[4].any())]
-        records.append(_reference_update(case, model, optimizer, group))
+        records.append(_reference_update(case, model, optimizers, group))
     return {name: parameter.detach() for name, parameter in named}, records
 
 
-def _reference_update(case: Case, model: nn.Module, optimizer: Any, group: list[Any]) -> tuple[float, float, float, bool]:
-    parts = [loss_and_weight(model, one, torch.float64) for one in group]
-    size = sum(float(weight) for _, weight in parts)
+def _reference_update(
+    case: Case, model: nn.Module, optimizers: dict[str, Any], group: list[Any]
+) -> tuple[float, float, float, bool]:
+    size = sum(float(loss_and_weight(model, one, torch.float64)[1]) for one in group)
     if size == 0:
         return math.nan, size, math.nan, False
-    mean = sum(loss for loss, _ in parts) / size
-    loss = float(mean.detach())
-    optimizer.zero_grad()
-    mean.backward()
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    norm = math.sqrt(sum(float(gradient.abs().square().sum()) for gradient in gradients))
+
+    def evaluate() -> tuple[float, float]:
+        """Loss and norm; it leaves the clipped gradients, if both are finite."""
+        model.zero_grad()
+        mean = sum(loss_and_weight(model, one, torch.float64)[0] for one in group) / size
+        mean.backward()
+        norm = _norm(model.parameters())
+        if math.isfinite(norm):
+            _clip(case, model, optimizers, norm)
+        return float(mean.detach()), norm
+
+    loss, norm = evaluate()
     if not math.isfinite(norm) or not math.isfinite(loss):
         return loss, size, norm, False
-    if case.max_grad_norm is not None and norm > 0:
-        for gradient in gradients:
-            gradient.mul_(min(1.0, case.max_grad_norm / (norm + 1e-6)))
-    optimizer.step()
+    for optimizer in optimizers.values():
+        if case.closure:
+            optimizer.step(torch.enable_grad()(evaluate))
+        else:
+            optimizer.step()
     return loss, size, norm, True
+
+
+def _norm(parameters: Iterable[nn.Parameter]) -> float:
+    return math.sqrt(sum(float(p.grad.abs().square().sum()) for p in parameters if p.grad is not None))
+
+
+def _clip(case: Case, model: nn.Module, optimizers: dict[str, Any], norm: float) -> None:
+    parts = [[p for group in one.param_groups for p in group["params"]] for one in optimizers.values()]
+    for parameters in parts if case.limits_each else [list(model.parameters())]:
+        own = _norm(parameters) if case.limits_each else norm
+        for parameter in parameters:
+            if parameter.grad is not None and case.max_grad_norm is not None and own > 0:
+                parameter.grad.mul_(min(1.0, case.max_grad_norm / (own + 1e-6)))
 
 
 def difference(case: Case) -> str:

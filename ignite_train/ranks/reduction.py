@@ -138,6 +138,10 @@ class DDPReduction:
         self._ddp = ddp
         self.module = ddp.module if model is ddp else model
         self.divisor = torch.distributed.get_world_size(ddp.process_group)
+        for parameter in sparse_parameters(ddp.module):
+            if parameter.requires_grad:
+                # DDP divides a sparse gradient in place, whose rows may be the gradient that backward hands on to other layers.
+                parameter.register_hook(torch.clone)  # type: ignore[no-untyped-call]
 
     def context(self, *, last: bool) -> AbstractContextManager[Any]:
         """DDP's `no_sync`, which must cover forward and backward; none for the last."""
