@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ignite_train.arguments import describe, one_of, positive_int, real_number
-from ignite_train.loop.dispatch import Stateful
+from ignite_train.loop.dispatch import Attachable, Stateful
 from ignite_train.model.random_state import (
     capture_random_state,
     generators_within,
@@ -39,7 +39,7 @@ _SET_ASIDE: Mapping[str, Callable[[], Any]] = {
 """Attributes of a trainer that belong to its handlers, and what stands in their place during the search."""
 
 
-class LearningRateFinder(FastaiLRFinder):
+class LearningRateFinder(FastaiLRFinder, Attachable):
     """Ignite's `FastaiLRFinder` for a `Trainer`: raises the learning rate from update to update until the loss diverges.
 
     It is used as Ignite documents it, and `get_results`, `lr_suggestion`, `apply_suggested_lr` and `plot` are Ignite's. What
@@ -306,7 +306,7 @@ def _put_back(trainer: Trainer, others: Mapping[str, Stateful]) -> Iterator[_Bef
     try:
         for name, make in _SET_ASIDE.items():
             setattr(trainer, name, make())
-        trainer._event_handlers = defaultdict(list, {event: [] for event in trainer._event_handlers})
+        trainer._set_handlers_aside()
         trainer._resume_with, trainer._ended = None, False
         trainer.state.max_epochs, trainer.state.max_iters = trainer.state.epoch + 1, None
         update.options = replace(options, on_nonfinite="skip", give_up_after=None)

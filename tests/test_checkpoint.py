@@ -887,7 +887,7 @@ def test_the_command(tmp_path: Path, capsys: Any) -> None:
     assert "weights_only=True" in capsys.readouterr().out
     assert set(torch.load(output, weights_only=True)) == {"weight", "bias"}
     assert main(["consolidate", str(newest), "--output", str(output)]) == 1
-    assert "has no whole checkpoint" in capsys.readouterr().err
+    assert "is damaged: model['weight']" in capsys.readouterr().err
     assert main(["list", str(tmp_path / "none")]) == 1
     assert "does not exist" in capsys.readouterr().err
     (tmp_path / "empty").mkdir()

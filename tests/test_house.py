@@ -52,7 +52,7 @@ COLLECTIONS = {
     "ignite_train/ranks/wrapping.py",
     "ignite_train/update/compilation.py",
 }
-PUBLIC_PACKAGES = ("ignite_train", "ignite_train.handlers", "ignite_train.checkpoint")
+PUBLIC_PACKAGES = ("ignite_train", "ignite_train.handlers", "ignite_train.checkpoint", "ignite_train.plot")
 MAX_FUNCTION_LINES = 40
 MAX_DEPTH = 4
 MAX_FRAMES, MAX_FRAME_FILES = 6, 3
