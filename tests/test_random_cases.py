@@ -7,6 +7,9 @@ import pytest
 from random_cases import failures
 from ranks import run_ranks
 
+# torch says so whenever its own optimizers make a sparse tensor
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled:UserWarning")
+
 
 def on_rank(seeds: range) -> list[str]:
     return failures(seeds, world_size=2)
@@ -22,6 +25,12 @@ def test_some_programs_on_one_rank():
 def test_some_programs_on_two_ranks():
     """The same over two ranks, in each way of crossing them, with uneven data."""
     assert run_ranks(on_rank, range(10_000, 10_030), timeout_seconds=90) == [[], []]
+
+
+@pytest.mark.slow
+def test_a_program_whose_dense_layer_was_divided_twice():
+    """DistributedDataParallel divides sparse gradients in place, and their rows are the gradient of the layer beside, too."""
+    assert run_ranks(on_rank, range(10_054, 10_055), timeout_seconds=60) == [[], []]
 
 
 @pytest.mark.nightly

@@ -227,41 +227,6 @@ def test_a_weight_that_is_used_densely_too() -> None:
     assert torch.allclose(*ends, rtol=1e-6)
 
 
-class Beside(nn.Module):
-    """An embedding whose output is added to that of a layer, so that backward hands one gradient on to both."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            self.layer, self.table = nn.Linear(1, 1), nn.Embedding(WORDS, 1, sparse=True)
-        self.double()
-
-    def forward(self, words: Tensor) -> Tensor:
-        word = words[:, 0]
-        return (self.layer(word.double()[:, None]) + self.table(word)).squeeze(1)
-
-
-def beside_on_ranks() -> list[float]:
-    model = Beside()
-    wrapped = DistributedDataParallel(model)
-    trainer = create_trainer(wrapped, SGD(model.parameters(), lr=0.1), forward, **with_options(reduction="ddp"))
-    trainer.update([batch(3 * idist.get_rank(), 3)])
-    return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
-
-
-@pytest.mark.slow
-def test_rows_that_are_the_gradient_of_another_layer_too() -> None:
-    """DistributedDataParallel divides sparse gradients in place, and would divide that of the other layer with them."""
-    model = Beside()
-    loss, weight, *_ = forward(model, batch(0, 6))
-    (loss / weight).backward()
-    SGD(model.parameters(), lr=0.1).step()
-    expected = torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
-    for found in run_ranks(beside_on_ranks):
-        assert found == pytest.approx(expected, rel=1e-12)
-
-
 def tied_on_ranks() -> list[float]:
     """Rank 1 uses the weight as a table alone, and rank 0 as an output layer too."""
     model = nn.Sequential(nn.Embedding(6, 3, sparse=True), nn.Linear(3, 6, bias=False)).double()
