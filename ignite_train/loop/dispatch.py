@@ -7,6 +7,7 @@ import inspect
 import logging
 import types
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from enum import IntEnum
 from typing import Any, Protocol, runtime_checkable
