@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -306,7 +305,7 @@ def _put_back(trainer: Trainer, others: Mapping[str, Stateful]) -> Iterator[_Bef
     try:
         for name, make in _SET_ASIDE.items():
             setattr(trainer, name, make())
-        trainer._event_handlers = defaultdict(list, {event: [] for event in trainer._event_handlers})
+        trainer._set_handlers_aside()
         trainer._resume_with, trainer._ended = None, False
         trainer.state.max_epochs, trainer.state.max_iters = trainer.state.epoch + 1, None
         update.options = replace(options, on_nonfinite="skip", give_up_after=None)
