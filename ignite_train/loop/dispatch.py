@@ -137,6 +137,10 @@ class Dispatcher(Engine):
         """The handlers of `event` as Ignite stores them, for `call`."""
         return tuple(self._event_handlers.get(event, ()))
 
+    def _set_handlers_aside(self) -> None:
+        """Leaves the engine without handlers, until the caller puts its attributes back."""
+        self._event_handlers = defaultdict(list, {event: [] for event in self._event_handlers})
+
     def fire_event(self, event_name: Any) -> None:
         """Calls the handlers of `event_name`; without handlers it costs one look-up."""
         handlers = self._event_handlers.get(event_name)
