@@ -65,11 +65,11 @@ class Case:
     poisoned: tuple[int, int] | None  # rank and micro-batch whose target is NaN
     on_out_of_memory: str
     too_large: tuple[int, int] | None  # rank and micro-batch that does not fit into memory
-    second: tuple[str, str, dict[str, Any]] | None  # kind, implementation and options of a second optimizer
-    is_sparse: bool  # the second optimizer steps the embedding alone, along sparse gradients
-    limits_each: bool  # `max_grad_norm` is for the norm of each optimizer
-    closure: Literal[False, True, "replay"]  # the optimizer is inside one that evaluates the loss again, at other parameters
-    empty: frozenset[tuple[int, int]]  # rank and micro-batch in whose place the loader gives None
+    second: tuple[str, str, dict[str, Any]] | None = None  # kind, implementation and options of a second optimizer
+    is_sparse: bool = False  # the second optimizer steps the embedding alone, along sparse gradients
+    limits_each: bool = False  # `max_grad_norm` is for the norm of each optimizer
+    closure: Literal[False, True, "replay"] = False  # the optimizer is inside one that evaluates the loss again, elsewhere
+    empty: frozenset[tuple[int, int]] = frozenset()  # rank and micro-batch in whose place the loader gives None
 
 
 def draw(seed: int, world_size: int) -> Case:
@@ -112,11 +112,6 @@ def draw(seed: int, world_size: int) -> Case:
         poisoned=(rank, rng.randrange(longest)) if goes_wrong < 0.25 else None,
         on_out_of_memory=rng.choice(("skip", "split")) if may_drop_micro_batches and goes_wrong > 0.75 else "raise",
         too_large=(rank, rng.randrange(longest)) if may_drop_micro_batches and goes_wrong > 0.75 else None,
-        second=None,
-        is_sparse=False,
-        limits_each=False,
-        closure=False,
-        empty=frozenset(),
     )
     return _with_shape(case, random.Random(f"shape {seed}"))  # noqa: S311
 

@@ -221,6 +221,7 @@ def test_examples_and_benchmarks_use_public_names():
     public = {"ignite_train": {*_exported(ROOT / "ignite_train/__init__.py"), "handlers"}}
     public["ignite_train.handlers"] = set(_exported(ROOT / "handlers/__init__.py"))
     public["ignite_train.checkpoint"] = set(_exported(ROOT / "ignite_train/checkpoint/__init__.py"))
+    public["ignite_train.plot"] = set(_exported(ROOT / "ignite_train/plot.py"))
     ours = {(_name(path), found) for path in SCRIPTS for found in _of_this_library(path)}
 
     assert [found for found in ours if found[1].module not in PUBLIC_PACKAGES] == []

@@ -129,10 +129,6 @@ class Dispatcher(Engine):
         """Whether `event` has handlers, with or without a filter."""
         return bool(self._event_handlers.get(event))
 
-    def _set_handlers_aside(self) -> None:
-        """Leaves all events without handlers. Those that there are stay in the mapping that this one replaces."""
-        self._event_handlers = defaultdict(list, {event: [] for event in self._event_handlers})
-
     def _entries(self, event: Any) -> tuple[Any, ...]:
         """The handlers of `event` as Ignite stores them, for `call`."""
         return tuple(self._event_handlers.get(event, ()))
