@@ -1,0 +1,190 @@
+"""Handlers that keep an average of the weights."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from ignite.engine import RemovableEventHandle
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ignite_train.arguments import describe
+from ignite_train.evaluator import Evaluator
+from ignite_train.events import Event, TrainEvents
+from ignite_train.handler.handler import Handler
+from ignite_train.model.averaged_tensors import (
+    averaged_statistics,
+    averaged_tensors,
+    local_tensors,
+    move_towards,
+    names_of_tensors,
+)
+from ignite_train.ranks import collectives
+from ignite_train.trainer import Trainer
+
+__all__ = ["AveragingHandler"]
+
+
+_logger = logging.getLogger("ignite_train")
+
+
+class AveragingHandler(Handler):
+    """A handler that keeps an average of the weights: average ← decay · average + (1 - decay) · weights.
+
+    It follows the updates that moved the parameters; a skipped update does not count. All parameters are averaged, and so are
+    the running statistics of normalisation layers; other buffers are the model's. Averages of bfloat16 and float16 are kept in
+    float32, because 1 - decay of a weight is lost there. With sharded models each rank averages its shards.
+
+    A derived class defines `decay_in` and passes `device`: where the averages are; None: where the weights are.
+
+    Attributes:
+        num_updates: how often it has averaged.
+    """
+
+    same_on_all_ranks = True
+
+    def __init__(self, device: str | torch.device | None) -> None:
+        self.device = None if device is None else torch.device(device)
+        self.num_updates = 0
+        self._model: nn.Module | None = None
+        self._averages: dict[str, Tensor] = {}
+        self._is_swapped_in = False
+        self._swaps: list[Any] = []  # of evaluations that are running
+
+    def decay_in(self, number: int) -> float:
+        """The weight of the average in averaging `number`, which is 1 for the first; in [0, 1)."""
+        raise NotImplementedError
+
+    def attach(self, trainer: Trainer, event: Event = TrainEvents.STEP_COMPLETED) -> RemovableEventHandle:
+        """Averages the weights of `trainer` at `event`, before other handlers there.
+
+        Raises:
+            ValueError: `device` is given and the model is sharded.
+        """
+        model = trainer._stateful_parts["model"]
+        assert isinstance(model, nn.Module)  # noqa: S101  # create_trainer passes a module
+        if self.device is not None and any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+            raise ValueError(
+                f"device must be left out for a sharded model, got {str(self.device)!r}: each rank keeps its shards"
+            )
+        self._model = model
+        self._averages = {name: self._average(value) for name, value in averaged_tensors(model).items()}
+        trainer.on_enter.append(self._begin)
+        return trainer.prepend_event_handler(event, self)
+
+    def use_in(self, evaluator: Evaluator) -> None:
+        """Has each run of `evaluator`, whose model is the one that is trained, evaluate the average.
+
+        Raises:
+            TypeError: `evaluator` is not an evaluator.
+        """
+        if not isinstance(evaluator, Evaluator):
+            raise TypeError(f"evaluator must be what create_evaluator returned, got {describe(evaluator)}")
+        evaluator.on_enter.append(self._enter)
+        evaluator.on_exit.append(self._leave)
+
+    @contextmanager
+    def swapped_in(self) -> Iterator[None]:
+        """In this `with` the model has the averaged weights; afterwards, bit by bit, its own. Needs memory for a copy of them.
+
+        The statistics of normalisation layers are those of rank 0 on all ranks, so it is collective where a model has them.
+
+        Raises:
+            RuntimeError: `attach` was not called, or the averages are swapped in already.
+        """
+        model = self._attached()
+        if self._is_swapped_in:
+            raise RuntimeError("swapped_in() was called inside swapped_in(); leave the first `with` before the second")
+        with torch.no_grad():
+            self._take_over_statistics()
+            weights, averages = local_tensors(averaged_tensors(model)), local_tensors(self._averages)
+            kept = [weight.to(average.device, copy=True) for weight, average in zip(weights, averages, strict=True)]
+            torch._foreach_copy_(weights, averages)
+        self._is_swapped_in = True
+        try:
+            yield
+        finally:
+            self._is_swapped_in = False
+            with torch.no_grad():
+                torch._foreach_copy_(local_tensors(averaged_tensors(model)), kept)
+
+    def __call__(self) -> None:
+        """Averages once.
+
+        Raises:
+            RuntimeError: the averages are swapped in, so that the update has moved them and not the weights.
+            ValueError: the decay is not in [0, 1).
+        """
+        if self._is_swapped_in:
+            raise RuntimeError("an update was made inside swapped_in(), where the model has the averages; make it outside")
+        number = self.num_updates + 1
+        move_towards(self._averages, averaged_tensors(self._attached()), 1.0 - self.decay_in(number))
+        self.num_updates = number
+
+    def state_dict(self) -> dict[str, Any]:
+        """`"num_updates"`, and under `"model"` the state of the model with the averages in the place of the weights."""
+        model = self._attached()
+        names = {id(value): name for name, value in averaged_tensors(model).items()}
+        averages = {name: self._averages[names[id(value)]] for name, value in names_of_tensors(model) if id(value) in names}
+        state = {name.replace("_orig_mod.", ""): value for name, value in model.state_dict().items()}
+        return {"num_updates": self.num_updates, "model": {**state, **averages}}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restores the averages and their number.
+
+        Raises:
+            ValueError: it is of another model; nothing is changed.
+        """
+        self._attached()
+        saved = state_dict["model"]
+        wrong = [name for name, value in self._averages.items() if name not in saved or saved[name].shape != value.shape]
+        if wrong:
+            raise ValueError(f"state_dict must be of the same model, got one without a fitting {wrong[0]!r}")
+        self.num_updates = state_dict["num_updates"]
+        with torch.no_grad():
+            for name, average in self._averages.items():
+                average.copy_(saved[name])
+
+    def _begin(self, _trainer: Trainer) -> None:
+        """A run begins."""
+        self._begin_average()
+
+    def _begin_average(self) -> None:
+        """Before the first averaging, the average is that of the weights now."""
+        if self.num_updates == 0:
+            with torch.no_grad():
+                torch._foreach_copy_(local_tensors(self._averages), local_tensors(averaged_tensors(self._attached())))
+
+    def _average(self, value: Tensor) -> Tensor:
+        dtype = torch.float32 if value.dtype in (torch.float16, torch.bfloat16) else value.dtype
+        return value.detach().to(device=self.device, dtype=dtype, copy=True)
+
+    def _take_over_statistics(self) -> None:
+        """Gives each rank the averaged statistics of rank 0: each has seen other samples. Nothing in a single process."""
+        if collectives.world_size() > 1:
+            for name in averaged_statistics(self._attached()):
+                collectives.broadcast(self._averages[name])
+
+    def _enter(self, evaluator: Evaluator) -> None:
+        mine = {id(parameter) for parameter in self._attached().parameters()}
+        if not any(id(parameter) in mine for parameter in evaluator.model.parameters()):
+            raise ValueError(
+                "evaluator must evaluate the model that is trained, got one of another model; "
+                f"{type(self).__name__} swaps its weights"
+            )
+        swap = self.swapped_in()
+        swap.__enter__()
+        self._swaps.append(swap)
+
+    def _leave(self) -> None:
+        while self._swaps:
+            self._swaps.pop().__exit__(None, None, None)
+
+    def _attached(self) -> nn.Module:
+        if self._model is None:
+            raise RuntimeError("attach(trainer) must be called first")
+        return self._model

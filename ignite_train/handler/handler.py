@@ -1,0 +1,124 @@
+"""What handlers are built on: those that attach themselves, and those whose numbers travel with the statistics."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ignite.engine import CallableEventWithFilter, Engine, Events, EventsList, RemovableEventHandle
+
+from ignite_train.arguments import describe
+from ignite_train.events import Event
+from ignite_train.loop.dispatch import Attachable
+from ignite_train.ranks import collectives
+from ignite_train.ranks.messages import Piggyback
+from ignite_train.trainer import Trainer
+
+__all__ = ["Handler", "PiggybackHandler"]
+
+
+class Handler(Attachable):
+    """A handler that is attached by `attach(trainer, ...)` and refuses to be put on an event by itself.
+
+    Most handlers need more than one event. On one of them alone they would do nothing, or only a part, without a warning. A
+    derived class defines `attach`, whose arguments are checked before it is called.
+    """
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        if "attach" in vars(cls):
+            cls.attach = _checked(vars(cls)["attach"])  # type: ignore[attr-defined]
+
+    def __repr__(self) -> str:
+        """The class with those arguments of its construction that are attributes too."""
+        kept = [name for name in inspect.signature(type(self)).parameters if name in vars(self)]
+        return f"{type(self).__name__}({', '.join(f'{name}={_brief(vars(self)[name])}' for name in kept)})"
+
+
+def _checked(attach: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(attach)
+    def checked(self: Handler, trainer: Any, *arguments: Any, **named: Any) -> Any:
+        name = type(self).__name__
+        _check_trainer(name, trainer)
+        if arguments or "event" in named:
+            _check_event(name, arguments[0] if arguments else named["event"])
+        _check_evaluator(name, named.get("evaluator"))
+        outer, self.is_attaching = self.is_attaching, True
+        try:
+            return attach(self, trainer, *arguments, **named)
+        finally:
+            self.is_attaching = outer
+
+    return checked
+
+
+def _check_trainer(name: str, trainer: Any) -> None:
+    if isinstance(trainer, Trainer):
+        return
+    remedy = f"call {name}(...).attach(trainer), with what create_trainer returned"
+    if isinstance(trainer, Engine):
+        remedy = f"attach {name} to the trainer; those that show an evaluation take attach(trainer, evaluator=...)"
+    elif _is_event(trainer):
+        remedy = f"the trainer comes first: {name}(...).attach(trainer, event)"
+    raise TypeError(f"trainer must be a Trainer, got {describe(trainer)}; {remedy}")
+
+
+def _check_event(name: str, event: Any) -> None:
+    if _is_event(event) or isinstance(event, str):
+        return
+    remedy = ""
+    if isinstance(event, Engine):
+        remedy = f"; pass an evaluator by its name: {name}(...).attach(trainer, evaluator=...)"
+    raise TypeError(f"event must be an event such as Events.ITERATION_COMPLETED(every=50), got {describe(event)}{remedy}")
+
+
+def _check_evaluator(name: str, evaluator: Any) -> None:
+    if evaluator is None or (isinstance(evaluator, Engine) and not isinstance(evaluator, Trainer)):
+        return
+    raise TypeError(f"evaluator must be what create_evaluator returned, got {describe(evaluator)} in {name}.attach")
+
+
+def _brief(value: Any) -> str:
+    """A value as in a call if it is short and plain, or else the name of its class."""
+    plain = value is None or isinstance(value, (bool, int, float, str, Path))
+    return repr(value) if plain else type(value).__name__
+
+
+def _is_event(value: Any) -> bool:
+    return isinstance(value, (CallableEventWithFilter, EventsList))
+
+
+class PiggybackHandler(Handler, Piggyback):
+    """A handler whose numbers travel with the statistics of each update. All ranks attach it alike.
+
+    A derived class defines `__call__(trainer)`, which is called at the event that `attach` takes, and the methods of
+    `Piggyback`. What has not travelled at the end of the run is compared by `settle`.
+    """
+
+    _trainer: Trainer
+    _handle: RemovableEventHandle
+
+    def attach(self, trainer: Trainer, event: Event = Events.ITERATION_COMPLETED) -> RemovableEventHandle:
+        """Calls the handler at `event`, before other handlers there. It must fire in the same updates on all ranks."""
+        trainer._replace_default(self)
+        self._trainer = trainer
+        if collectives.world_size() > 1 and self not in trainer.piggybacks:
+            trainer.piggybacks.append(self)
+            trainer.prepend_event_handler(Events.COMPLETED, self.settle)
+        self._handle = trainer.prepend_event_handler(event, self)
+        return self._handle
+
+    def detach(self, trainer: Trainer) -> None:
+        """Does nothing in later updates. All ranks call it alike."""
+        self._handle.remove()
+        if self in trainer.piggybacks:
+            # A new list: an update that is under way still needs the one whose numbers it has sent.
+            trainer.piggybacks = [piggyback for piggyback in trainer.piggybacks if piggyback is not self]
+            trainer.remove_event_handler(self.settle, Events.COMPLETED)
+
+    def __call__(self, trainer: Trainer) -> None:
+        """Notes what is to travel."""
+        raise NotImplementedError

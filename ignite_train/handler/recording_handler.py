@@ -1,0 +1,141 @@
+"""Handlers that write metrics somewhere, on rank 0."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Literal
+
+from ignite.engine import Engine, Events, RemovableEventHandle
+
+from ignite_train.arguments import one_of
+from ignite_train.events import Event, every
+from ignite_train.handler.handler import Handler
+from ignite_train.metrics import grouped_metrics
+from ignite_train.ranks import collectives
+from ignite_train.trainer import Trainer
+
+__all__ = ["EVERY_50", "RecordingHandler"]
+
+
+_logger = logging.getLogger("ignite_train")
+EVERY_50 = every(50, Events.ITERATION_COMPLETED)
+
+
+class RecordingHandler(Handler):
+    """A handler that writes the metrics of a trainer and of its evaluators as single numbers, on rank 0 only.
+
+    Names have their group, as in `"train/loss"`; see `grouped_metric`. A derived class defines `record`, `recover`, `finish`
+    and `is_open`, and extends `attach` where it needs more events.
+
+    Args:
+        on_error: what happens when something cannot be written, because the disk is full, say: `"warn"` and train without it,
+            or `"raise"`, which ends the run on all ranks.
+
+    Attributes:
+        what_is_written: for the warning.
+        tags: of the evaluators.
+        written: the update in which the trainer's metrics were written last; None if they never were.
+        begin: the update after which this process took over; None before a run.
+
+    Raises:
+        ValueError: `on_error` is another one.
+    """
+
+    what_is_written = "metrics"
+
+    def __init__(self, on_error: Literal["warn", "raise"]) -> None:
+        self.on_error = one_of("on_error", on_error, ("warn", "raise"))
+        self.tags: list[str] = []
+        self.written: int | None = None
+        self.begin: int | None = None
+        self._trainer: Trainer | None = None
+        self._failures = 0
+        self._left_out: set[str] = set()
+
+    def attach(
+        self,
+        trainer: Trainer,
+        event: Event = EVERY_50,
+        *,
+        evaluator: Engine | None = None,
+        tag: str = "validation",
+    ) -> RemovableEventHandle | None:
+        """Writes at `event`, at the end of the run, and, as `tag/...`, what `evaluator` finds when it has run.
+
+        A second call with the same trainer adds the evaluator only.
+        """
+        if not collectives.is_main_rank():
+            return None
+        if evaluator is not None:
+            self.tags.append(tag)
+            evaluator.add_event_handler(Events.COMPLETED, self._write_evaluation, trainer, tag)
+        if self._trainer is trainer:
+            return None
+        self._trainer = trainer
+        trainer.prepend_event_handler(Events.STARTED, self._note_begin)
+        trainer.add_event_handler(Events.COMPLETED, self._write_rest)
+        trainer.on_exit.append(self.finish)
+        return trainer.add_event_handler(event, self)
+
+    def __call__(self, trainer: Trainer) -> None:
+        """Writes the metrics that are published now.
+
+        Raises:
+            OSError: they cannot be written, and `on_error` is `"raise"`.
+        """
+        self.written = trainer.state.iteration
+        self.write(trainer, grouped_metrics(trainer.state.metrics, self._left_out))
+
+    def write(self, trainer: Trainer, numbers: Mapping[str, float]) -> None:
+        """Writes numbers under the names that they have, with the running update.
+
+        Raises:
+            OSError: they cannot be written, and `on_error` is `"raise"`.
+        """
+        if not numbers:
+            return
+        try:
+            self.record(trainer, numbers)
+        except OSError as error:
+            self.fail(trainer.state.iteration, error)
+
+    def fail(self, update: int, error: OSError) -> None:
+        """Raises `error`, or warns of it the 1st, 2nd, 4th, 8th, ... time."""
+        self.recover()
+        if self.on_error == "raise":
+            raise error
+        self._failures += 1
+        if self._failures & (self._failures - 1) == 0:
+            what = f"{self.what_is_written} of update {update} could not be written"
+            _logger.warning(f"{what} ({error}); failures so far: {self._failures}")
+
+    def is_open(self) -> bool:
+        """Whether this process writes already."""
+        raise NotImplementedError
+
+    def record(self, trainer: Trainer, numbers: Mapping[str, float]) -> None:
+        """Writes `numbers`, which are not empty, with the running update.
+
+        Raises:
+            OSError: they cannot be written.
+        """
+        raise NotImplementedError
+
+    def recover(self) -> None:
+        """Called when something could not be written, so that what comes next can."""
+
+    def finish(self) -> None:
+        """Called when a run is over, in whatever way it ended."""
+
+    def _note_begin(self, trainer: Trainer) -> None:
+        if not self.is_open():
+            self.begin = trainer.state.iteration
+
+    def _write_evaluation(self, evaluator: Engine, trainer: Trainer, tag: str) -> None:
+        self.write(trainer, grouped_metrics(evaluator.state.metrics, self._left_out, tag))
+
+    def _write_rest(self, trainer: Trainer) -> None:
+        """What was published after the last time, at the end of the run."""
+        if trainer.state.iteration != self.written:
+            self(trainer)

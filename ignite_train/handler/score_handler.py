@@ -1,0 +1,98 @@
+"""Handlers that react to the score of an evaluation."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from ignite.engine import Engine, Events
+
+from ignite_train.arguments import describe, did_you_mean, one_of
+from ignite_train.handler.handler import Handler
+from ignite_train.loop.dispatch import Dispatcher
+from ignite_train.ranks import collectives
+from ignite_train.trainer import Trainer
+
+__all__ = ["ScoreHandler"]
+
+
+_logger = logging.getLogger("ignite_train")
+
+
+class ScoreHandler(Handler):
+    """A handler that reacts to a score of an evaluator, whenever that has evaluated. All ranks attach it alike.
+
+    It reacts as soon as the evaluation is complete, so before a checkpoint is saved, in whatever order they are attached. An
+    evaluation before the first update does not count, and of several after the same update the first does. All ranks react to
+    the score of rank 0, which costs a small blocking collective for each evaluation.
+
+    A derived class defines `on_score(trainer, score)`, and extends `state_dict` and `load_state_dict` by its own state.
+
+    Args:
+        evaluator: what evaluates; `Validation` runs it.
+        score: one of its metrics.
+        mode: `"min"` if lower scores are better, `"max"` if higher.
+
+    Raises:
+        TypeError: `evaluator` is not an evaluator, or `score` is not a string.
+        ValueError: `mode` is neither of the two.
+    """
+
+    _trainer: Trainer
+
+    def __init__(self, evaluator: Engine, score: str, mode: Literal["min", "max"]) -> None:
+        if not isinstance(evaluator, Engine) or isinstance(evaluator, Trainer):
+            raise TypeError(f"evaluator must be what create_evaluator returned, got {describe(evaluator)}")
+        if not isinstance(score, str):
+            raise TypeError(f"score must be the name of one of the evaluator's metrics, got {describe(score)}")
+        self.evaluator, self.score = evaluator, score
+        self.mode = one_of("mode", mode, ("min", "max"))
+        self._latest_update: int | None = None
+
+    def attach(self, trainer: Trainer) -> None:
+        """Reacts to each evaluation during the runs of `trainer`."""
+        self._trainer = trainer
+        trainer.add_event_handler(Events.COMPLETED, self._warn_if_unused)
+        if isinstance(self.evaluator, Dispatcher):
+            self.evaluator.append_event_handler(Events.COMPLETED, self._after_evaluation)
+        else:
+            self.evaluator.add_event_handler(Events.COMPLETED, self._after_evaluation)
+
+    def on_score(self, trainer: Trainer, score: float) -> None:
+        """Reacts to the score of the parameters after update `trainer.state.iteration`. The same on all ranks."""
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        """The latest update to whose score it has reacted."""
+        return {"latest_update": self._latest_update}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restores it."""
+        self._latest_update = state_dict["latest_update"]
+
+    def is_better(self, score: float, other: float | None, *, by: float = 0.0) -> bool:
+        """Whether `score` is better than `other` by more than `by`. NaN is never better."""
+        if other is None:
+            return not math.isnan(score)
+        return score < other - by if self.mode == "min" else score > other + by
+
+    def _after_evaluation(self, evaluator: Engine) -> None:
+        metrics, update = evaluator.state.metrics, self._trainer.state.iteration
+        if update in (0, self._latest_update):
+            return
+        if self.score not in metrics:
+            hint = did_you_mean(self.score, metrics)
+            raise ValueError(f"score must be one of the evaluator's metrics {sorted(metrics)}, got {self.score!r}{hint}")
+        score = collectives.gather_objects(float(metrics[self.score]))[0]
+        self._latest_update = update
+        self.on_score(self._trainer, score)
+
+    def _warn_if_unused(self) -> None:
+        if self._latest_update is None and collectives.is_main_rank():
+            name = type(self).__name__
+            _logger.warning(
+                f"{name} has done nothing: its evaluator did not run during training; attach "
+                f"Validation(evaluator, loader) with the evaluator that {name} was given"
+            )
