@@ -7,6 +7,8 @@
 Each run writes to runs/sick/NAME what `attach_defaults` writes, and a picture.
 """
 
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +24,6 @@ from typer import Option
 
 from ignite_train import ForwardOutput, NonFiniteError, Trainer, TrainEvents, attach_defaults, create_evaluator, create_trainer
 from ignite_train.handlers import StepTimer, Validation
-from ignite_train.plot import plot_runs, read_curves
 
 # What is wrong, and which metrics show it.
 RUNS = {
@@ -120,7 +121,9 @@ def main(
             parallel.run(train, run, directory / run, updates)
         picture = (directory / run if pictures is None else pictures) / f"{run}.png"
         picture.parent.mkdir(parents=True, exist_ok=True)
-        plot_runs({run: read_curves(directory / run)}, picture, RUNS[run])
+        metrics = [word for metric in RUNS[run] for word in ("--metric", metric)]
+        command = [sys.executable, "-m", "ignite_train.plot", str(directory / run), "--output", str(picture), *metrics]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)  # noqa: S603
         print(f"{run}: {picture}")
 
 
