@@ -52,7 +52,13 @@ COLLECTIONS = {
     "ignite_train/ranks/wrapping.py",
     "ignite_train/update/compilation.py",
 }
-PUBLIC_PACKAGES = ("ignite_train", "ignite_train.handler", "ignite_train.handlers", "ignite_train.checkpoint", "ignite_train.plot")
+PUBLIC_PACKAGES = (
+    "ignite_train",
+    "ignite_train.handler",
+    "ignite_train.handlers",
+    "ignite_train.checkpoint",
+    "ignite_train.plot",
+)
 MAX_FUNCTION_LINES = 40
 MAX_DEPTH = 4
 MAX_FRAMES, MAX_FRAME_FILES = 6, 3
