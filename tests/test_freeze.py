@@ -133,6 +133,7 @@ def test_two_ranks(kind: str) -> None:
             torch.testing.assert_close(torch.tensor(value), torch.tensor(weights[name]), rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("broken_at", [2, 3, 4], ids=["frozen", "at-the-thaw", "thawed"])
 def test_resumed_it_freezes_the_same(broken_at: int, tmp_path: Path) -> None:
     """The same bits as a run that did not break off, in another process."""

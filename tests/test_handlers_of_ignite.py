@@ -68,6 +68,7 @@ def job(directory: Path | None, make: Callable[[Optimizer], Any]) -> tuple[Train
     return trainer, model, used, scheduler
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", list(SCHEDULERS))
 def test_schedulers_are_saved_and_resumed(name: str, tmp_path: Path) -> None:
     """At ITERATION_STARTED, broken off in update 5: the same settings in each update, and the same weights."""

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import ast
 import functools
-import io
 import re
 import subprocess
 import sys
-import tokenize
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -293,6 +291,7 @@ def test_every_handler_is_exported():
 # --- the tests ---
 
 
+@pytest.mark.slow
 def test_the_ids_of_tests_are_the_same_in_each_process(request):
     """No id holds an address or a set, whose order changes: pytest-xdist runs tests only if all its processes have the same."""
     given = {item.nodeid: item.callspec.params.values() for item in request.session.items if hasattr(item, "callspec")}
@@ -337,36 +336,38 @@ def test_a_file_has_the_name_of_what_it_defines():
     assert [_name(path) for path in [*LIBRARY, *SCRIPTS, *TESTS] if path.stem.strip("_") in NAMELESS] == []
 
 
-def _lines_of_code(path: Path) -> set[int]:
-    """Numbers of the lines that hold code: no blank ones, no comments, no docstrings."""
-    source = path.read_text(encoding="utf-8")
-    layout = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    code = {line for token in tokens if token.type not in layout for line in range(token.start[0], token.end[0] + 1)}
-    for node in ast.walk(_tree(path)):
-        if isinstance(node, ast.Module | ast.ClassDef | Function) and ast.get_docstring(node, clean=False) is not None:
-            code -= set(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
-    return code
+def _statements(node: ast.AST) -> Iterator[ast.AST]:
+    """The statements that stand directly in a block; expressions hold none."""
+    for field in ("body", "orelse", "handlers", "finalbody", "cases"):
+        yield from vars(node).get(field, ())
+
+
+def _defined(node: ast.AST) -> Iterator[ast.Module | ast.ClassDef | Function]:
+    """The node, if it is a module, a class or a function, and all of these inside it."""
+    if isinstance(node, ast.Module | ast.ClassDef | Function):
+        yield node
+    for child in _statements(node):
+        yield from _defined(child)
 
 
 def _functions(path: Path) -> Iterator[tuple[str, int, int]]:
-    """Each function, its lines of code (the body without signature and docstring) and how deep its blocks are nested."""
-    code = _lines_of_code(path)
-    for node in ast.walk(_tree(path)):
+    """Each function, its lines of code (without signature, docstrings, comments) and how deep its blocks are nested."""
+    lines, defined = path.read_text(encoding="utf-8").splitlines(), list(_defined(_tree(path)))
+    code = {number for number, line in enumerate(lines, start=1) if (text := line.strip()) and not text.startswith("#")}
+    for node in defined:
+        if ast.get_docstring(node, clean=False) is not None:
+            code -= set(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
+    for node in defined:
         if isinstance(node, Function):
-            name = f"{_name(path)}:{node.lineno} {node.name}"
-            lines = len(code & set(range(node.body[0].lineno, (node.end_lineno or 0) + 1)))
-            yield name, lines, max(map(_depth, node.body))
+            length = len(code & set(range(node.body[0].lineno, (node.end_lineno or 0) + 1)))
+            yield f"{_name(path)}:{node.lineno} {node.name}", length, max(map(_depth, node.body))
 
 
 def _depth(node: ast.AST) -> int:
     """How many blocks stand inside one another; `elif` is no deeper than its `if`."""
     block = isinstance(node, ast.If | ast.For | ast.While | ast.With | ast.Try | Function | ast.AsyncFor | ast.AsyncWith)
-    inner = [
-        _depth(child)
-        - (isinstance(node, ast.If) and isinstance(child, ast.If) and child in node.orelse and len(node.orelse) == 1)
-        for child in ast.iter_child_nodes(node)
-    ]
+    is_elif = isinstance(node, ast.If) and len(node.orelse) == 1 and isinstance(node.orelse[0], ast.If)
+    inner = [_depth(child) - (is_elif and child in node.orelse) for child in _statements(node)]
     return block + max(inner, default=0)
 
 

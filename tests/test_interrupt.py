@@ -178,6 +178,7 @@ def test_ranks_continue_their_data_together() -> None:
     assert first == second
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("epoch_length", [None, 2], ids=["one-pass", "stream"])
 @pytest.mark.parametrize("at", [1, 3])
 @pytest.mark.parametrize("event", EVENTS, ids=lambda event: event.name)

@@ -150,6 +150,7 @@ class fails_at:  # noqa: N801
         return self.inner(model, x) if self.left else 1 // 0
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("searches", ["before", "between", "failing"])
 @pytest.mark.parametrize("name", list(loaders()))
 def test_the_run_has_the_bits_of_one_without_a_search(name: str, searches: str, tmp_path: Path) -> None:

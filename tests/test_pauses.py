@@ -44,6 +44,7 @@ def collecting() -> Iterator[None]:
     gc.enable() if enabled else gc.disable()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("enabled", [True, False], ids=["on-before", "off-before"])
 @pytest.mark.parametrize("fails", [True, False], ids=["exception", "to-the-end"])
 def test_it_collects_at_the_chosen_updates_only(enabled: bool, fails: bool, collecting: None) -> None:
