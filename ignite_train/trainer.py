@@ -270,8 +270,7 @@ class Trainer(Loop):
             self._take_back()
             self._updating = self._iterating = False
             state.batch = None
-            if self._sections is not None:
-                self._sections.switch("handler")
+            self._begin_section("handler")
         assert state.update_output is not None  # noqa: S101  # each update publishes one
         return state.update_output
 
@@ -425,6 +424,7 @@ class Trainer(Loop):
         """The sections of this trainer's runs, measured from here on."""
         if self._sections is None:
             self._sections = sections = Sections()
+            self._begin_section = sections.switch
             self.on_enter.insert(0, lambda _: sections.switch("handler"))
             self.on_exit.append(lambda: sections.switch(None))
         return self._sections

@@ -16,7 +16,7 @@ from ignite.engine import Engine, EventEnum, EventsList, RemovableEventHandle
 
 from ignite_train.arguments import did_you_mean
 from ignite_train.events import Event, EveryNth
-from ignite_train.loop.sections import Sections
+from ignite_train.loop.sections import Sections, unmeasured
 
 __all__ = ["Attachable", "Dispatcher", "Stage", "Stateful", "attached", "call", "stateful_handlers"]
 
@@ -76,6 +76,7 @@ class Dispatcher(Engine):
         self._stages: dict[Any, list[tuple[Callable[..., Any], Stage]]] = {}  # by event, for handlers that do not react
         self._stage = Stage.REACT  # of what `add_event_handler` adds
         self._sections: Sections | None = None  # where something measures how the time divides into sections
+        self._begin_section: Callable[[str], object] = unmeasured
         super().__init__(process)
         self.logger = logging.getLogger("ignite_train")
 

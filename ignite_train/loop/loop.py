@@ -155,16 +155,14 @@ class Loop(Dispatcher):
         if self._stopping():
             return
         data: Any = state.dataloader
-        if self._sections is not None:
-            self._sections.switch("data")
+        self._begin_section("data")
         batches, whole = self._open(data), False
         self._reading, self._data_ended = True, False
         state.epoch_length = batches.length or state.epoch_length
         try:
             while not (over := self._epoch_is_over(batches)) and not self._stopping() and not self._reached_max_iters():
                 state.batch = None  # not held while the next one is fetched
-                if self._sections is not None:
-                    self._sections.switch("data")
+                self._begin_section("data")
                 self.fire_event(Events.GET_BATCH_STARTED)
                 if self._asked_to_stop():
                     self._leave_out_iteration()

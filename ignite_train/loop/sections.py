@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["RANGES", "SECTIONS", "Sections"]
+__all__ = ["RANGES", "SECTIONS", "Sections", "unmeasured"]
 
 SECTIONS = ("data", "forward", "backward", "reduction", "optimizer", "handler", "evaluation", "checkpoint")
 """The sections of a run, of which exactly one is under way at each moment:
@@ -23,11 +23,14 @@ SECTIONS = ("data", "forward", "backward", "reduction", "optimizer", "handler", 
 - evaluation, checkpoint: of the handlers, those that evaluate and save.
 """
 
+unmeasured: Callable[[str], object] = dict[str, None]().get
+"""Begins no section. It is not a function of Python's, since it is called several times in each update."""
+
 
 class Sections:
     """Which section of a run is under way, and how many seconds each has taken by the clock of this process.
 
-    A trainer has none until something asks for it; its marks then cost a test for None. A mark says what begins, and ends what
+    A trainer has none until something asks for it; its marks then call `unmeasured`. A mark says what begins, and ends what
     was before, so that nothing is counted twice and nothing left out. On an accelerator the seconds are those of the host,
     which only queues most of the work; a listener may record events of the device.
 

@@ -88,11 +88,9 @@ class QueuedStep:
         for rate in rates:
             may_step = may_step * torch.isfinite(rate).reshape(()).to(may_step.device)
         statistics.send(norm, [may_step, *rates])
-        if trainer._sections is not None:
-            trainer._sections.switch("optimizer")
+        trainer._begin_section("optimizer")
         self._stepping.step_if(may_step, divisor)
-        if trainer._sections is not None:
-            trainer._sections.switch("reduction")
+        trainer._begin_section("reduction")
         totals = statistics.finish(norm)
         self._learning_rates.learn(totals.more[1:])
         return totals, totals.more[0] == 1.0

@@ -119,9 +119,8 @@ class Update:
         Returns:
             What the trainer's output transform has made of the update's record.
         """
-        micro_batches_before, sections = trainer.state.num_micro_batches, trainer._sections
-        if sections is not None:
-            sections.switch("forward")
+        micro_batches_before, begin_section = trainer.state.num_micro_batches, trainer._begin_section
+        begin_section("forward")
         try:
             self._begin(trainer, micro_batches)
             self._accumulate(trainer, micro_batches)
@@ -130,8 +129,7 @@ class Update:
             if self.norm_limits is not None:
                 decision = self.norm_limits(decision)
             output = self._show_gradients(trainer, totals, decision)
-            if sections is not None:
-                sections.switch("optimizer")
+            begin_section("optimizer")
             if self._closure_step is not None and decision.skipped_reason is None:
                 decision, output = self._step_with_closure(trainer, micro_batches, decision, output)
                 has_stepped = output.applied
@@ -180,12 +178,11 @@ class Update:
 
     def _accumulate(self, trainer: Trainer, micro_batches: Sequence[Any]) -> None:
         """Adds up the gradients of all micro-batches. They cross the ranks in the last backward, or after it."""
-        state, fire, sections = trainer.state, trainer.fire_event, trainer._sections
+        state, fire, begin_section = trainer.state, trainer.fire_event, trainer._begin_section
         for number, micro_batch in enumerate(micro_batches, start=1):
             last = number == len(micro_batches) + self._num_placeholders  # whose number is right by now, see ArrivingGroup
             state.num_micro_batches, state.micro_batch_in_group = state.num_micro_batches + 1, number - 1
-            if sections is not None:
-                sections.switch("forward")
+            begin_section("forward")
             fire(TrainEvents.MICRO_BATCH_STARTED)
             with self.reduction.context(last=last):
                 for part in self.recovery.parts(micro_batch):  # one, unless it had to be cut to fit into memory
@@ -195,8 +192,7 @@ class Update:
                         fire(TrainEvents.FORWARD_COMPLETED)
                         if number < len(micro_batches):
                             self.transfer.ahead(micro_batches[number])  # copied while backward runs
-                        if sections is not None:
-                            sections.switch("backward")
+                        begin_section("backward")
                         if last:
                             self.reduction.begin(trainer._outgoing(), self.statistics)
                         self.backward(
@@ -220,8 +216,7 @@ class Update:
         A norm that float32 cannot have added up, since the squares are too large or too small for it, is taken again. All ranks
         do so alike where the norm is a reduced one.
         """
-        if trainer._sections is not None:
-            trainer._sections.switch("reduction")
+        trainer._begin_section("reduction")
         for callback in trainer._before_norm:
             callback(trainer)
         norm = self.reduction.end(trainer._outgoing(), self.statistics, self.gradients)
@@ -342,8 +337,7 @@ class Update:
 
     def _run_placeholder(self, trainer: Trainer, *, last: bool) -> None:
         """In place of a micro-batch that this rank does not have: joins the collectives of the other ranks, in their order."""
-        if trainer._sections is not None:
-            trainer._sections.switch("reduction")
+        trainer._begin_section("reduction")
         with self.reduction.context(last=last):
             zero = self.reduction.run_placeholder(lambda micro_batch: self._forward(micro_batch).loss)
             if last:
