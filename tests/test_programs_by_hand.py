@@ -21,15 +21,15 @@ MAX_LINES = 120
 
 # One of each mechanism is in the fast tier, for these updates. A difference in rounding grows with the number of updates.
 FAST = {
-    "wgan_gp": 1,
-    "reinforce": 2,
-    "time_sequence": 1,
-    "muon_adamw": 2,
-    "word2vec": 2,
-    "word_lstm": 3,
-    "dino": 5,
-    "clip": 2,
-    "maml": 2,
+    "wgan_gp": 1,  # updates on demand
+    "reinforce": 2,  # the sum
+    "time_sequence": 1,  # a closure
+    "muon_adamw": 2,  # several optimizers
+    "word2vec": 2,  # sparse gradients
+    "word_lstm": 3,  # a carried state
+    "dino": 5,  # changed gradients, and a forward that knows the progress
+    "clip": 2,  # and one that knows its place in the group
+    "maml": 2,  # derivatives of derivatives
 }
 UPDATES = {"time_sequence": 3}
 

@@ -13,6 +13,7 @@ import copy
 import ignite.distributed as idist
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import normalize
 
 from ignite_train import ForwardOutput, Trainer, TrainEvents, TrainState, create_trainer
 from ignite_train.handlers import MomentumTeacher
@@ -21,14 +22,23 @@ from workbench import Trained, accumulation_steps, losses_of, micro_batches, min
 ANSWERS, MOMENTUM, HELD_UPDATES, MAX_NORM = 12, 0.95, 4, 0.3
 
 
+class OnSphere(nn.Module):
+    """Divides features by their length."""
+
+    def forward(self, features: Tensor) -> Tensor:
+        """(crops, features) to the same shape."""
+        return normalize(features, dim=1)
+
+
 def build() -> tuple[nn.Sequential, nn.Module, torch.optim.Optimizer]:
     """The student, the teacher with the same weights, and the optimizer of the student."""
     torch.manual_seed(0)
     student = nn.Sequential(
-        *(nn.Conv1d(1, 16, 5, padding=2), nn.GELU(), nn.Conv1d(16, 16, 5, padding=2), nn.GELU()),
-        *(nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Linear(16, ANSWERS, bias=False)),
+        *(nn.Conv1d(1, 16, 5, padding=2), nn.GELU(), nn.Conv1d(16, 32, 5, padding=2), nn.GELU()),
+        *(nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Linear(32, 16), OnSphere(), nn.Linear(16, ANSWERS, bias=False)),
     )
-    return student, copy.deepcopy(student).requires_grad_(False), torch.optim.AdamW(student.parameters(), lr=3e-3)
+    nn.init.orthogonal_(student[-1].weight)
+    return student, copy.deepcopy(student).requires_grad_(False), torch.optim.AdamW(student.parameters(), lr=0.01)
 
 
 def data() -> list[tuple[Tensor, ...]]:
@@ -61,8 +71,8 @@ def disagreement(student: Tensor, teacher: Tensor) -> Tensor:
     return -sum((teacher[t] * said[s]).sum() for s, t in pairs) / len(pairs)
 
 
-def train(num_updates: int = 100) -> Trained:
-    """Returns the teacher, and the losses of the student."""
+def train(num_updates: int = 200) -> Trained:
+    """Returns the teacher, and the losses of the student, which grow with the temperature before they fall."""
     student, teacher, optimizer = build()
 
     def forward(student: nn.Module, crops: tuple[Tensor, Tensor], state: TrainState) -> ForwardOutput:

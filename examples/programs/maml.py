@@ -3,8 +3,8 @@
     python examples/programs/maml.py
     torchrun --nproc_per_node=2 examples/programs/maml.py
 
-A micro-batch is some tasks. The inner step is a part of `forward`: it makes other weights, through which the gradient of the loss
-flows back. The trainer makes the outer update, over the tasks of all micro-batches and ranks.
+A micro-batch is some tasks. The inner step is a part of `forward`: it makes other weights, and the gradient of the loss flows
+back through them. The trainer makes the outer update, over the tasks of all micro-batches and ranks.
 """
 
 import torch

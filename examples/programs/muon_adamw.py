@@ -3,8 +3,8 @@
     python examples/programs/muon_adamw.py
     torchrun --nproc_per_node=2 examples/programs/muon_adamw.py
 
-One norm is taken over all gradients and clipped, and there is one decision: either both optimizers step or neither does. Here each
-has a schedule of its own. A checkpoint would hold each under its name.
+One norm is taken over all gradients and clipped, and there is one decision: either both optimizers step or neither does. Each
+has a schedule of its own here, and a checkpoint would hold each under its name.
 """
 
 import ignite.distributed as idist

@@ -42,9 +42,9 @@ def build() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def data() -> list[tuple[Tensor, ...]]:
-    """32 waves of 24 values that begin at different times, in two micro-batches: the full batch."""
+    """32 waves of 16 values that begin at different times, in two micro-batches: the full batch."""
     torch.manual_seed(1)
-    waves = torch.sin((torch.arange(25) + 20 * torch.rand(32, 1)) / 4)
+    waves = torch.sin((torch.arange(17) + 20 * torch.rand(32, 1)) / 4)
     return micro_batches(waves[:, :-1], waves[:, 1:])
 
 

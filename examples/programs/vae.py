@@ -3,8 +3,9 @@
     python examples/programs/vae.py
     torchrun --nproc_per_node=2 examples/programs/vae.py
 
-A `forward` with a third parameter gets the state, so the schedule needs no global variable. `normalize=False` steps along the sum
-over the images, as many VAEs do. The loss and each log are reported per image, or, with a denominator of its own, per pixel.
+A `forward` with a third parameter gets the state, so the schedule needs no global variable. `normalize=False` steps along the
+sum over the images, as many VAEs do. The loss is reported per image all the same, and so is a log, unless it has a denominator
+of its own: here the pixels.
 """
 
 import ignite.distributed as idist
