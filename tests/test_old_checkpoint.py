@@ -290,3 +290,15 @@ def test_a_handler_whose_class_was_renamed_gets_its_state(tmp_path: Path) -> Non
         Checkpoint(tmp_path).attach(job.trainer)
         job.trainer.run(job.loader, max_iters=max_iters)
     assert handler.count == 5
+
+
+def test_named_handlers_of_one_class_are_told_apart_in_any_order(tmp_path: Path) -> None:
+    """One counts from 10 and one from 20; the second process attaches them the other way round."""
+    for order, max_iters in (((10, 20), 3), ((20, 10), 5)):
+        job, counts = make(None, 0), {first: Count() for first in order}
+        for first, handler in counts.items():
+            handler.count, handler.saved_as = first, f"from-{first}"
+            handler.attach(job.trainer)
+        Checkpoint(tmp_path).attach(job.trainer)
+        job.trainer.run(job.loader, max_iters=max_iters)
+    assert {first: handler.count for first, handler in counts.items()} == {10: 15, 20: 25}

@@ -48,7 +48,9 @@ class Attachable:
         is_attaching: whether its `attach` is running.
         same_on_all_ranks: whether its state is the same on all ranks, or sharded over them, so that a checkpoint holds it once.
         saved_as: the name of its state in checkpoints, where that is not the name of its class. A class that is renamed keeps
-            its earlier name here, so that checkpoints written before can be resumed from.
+            its earlier name here, so that checkpoints written before can be resumed from. Of several handlers of one class the
+            second is saved as `Name-2` and so on, in the order in which they are attached; set it on each of them, before they
+            are attached, if that order may change.
     """
 
     is_attaching = False
