@@ -52,14 +52,14 @@ torch-versions:  ## the tests with the oldest and the newest torch, into docs/to
 ignite-suite: $(INSTALLED)  ## Ignite's own tests with our trainer in the place of its Engine; PARTS="engine" for some, PARTS=--pre for the newest pre-release, IGNITE_SOURCE=path offline
 	$(BIN)/python tests/ignite_suite/run.py $(PARTS)
 
-wheel-test: $(INSTALLED)  ## the tests against the built wheel, where no checkout is near
+wheel-test: $(INSTALLED)  ## the tests of `test` against the built wheel, where no checkout is near
 	there=$$(mktemp -d) && trap 'rm -rf "$$there"' EXIT && python="$$PWD/$(BIN)/python" && \
 	"$$python" -m build --no-isolation --wheel --outdir "$$there/dist" . > /dev/null && \
 	"$$python" -m pip install --quiet --no-index --no-deps --target "$$there/installed" "$$there"/dist/*.whl && \
 	cp -R tests examples conftest.py pyproject.toml README.md "$$there" && \
 	cd "$$there" && export PYTHONPATH="$$there/installed" && \
 	"$$python" -c 'import ignite_train.handlers as h, sys; sys.exit(not h.__file__.startswith(sys.argv[1]))' "$$there" && \
-	"$$python" -m pytest -q -n auto --maxprocesses 8 --dist worksteal -m 'not nightly' -o pythonpath= tests && \
+	"$$python" -m pytest -q -n auto --maxprocesses 8 --dist worksteal -o pythonpath= tests && \
 	"$$python" -m pytest -q -o pythonpath= --pyargs ignite_train
 
 curve: $(INSTALLED)  ## train and draw docs/curve.png
