@@ -265,7 +265,24 @@ def dino(program: Any, num_updates: int) -> Trained:
 
 @_listed
 def clip(program: Any, num_updates: int) -> Trained:
-    """The whole batch at once, where nothing has to be put in its place."""
+    model, optimizer = program.build()
+    losses = []
+    for group in groups(program.data(), num_updates):
+        with torch.no_grad():
+            known = [model(*micro_batch) for micro_batch in group]
+        optimizer.zero_grad()
+        for place, micro_batch in enumerate(group):
+            features = torch.cat([*known[:place], model(*micro_batch), *known[place + 1 :]], dim=1)
+            scale = torch.lerp(model.scale.detach(), model.scale, 1 / len(group))
+            loss = program.contrast(features, scale)
+            loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return model, losses
+
+
+def clip_uncut(program: Any, num_updates: int) -> Trained:
+    """The whole batch at once, where nothing has to take its place among the others."""
     model, optimizer = program.build()
     losses = []
     for group in groups(program.data(), num_updates):

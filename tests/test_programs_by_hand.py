@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import re
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,12 +14,13 @@ import pytest
 import torch
 from torch.nn.utils import parameters_to_vector
 
-from programs_by_hand import BY_HAND
+from programs_by_hand import BY_HAND, clip_uncut
 from ranks import run_ranks
 
 FOLDER = Path(__file__).parent.parent / "examples/programs"
+PAGE = FOLDER.parent.parent / "docs/programs.md"
 SCRIPTS = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "workbench")
-MAX_LINES = 120
+MAX_LINES, MAX_LOOP = 120, 30
 
 # One of each mechanism is in the fast tier, for these updates. A difference in rounding grows with the number of updates.
 FAST = {
@@ -34,9 +37,9 @@ FAST = {
 UPDATES = {"time_sequence": 3}
 
 
-def program(name: str) -> Any:
-    if str(FOLDER) not in sys.path:
-        sys.path.insert(0, str(FOLDER))  # as when the script is started
+def program(name: str, folder: Path = FOLDER) -> Any:
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))  # as when the script is started
     return importlib.import_module(name)
 
 
@@ -92,6 +95,13 @@ def test_a_program_is_the_loop_by_hand_on_two_ranks(name: str) -> None:
         assert_equal_to_rounding(found, expected)
 
 
+def test_clip_is_the_loss_of_the_whole_batch() -> None:
+    """What is cut into micro-batches, and put together again, has the gradients of one batch that is not cut."""
+    model, losses = clip_uncut(program("clip"), 6)
+
+    assert_equal_to_rounding(ours("clip", 6), (parameters_to_vector(model.parameters()).detach(), losses))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_program_runs_as_it_is_started(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
@@ -101,3 +111,29 @@ def test_a_program_runs_as_it_is_started(name: str, capsys: pytest.CaptureFixtur
     runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
 
     assert "in the first updates" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_program_runs_under_torchrun() -> None:
+    """On two processes, of which the first reports."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(FOLDER / "maml.py")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("in the first updates") == 1
+
+
+def test_each_script_is_in_the_list() -> None:
+    """There is a loop by hand for each, and it fits on a few pages."""
+    assert sorted(BY_HAND) == SCRIPTS
+    assert [name for name in SCRIPTS if len((FOLDER / f"{name}.py").read_text().splitlines()) > MAX_LINES] == []
+
+
+@pytest.mark.skipif(not PAGE.is_file(), reason="looks at a checkout, which is not here")
+def test_the_table_has_the_lines_of_today() -> None:
+    """Each script has a row in docs/programs.md, whose numbers of lines `python benchmarks/programs.py` would write again."""
+    rows = re.findall(r"^\| \[`(\w+)`\]\(\S+\) \| .* \| (\d+) \| (\d+) \|", PAGE.read_text(), re.MULTILINE)
+    counted = {name: program("programs", PAGE.parent.parent / "benchmarks").lines(name) for name in SCRIPTS}
+
+    assert {name: (int(by_hand), int(loop)) for name, by_hand, loop in rows} == counted
+    assert max(loop for _, loop in counted.values()) <= MAX_LOOP

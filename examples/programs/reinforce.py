@@ -3,8 +3,9 @@
     python examples/programs/reinforce.py
     torchrun --nproc_per_node=2 examples/programs/reinforce.py
 
-There is no loader: the data of an update depend on the update before. Episodes differ in length, so micro-batches do too. The
-gradient is the *sum* over episodes and steps, `normalize=False`; the loss that is reported is a mean per step all the same.
+The loop reads nothing from a loader: the data of an update depend on the update before. Episodes differ in length, so
+micro-batches do too. The gradient is the *sum* over episodes and steps, `normalize=False`; the loss that is reported is a mean
+per step all the same.
 """
 
 import torch

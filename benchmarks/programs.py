@@ -1,0 +1,116 @@
+"""Writes the table of examples/programs into docs/programs.md: lines of each loop, by hand and with a trainer, and their times.
+
+    python benchmarks/programs.py                          # measures, and writes
+    python benchmarks/programs.py --repetitions 1 --print  # only shows the table
+
+Lines are those with code in the body of `train` of the script, and in that of the function of the same name in
+tests/programs_by_hand.py: from the model, which both take from the script, to the return. The ratio of the times is that of
+processor time for the same updates on one process, without what a run costs to begin, in interleaved rounds.
+"""
+
+import ast
+import importlib
+import io
+import sys
+import time
+import tokenize
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from typer import Option
+
+from interleaving import interleave, table
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs/programs.md"
+BEGIN, END = "<!-- written by benchmarks/programs.py -->\n", "<!-- end -->\n"
+HEAD = ("program", "mechanisms", "lines by hand", "with a trainer", "time, to that by hand")
+# What each script shows, and for how many updates it is timed.
+PROGRAMS = {
+    "dcgan": ("two trainers in a loop of one's own, and gradients that flow through both networks", 20),
+    "wgan_gp": ("five updates of one trainer to one of another; a derivative inside the loss", 20),
+    "reinforce": ("data that depend on the update before; steps along the sum", 20),
+    "time_sequence": ("LBFGS and its closure, on all data at once", 4),
+    "sam": ("an optimizer that evaluates the loss twice, with an optimizer inside", 60),
+    "muon_adamw": ("two optimizers with a schedule each", 60),
+    "word2vec": ("sparse gradients", 160),
+    "word_lstm": ("a hidden state that is carried, and begins again in each epoch", 60),
+    "lora": ("parameters that are thawed in the middle of the run", 160),
+    "dino": ("a teacher, a centre, changed gradients, a temperature by progress", 30),
+    "clip": ("a loss of the whole batch of all ranks, with accumulation", 100),
+    "vae": ("a schedule in the loss; steps along the sum; logs with denominators of their own", 160),
+    "maml": ("an inner step that is differentiated", 30),
+}
+
+
+def program(name: str) -> Any:
+    """The script as a module."""
+    for folder in (ROOT / "examples/programs", ROOT / "tests"):
+        if str(folder) not in sys.path:
+            sys.path.insert(0, str(folder))
+    return importlib.import_module(name)
+
+
+def lines_of(path: Path, function: str) -> int:
+    """How many lines of a function's body hold code: no blank ones, no comments, no docstring."""
+    source = path.read_text(encoding="utf-8")
+    node = next(one for one in ast.parse(source).body if isinstance(one, ast.FunctionDef) and one.name == function)
+    first = node.body[ast.get_docstring(node) is not None].lineno
+    layout = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+    tokens = [token for token in tokenize.generate_tokens(io.StringIO(source).readline) if token.type not in layout]
+    code = {line for token in tokens for line in range(token.start[0], token.end[0] + 1)}
+    return len(code & set(range(first, (node.end_lineno or 0) + 1)))
+
+
+def lines(name: str) -> tuple[int, int]:
+    """Of the loop by hand, and of ours."""
+    return lines_of(ROOT / "tests/programs_by_hand.py", name), lines_of(ROOT / f"examples/programs/{name}.py", "train")
+
+
+def timed(train: Callable[[int], Any], number: int) -> Callable[[], float]:
+    """A function that makes these updates, and returns the seconds of the processor, less those of a run with one update."""
+
+    def seconds(number: int) -> float:
+        started = time.process_time()
+        train(number)
+        return time.process_time() - started
+
+    return lambda: seconds(number + 1) - seconds(1)
+
+
+def ratio(name: str, repetitions: int) -> str:
+    """Our time to that of the loop by hand."""
+    script, by_hand, number = program(name), program("programs_by_hand").BY_HAND[name], PROGRAMS[name][1]
+    contestants = {"hand": timed(partial(by_hand, script), number), "ours": timed(script.train, number)}
+    return interleave(contestants, repetitions=repetitions, quiet=True).ratios("ours").show()
+
+
+def row(name: str, repetitions: int) -> tuple[str, ...]:
+    """A row of the table."""
+    by_hand, ours = map(str, lines(name))
+    cells = (f"[`{name}`](../examples/programs/{name}.py)", PROGRAMS[name][0], by_hand, ours, ratio(name, repetitions))
+    print(" | ".join(cells), file=sys.stderr, flush=True)
+    return cells
+
+
+def main(
+    repetitions: Annotated[int, Option(min=1, help="Rounds of each program.")] = 7,
+    *,
+    show: Annotated[bool, Option("--print", help="Print the table, and leave the page as it is.")] = False,
+) -> None:
+    """Measure the programs, and write their table."""
+    torch.set_num_threads(1)
+    text = table(HEAD, [row(name, repetitions) for name in PROGRAMS]) + "\n"
+    if show:
+        print(text)
+        return
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    PAGE.write_text(before + BEGIN + "\n" + text + "\n" + END + rest.partition(END)[2], encoding="utf-8")
+
+
+if __name__ == "__main__":
+    typer.run(main)
