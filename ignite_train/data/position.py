@@ -192,9 +192,9 @@ class DataPosition:
         """Refuses another loader within an epoch, on all ranks if any of them has one; at the start of an epoch it warns."""
         described = saved.get("description")
         if not isinstance(described, Mapping):  # written by an earlier version, or a run that does not resume
-            if not in_epoch:
+            if not (saved and in_epoch):
                 return
-            described = {key: value for key, value in self._description.items() if key != "order"}  # it had one order only
+            described = {key: value for key, value in self._description.items() if key != "order"}  # it had no other than drawn
         jumps = self._seekable is not None and "samples" in saved
         refused, harmless = changes(described, self._description, jumps=jumps)
         accepted = not in_epoch or saved.get("on_changed_data") == "warn"
