@@ -211,6 +211,69 @@ def test_another_loader_without_a_description_is_warned_about(caplog: Any) -> No
     assert sum("another kind of loader was used before" in line for line in caplog.messages) == 1
 
 
+# --- the order of a large dataset, which earlier versions drew and this one computes ---
+
+
+@pytest.fixture
+def computed(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Makes a dataset large: from now on the order of all samples is computed."""
+    return lambda: monkeypatch.setattr("ignite_train.data.samplers._MAX_DRAWN", SAMPLES - 1)
+
+
+ORDERED = {"resumable": resumable, "sharded": lambda: sharded(3)}
+
+
+@pytest.mark.parametrize("case", ORDERED)
+def test_a_computed_order_continues(case: str, computed: Callable[[], None], tmp_path: Path, caplog: Any) -> None:
+    drawn = train(tmp_path / "drawn", ORDERED[case]())
+    computed()
+    whole = train(tmp_path / "whole", ORDERED[case]())
+    seen = train(tmp_path / "parts", ORDERED[case](), to=5)
+    assert seen + train(tmp_path / "parts", ORDERED[case]()) == whole
+    assert sorted(whole) == sorted(drawn)
+    assert whole != drawn
+    assert "data has changed" not in caplog.text
+
+
+@pytest.mark.parametrize("case", ORDERED)
+def test_an_epoch_in_a_drawn_order_is_not_continued_in_a_computed_one(
+    case: str, computed: Callable[[], None], tmp_path: Path
+) -> None:
+    """An earlier version wrote the checkpoint; one line says what can finish the epoch and where any version can begin."""
+    train(tmp_path, ORDERED[case](), to=5)
+    computed()
+    with pytest.raises(ValueError, match="to resume in the middle of an epoch") as caught:
+        train(tmp_path, ORDERED[case]())
+    assert "got order: drawn -> computed (the version that wrote it can finish the epoch) (rank 0)" in str(caught.value)
+    assert "resume from a checkpoint of the end of an epoch (resume=PATH)" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("case", ORDERED)
+def test_the_next_epoch_may_be_computed(case: str, computed: Callable[[], None], tmp_path: Path, caplog: Any) -> None:
+    train(tmp_path, ORDERED[case]())
+    computed()
+    seen = train(tmp_path, ORDERED[case](), to=12)
+    assert sorted(seen) == [*range(SAMPLES)]
+    assert sum("the data has changed since the checkpoint: order: drawn -> computed" in line for line in caplog.messages) == 1
+
+
+def test_a_place_without_a_description_is_of_a_drawn_order(computed: Callable[[], None]) -> None:
+    earlier, place = place_after(resumable())
+    computed()
+    with pytest.raises(ValueError, match="got order: drawn -> computed"):
+        rest_after(earlier, place, resumable())
+    assert len(rest_after(earlier, place, resumable(shuffle=False))) == SAMPLES - 40
+
+
+def test_another_length_or_shuffle_is_named_alone(computed: Callable[[], None], tmp_path: Path) -> None:
+    """They decide about the order, which is not named beside them."""
+    train(tmp_path, resumable(shuffle=False), to=5)
+    computed()
+    with pytest.raises(ValueError, match=r"got shuffle: False -> True \(rank 0\)"):
+        train(tmp_path, resumable())
+
+
 @pytest.mark.slow
 def test_every_rank_refuses_what_one_rank_has_changed(tmp_path: Path) -> None:
     """With the rank named, so that none waits for another."""

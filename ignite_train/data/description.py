@@ -52,7 +52,8 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any], *, jumps: bool) -
         jumps: whether the position is a number of samples and not of micro-batches.
 
     Returns:
-        Those because of which the rest would miss samples or use some twice, and the harmless ones.
+        Those because of which the rest would miss samples or use some twice, and the harmless ones. An order that is not named
+        was drawn: the samplers of earlier versions knew no other.
     """
     fixed = _has_fixed_order(before) and _has_fixed_order(now)
     harmless = {"drop_last"}
@@ -63,6 +64,8 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any], *, jumps: bool) -
     if fixed and not jumps and "seekable" not in (*before, *now):
         harmless |= {"loader", "sampler", "shuffle"}
     keys = [key for key in {**before, **now} if key != "seekable" and before.get(key) != now.get(key)]
+    if "samples" in keys or "shuffle" in keys:  # which decide about the order too
+        keys = [key for key in keys if key != "order"]
     refused = [_line(key, before, now) for key in keys if key not in harmless]
     return refused, [_line(key, before, now) for key in keys if key in harmless and not (jumps and key == "batch_size")]
 
@@ -113,4 +116,6 @@ def _has_fixed_order(described: Mapping[str, Any]) -> bool:
 
 
 def _line(key: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    if key == "order":
+        return f"order: {before.get(key, 'drawn')} -> {now.get(key, 'drawn')} (the version that wrote it can finish the epoch)"
     return f"{key}: {before.get(key)!r} -> {now.get(key)!r}"

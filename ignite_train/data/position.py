@@ -190,10 +190,13 @@ class DataPosition:
 
     def _compare(self, saved: Mapping[str, Any], *, in_epoch: bool) -> None:
         """Refuses another loader within an epoch, on all ranks if any of them has one; at the start of an epoch it warns."""
-        if not isinstance(saved.get("description"), Mapping):  # written by an earlier version, or a run that does not resume
-            return
+        described = saved.get("description")
+        if not isinstance(described, Mapping):  # written by an earlier version, or a run that does not resume
+            if not (saved and in_epoch):
+                return
+            described = {key: value for key, value in self._description.items() if key != "order"}  # it had no other than drawn
         jumps = self._seekable is not None and "samples" in saved
-        refused, harmless = changes(saved["description"], self._description, jumps=jumps)
+        refused, harmless = changes(described, self._description, jumps=jumps)
         accepted = not in_epoch or saved.get("on_changed_data") == "warn"
         if accepted:
             refused, harmless = [], [*refused, *harmless]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -97,8 +98,7 @@ class _KeySampler(ShardedSampler):
     """Gives the epoch with each index, because persistent workers do not learn it otherwise."""
 
     def __iter__(self) -> Iterator[Any]:
-        epoch = self._epoch
-        return ((epoch, index) for index in super().__iter__())
+        return zip(repeat(self._epoch), super().__iter__())
 
 
 class _Samples(Dataset[Any]):

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sized
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Iterable, Iterator, Sized
+from itertools import chain
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Sampler
 
 from ignite_train.arguments import describe, real_number
+from ignite_train.data.keyed_permutation import KeyedPermutation
 from ignite_train.ranks import collectives
 
 __all__ = ["HasEpoch", "ShardedSampler", "set_epoch"]
+
+_Order: TypeAlias = Callable[[NDArray[np.int64]], NDArray[np.int64]]  # from positions in the epoch to indices of samples
+_MAX_DRAWN = 2**16  # samples; drawing the order of so many takes about a millisecond
+_FIRST_CHUNK, _LAST_CHUNK = 2**10, 2**15  # indices that are computed at once, at the start of an epoch and later
 
 
 @runtime_checkable
@@ -37,6 +45,9 @@ class ShardedSampler(Sampler[int]):
 
     No sample is repeated or dropped, so shards differ by at most one sample, which trainer and evaluator allow. W ranks with a
     batch of B see in each round the same samples as one process with a batch of W·B.
+
+    The order of up to 65,536 samples is drawn. That of more samples is computed while it is used, each index by itself
+    (`KeyedPermutation`), so that an epoch of any length starts and resumes within milliseconds, without a list of its samples.
 
     Args:
         dataset: anything with a length.
@@ -76,8 +87,9 @@ class ShardedSampler(Sampler[int]):
         self._start = min(samples, self._length)
 
     def describe(self) -> dict[str, Any]:
-        """What the order depends on, in plain types."""
-        return {"samples": self._length, "shuffle": self._shuffle, "seed": self._seed}
+        """What the order depends on, in plain types; `order` is there if it is computed, which earlier versions did not do."""
+        described = {"samples": self._length, "shuffle": self._shuffle, "seed": self._seed}
+        return described | ({"order": "computed"} if self._shuffle and self._length > _MAX_DRAWN else {})
 
     def __repr__(self) -> str:
         rank = f"rank {self._rank} of {self._world_size}"
@@ -88,8 +100,22 @@ class ShardedSampler(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         start, self._start = self._start, 0
-        if not self._shuffle:
-            return iter(range(start + self._rank, self._length, self._world_size))
+        positions = range(start + self._rank, self._length, self._world_size)
+        return chain.from_iterable(_chunks(positions, self._order_of_epoch())) if self._shuffle else iter(positions)
+
+    def _order_of_epoch(self) -> _Order:
+        """The order that `epoch` chooses; the same on all ranks."""
+        if self._length > _MAX_DRAWN:
+            return KeyedPermutation(self._length, (self._seed, self._epoch))
         generator = torch.Generator().manual_seed(self._seed * 1_000_003 + self._epoch)
-        order = torch.randperm(self._length, generator=generator)
-        return iter(order[start + self._rank :: self._world_size].tolist())
+        drawn: NDArray[np.int64] = torch.randperm(self._length, generator=generator).numpy()
+        return drawn.__getitem__
+
+
+def _chunks(positions: range, order: _Order) -> Iterator[list[int]]:
+    """What stands at these positions, in lists; the first one is short, so that the first sample comes at once."""
+    size = _FIRST_CHUNK
+    while positions:
+        now, positions = positions[:size], positions[size:]
+        yield order(np.arange(now.start, now.stop, now.step)).tolist()
+        size = min(2 * size, _LAST_CHUNK)
