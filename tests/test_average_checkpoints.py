@@ -74,8 +74,8 @@ def test_checkpoints_and_files_by_their_paths(tmp_path: Path) -> None:
     [
         (torch.float16, [60000.0, 60000.0, 60000.0], 60000.0),  # whose sum no float16 holds
         (torch.bfloat16, [256.0, 1.0, 1.0], 86.0),  # 256 + 1 is 256 in bfloat16
-        (torch.float32, [2.0**24, 1.0, 1.0, 2.0], 4194305.0),  # 2**24 + 1 is 2**24 in float32
-        (torch.complex64, [2.0**24 + 1j, 1.0, 1.0, 2.0], 4194305.0 + 0.25j),
+        (torch.float32, [2.0**24, 1.0, 1.0, 1.0, 1.0], 3355444.0),  # 2**24 + 1 is 2**24 in float32
+        (torch.complex64, [2.0**24 + 5j, 1.0, 1.0, 1.0, 1.0], 3355444.0 + 1j),
         (torch.int64, [3, 4, 8], 8),
         (torch.bool, [True, True, False], False),
     ],

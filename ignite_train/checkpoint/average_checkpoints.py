@@ -26,15 +26,15 @@ def average_checkpoints(
 ) -> dict[str, Any]:
     """The mean (Σ wᵢ) / N of the floating-point parameters and buffers of N checkpoints.
 
-    The sum is taken in float64 and rounded once, to the dtype of the tensor; fairseq adds float32, rounding at each addition, and
-    rounds integer buffers down. Here integers, such as the counter of BatchNorm, and what is no tensor are those of the
-    checkpoint that comes last. One checkpoint at a time is in memory, and the sum in float64. No collective: on several ranks
-    one of them may call it alone.
+    The sum is taken in float64 and rounded once, to the dtype of the tensor; fairseq adds in float32, with a rounding at each
+    addition, and divides integer buffers too. Here integers, such as the counter of BatchNorm, and what is no tensor are those
+    of the checkpoint that comes last. One checkpoint at a time is in memory, and the sum in float64. No collective: on several
+    ranks one of them may call it alone.
 
     Args:
         paths: checkpoints, or files of `consolidate` or `torch.save(model.state_dict(), ...)`, in their order; with `last`, the
             directory of a run.
-        output: a file to write it to, which `load_weights` and `torch.load` read; None writes none. It replaces one of that name.
+        output: a file to write it to, which `load_weights` and `torch.load` read; None writes none. Replaces one of that name.
         last: the newest so many checkpoints of the directory, one for each update. Have `Checkpoint(keep=...)` keep as many.
         entry: as for `consolidate`: the object in the checkpoints that is averaged.
 
@@ -64,7 +64,7 @@ def average_checkpoints(
         state = read_weights(path, entry=entry)
         _check(state, newest, path, chosen[-1])
         for name, total in sums.items():
-            total += _wide(state[name])  # noqa: PLW2901  # in place
+            total += _wide(state[name])  # in place
     mean = {name: (sums[name] / len(chosen)).to(v.dtype) if name in sums else v for name, v in newest.items()}
     if output is not None:
         write_weights(mean, output)
@@ -105,7 +105,8 @@ def _check(state: Mapping[str, Any], newest: Mapping[str, Any], path: Path, last
     if names or state.keys() != newest.keys():
         name = names[0] if names else sorted(state.keys() ^ newest.keys())[0]
         raise CheckpointError(
-            f"paths must be checkpoints of one model: {name!r} is {_shown(state, name)} in {path} and {_shown(newest, name)} in {last}"
+            f"paths must be checkpoints of one model: {name!r} is {_shown(state, name)} in {path} and "
+            f"{_shown(newest, name)} in {last}"
         )
 
 
