@@ -21,7 +21,9 @@ class EmptyCache(Handler, Piggyback):
     """Empties the cache of the accelerator's allocator, in the same update on every rank, so that all ranks wait together.
 
     Without an accelerator it does nothing. fairseq (`empty_cache_freq`) also empties after the first update, which allocates
-    differently: attach to `Events.ITERATION_COMPLETED(once=1) | Events.ITERATION_COMPLETED(every=500)` for that.
+    differently: attach to `Events.ITERATION_COMPLETED(once=1) | Events.ITERATION_COMPLETED(every=500)` for that. And it empties
+    after each micro-batch until the first step: attach another one to
+    `TrainEvents.BACKWARD_COMPLETED(event_filter=lambda trainer, _: trainer.state.num_steps == 0)`.
 
     Args:
         fragmentation: empty only if this share of the memory that the allocator has reserved, or more, is not in use by

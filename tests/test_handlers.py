@@ -87,6 +87,21 @@ def test_empty_cache_at_updates(monkeypatch: pytest.MonkeyPatch, event: Any, exp
     assert emptied == expected
 
 
+def test_empty_cache_after_each_micro_batch_of_the_first_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As fairseq does until the first step: here a skipped update and the next one, of two micro-batches each."""
+    holder: list[Trainer] = []
+    trainer, _, _ = make(overflow_at(1)(holder), on_nonfinite="skip", accumulation_steps=2)
+    holder.append(trainer)
+    emptied: list[tuple[int, int]] = []
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    state = trainer.state
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: emptied.append((state.iteration, state.num_micro_batches)))
+    first = TrainEvents.BACKWARD_COMPLETED(event_filter=lambda trainer, _: trainer.state.num_steps == 0)
+    EmptyCache().attach(trainer, first)
+    trainer.run(DATA, max_epochs=2)
+    assert emptied == [(1, 1), (1, 2), (2, 3), (2, 4)]
+
+
 def test_empty_cache_without_an_accelerator() -> None:
     """On a machine without an accelerator it does nothing and raises nothing."""
     trainer, _, _ = make()

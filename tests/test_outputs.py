@@ -87,6 +87,25 @@ def test_they_are_seen_in_an_update_and_not_kept() -> None:
     assert sizes == [5, 1, 7]
 
 
+def test_a_handler_sees_input_target_output_and_loss() -> None:
+    """What VISSL's hooks read from `task.last_batch`: here of the running micro-batch, in both events that have its loss."""
+    model, data, seen = classifier(), batches(5, 1, 7), []
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), forward, accumulation_steps=2)
+
+    @trainer.on(TrainEvents.FORWARD_COMPLETED | TrainEvents.BACKWARD_COMPLETED)
+    def last_batch() -> None:
+        state = trainer.state
+        x, target = state.batch[state.micro_batch_in_group]
+        loss, sample_size, _, (logits, _) = state.forward_output  # type: ignore[misc]
+        assert torch.equal(logits, model(x))
+        assert loss.item() / sample_size == pytest.approx(cross_entropy(model(x), target).item(), rel=1e-6)
+        seen.append((x, target))
+
+    trainer.run(data, max_epochs=1)
+    expected = [micro_batch for micro_batch in data for _ in range(2)]
+    assert [x is y for pair, other in zip(seen, expected, strict=True) for x, y in zip(pair, other, strict=True)] == [True] * 12
+
+
 def test_a_plain_tuple_may_have_four_fields() -> None:
     """And its fourth is the same."""
     evaluator = create_evaluator(classifier(), lambda model, micro_batch: tuple(forward(model, micro_batch)))

@@ -212,6 +212,21 @@ def test_raise_adds_advice() -> None:
     assert "more accumulation_steps" in caught.value.__notes__[0]
 
 
+def test_raise_shows_the_memory_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA the error has the allocator's summary with it."""
+
+    def forward(model: nn.Module, micro_batch: Any) -> ForwardOutput:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "memory_summary", lambda: "allocated: all of it")
+        raise torch.OutOfMemoryError("no room")
+
+    model = cuts.linear()
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), forward)
+    with pytest.raises(torch.OutOfMemoryError, match="no room") as caught:
+        trainer.run(cuts.cut(cuts.samples(), [4]), max_epochs=1)
+    assert caught.value.__notes__[1] == "allocated: all of it"
+
+
 def test_out_of_memory_is_known_by_its_type() -> None:
     """A RuntimeError that speaks of memory is raised, also the CPU allocator's own; a forward can say what it means."""
     calls: list[int] = []
@@ -374,6 +389,57 @@ def test_a_value_that_is_not_finite_is_found(site: str, way: str, scaled: bool) 
     assert "\n" not in message
     assert num_steps == 1
     assert num_forwards == 4  # of two updates: running again to find it left no trace in the buffers
+
+
+class Logarithm(nn.Module):
+    """NaN where `sign` makes its input negative."""
+
+    sign = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self.sign).log()
+
+
+@pytest.mark.parametrize(
+    ("site", "note"),
+    [
+        ("forward", "run again: micro-batch 2 of 2: NaN in the output of module '3' (Logarithm), shape (4, 1)"),
+        ("handler", "run again: micro-batch 2 of 2: NaN in the output of module '3' (Logarithm), shape (4, 1)"),
+        ("without-cause", "run again, this update was finite"),
+    ],
+    ids=["forward", "handler", "without-cause"],
+)
+def test_a_floating_point_error_of_ones_own_is_explained(site: str, note: str) -> None:
+    """A check of the user's own ends the run; its error says where the value came from, and the replay leaves no trace."""
+
+    def check(loss: torch.Tensor) -> None:
+        if not torch.isfinite(loss) or (site == "without-cause" and not states):
+            states.append((torch.get_rng_state(), model[0].running_mean.clone()))
+            raise FloatingPointError("not this loss")
+
+    def forward(model: nn.Module, micro_batch: Any) -> torch.Tensor:
+        x, model[3].sign = micro_batch
+        loss = model(x).mean()
+        if site != "handler":
+            check(loss)
+        return loss
+
+    torch.manual_seed(0)
+    states: list[tuple[torch.Tensor, torch.Tensor]] = []
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.Dropout(0.5), nn.Linear(3, 1), Logarithm())
+    nn.init.zeros_(model[2].weight)
+    nn.init.ones_(model[2].bias)
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), forward, accumulation_steps=2)
+    if site == "handler":
+        trainer.add_event_handler(TrainEvents.FORWARD_COMPLETED, lambda: check(trainer.state.forward_output.loss))
+    with pytest.raises(FloatingPointError, match="not this loss") as caught:
+        trainer.run([(torch.randn(4, 3), 1.0), (torch.randn(4, 3), 1.0 if site == "without-cause" else -1.0)])
+    assert caught.value.__notes__ == [note]
+    assert [torch.equal(a, b) for a, b in zip(states[0], (torch.get_rng_state(), model[0].running_mean), strict=True)] == [
+        True
+    ] * 2
+    assert trainer.state.num_micro_batches == 0
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def skip_for_ever() -> tuple[int, int, int]:

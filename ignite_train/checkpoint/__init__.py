@@ -22,7 +22,8 @@ Example:
     []
 """
 
+from ignite_train.checkpoint.average_checkpoints import average_checkpoints
 from ignite_train.checkpoint.inspection import Found, best, consolidate, find, latest, verify
 from ignite_train.checkpoint.weights import load_weights
 
-__all__ = ["Found", "best", "consolidate", "find", "latest", "load_weights", "verify"]
+__all__ = ["Found", "average_checkpoints", "best", "consolidate", "find", "latest", "load_weights", "verify"]

@@ -28,7 +28,18 @@ from ignite_train.checkpoint.run_objects import HANDLERS
 from ignite_train.checkpoint.tree import decode
 from ignite_train.errors import CheckpointError, CheckpointFormatError, DamagedCheckpointError, UnreadableCheckpointError
 
-__all__ = ["Found", "best", "chosen_checkpoint", "consolidate", "find", "latest", "main", "read_entry", "verify"]
+__all__ = [
+    "Found",
+    "best",
+    "chosen_checkpoint",
+    "consolidate",
+    "find",
+    "latest",
+    "main",
+    "read_entry",
+    "verify",
+    "write_weights",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,13 +179,18 @@ def consolidate(path: str | Path, output: str | Path, *, entry: str = "model", b
         DamagedCheckpointError: something that was needed is not what was written.
         CheckpointError: the checkpoint has no such object.
     """
-    output = Path(output)
     with CheckpointReader(chosen_checkpoint(path, best=best)) as stored:
         model = read_entry(stored, entry)
+    write_weights(model, output)
+
+
+def write_weights(state: Any, output: str | Path) -> None:
+    """Writes a state_dict as a file that `torch.load` reads; the file appears whole or not at all."""
+    output = Path(output)
     unfinished = output.with_name(f".{output.name}.{os.urandom(4).hex()}")
     try:
         with unfinished.open("xb") as file:
-            torch.save(model, file)
+            torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())
         unfinished.replace(output)

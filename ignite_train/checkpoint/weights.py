@@ -18,7 +18,7 @@ from ignite_train.checkpoint.run_objects import SavedModule
 from ignite_train.errors import CheckpointError
 from ignite_train.ranks.wrapping import unwrap
 
-__all__ = ["load_weights"]
+__all__ = ["load_weights", "read_weights"]
 
 _WRAPPERS = ("module.", "_orig_mod.")  # of DistributedDataParallel and torch.compile
 
@@ -62,7 +62,7 @@ def load_weights(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {describe(model)}")
     module, path = SavedModule(unwrap(model)), Path(path)
-    found = _read_file(path, entry, best=best) if path.is_file() else _read_checkpoint(path, entry, best=best)
+    found = read_weights(path, entry=entry, best=best)
     wanted = module.state_dict()
     left = [name for name, value in wanted.items() if name not in found or not _fits(value, found[name])]
     unknown = [name for name in found if name not in wanted]
@@ -75,6 +75,17 @@ def load_weights(
         )
     module.load_state_dict({name: v if name in left else _as_part_of(v, found[name]) for name, v in wanted.items()})
     return left
+
+
+def read_weights(path: str | Path, *, entry: str = "model", best: bool = False) -> dict[str, Any]:
+    """The state that `load_weights` would load, under the names of a model without a wrapper. For the arguments see there.
+
+    Raises:
+        CheckpointError: the checkpoint or file is missing, or it holds no state_dict.
+        DamagedCheckpointError: something that was needed is not what was written.
+    """
+    path = Path(path)
+    return _read_file(path, entry, best=best) if path.is_file() else _read_checkpoint(path, entry, best=best)
 
 
 def _read_checkpoint(path: Path, entry: str, *, best: bool) -> dict[str, Any]:

@@ -84,6 +84,15 @@ class NonFiniteSearch:
         reports = collectives.gather_objects(self._replay(micro_batches, num_placeholders))
         return tuple(f"rank {rank}, {report}" for rank, report in enumerate(reports) if report is not None), ()
 
+    def explain(self, error: FloatingPointError, micro_batches: Sequence[Any], loss_scale: float) -> None:
+        """Adds what a search finds to an error of the user's own, raised in forward or by a handler before the step.
+
+        In a single process only: of several ranks one may be alone with its error, and forward may have collectives.
+        """
+        if collectives.world_size() == 1 and self.has_mark(loss_scale):
+            found = self._replay(micro_batches, 0)
+            error.add_note(f"run again: {found}" if found else "run again, this update was finite")
+
     def _replay(self, micro_batches: Sequence[Any], num_placeholders: int) -> str | None:
         """What this rank finds. Random state, buffers and what forward carries are put back."""
         module = self._reduction.module

@@ -136,6 +136,8 @@ class Update:
             self._step_or_skip(trainer.state.iteration, decision, output, micro_batches, has_stepped=has_stepped)
             self._finish(output)
         except BaseException as error:
+            if isinstance(error, FloatingPointError) and not isinstance(error, TrainingError):
+                self._search.explain(error, micro_batches, self.loss_scaling.scale)
             trainer.state.num_micro_batches, trainer.state.forward_output = micro_batches_before, None
             trainer.state.micro_batch_in_group = None
             self._discard(error)
