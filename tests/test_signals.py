@@ -218,8 +218,11 @@ def test_all_ranks_stop_after_the_same_update(tmp_path: Path, number: signal.Sig
         assert [group.status(rank) for rank in (0, 1)] == [0, 0]
         outcomes = [group.board.read(f"ended.{rank}") for rank in (0, 1)]
         assert outcomes[0][0] == outcomes[1][0] < 1_000_000
-        assert [received for _, received in outcomes] == [int(number) if rank in to else None for rank in (0, 1)]
-        for rank in to:
+        heard = [rank for rank, (_, received) in enumerate(outcomes) if received is not None]
+        assert heard  # and if both got it, the run of one may have ended by the other's before it heard of its own
+        assert {*heard} <= {*to}
+        for rank in heard:
+            assert outcomes[rank][1] == number
             assert f"{number.name}: the run ends after this update or the next, on all ranks" in group.stderr(rank)
 
 
