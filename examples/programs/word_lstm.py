@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 from ignite_train import ForwardOutput, TrainState, create_trainer
 from workbench import SIZES, Trained, accumulation_steps, losses_of, micro_batches, mine, start, words
 
-VOCABULARY, WIDTH, LENGTH, MAX_NORM = 200, 24, 8, 0.5
+VOCABULARY, WIDTH, LENGTH, MAX_NORM = 200, 24, 8, 0.2
 
 Hidden = tuple[Tensor, Tensor]
 
