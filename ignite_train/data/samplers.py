@@ -18,7 +18,7 @@ from ignite_train.ranks import collectives
 __all__ = ["HasEpoch", "ShardedSampler", "set_epoch"]
 
 _Order: TypeAlias = Callable[[NDArray[np.int64]], NDArray[np.int64]]  # from positions in the epoch to indices of samples
-_MAX_DRAWN = 2**16  # samples; drawing the order of so many takes about a millisecond
+_MAX_DRAWN = 2**16  # samples; drawing the order of so many takes some milliseconds
 _FIRST_CHUNK, _LAST_CHUNK = 2**10, 2**15  # indices that are computed at once, at the start of an epoch and later
 
 
