@@ -1,6 +1,7 @@
 """Ready-made handlers, imported as `ignite_train.handlers`. Each is one file; none imports another."""
 
 from ignite_train.handlers.checkpoint import BestCheckpoint, Checkpoint
+from ignite_train.handlers.curvature_monitor import CurvatureMonitor
 from ignite_train.handlers.early_stopping import EarlyStopping
 from ignite_train.handlers.empty_cache import EmptyCache
 from ignite_train.handlers.failure_board import FailureBoard, PeerFailureError
@@ -35,6 +36,7 @@ __all__ = [
     "BestCheckpoint",
     "Checkpoint",
     "Csv",
+    "CurvatureMonitor",
     "EarlyStopping",
     "EmptyCache",
     "FailureBoard",

@@ -30,7 +30,7 @@ _OF_THE_CLOCK = (
     *("time_to_go", "updates_per_second"),
 )
 _WALLS = ("train_wall", "wall")
-_BY_LAYER = ("layer_grad_norm", "layer_weight_norm", "update_ratio")
+_BY_LAYER = ("curvature", "layer_grad_norm", "layer_weight_norm", "update_ratio")
 _PER_SECOND = "_per_second"
 _MAX_EXPANDED = 32  # numbers of one metric that are shown apart
 

@@ -37,4 +37,4 @@ def as_gradient_of(values: Tensor, parameter: Tensor) -> Tensor:
     gradient = values.view_as(parameter)
     if parameter.is_contiguous() or not is_dense(parameter):
         return gradient
-    return torch.empty_like(parameter, requires_grad=False).copy_(gradient)
+    return torch.empty_like(parameter, dtype=values.dtype, requires_grad=False).copy_(gradient)

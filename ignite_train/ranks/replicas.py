@@ -90,13 +90,13 @@ class ExplicitReduction(PlainReduction):
             elements += parameter.numel()
             if elements > _TAIL_ELEMENTS:
                 break
-            tails.setdefault(parameter.dtype, []).append(parameter)
+            tails.setdefault(_dtype(parameter), []).append(parameter)
             in_tails.add(id(parameter))
         buckets: dict[tuple[torch.dtype, torch.device], list[list[nn.Parameter]]] = {}
         for parameter in trainable:
             if id(parameter) not in in_tails:
-                same = buckets.setdefault((parameter.dtype, parameter.device), [[]])
-                if same[-1] and sum(p.nbytes for p in same[-1]) + parameter.nbytes > _BUCKET_BYTES:
+                same = buckets.setdefault((_dtype(parameter), parameter.device), [[]])
+                if same[-1] and sum(map(_num_bytes, same[-1])) + _num_bytes(parameter) > _BUCKET_BYTES:
                     same.append([])
                 same[-1].append(parameter)
         self._buckets = tuple(tuple(bucket) for same in buckets.values() for bucket in same)
@@ -160,6 +160,17 @@ class _Message(NamedTuple):
         return torch.split(self.flat, self.lengths)
 
 
+def _dtype(parameter: nn.Parameter) -> torch.dtype:
+    """That of its gradient, which may be wider than its own."""
+    dtype: torch.dtype | None = parameter.grad_dtype
+    return parameter.dtype if dtype is None else dtype
+
+
+def _num_bytes(parameter: nn.Parameter) -> int:
+    """Of its gradient."""
+    return parameter.numel() * _dtype(parameter).itemsize
+
+
 def _sum_over_ranks(*vectors: Tensor) -> None:
     """Sums each over the ranks, in place; all are under way at once."""
     for work in [collectives.start_sum(vector) for vector in vectors]:
@@ -169,12 +180,12 @@ def _sum_over_ranks(*vectors: Tensor) -> None:
 
 def _flatten(parameters: tuple[nn.Parameter, ...]) -> Tensor:
     """The gradients end to end, each in the order of its indices, whatever its strides; zeros for those that are missing."""
-    return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in parameters])
+    return torch.cat([(torch.zeros_like(p, dtype=_dtype(p)) if p.grad is None else p.grad).reshape(-1) for p in parameters])
 
 
 def _unflatten(parameters: tuple[nn.Parameter, ...], flat: Tensor, present: Iterator[bool]) -> None:
     """Gives each parameter its part of `flat` for a gradient, with the strides of the parameter, unless no rank has one."""
-    parts = torch.split(flat.to(parameters[0].dtype), [p.numel() for p in parameters])
+    parts = torch.split(flat.to(_dtype(parameters[0])), [p.numel() for p in parameters])
     for parameter, part in zip(parameters, parts, strict=True):
         if next(present):
             contiguous = parameter.is_contiguous()  # asked here because a call for each parameter would cost more

@@ -1,0 +1,158 @@
+"""The largest eigenvalue of the loss's Hessian, by power iteration: how sharp the place is at which the weights are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from ignite.engine import Events, RemovableEventHandle
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from ignite_train.arguments import describe, positive_int, real_number
+from ignite_train.device.to_device import ToDevice
+from ignite_train.forward import BoundForward, Forward, as_forward_output, bind_forward
+from ignite_train.handler import Handler
+from ignite_train.model.replay import SideEffects
+from ignite_train.ranks import collectives
+from ignite_train.ranks.wrapping import unwrap
+from ignite_train.trainer import Trainer
+
+__all__ = ["CurvatureMonitor"]
+
+
+class CurvatureMonitor(Handler):
+    """Publishes the eigenvalue λ of largest magnitude of the Hessian of the loss, of each block, every 1000th update.
+
+    `"curvature/NAME"` in `trainer.state.metrics` is λ of the second derivatives by the parameters of that block. The loss is
+    the mean over the update's micro-batches on all ranks, at the weights after the step. Plain gradient descent diverges along
+    that direction where λ > 2 / learning rate. DeepSpeed's eigenvalues are the same, divided by the largest of all blocks.
+
+    The power iteration (G. Golub and C. Van Loan, Matrix Computations, 7.3) repeats v ← Hv / ‖Hv‖ from a random v, with
+    λ = vᵀHv, until ‖Hv - λv‖ ≤ `tolerance` · |λ|: some eigenvalue is then that close to λ. Each step of it costs a forward and
+    two backwards of the group, reads of the device, and on several ranks an all-reduce of the size of the block. Between two
+    looks it does nothing. Random state, buffers and `state.carried` are put back, and each step sees the same dropout masks,
+    so that a run with it has the bits of one without.
+
+    Forward runs without autocast, without `torch.compile` and without the wrapper. It must be differentiable twice: fused
+    attention is not, so use `torch.nn.attention.sdpa_kernel(SDPBackend.MATH)` in it. Sharded models are refused. All ranks
+    attach it alike.
+
+    Args:
+        forward: the function that the trainer was made with. Collectives in it must be met by equally many micro-batches.
+        every: it looks after each update whose number is a multiple of this.
+        blocks: modules of the model by name; None: the whole model as one, `"model"`.
+        max_iterations: of the power iteration; where it ends by that, the latest λ is published.
+        tolerance: relative, in (0, 1).
+        seed: of the first v.
+
+    Raises:
+        TypeError: an argument has the wrong type, or the model is sharded.
+        ValueError: a value is out of range, or a block has no trainable parameters.
+
+    Example:
+        >>> import torch
+        >>> from ignite_train import create_trainer
+        >>> from ignite_train.handlers import CurvatureMonitor
+        >>> def forward(model, x):
+        ...     return model(x).square().mean()
+        >>> model = torch.nn.Linear(1, 1, bias=False)
+        >>> trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), forward)
+        >>> handle = CurvatureMonitor(forward, every=2).attach(trainer)
+        >>> trainer.run([torch.full((8, 1), 3.0)] * 2).metrics  # the second derivative of (3w)²
+        {'curvature/model': 18.0}
+    """
+
+    def __init__(
+        self,
+        forward: Forward,
+        every: int = 1000,
+        *,
+        blocks: Mapping[str, nn.Module] | None = None,
+        max_iterations: int = 100,
+        tolerance: float = 0.01,
+        seed: int = 0,
+    ) -> None:
+        if not callable(forward):
+            raise TypeError(f"forward must be the function that the trainer was made with, got {describe(forward)}")
+        self.every, self.max_iterations = positive_int("every", every), positive_int("max_iterations", max_iterations)
+        self.tolerance, self.seed = real_number("tolerance", tolerance, above=0), seed
+        if self.tolerance >= 1:
+            raise ValueError(f"tolerance must be below 1, got {tolerance!r}; it is relative to the eigenvalue")
+        self._forward = forward
+        self._blocks = None if blocks is None else {name: _trainable(name, block) for name, block in blocks.items()}
+
+    def attach(self, trainer: Trainer) -> RemovableEventHandle:
+        """Looks after updates of `trainer`."""
+        model = trainer._stateful_parts["model"]
+        assert isinstance(model, nn.Module)  # noqa: S101  # for the type
+        self._model = unwrap(model)
+        if any(isinstance(module, FSDPModule) for module in self._model.modules()):
+            raise TypeError("CurvatureMonitor needs all parameters on each rank, and the model of this trainer is sharded")
+        if self._blocks is None:
+            self._blocks = {"model": _trainable("model", self._model)}
+        self._transfer = ToDevice(next(self._model.parameters()).device)
+        self._bound: BoundForward = bind_forward(self._forward, lambda: trainer.state)
+        return trainer.prepend_event_handler(Events.ITERATION_COMPLETED(every=self.every), self)  # before loggers
+
+    def __call__(self, trainer: Trainer) -> None:
+        """Computes and publishes; a value that is not finite is left out."""
+        for name, parameters in (self._blocks or {}).items():
+            value = self._largest_eigenvalue(trainer, parameters)
+            trainer.state.metrics.pop(f"curvature/{name}", None)
+            if math.isfinite(value):
+                trainer.state.metrics[f"curvature/{name}"] = value
+
+    def _largest_eigenvalue(self, trainer: Trainer, parameters: Sequence[nn.Parameter]) -> float:
+        generator = torch.Generator().manual_seed(self.seed)
+        direction = torch.cat([torch.randn(p.numel(), generator=generator, dtype=p.dtype).to(p.device) for p in parameters])
+        direction, value = direction / direction.norm(), 0.0
+        for _ in range(self.max_iterations):
+            product = self._times_hessian(trainer, parameters, direction)
+            numbers = torch.stack([torch.sum(product * other, dtype=torch.float64) for other in (direction, product)])
+            value, length_squared = numbers.tolist()  # sync
+            residual_squared = length_squared - value**2  # of v of length 1
+            if not residual_squared > (self.tolerance * value) ** 2:  # also where it is NaN
+                break
+            direction = product / math.sqrt(length_squared)
+        return value
+
+    def _times_hessian(self, trainer: Trainer, parameters: Sequence[nn.Parameter], direction: Tensor) -> Tensor:
+        """Hv of the mean loss over the micro-batches of all ranks; leaves no trace."""
+        state, side_effects = trainer.state, SideEffects(self._model, trainer.state.carried)
+        total, sample_size = torch.zeros_like(direction), 0.0
+        try:
+            for index, micro_batch in enumerate(state.batch):
+                if micro_batch is None:  # without samples
+                    continue
+                state.micro_batch_in_group = index
+                with torch.compiler.set_stance("force_eager"):
+                    output = as_forward_output(self._bound(self._model, self._transfer(micro_batch)))
+                sample_size += float(output.sample_size)  # sync
+                _add_product(total, output.loss, parameters, direction)
+        finally:
+            state.micro_batch_in_group = None
+            side_effects.undo()
+        if (work := collectives.start_sum(total)) is not None:
+            work.wait()
+        sample_size = collectives.total([sample_size])[0]
+        return total / sample_size if sample_size else total
+
+
+def _trainable(name: str, block: nn.Module) -> list[nn.Parameter]:
+    if not isinstance(block, nn.Module):
+        raise TypeError(f"blocks[{name!r}] must be a torch.nn.Module, got {describe(block)}")
+    parameters = [parameter for parameter in block.parameters() if parameter.requires_grad]
+    if not parameters:
+        raise ValueError(f"blocks[{name!r}] must have trainable parameters, and has none")
+    return parameters
+
+
+def _add_product(total: Tensor, loss: Tensor, parameters: Sequence[nn.Parameter], direction: Tensor) -> None:
+    """Adds the derivative of ∇loss · direction, which is H · direction; zero where the loss is linear."""
+    gradients = torch.autograd.grad(loss, parameters, create_graph=True, materialize_grads=True)
+    slope = torch.dot(torch.cat([gradient.reshape(-1) for gradient in gradients]), direction)
+    if slope.requires_grad:
+        products = torch.autograd.grad(slope, parameters, materialize_grads=True)
+        total += torch.cat([product.reshape(-1) for product in products])

@@ -1,0 +1,152 @@
+"""The curvature is that of torch's own eigenvalues of the whole Hessian, and looking at it changes nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ignite.distributed as idist
+import pytest
+import torch
+from ignite.engine import Events
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+from bits import bit_by_bit
+from ignite_train import ForwardOutput, UpdateOptions, create_trainer
+from ignite_train.handlers import CurvatureMonitor
+from ignite_train.metrics import grouped_metric
+from ranks import run_ranks
+
+SIZES = (5, 3, 6, 2)
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(size, 3, generator=generator, dtype=torch.float64), torch.randint(4, (size,), generator=generator))
+        for size in SIZES
+    ]
+
+
+def net(*more: nn.Module) -> nn.Sequential:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), *more, nn.Linear(4, 4)).double()
+
+
+def forward(model: nn.Module, micro_batch: Any) -> ForwardOutput:
+    x, y = micro_batch
+    return ForwardOutput(cross_entropy(model(x), y, reduction="sum"), len(y))
+
+
+def hessian(model: nn.Module, block: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Of the mean loss, by the parameters of `block`, row by row."""
+    parameters = list(block.parameters())
+    gradients = torch.autograd.grad(cross_entropy(model(x), y), parameters, create_graph=True)
+    flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+    rows = [torch.autograd.grad(element, parameters, retain_graph=True) for element in flat]
+    return torch.stack([torch.cat([part.reshape(-1) for part in row]) for row in rows])
+
+
+def largest(matrix: Tensor) -> float:
+    values = torch.linalg.eigvalsh(matrix)
+    return float(values[values.abs().argmax()])
+
+
+def curvature(model: nn.Module, data: Any, **options: Any) -> dict[str, float]:
+    wrapped = DistributedDataParallel(model) if idist.get_world_size() > 1 else model
+    trainer = create_trainer(wrapped, torch.optim.SGD(model.parameters(), lr=0.1), forward, accumulation_steps=2)
+    CurvatureMonitor(forward, every=2, tolerance=1e-5, max_iterations=2000, **options).attach(trainer)
+    metrics = trainer.run(data).metrics
+    return {name: value for name, value in metrics.items() if name.startswith("curvature/")}
+
+
+def test_it_is_that_of_the_whole_hessian() -> None:
+    """Of the model and of each layer, over both micro-batches of the last update, at the weights after it."""
+    model = net()
+    blocks = {"all": model, "first": model[0], "last": model[2]}
+    found = curvature(model, batches(), blocks=blocks)
+    x, y = (torch.cat(parts) for parts in zip(*batches()[2:], strict=True))
+    expected = {f"curvature/{name}": largest(hessian(model, block, x, y)) for name, block in blocks.items()}
+    assert found == pytest.approx(expected, rel=1e-7)
+    assert len({round(value, 3) for value in found.values()}) == 3
+
+
+def test_a_negative_one_has_its_sign() -> None:
+    """Of the loss -3w² + v² it is -6; of a linear loss 0; a NaN is not published."""
+    for factor, expected in ((-3.0, {"curvature/model": -6.0}), (0.0, {"curvature/model": 2.0}), (float("inf"), {})):
+        weights = nn.ParameterList([nn.Parameter(torch.tensor([0.5, 0.5]))])
+
+        def bent(weights: Any, size: float, factor: float = factor) -> Tensor:
+            return factor * weights[0][0] ** 2 + weights[0][1] ** 2
+
+        model: nn.Module = weights
+        options = UpdateOptions(on_nonfinite="skip")
+        trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.0), bent, options=options)
+        CurvatureMonitor(bent, every=1, tolerance=1e-4).attach(trainer)
+        assert trainer.run([1.0]).metrics == pytest.approx(expected, rel=1e-6)
+    linear = nn.Linear(2, 1)
+    trainer = create_trainer(linear, torch.optim.SGD(linear.parameters(), lr=0.1), lambda model, x: model(x).sum())
+    CurvatureMonitor(lambda model, x: model(x).sum(), every=1).attach(trainer)
+    assert trainer.run([torch.ones(1, 2)]).metrics == {"curvature/model": 0.0}
+
+
+def test_loggers_show_it_with_the_layers() -> None:
+    """Also one that was attached before it, at the same event."""
+    model, seen = net(), []
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), forward)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(every=2), lambda: seen.extend(trainer.state.metrics))
+    CurvatureMonitor(forward, every=2, max_iterations=1).attach(trainer)
+    trainer.run(batches()[:2])
+    assert seen == ["curvature/model"]
+    assert grouped_metric(seen[0]) == "layers/curvature/model"
+
+
+def test_it_leaves_no_trace() -> None:
+    """Dropout and BatchNorm: parameters, buffers and random state are those of a run without it."""
+    ends = []
+    for looks in (False, True):
+        torch.manual_seed(3)
+        model = net(nn.BatchNorm1d(4), nn.Dropout(0.5))
+        trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), forward)
+        if looks:
+            CurvatureMonitor(forward, every=2, max_iterations=3).attach(trainer)
+        state = trainer.run(batches(), max_epochs=2)
+        assert ("curvature/model" in state.metrics) == looks
+        assert state.micro_batch_in_group is None
+        ends.append(bit_by_bit([dict(model.state_dict()), torch.get_rng_state()]))
+    assert ends[0] == ends[1]
+
+
+def on_two_ranks() -> tuple[float, float]:
+    model, data = net(), batches()
+    mine = data[:1] if idist.get_rank() == 0 else data[1:]
+    found = curvature(model, mine)["curvature/model"]
+    x, y = data[3]  # rank 0 has nothing for the second update
+    return found, largest(hessian(model, model, x, y))
+
+
+@pytest.mark.slow
+def test_two_ranks_see_one_loss() -> None:
+    """Rank 0 has one micro-batch and rank 1 three, two to an update: in the second update rank 0 has none, and agrees."""
+    first, second = run_ranks(on_two_ranks)
+    assert first == second
+    assert first[0] == pytest.approx(first[1], rel=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"forward": None}, TypeError, "forward must be the function"),
+        ({"every": 0}, ValueError, "every"),
+        ({"tolerance": 1.5}, ValueError, "tolerance must be below 1, got 1.5"),
+        ({"blocks": {"a": 1}}, TypeError, r"blocks\['a'\] must be a torch.nn.Module"),
+        ({"blocks": {"a": nn.Tanh()}}, ValueError, r"blocks\['a'\] must have trainable parameters"),
+    ],
+    ids=["forward", "every", "tolerance", "not-a-module", "no-parameters"],
+)
+def test_mistakes(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    """One line says which argument."""
+    with pytest.raises(error, match=message):
+        CurvatureMonitor(**{"forward": forward, **options})
