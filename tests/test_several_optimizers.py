@@ -6,6 +6,7 @@ import logging
 import math
 import pickle
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,12 +32,21 @@ from ignite_train import (
     Trainer,
     TrainEvents,
     count_traffic,
+    create_evaluator,
     create_supervised_trainer,
     create_trainer,
 )
 from ignite_train.checkpoint.reader import CheckpointReader
 from ignite_train.device import to_host
-from ignite_train.handlers import Checkpoint, LearningRateSchedule, StateConsistency, StateMismatchError, TrainingMetrics
+from ignite_train.handlers import (
+    Checkpoint,
+    LearningRateSchedule,
+    OptimizerModes,
+    StateConsistency,
+    StateMismatchError,
+    TrainingMetrics,
+    Validation,
+)
 from ignite_train.model.stepping import Stepping
 from ranks import run_ranks
 from update_options import with_options
@@ -465,3 +475,58 @@ def test_the_digest_is_of_each_optimizer() -> None:
     names = StateConsistency(job.model, job.optimizers)._check(job.trainer).digests
     assert {"optimizer momentum_buffer of 0.weight", "optimizer exp_avg of 0.bias"} <= names.keys()
     assert {"learning rate of group 0 of first", "learning rate of group 0 of second"} <= names.keys()
+
+
+class Moded(SGD):
+    """Notes in which mode it is, as schedule-free optimizers have modes."""
+
+    mode = "none"
+
+    def train(self) -> None:
+        self.mode = "train"
+
+    def eval(self) -> None:
+        self.mode = "eval"
+
+
+def test_each_has_modes_of_its_own() -> None:
+    """One handler for each optimizer that has modes: both are in theirs wherever forward runs."""
+    model = network()
+    matrices, others = split(model)
+    optimizers = {"first": Moded(matrices, lr=0.1), "second": Moded(others, lr=0.1)}
+    seen: list[tuple[str, str]] = []
+
+    def forward(model: nn.Module, micro_batch: Any) -> Any:
+        seen.append((optimizers["first"].mode, optimizers["second"].mode))
+        return cuts.forward(model, micro_batch)
+
+    trainer, evaluator = create_trainer(model, optimizers, forward), create_evaluator(model, forward)
+    for optimizer in optimizers.values():
+        OptimizerModes(optimizer).attach(trainer, evaluator=evaluator)
+    data = cuts.cut(cuts.samples(), [8])
+    Validation(evaluator, data).attach(trainer)
+    trainer.run(data, max_epochs=2)
+    assert seen == [("train", "train"), ("eval", "eval")] * 2
+
+
+@pytest.mark.parametrize("name", ["first", "second"])
+def test_a_group_added_to_any_is_trained_and_resumed(name: str, tmp_path: Path) -> None:
+    """The last layer joins one of them; its steps are those of a plain optimizer, and a checkpoint brings its moments back."""
+    ends = []
+    for stops in ((4,), (2, 4)):
+        directory = tmp_path / str(len(stops))
+        for updates in stops:
+            model = network()
+            makers = {"first": partial(SGD, lr=0.1, momentum=0.9), "second": partial(AdamW, lr=0.02)}
+            parts = [model[0].weight], [model[0].bias]
+            order = ("first", "second") if name == "first" else ("second", "first")
+            optimizers = {key: makers[key](part) for key, part in zip(order, parts, strict=True)}
+            optimizers[name].add_param_group({"params": list(model[2].parameters()), "lr": 0.05})
+            job = make(model, optimizers)
+            Checkpoint(directory).attach(job.trainer)
+            job.trainer.run(cuts.cut(cuts.samples(), [8] * 4), max_iters=updates)
+        ends.append(job.state())
+        rates = job.trainer.state.update_output.learning_rates
+        assert sorted(rates) == sorted([group["lr"] for one in optimizers.values() for group in one.param_groups])
+        assert not torch.equal(model[2].weight, network()[2].weight)
+    assert ends[0] == ends[1]
