@@ -27,9 +27,9 @@ def average_checkpoints(
     """The mean (Σ wᵢ) / N of the floating-point parameters and buffers of N checkpoints.
 
     The sum is taken in float64 and rounded once, to the dtype of the tensor; fairseq adds in float32, with a rounding at each
-    addition, and divides integer buffers too. Here integers, such as the counter of BatchNorm, and what is no tensor are those
-    of the checkpoint that comes last. One checkpoint at a time is in memory, and the sum in float64. No collective: on several
-    ranks one of them may call it alone.
+    addition, and divides integer buffers too. Here integers, such as the counter of BatchNorm, and values other than tensors
+    are those of the checkpoint that comes last. One checkpoint at a time is in memory, and the sum in float64. No collective:
+    on several ranks one of them may call it alone.
 
     Args:
         paths: checkpoints, or files of `consolidate` or `torch.save(model.state_dict(), ...)`, in their order; with `last`, the
