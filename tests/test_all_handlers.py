@@ -42,6 +42,7 @@ from ignite_train.handlers import (
 from ignite_train.metrics import TIMED_METRICS
 from processes import forked
 from ranks import run_ranks
+from tiers import nightly
 
 ROWS = torch.randn(28, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 HELD_OUT = list(torch.randn(8, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64).split(4))
@@ -143,7 +144,7 @@ def test_the_order_of_attaching_makes_no_difference(order: int, tmp_path: Path) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("update", [6, 15, 27])
+@pytest.mark.parametrize("update", [nightly(6), nightly(15), 27])
 def test_killed_and_resumed_in_another_order(update: int, tmp_path: Path) -> None:
     """At the thaw, at the beginning of an epoch and near the end."""
     process = forked.Process(target=killed_job, args=(str(tmp_path / "killed"), update, update))

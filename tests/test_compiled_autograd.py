@@ -116,7 +116,7 @@ def test_the_gradients_are_the_same(steps):
     assert captures() == (1 if steps == 1 else 2)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_gradients_are_the_same_in_compiled_code():
     """As torch compiles by default, to what the order of additions leaves open."""
     plain, traced = (

@@ -86,7 +86,7 @@ def test_the_adaptor_is_an_engine(suite: Any) -> None:
 DIFFERENT_BLOCKS = {"ignite.engine.engine:terminate": "A run that was stopped continues where it was"}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_code_in_ignites_documentation_does_the_same(tmp_path: Path) -> None:
     """What the docstrings of the installed engine and handlers print, a trainer prints too, but for what the page says.
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tiers import slow
+from tiers import nightly
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
@@ -78,14 +78,14 @@ def test_the_language_model_trains(alone: str, log_dir: Path) -> None:
     assert f"tensorboard --logdir {log_dir}" in alone
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_language_model_has_the_same_losses_on_two_processes(alone: str, tmp_path: Path) -> None:
     """Cut over two processes, an update is the same up to rounding."""
     two = _run("language_model.py", *TINY, "--nproc", "2", "--log-dir", str(tmp_path))
     assert _losses(two) == pytest.approx(_losses(alone), rel=2e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_interrupted_language_model_goes_on(alone: str, tmp_path: Path) -> None:
     """Ctrl-C, the same command again: it ends where an uninterrupted run ends; and once more: there is nothing to do."""
     command = [sys.executable, str(EXAMPLES / "language_model.py"), *TINY, "--save-every", "1", "--log-dir", str(tmp_path)]
@@ -116,7 +116,7 @@ def test_the_curve_is_drawn(alone: str, log_dir: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", [(), slow(TORCHRUN)], ids=["alone", "torchrun"])
+@pytest.mark.parametrize("launcher", [(), nightly(TORCHRUN)], ids=["alone", "torchrun"])
 def test_digits_are_recognised(launcher: tuple[str, ...]) -> None:
     """The same script, unchanged, in one process and in two."""
     (accuracy,) = _numbers(r"held-out accuracy: ([\d.]+)% of 360 images", _run("digits.py", launcher=launcher))

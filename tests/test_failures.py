@@ -37,7 +37,7 @@ from ignite_train import ForwardOutput, NonFiniteError, Trainer, TrainEvents, Tr
 from ignite_train.handlers import FailureBoard, HangWatch, PeerFailureError, Validation, failure_board, hang_watch
 from ignite_train.ranks.sealed_messages import SealedMessages
 from processes import Processes, forked
-from tiers import slow
+from tiers import nightly
 from update_options import with_options
 
 DEADLINE = 30.0  # seconds. The promise is two; what is tested is that no rank waits for ever, on a busy machine too
@@ -423,7 +423,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", [[], slow(["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"])])
+@pytest.mark.parametrize("launcher", [nightly([]), ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]])
 def test_a_launcher_that_ends_the_others_leaves_time_to_name_the_rank(tmp_path: Path, launcher: list[str]) -> None:
     """`idist.Parallel` and torchrun send SIGTERM to the survivors at once: with `StopOnSignal` the line is still written."""
     script = tmp_path / "train.py"
@@ -934,7 +934,7 @@ looking.join()
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_looking_at_the_main_thread_does_not_stop_threads_from_starting() -> None:
     """Also where a garbage collection runs a finaliser in the middle of it, for which some versions of Python stood still."""
     done = subprocess.run([sys.executable, "-c", LOOKS_WHILE_THREADS_START], timeout=100, capture_output=True, text=True)

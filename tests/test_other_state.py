@@ -47,7 +47,7 @@ from ignite_train.handlers import (
     Validation,
 )
 from ranks import run_ranks
-from tiers import slow
+from tiers import nightly
 
 X = torch.linspace(-1, 1, 96).reshape(12, 8)
 LOADER = [X[i : i + 3] for i in range(0, 12, 3)]  # four micro-batches
@@ -870,11 +870,11 @@ def claim(directory: Path, name: str, numbers: int) -> Path:
     ("name", "message"),
     [
         ("model['0.weight']", "'0.weight' has the shape (536870912,) and not (8, 8)"),
-        slow("optimizer['state'][0]['exp_avg']", "exp_avg of 0.weight has shape (536870912,) and not (8, 8)"),
-        slow("optimizer['state'][0]['step']", "step of 0.weight has shape (536870912,)"),
+        nightly("optimizer['state'][0]['exp_avg']", "exp_avg of 0.weight has shape (536870912,) and not (8, 8)"),
+        nightly("optimizer['state'][0]['step']", "step of 0.weight has shape (536870912,)"),
         ("handlers/Half['tensor']", "bytes of tensors that the model does not need, most of them for 'handlers/Half'"),
-        slow("to_save/own['tensor']", "bytes of tensors that the model does not need, most of them for 'to_save/own'"),
-        slow("generators['torch']", "bytes of tensors that the model does not need, most of them for 'generators'"),
+        nightly("to_save/own['tensor']", "bytes of tensors that the model does not need, most of them for 'to_save/own'"),
+        nightly("generators['torch']", "bytes of tensors that the model does not need, most of them for 'generators'"),
     ],
 )
 def test_a_claim_of_two_gigabytes_takes_no_memory(name: str, message: str, tmp_path: Path) -> None:

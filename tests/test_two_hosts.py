@@ -220,7 +220,7 @@ def two_networks() -> Iterator[tuple[Host, Host]]:
         yield first, second
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_agents_on_two_networks_make_the_updates_of_one_process(script: Path, alone: Result) -> None:
     """The hosts share nothing but a cable, and what crosses it is as much as the gradients of all updates are."""
     with two_networks() as hosts:

@@ -75,7 +75,7 @@ def test_each_picture_has_a_command() -> None:
 
 
 @of_a_checkout
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(TIMEOUT_SECONDS + 20)
 def test_overflow_looks_like_it(tmp_path: Path) -> None:
     """The scale falls and updates are skipped; all runs are looked at in the nightly test."""

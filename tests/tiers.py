@@ -13,6 +13,11 @@ def slow(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
+def nightly(*values: Any) -> Any:
+    """The values of one case, for `parametrize`, that is left to `make nightly`."""
+    return pytest.param(*values, marks=pytest.mark.nightly)
+
+
 def one_in(number: int, cases: Iterable[Any]) -> list[Any]:
     """The cases of one parameter, for `parametrize`: the first of each `number` stays, the others are slow."""
     return [case if index % number == 0 else slow(case) for index, case in enumerate(cases)]
