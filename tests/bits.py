@@ -12,7 +12,11 @@ from torch import Tensor
 def bit_by_bit(value: Any) -> Any:
     """Plain values for nested state, which differ if any tensor in it differs by a bit, in its dtype or its shape."""
     if isinstance(value, Tensor):
-        return value.dtype, tuple(value.shape), bytes(value.detach().reshape(-1).view(torch.uint8).tolist())
+        return (
+            value.dtype,
+            tuple(value.shape),
+            bytes(value.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8).tolist()),
+        )
     if isinstance(value, Mapping):
         return {key: bit_by_bit(entry) for key, entry in value.items()}
     return [bit_by_bit(entry) for entry in value] if isinstance(value, (list, tuple)) else value

@@ -32,6 +32,7 @@ from ignite_train.handlers import (
     ModelEMA,
     ModelSync,
     MomentumTeacher,
+    PeerFailureError,
     ReduceOnPlateau,
     StochasticWeightAveraging,
     TimeLimit,
@@ -158,7 +159,7 @@ def test_killed_and_resumed_in_another_order(update: int, tmp_path: Path) -> Non
 def _resumed_on_this_rank(directory: str) -> Any:
     first = Job(Path(directory) / "broken", 1)
     first.trainer.add_event_handler(Events.ITERATION_STARTED(once=6), lambda: 1 // 0)
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises((ZeroDivisionError, PeerFailureError)):  # of this rank, or of the other if that is ahead
         first.run()
     return Job(Path(directory) / "broken", 2).run(), Job(Path(directory) / "whole", 3).run()
 

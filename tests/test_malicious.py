@@ -736,6 +736,7 @@ def _exact(value: Any) -> Any:
 
 @pytest.mark.slow
 @example(torch.ones(8, dtype=torch.int16)[::2][:0])  # contiguous, and not to be viewed as bytes
+@example(torch.ones(8, dtype=torch.int16)[::2][:1])  # the same
 @given(_values)
 @settings(max_examples=150, deadline=None)
 def test_any_plain_state_comes_back_bit_by_bit(value):

@@ -192,7 +192,8 @@ def _bytes(tensor: Tensor) -> memoryview:
     """The memory of a contiguous tensor."""
     if tensor.numel() == 0:  # contiguous with any strides, and torch cannot view it as bytes
         return memoryview(b"")
-    array: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+    row = tensor.as_strided((tensor.numel(),), (1,))  # reshape keeps the stride of a single element
+    array: Any = row.view(torch.uint8).numpy()
     return memoryview(array)
 
 

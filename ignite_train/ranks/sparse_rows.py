@@ -68,8 +68,13 @@ class SparseRows:
         for parameter in self._parameters:
             if parameter.grad is not None:
                 rows = parameter.grad.indices()[0], parameter.grad.values()
-                parts += [part.contiguous().view(-1).view(torch.uint8) for part in rows]
+                parts += [_bytes(part.contiguous()) for part in rows]
         return torch.cat(parts)
+
+
+def _bytes(part: Tensor) -> Tensor:
+    """The memory of a contiguous tensor; a view of a single element may have another stride, and is not to be viewed as bytes."""
+    return part.as_strided((part.numel(),), (1,)).view(torch.uint8)
 
 
 def _as_rows(gradient: Tensor) -> Tensor:
