@@ -73,7 +73,7 @@ class SparseRows:
 
 
 def _bytes(part: Tensor) -> Tensor:
-    """The memory of a contiguous tensor; a view of a single element may have another stride, and is not to be viewed as bytes."""
+    """The memory of a contiguous tensor, also where it is one element with another stride than 1."""
     return part.as_strided((part.numel(),), (1,)).view(torch.uint8)
 
 
