@@ -100,7 +100,7 @@ def row(name: str, repetitions: int) -> tuple[str, ...]:
 def main(
     repetitions: Annotated[int, Option(min=1, help="Rounds of each program.")] = 7,
     *,
-    show: Annotated[bool, Option("--print", help="Print the table, and leave the page as it is.")] = False,
+    show: Annotated[bool, Option("--print", help="Print the table, and do not change the page.")] = False,
 ) -> None:
     """Measure the programs, and write their table."""
     torch.set_num_threads(1)

@@ -23,6 +23,7 @@ from ignite_train.arguments import did_you_mean
 from ignite_train.errors import TrainingError
 from ignite_train.events import Event, every
 from ignite_train.handler import PiggybackHandler
+from ignite_train.model.memory_layout import as_bytes
 from ignite_train.model.optimizers import OneOrSeveralOptimizers, as_optimizers
 from ignite_train.ranks import collectives
 from ignite_train.trainer import Trainer
@@ -381,7 +382,7 @@ def _column_sums(tensor: Tensor) -> list[Tensor]:
     all signs does not cancel. The rest, less than two rows and less than one word, is not summed.
     """
     tensor = (tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor).contiguous()
-    data = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)  # reshape keeps the stride of a single element
+    data = as_bytes(tensor)
     if data.storage_offset() % 8:
         data = data.clone()
     whole = len(data) // 8 * 8

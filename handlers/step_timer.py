@@ -169,7 +169,7 @@ class StepTimer(PiggybackHandler):
         """The times of each section that took any, over the latest `window` updates of this rank.
 
         Args:
-            device: those on the accelerator; empty where there is none.
+            device: those on the accelerator; empty without an accelerator.
         """
         self._drain()
         windows = self._device_windows if device else self._windows

@@ -97,7 +97,7 @@ class TensorBoard(RecordingHandler):
         self._has_layout = False  # the charts are; TensorBoard takes the first layout that it finds
         self._latest: int | None = None  # the update of the latest points, which are
         self._points: dict[str, float] = {}
-        self._others: list[bytes] = []  # the summaries of that update that are no points
+        self._others: list[bytes] = []  # the summaries of that update other than points
         self._weights: dict[str, Tensor] = {}  # before the step, where there are histograms of it
 
     @property
@@ -177,7 +177,7 @@ class TensorBoard(RecordingHandler):
         self._points |= numbers
 
     def _add(self, trainer: Trainer, summaries: Iterable[Any]) -> None:
-        """Writes what is no point, as one event."""
+        """Writes summaries other than points, as one event."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         update, values = trainer.state.iteration, [value for summary in summaries for value in summary.value]

@@ -19,6 +19,7 @@ from torch import Tensor
 from ignite_train.checkpoint.disk import Disk
 from ignite_train.checkpoint.shards import Box, Piece
 from ignite_train.checkpoint.tree import DTYPES, dtype_name
+from ignite_train.model.memory_layout import as_bytes
 
 __all__ = [
     "Entry",
@@ -190,10 +191,7 @@ def holds(path: Path, entries: Mapping[str, Entry], pieces: Mapping[str, Piece])
 
 def _bytes(tensor: Tensor) -> memoryview:
     """The memory of a contiguous tensor."""
-    if tensor.numel() == 0:  # contiguous with any strides, and torch cannot view it as bytes
-        return memoryview(b"")
-    row = tensor.as_strided((tensor.numel(),), (1,))  # reshape keeps the stride of a single element
-    array: Any = row.view(torch.uint8).numpy()
+    array: Any = as_bytes(tensor).numpy()
     return memoryview(array)
 
 

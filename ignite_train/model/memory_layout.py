@@ -5,7 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["as_gradient_of", "is_dense", "pairs_with"]
+__all__ = ["as_bytes", "as_gradient_of", "is_dense", "pairs_with"]
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor as one row of uint8, of shape (number of bytes,); not a copy.
+
+    A contiguous tensor of one element, or of none, may have any stride. `reshape` keeps it, and torch views only a stride of 1
+    as bytes.
+    """
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def is_dense(tensor: Tensor) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from ignite_train.model.memory_layout import as_bytes
 from ignite_train.ranks import collectives
 
 __all__ = ["SparseRows"]
@@ -68,13 +69,8 @@ class SparseRows:
         for parameter in self._parameters:
             if parameter.grad is not None:
                 rows = parameter.grad.indices()[0], parameter.grad.values()
-                parts += [_bytes(part.contiguous()) for part in rows]
+                parts += [as_bytes(part.contiguous()) for part in rows]
         return torch.cat(parts)
-
-
-def _bytes(part: Tensor) -> Tensor:
-    """The memory of a contiguous tensor, also where it is one element with another stride than 1."""
-    return part.as_strided((part.numel(),), (1,)).view(torch.uint8)
 
 
 def _as_rows(gradient: Tensor) -> Tensor:
