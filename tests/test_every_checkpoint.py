@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 import signal
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -389,15 +390,20 @@ def test_goes_on_with_two_ranks(kind: str, tmp_path: Path) -> None:
 
 def test_workers_of_a_validation_that_are_started_again_leave_no_trace(tmp_path: Path) -> None:
     """A validation loader with persistent workers draws nothing from the generators of the process when it is opened."""
-    WAYS["validation"] = Way({}, always=_validate_in_a_worker)
+    opened: list[Any] = []
+    WAYS["validation"] = Way({}, always=partial(_validate_in_a_worker, opened))
     try:
         check("list", "validation", tmp_path)
     finally:
         del WAYS["validation"]
+        for held_out in opened:
+            if held_out._iterator is not None:  # the garbage collector would wait five seconds for its worker
+                held_out._iterator._shutdown_workers()
 
 
-def _validate_in_a_worker(trainer: Trainer) -> None:
+def _validate_in_a_worker(opened: list[Any], trainer: Trainer) -> None:
     held_out = DataLoader(Numbers(), batch_size=4, num_workers=1, persistent_workers=True)
+    opened.append(held_out)
     model = trainer._stateful_parts["model"]
     assert isinstance(model, nn.Module)
     Validation(create_evaluator(model, lambda model, x: ForwardOutput(x.sum().float(), 1)), held_out).attach(trainer)
