@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from ignite_train.arguments import describe
-from ignite_train.evaluator import Evaluator
+from ignite_train.evaluation.evaluator import Evaluator
 from ignite_train.ranks import collectives
 
 __all__ = ["predict"]
