@@ -20,7 +20,7 @@ from ignite_train.arguments import describe, positive_int
 from ignite_train.checkpoint.config import versions
 from ignite_train.events import Event, TrainEvents
 from ignite_train.handler import EVERY_50, RecordingHandler
-from ignite_train.metrics import grouped_metric, single_metrics
+from ignite_train.metrics import PUBLISHED_METRICS, grouped_metric, single_metrics
 from ignite_train.ranks import collectives
 from ignite_train.ranks.wrapping import unwrap
 from ignite_train.trainer import Trainer
@@ -29,16 +29,19 @@ __all__ = ["TensorBoard"]
 
 _logger = logging.getLogger(__name__)
 _BINS = 64
+_GROUPS = {*PUBLISHED_METRICS.values()} - {"train"}
 _PATIENCE_SECONDS = 2.0  # for a second to pass
 
 
 class TensorBoard(RecordingHandler):
     """Writes `trainer.state.metrics` as scalars over the number of the update. On rank 0 only.
 
-    Scalars have the groups `train/`, `optimizer/` and `speed/`, those of an evaluator its tag, `validation/` say. The tab
-    "custom scalars" shows the training and each evaluation in one chart, metric by metric; the tabs "text" and "hparams" have
-    `config`, how the trainer was made, and the versions of what it runs on. The points that are written together are one event.
-    `show` adds samples of predictions, and `histograms` those of weights, gradients and updates.
+    Scalars have the groups `train/`, `train/optimizer/` and `train/speed/`, those of an evaluator its tag, `validation/` say:
+    TensorBoard sorts its sections by name and opens the first two, which so are `train`, with the loss, and `validation`. The
+    tab "custom scalars" shows the training and each evaluation in one chart, metric by metric; the tabs "text" and "hparams"
+    have `config`, how the trainer was made, and the versions of what it runs on. The points that are written together are one
+    event. `show` adds samples of predictions, and `histograms` those of weights, gradients and updates, as `weights/`,
+    `weights.gradients/` and `weights.updates/`.
 
     A run that resumes, from a checkpoint or from its beginning, shows each point once: those that an earlier process wrote
     after the place where this one takes over are hidden. All that was written before a checkpoint is with the operating
@@ -169,6 +172,10 @@ class TensorBoard(RecordingHandler):
         """See `RecordingHandler`."""
         return self._writer is not None
 
+    def named(self, numbers: Mapping[str, float]) -> Mapping[str, float]:
+        """Groups of ours are in the section of the training, where they stand behind the loss."""
+        return {f"train/{name}" if name.partition("/")[0] in _GROUPS else name: value for name, value in numbers.items()}
+
     def record(self, trainer: Trainer, numbers: Mapping[str, float]) -> None:
         """Writes `numbers` as one event."""
         update = trainer.state.iteration
@@ -285,13 +292,13 @@ class TensorBoard(RecordingHandler):
         if output is None or output.sample_size == 0:
             return
         self._weights = {name: weight.clone() for name, weight in _weights_of(trainer).items()}
-        self._add(trainer, _histograms("gradients", trainer.gradients()))
+        self._add(trainer, _histograms("weights.gradients", trainer.gradients()))
 
     def _add_weights(self, trainer: Trainer) -> None:
         weights, before = _weights_of(trainer), self._weights
         changes = {name: weight - before[name] for name, weight in weights.items() if name in before}
         self._weights = {}
-        self._add(trainer, [*_histograms("weights", weights), *_histograms("updates", changes)])
+        self._add(trainer, [*_histograms("weights", weights), *_histograms("weights.updates", changes)])
 
     def _show(self, trainer: Trainer, samples: Mapping[str, str | Tensor]) -> None:
         from torch.utils.tensorboard.summary import image, text

@@ -62,8 +62,23 @@ def test_points_have_groups(tmp_path: Path) -> None:
     assert [point.value for point in events.Scalars("train/loss")] == pytest.approx(expected, rel=1e-6)
     assert steps(events, "validation/loss") == [6, 12]
     tags = {*events.Tags()["scalars"]}
-    assert {tag.partition("/")[0] for tag in tags} == {"train", "validation", "optimizer", "speed"}
-    assert {"train/samples", "optimizer/learning_rate", "speed/data_wait", "validation/samples"} <= tags
+    assert {tag.partition("/")[0] for tag in tags} == {"train", "validation"}
+    assert {"train/samples", "train/optimizer/learning_rate", "train/speed/data_wait", "validation/samples"} <= tags
+    assert not {tag.split("/")[1] for tag in tags if tag.count("/") > 1} - {"optimizer", "speed"}
+
+
+def test_the_loss_comes_first(tmp_path: Path) -> None:
+    """TensorBoard sorts sections and cards by name, and opens the first two sections: the training's and the validation's."""
+    trainer, evaluator = make()
+    TensorBoard(tmp_path, histograms=2).attach(trainer, EVERY(every=2), evaluator=evaluator)
+    TrainingMetrics().attach(trainer, EVERY(every=2))
+    trainer.run(DATA, max_epochs=1)
+    tags = load(tmp_path).Tags()
+    names = sorted([*tags["scalars"], *tags["histograms"]])
+    assert names[0] == "train/loss"
+    sections = list(dict.fromkeys(name.partition("/")[0] for name in names))
+    assert sections[:2] == ["train", "validation"]
+    assert {*sections[2:]} == {"weights", "weights.gradients", "weights.updates"}
 
 
 def test_points_of_one_update_are_one_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,18 +161,18 @@ def test_histograms_are_those_of_the_update(tmp_path: Path) -> None:
 
     @trainer.on(TrainEvents.GRADIENTS_READY(every=3))
     def before(trainer: Trainer) -> None:
-        expected.append({"gradients": trainer.gradients()["weight"], "before": model.weight.detach().clone()})
+        expected.append({"weights.gradients": trainer.gradients()["weight"], "before": model.weight.detach().clone()})
 
     @trainer.on(EVERY(every=3))
     def after() -> None:
         expected[-1]["weights"] = model.weight.detach().clone()
-        expected[-1]["updates"] = expected[-1]["weights"] - expected[-1].pop("before")
+        expected[-1]["weights.updates"] = expected[-1]["weights"] - expected[-1].pop("before")
 
     TensorBoard(tmp_path, histograms=3).attach(trainer, EVERY(every=2))
     trainer.run(DATA, max_epochs=1)
     events = EventAccumulator(str(tmp_path), {"histograms": 0})
     events.Reload()
-    for group in ("weights", "gradients", "updates"):
+    for group in ("weights", "weights.gradients", "weights.updates"):
         found = events.Histograms(f"{group}/weight")
         assert [point.step for point in found] == [3, 6]
         for point, tensors in zip(found, expected, strict=True):
@@ -317,7 +332,8 @@ def test_each_point_is_shown_once_when_a_run_resumes(tmp_path: Path, every: int,
     assert [step for step, _ in expected["train/loss"]] == [*range(1, 13)]
     assert [step for step, _ in expected["validation/loss"]] == [6, 12]
     assert expected["digit"] == expected["guess/text_summary"] == [3, 6, 9, 12]
-    assert expected["gradients/weight"] == expected["weights/bias"] == expected["updates/bias"] == [2, 4, 6, 8, 10, 12]
+    for tag in ("weights.gradients/weight", "weights/bias", "weights.updates/bias"):
+        assert expected[tag] == [2, 4, 6, 8, 10, 12]
     train(tmp_path / "killed", every=every, killed_at=killed_at)
     train(tmp_path / "killed", every=every)
     assert shown(tmp_path / "killed/points") == expected
