@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ignite_train.arguments import describe
-from ignite_train.evaluator import Evaluator
+from ignite_train.evaluation.evaluator import Evaluator
 from ignite_train.handler import Handler
 from ignite_train.model.learning_rates import are_of
 from ignite_train.trainer import Trainer

@@ -1,25 +1,25 @@
-"""Predictions for a whole dataset: what forward gives on all ranks, in the order of the dataset."""
+"""Predictions for a whole dataset: what forward gives, in the order of the dataset."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from ignite.engine import Events
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from ignite_train.arguments import describe
-from ignite_train.evaluator import Evaluator
+from ignite_train.arguments import describe, one_of
+from ignite_train.evaluation.evaluator import Evaluator
 from ignite_train.ranks import collectives
 
 __all__ = ["predict"]
 
 
-def predict(evaluator: Evaluator, loader: Iterable[Any]) -> Any:
+def predict(evaluator: Evaluator, loader: Iterable[Any], *, gather: Literal["all", "main", "none"] = "all") -> Any:
     """Runs `evaluator` over `loader` and returns its outputs, one row for each sample, in the order of the dataset.
 
     Forward returns them as `ForwardOutput(loss, sample_size, outputs=...)`: a tensor whose first dimension is the samples of
@@ -30,20 +30,25 @@ def predict(evaluator: Evaluator, loader: Iterable[Any]) -> Any:
     rank runs as a placeholder, after its data has ended, is left out.
 
     The evaluator's state is afterwards what it was before, and handlers of its COMPLETED are not called, so that predictions
-    do not count as a validation. Handlers of its other events are called. All ranks call it alike: it gathers the outputs of
-    all ranks once, at the end.
+    do not count as a validation. Handlers of its other events are called. All ranks call it alike: at the end they exchange
+    the indices of their samples once, and the outputs once, unless each rank keeps its own.
 
     Args:
         evaluator: from `create_evaluator`.
         loader: micro-batches; ranks may have different numbers, or none. A sample must not be in two of them.
+        gather: which ranks get the outputs: `"all"` of them get all outputs; or rank 0, the `"main"` one, gets all and the
+            others None, where one rank writes them to a file, say; or each rank gets its own and `"none"` of the others', as
+            where they would not fit into the memory of one: in the order of the dataset, and None on a rank without samples.
+            Forward may have the index of each sample among its outputs, to tell which they are.
 
     Returns:
-        The outputs, on the CPU, with the structure that forward gave them. The same on all ranks.
+        The outputs, on the CPU, with the structure that forward gave them.
 
     Raises:
         TypeError: `evaluator` is not from `create_evaluator`, or outputs are not made of tensors.
         ValueError: forward returned no outputs, or they do not have one row for each sample and otherwise the same shape; or a
-            sample occurs twice; or there are several ranks and the loader has no indices.
+            sample occurs twice; or there are several ranks and the loader has no indices; or `gather` is another one. The same
+            on all ranks.
 
     Example:
         >>> import torch
@@ -58,6 +63,7 @@ def predict(evaluator: Evaluator, loader: Iterable[Any]) -> Any:
     """
     if not isinstance(evaluator, Evaluator):
         raise TypeError(f"evaluator must be what create_evaluator returned, got {describe(evaluator)}")
+    one_of("gather", gather, ("all", "main", "none"))
     watched, indices = _watched(loader)
     found = _Found(indices)
     before = evaluator.state
@@ -68,7 +74,14 @@ def predict(evaluator: Evaluator, loader: Iterable[Any]) -> Any:
             evaluator.run(watched)
     finally:
         evaluator.state = before
-    return _in_order(collectives.gather_objects(found.joined()))
+    problem, keys, rows = found.joined()
+    form = None if rows is None else _map(lambda leaf: leaf[:0], rows)
+    everyones = collectives.gather_objects((problem, keys, form))
+    _check(everyones)
+    if gather == "none":
+        return None if rows is None else _in_order(keys, [rows])
+    gathered = collectives.gather_objects(rows) if gather == "all" else collectives.gather_objects_on_main_rank(rows)
+    return None if gathered is None else _in_order([key for _, keys, _ in everyones for key in keys], gathered)
 
 
 class _Indices:
@@ -154,21 +167,29 @@ class _Found:
             return error, [], None
 
 
-def _in_order(found: list[tuple[Exception | None, list[tuple[int, int]], Any]]) -> Any:
-    """The rows of all ranks, in the order of the dataset. What is wrong on one rank is raised on all."""
-    problem = next((problem for problem, _, _ in found if problem is not None), None)
+def _check(everyones: list[tuple[Exception | None, list[tuple[int, int]], Any]]) -> None:
+    """Raises on all ranks what is wrong on one of them, or among them.
+
+    Args:
+        everyones: of each rank what is wrong there, the places of its rows in the dataset, and its outputs without rows.
+    """
+    problem = next((problem for problem, _, _ in everyones if problem is not None), None)
     if problem is not None:
         raise problem
-    keys = [key for _, keys, _ in found for key in keys]
-    order = sorted(range(len(keys)), key=keys.__getitem__)
-    twice = next((keys[a][0] for a, b in pairwise(order) if keys[a] == keys[b]), None)
+    keys = sorted(key for _, keys, _ in everyones for key in keys)
+    twice = next((one[0] for one, other in pairwise(keys) if one == other), None)
     if twice is not None:
         raise ValueError(
             f"loader must give each sample once, over all ranks, got sample {twice} twice; pass "
             "sampler=ShardedSampler(dataset, shuffle=False) to the DataLoader"
         )
-    rows = _cat([outputs for _, _, outputs in found if outputs is not None])
-    return _map(lambda leaf: leaf[torch.tensor(order)], rows)
+    _cat([form for _, _, form in everyones if form is not None])
+
+
+def _in_order(keys: list[tuple[int, int]], outputs: list[Any]) -> Any:
+    """The rows of several ranks, None for one without rows, in the order of their places in the dataset."""
+    order = torch.tensor(sorted(range(len(keys)), key=keys.__getitem__))
+    return _map(lambda leaf: leaf[order], _cat([rows for rows in outputs if rows is not None]))
 
 
 def _index(key: Any) -> int:

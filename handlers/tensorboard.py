@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
 import sys
@@ -20,7 +21,8 @@ from ignite_train.arguments import describe, positive_int
 from ignite_train.checkpoint.config import versions
 from ignite_train.events import Event, TrainEvents
 from ignite_train.handler import EVERY_50, RecordingHandler
-from ignite_train.metrics import grouped_metric, single_metrics
+from ignite_train.handler.event_file import EventFile
+from ignite_train.metrics import PUBLISHED_METRICS, grouped_metric, single_metrics
 from ignite_train.ranks import collectives
 from ignite_train.ranks.wrapping import unwrap
 from ignite_train.trainer import Trainer
@@ -29,20 +31,23 @@ __all__ = ["TensorBoard"]
 
 _logger = logging.getLogger(__name__)
 _BINS = 64
+_GROUPS = {*PUBLISHED_METRICS.values()} - {"train"}
 _PATIENCE_SECONDS = 2.0  # for a second to pass
 
 
 class TensorBoard(RecordingHandler):
     """Writes `trainer.state.metrics` as scalars over the number of the update. On rank 0 only.
 
-    Scalars have the groups `train/`, `optimizer/` and `speed/`, those of an evaluator its tag, `validation/` say. The tab
-    "custom scalars" shows the training and each evaluation in one chart, metric by metric; the tabs "text" and "hparams" have
-    `config`, how the trainer was made, and the versions of what it runs on. The points that are written together are one event.
-    `show` adds samples of predictions, and `histograms` those of weights, gradients and updates.
+    Scalars have the groups `train/`, `train/optimizer/` and `train/speed/`, those of an evaluator its tag, `validation/` say:
+    TensorBoard sorts its sections by name and opens the first two, which so are `train`, with the loss, and `validation`. The
+    tab "custom scalars" shows the training and each evaluation in one chart, metric by metric; the tabs "text" and "hparams"
+    have `config`, how the trainer was made, and the versions of what it runs on. The points that are written together are one
+    event. `show` adds samples of predictions, and `histograms` those of weights, gradients and updates, as `weights/`,
+    `weights.gradients/` and `weights.updates/`.
 
     A run that resumes, from a checkpoint or from its beginning, shows each point once: those that an earlier process wrote
-    after the place where this one takes over are hidden. All that was written before a checkpoint is with the operating
-    system when the checkpoint is. A metric that is not a single number becomes several, or is left out with one warning.
+    after the place where this one takes over are hidden. What is written is with the operating system at once, so that a
+    killed process loses none of it. A metric that is not a single number becomes several, or is left out with one warning.
 
     Args:
         log_dir: a directory, of one run; `tensorboard --logdir` opens it.
@@ -91,7 +96,7 @@ class TensorBoard(RecordingHandler):
         super().__init__(on_error)
         self.log_dir, self.config = Path(log_dir), dict(config or {})
         self.histograms = None if histograms is None else positive_int("histograms", histograms)
-        self._writer: Any = None  # made when there is something to write
+        self._file: EventFile | None = None  # made when there is something to write
         self._loaded = False
         self._is_described = False  # the texts are in a file
         self._has_layout = False  # the charts are; TensorBoard takes the first layout that it finds
@@ -148,8 +153,7 @@ class TensorBoard(RecordingHandler):
         return trainer.add_event_handler(event, show)
 
     def state_dict(self) -> dict[str, Any]:
-        """The latest points and their update. What was written so far leaves this process first."""
-        self._flush()
+        """The latest points and their update. What was written so far has left this process already."""
         latest: dict[str, Any] = {"written": self.written, "latest": self._latest, "points": dict(self._points)}
         latest["others"] = [torch.frombuffer(bytearray(summary), dtype=torch.uint8) for summary in self._others]
         return {**latest, "is_described": self._is_described, "has_layout": self._has_layout}
@@ -167,13 +171,16 @@ class TensorBoard(RecordingHandler):
 
     def is_open(self) -> bool:
         """See `RecordingHandler`."""
-        return self._writer is not None
+        return self._file is not None
+
+    def named(self, numbers: Mapping[str, float]) -> Mapping[str, float]:
+        """Groups of ours are in the section of the training, where they stand behind the loss."""
+        return {_in_train(name): value for name, value in numbers.items()}
 
     def record(self, trainer: Trainer, numbers: Mapping[str, float]) -> None:
         """Writes `numbers` as one event."""
         update = trainer.state.iteration
-        self._begin_update(trainer, update)
-        self._put(numbers, update)
+        self._begin_update(trainer, update).add_numbers(numbers, update)
         self._points |= numbers
 
     def _add(self, trainer: Trainer, summaries: Iterable[Any]) -> None:
@@ -184,47 +191,39 @@ class TensorBoard(RecordingHandler):
         if not values:
             return
         try:
-            self._begin_update(trainer, update)
             whole = Summary(value=values)
-            self._writer.file_writer.add_summary(whole, update)
+            self._begin_update(trainer, update).add(whole, update)
             self._others.append(whole.SerializeToString())
         except OSError as error:
             self.fail(update, error)
 
-    def _begin_update(self, trainer: Trainer, update: int) -> None:
-        if self._writer is None:
-            self._open(trainer, update)
+    def _begin_update(self, trainer: Trainer, update: int) -> EventFile:
+        file = self._open(trainer, update) if self._file is None else self._file
         if update != self._latest:
             self._latest, self._points, self._others = update, {}, []
+        return file
 
-    def _put(self, points: Mapping[str, float], update: int) -> None:
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in points.items()]
-        self._writer.file_writer.add_summary(Summary(value=values), update)
-
-    def _open(self, trainer: Trainer, update: int) -> None:
+    def _open(self, trainer: Trainer, update: int) -> EventFile:
         """Hides what was written after the beginning, and writes once more what was written there before the checkpoint."""
-        from torch.utils.tensorboard import SummaryWriter
-
         begin = update if self.begin is None else self.begin
         hidden_from = begin if self._loaded or begin == 0 else begin + 1
         # What is hidden from the beginning is described again; later processes do not repeat what the first one wrote.
         self._is_described = hidden_from > 0 and any(self.log_dir.glob("events.out.tfevents.*"))
         self._wait_for_a_later_name()
-        self._writer = SummaryWriter(str(self.log_dir), purge_step=hidden_from)
+        self._file = file = EventFile(self.log_dir, hidden_from)
         if not self._is_described:
-            self._describe(trainer)
+            self._describe(trainer, file)
         if self._loaded and self._latest == begin:
-            self._write_again(begin)
+            self._write_again(file, begin)
+        return file
 
-    def _write_again(self, update: int) -> None:
+    def _write_again(self, file: EventFile, update: int) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         if self._points:
-            self._put(self._points, update)
+            file.add_numbers(self._points, update)
         for summary in self._others:
-            self._writer.file_writer.add_summary(Summary.FromString(summary), update)
+            file.add(Summary.FromString(summary), update)
 
     def _wait_for_a_later_name(self) -> None:
         """TensorBoard reads files in the order of their names, which begin with the second in which they were made."""
@@ -238,32 +237,27 @@ class TensorBoard(RecordingHandler):
 
     def _write_evaluation(self, evaluator: Engine, trainer: Trainer, tag: str) -> None:
         super()._write_evaluation(evaluator, trainer, tag)
-        if not self._has_layout and self._writer is not None:
+        if not self._has_layout and self._file is not None:
             names = single_metrics(evaluator.state.metrics, self._left_out)
-            self._lay_out([*names], trainer.state.iteration)
-
-    def _write_rest(self, trainer: Trainer) -> None:
-        super()._write_rest(trainer)
-        self._flush()
+            self._lay_out(self._file, [*names], trainer.state.iteration)
 
     # --- what is written once ---------------------------------------------------------------------------------------------
 
-    def _describe(self, trainer: Trainer) -> None:
+    def _describe(self, trainer: Trainer, file: EventFile) -> None:
         """The tabs "text" and "hparams"."""
-        from torch.utils.tensorboard.summary import hparams
+        from torch.utils.tensorboard.summary import hparams, text
 
         settings = {**dict(_flat("", self.config)), **dict(_flat("trainer", trainer._description))}
         environment = {**versions(), "ranks": collectives.world_size(), "command": " ".join(sys.argv)}
         for tag, entries in (("config", settings), ("environment", environment)):
             table = "".join(f"| {name} | `{value}` |\n" for name, value in entries.items())
-            self._writer.add_text(tag, f"| name | value |\n| --- | --- |\n{table}", 0)
+            file.add(text(tag, f"| name | value |\n| --- | --- |\n{table}"), 0)  # type: ignore[no-untyped-call]
         results = dict.fromkeys([grouped_metric("loss"), *(f"{tag}/loss" for tag in self.tags)], 0.0)
         for summary in hparams(settings, results):  # type: ignore[no-untyped-call]
-            self._writer.file_writer.add_summary(summary, 0)
-        self._writer.flush()
+            file.add(summary, 0)
         self._is_described = True
 
-    def _lay_out(self, names: list[str], update: int) -> None:
+    def _lay_out(self, file: EventFile, names: list[str], update: int) -> None:
         """The tab "custom scalars": a chart for each metric, with a line of the training and one of each evaluator."""
         from torch.utils.tensorboard.summary import custom_scalars
 
@@ -273,7 +267,7 @@ class TensorBoard(RecordingHandler):
             charts[name] = ["Multiline", [f"^{re.escape(tag)}$" for tag in tags]]
         try:
             summary = custom_scalars({"training and evaluation": charts})  # type: ignore[no-untyped-call]
-            self._writer.file_writer.add_summary(summary, update)
+            file.add(summary, update)
             self._has_layout = True
         except OSError as error:
             self.fail(update, error)
@@ -285,13 +279,13 @@ class TensorBoard(RecordingHandler):
         if output is None or output.sample_size == 0:
             return
         self._weights = {name: weight.clone() for name, weight in _weights_of(trainer).items()}
-        self._add(trainer, _histograms("gradients", trainer.gradients()))
+        self._add(trainer, _histograms("weights.gradients", trainer.gradients()))
 
     def _add_weights(self, trainer: Trainer) -> None:
         weights, before = _weights_of(trainer), self._weights
         changes = {name: weight - before[name] for name, weight in weights.items() if name in before}
         self._weights = {}
-        self._add(trainer, [*_histograms("weights", weights), *_histograms("updates", changes)])
+        self._add(trainer, [*_histograms("weights", weights), *_histograms("weights.updates", changes)])
 
     def _show(self, trainer: Trainer, samples: Mapping[str, str | Tensor]) -> None:
         from torch.utils.tensorboard.summary import image, text
@@ -307,31 +301,26 @@ class TensorBoard(RecordingHandler):
                 raise TypeError(f"samples must give texts, or images of shape (1 or 3, height, width), got {name!r}: {got}")
         self._add(trainer, summaries)
 
-    # --- the writer -------------------------------------------------------------------------------------------------------
-
-    def _flush(self) -> None:
-        if self._writer is not None:
-            try:
-                self._writer.flush()
-            except OSError as error:
-                self.fail(self._latest or 0, error)
+    # --- the file ---------------------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Flushes what was written."""
-        if self._writer is not None:
-            with suppress(OSError):
-                self._writer.flush()
+        """Nothing: each event is with the operating system, and another run may follow."""
 
     def recover(self) -> None:
-        """A writer that has failed once fails always: the next points go into a file of their own, which hides none."""
-        with suppress(OSError):
-            self._close()
-        self._writer, self.begin, self._loaded = None, self._latest, False
+        """A record that was written in part ends what can be read: the next points go into another file, which hides none."""
+        self._close()
+        self.begin, self._loaded = self._latest, False
 
     def _close(self) -> None:
-        writer, self._writer = self._writer, None
-        if writer is not None:
-            writer.close()
+        file, self._file = self._file, None
+        if file is not None:
+            with suppress(OSError):
+                file.close()
+
+
+@functools.lru_cache(maxsize=4096)
+def _in_train(name: str) -> str:
+    return f"train/{name}" if name.partition("/")[0] in _GROUPS else name
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, bool | int | float | str]]:

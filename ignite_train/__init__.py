@@ -20,7 +20,7 @@ from ignite_train.errors import (
     TrainingError,
     UnreadableCheckpointError,
 )
-from ignite_train.evaluator import Evaluator, create_evaluator
+from ignite_train.evaluation.evaluator import Evaluator, create_evaluator
 from ignite_train.events import TrainEvents
 from ignite_train.forward import Forward, ForwardOutput
 from ignite_train.model.deterministic import deterministic

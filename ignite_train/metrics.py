@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterator, Mapping
 from numbers import Real
@@ -57,6 +58,7 @@ def is_published_metric(name: str) -> bool:
     return name in PUBLISHED_METRICS or is_one_of_several or name.endswith(_PER_SECOND)
 
 
+@functools.lru_cache(maxsize=4096)  # a log that is there in each update asks for the same names again
 def grouped_metric(name: str) -> str:
     """The name under which loggers show a metric of the trainer.
 
@@ -107,6 +109,9 @@ def single_metrics(metrics: Mapping[str, Any], left_out: set[str]) -> dict[str, 
     """
     numbers: dict[str, float] = {}
     for name, value in metrics.items():
+        if type(value) is float and type(name) is str:  # as most are; what follows takes ten times as long
+            numbers[name] = value
+            continue
         try:
             found = dict(_numbers(str(name), value))
         except (

@@ -27,6 +27,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from ignite_train import TrainEvents, TrainState, UpdateOptions, create_evaluator, create_trainer
+from ignite_train.loop.dispatch import stateful_handlers
 from update_options import with_options
 
 
@@ -789,6 +790,47 @@ def test_removed_handlers_are_silent(event):
         pass
     trainer.run([1.0] * 4)
     assert sorted(calls) == ["removed"] + ["stays"] * 4
+
+
+class Counted:
+    """An object with a state and two methods to attach."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self) -> None:
+        self.calls += 1
+
+    def at_end(self) -> None:
+        """Nothing."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"calls": self.calls}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        self.calls = state_dict["calls"]
+
+
+@pytest.mark.parametrize(
+    "event",
+    [Events.ITERATION_COMPLETED, Events.ITERATION_COMPLETED(every=2), Events.ITERATION_COMPLETED | Events.EPOCH_COMPLETED],
+    ids=["plain", "filtered", "several"],
+)
+def test_what_is_removed_is_not_saved(event):
+    """An object's state is saved while one of its methods is attached, and again once it is attached again."""
+    trainer, _ = make()
+    first, second = Counted(), Counted()
+    handle = trainer.add_event_handler(event, first)
+    trainer.add_event_handler(Events.COMPLETED, first.at_end)
+    trainer.add_event_handler(event, second)
+    both = {"Counted": first, "Counted-2": second}
+    assert stateful_handlers(trainer) == both
+    handle.remove()
+    assert stateful_handlers(trainer) == both  # at_end is still attached
+    trainer.remove_event_handler(first.at_end, Events.COMPLETED)
+    assert stateful_handlers(trainer) == {"Counted-2": second}
+    trainer.add_event_handler(event, first)
+    assert stateful_handlers(trainer) == both
 
 
 def test_a_handler_attached_while_its_event_fires_runs_at_once():

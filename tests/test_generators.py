@@ -10,7 +10,13 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
-from ignite_train.model.random_state import generators_within, get_generator_state, set_generator_state
+from ignite_train.model.random_state import (
+    capture_random_state,
+    generators_within,
+    get_generator_state,
+    restore_random_state,
+    set_generator_state,
+)
 
 
 class Holder:
@@ -77,3 +83,74 @@ def test_numpys_position_must_be_in_its_table(position: Any) -> None:
         set_generator_state(old, {**state, "state": {**state["state"], "pos": position}})
     with pytest.raises(ValueError, match="position"):
         set_generator_state(philox, {**get_generator_state(philox), "buffer_pos": position})
+
+
+def numpys_draws() -> list[float]:
+    """What NumPy would draw next: words, and the second normal number of a pair. The generator is left as it is."""
+    before = np.random.get_state()
+    drawn = [float(np.random.randn()), float(np.random.rand()), float(np.random.randn())]
+    np.random.set_state(before)
+    return drawn
+
+
+def plain(state: Any) -> tuple[Any, ...]:
+    """NumPy's state, for a comparison."""
+    words = state["state"]
+    return state["bit_generator"], words["key"].tolist(), words["pos"], state["has_gauss"], state["gauss"]
+
+
+CHANGES = {
+    "nothing": lambda: None,
+    "a word": np.random.rand,
+    "all words": lambda: np.random.rand(312),  # 624 of 32 bits: the position is the same again
+    "a normal number": np.random.randn,
+    "a pair of them": lambda: np.random.randn(2),
+    "a seed": lambda: np.random.seed(5),
+}
+
+
+@pytest.mark.parametrize("first", CHANGES)
+@pytest.mark.parametrize("second", CHANGES)
+def test_the_state_of_numpy_is_that_of_now(first: str, second: str) -> None:
+    """Whatever is drawn between two readings, each brings back what would have been drawn after it; also the one after."""
+    np.random.seed(3)
+    found = []
+    for change in (first, second, "nothing"):
+        CHANGES[change]()
+        found.append((capture_random_state(accelerators=False), numpys_draws()))
+    for state, draws in reversed(found):
+        np.random.seed(9)
+        restore_random_state(state)
+        assert numpys_draws() == draws
+        assert plain(capture_random_state()["numpy"]) == plain(np.random.get_state(legacy=False))
+
+
+def test_numpy_is_asked_for_its_state_only_where_it_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes NumPy 60 µs, and is read before each update that a handler may stop."""
+    capture_random_state()
+    asked: list[bool] = []
+    get_state = np.random.get_state
+    monkeypatch.setattr(np.random, "get_state", lambda *args, **kwargs: asked.append(True) or get_state(*args, **kwargs))
+    np.random.seed(1)
+    states = [capture_random_state()["numpy"] for _ in range(3)]
+    assert len(asked) == 1
+    states[0]["state"]["key"][:] = 0  # a caller's own copy
+    restore_random_state(capture_random_state())
+    capture_random_state()
+    assert len(asked) == 1
+    np.random.rand()
+    capture_random_state()
+    assert len(asked) == 2
+
+
+def test_another_generator_of_numpy_is_read_each_time() -> None:
+    """`np.random.set_bit_generator` may put another kind there."""
+    before = np.random.get_bit_generator()  # type: ignore[attr-defined]
+    np.random.set_bit_generator(np.random.PCG64(1))  # type: ignore[attr-defined]
+    try:
+        capture_random_state()
+        state, draws = capture_random_state(), np.random.rand(3).tolist()
+        restore_random_state(state)
+        assert np.random.rand(3).tolist() == draws
+    finally:
+        np.random.set_bit_generator(before)  # type: ignore[attr-defined]

@@ -30,7 +30,7 @@ ROWS = (
     ("ranks",),
     ("loop",),
     ("data",),
-    ("trainer", "evaluator"),
+    ("trainer", "evaluation"),
     ("update", "checkpoint", "handler"),
     ("handlers",),
     ("protection",),  # attaches handlers by default, and so may import them

@@ -139,9 +139,9 @@ PARTS: dict[str, tuple[str, str, Callable[[], bool]]] = {
     "_process_function": (r"\._process_function\b", "loop/loop.py", process_function),
     "_update_attrs": (r"\._update_attrs\b", "trainer.py", update_attrs),
     "_is_done": (r"def _is_done\b", "loop/loop.py", is_done),
-    "_predictions": (r'"_predictions"', "loop/uneven_metrics.py", predictions),
-    "_num_classes": (r'"_num_classes"', "loop/uneven_metrics.py", learnt_by_classification),
-    "_device": (r"metric\._device\b", "loop/uneven_metrics.py", device_of_a_metric),
+    "_predictions": (r'"_predictions"', "evaluation/uneven_metrics.py", predictions),
+    "_num_classes": (r'"_num_classes"', "evaluation/uneven_metrics.py", learnt_by_classification),
+    "_device": (r"metric\._device\b", "evaluation/uneven_metrics.py", device_of_a_metric),
     "_prepare_batch": (r"import .*\b_prepare_batch\b", "create.py", prepare_batch),
 }
 

@@ -120,19 +120,37 @@ def _on_this_rank(sizes: tuple[int, int], uneven: str) -> Any:
             predict(evaluator, loader)
         except ValueError as error:
             refused.append(str(error))
+    _check_what_this_rank_gets(evaluator, rows, shares[rank])
     return found.value.tolist(), refused, _wrong_on_one_rank(evaluator)
+
+
+def _check_what_this_rank_gets(evaluator: Any, rows: Tensor, share: list[int]) -> None:
+    """All of the rows on rank 0, or its own on each."""
+    loader = DataLoader(rows, batch_size=2, sampler=share[::-1])  # type: ignore[arg-type]
+    on_main = predict(evaluator, loader, gather="main")
+    own = predict(evaluator, loader, gather="none")
+    for found, expected in ((on_main, rows if idist.get_rank() == 0 else None), (own, rows[share] if share else None)):
+        if expected is None:
+            assert found is None
+        else:
+            check(found, expected)
 
 
 def _wrong_on_one_rank(evaluator: Any) -> str:
     def forward_without(model: nn.Module, x: Tensor) -> ForwardOutput:
         return forward(model, x) if idist.get_rank() == 0 else ForwardOutput(model(x).sum(), len(x))
 
+    def forward_wider(model: nn.Module, x: Tensor) -> ForwardOutput:
+        return ForwardOutput(model(x).sum(), len(x), outputs=x.new_zeros(len(x), 1 + idist.get_rank()))
+
     loader = DataLoader(ROWS, batch_size=2, sampler=ShardedSampler(ROWS, shuffle=False))  # type: ignore[arg-type]
-    try:
-        predict(create_evaluator(evaluator.model, forward_without), loader)
-    except ValueError as error:
-        return str(error)
-    return "nothing"
+    messages = []
+    for wrong in (forward_without, forward_wider):
+        for gather in ("all", "main", "none"):
+            with pytest.raises(ValueError, match="outputs") as raised:
+                predict(create_evaluator(evaluator.model, wrong), loader, gather=gather)  # type: ignore[arg-type]
+            messages.append(str(raised.value))
+    return "; ".join(messages)
 
 
 @pytest.mark.slow
@@ -145,7 +163,13 @@ def test_two_ranks(sizes: tuple[int, int], uneven: str) -> None:
     assert "got sample 0 twice" in refused[0]
     assert "whose samples have no order over the ranks" in refused[1]
     assert wrong == also_wrong
-    assert "forward must return outputs" in wrong
+    assert wrong.count("forward must return outputs") == wrong.count("pad them in forward") == 3
+
+
+@pytest.mark.parametrize("gather", ["all", "main", "none"])
+def test_one_process_gets_all_of_them(gather: Any) -> None:
+    """Whatever is asked for."""
+    check(predict(create_evaluator(cuts.linear(), forward), DataLoader(ROWS, batch_size=4, shuffle=True), gather=gather))  # type: ignore[arg-type]
 
 
 def run_with(outputs: Callable[[Tensor], Any], loader: Any = None) -> Any:
@@ -156,6 +180,7 @@ def run_with(outputs: Callable[[Tensor], Any], loader: Any = None) -> Any:
 
 
 MISTAKES: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
+    "gather": (ValueError, "gather must be", lambda: predict(create_evaluator(cuts.linear(), forward), [ROWS], gather="some")),  # type: ignore[arg-type]
     "evaluator": (TypeError, "evaluator must be what", lambda: predict(cuts.linear(), [ROWS])),  # type: ignore[arg-type]
     "none": (ValueError, "forward must return outputs", lambda: run_with(lambda x: None)),
     "text": (TypeError, "outputs must be tensors", lambda: run_with(lambda x: ["a"] * len(x))),

@@ -5,10 +5,12 @@ from __future__ import annotations
 import errno
 import io
 import math
+import struct
 import sys
+import time
 import types
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,13 +18,19 @@ import torch
 from ignite.engine import Events
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator as PluginEvents
+from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 from tensorboard.util.tensor_util import make_ndarray
+from torch.utils.tensorboard import SummaryWriter
+from torch.utils.tensorboard.summary import text
 
 import cuts
 from ignite_train import Evaluator, Trainer, TrainEvents, UpdateOptions, create_evaluator, create_trainer
+from ignite_train.handler.event_file import EventFile, _checksum
 from ignite_train.handlers import Checkpoint, TensorBoard, TrainingMetrics, Validation
 from ignite_train.metrics import TIMED_METRICS
 from ranks import run_ranks
@@ -62,30 +70,76 @@ def test_points_have_groups(tmp_path: Path) -> None:
     assert [point.value for point in events.Scalars("train/loss")] == pytest.approx(expected, rel=1e-6)
     assert steps(events, "validation/loss") == [6, 12]
     tags = {*events.Tags()["scalars"]}
-    assert {tag.partition("/")[0] for tag in tags} == {"train", "validation", "optimizer", "speed"}
-    assert {"train/samples", "optimizer/learning_rate", "speed/data_wait", "validation/samples"} <= tags
+    assert {tag.partition("/")[0] for tag in tags} == {"train", "validation"}
+    assert {"train/samples", "train/optimizer/learning_rate", "train/speed/data_wait", "validation/samples"} <= tags
+    assert not {tag.split("/")[1] for tag in tags if tag.count("/") > 1} - {"optimizer", "speed"}
 
 
-def test_points_of_one_update_are_one_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_loss_comes_first(tmp_path: Path) -> None:
+    """TensorBoard sorts sections and cards by name, and opens the first two sections: the training's and the validation's."""
+    trainer, evaluator = make()
+    TensorBoard(tmp_path, histograms=2).attach(trainer, EVERY(every=2), evaluator=evaluator)
+    TrainingMetrics().attach(trainer, EVERY(every=2))
+    trainer.run(DATA, max_epochs=1)
+    tags = load(tmp_path).Tags()
+    names = sorted([*tags["scalars"], *tags["histograms"]])
+    assert names[0] == "train/loss"
+    sections = list(dict.fromkeys(name.partition("/")[0] for name in names))
+    assert sections[:2] == ["train", "validation"]
+    assert {*sections[2:]} == {"weights", "weights.gradients", "weights.updates"}
+
+
+def events_of(directory: Path) -> list[Event]:
+    """All events in the one file of a directory, of which TensorBoard checks the checksums."""
+    (path,) = directory.glob("events.out.tfevents.*")
+    return [Event.FromString(record) for record in RawEventFileLoader(str(path)).Load()]
+
+
+def test_points_of_one_update_are_one_event(tmp_path: Path) -> None:
     """Those of the training; an evaluation adds one of its own."""
-    from torch.utils.tensorboard import FileWriter
-
-    written: list[tuple[int, int]] = []
-    add = FileWriter.add_summary
-
-    def count(self: Any, summary: Any, global_step: Any = None, walltime: Any = None) -> None:
-        if isinstance(summary, Summary) and summary.value[0].WhichOneof("value") == "simple_value":
-            written.append((global_step, len(summary.value)))
-        add(self, summary, global_step, walltime)
-
-    monkeypatch.setattr(FileWriter, "add_summary", count)
     trainer, evaluator = make()
     TensorBoard(tmp_path).attach(trainer, EVERY(every=3), evaluator=evaluator)
     TrainingMetrics().attach(trainer, EVERY(every=3))
     trainer.run(DATA, max_epochs=1)
+    written = [
+        (event.step, len(event.summary.value))
+        for event in events_of(tmp_path)
+        if event.summary.value and event.summary.value[0].WhichOneof("value") == "simple_value"
+    ]
     assert [update for update, _ in written] == [3, 6, 6]
     assert written[0][1] > 15
     assert written[2][1] == 2
+
+
+@pytest.mark.parametrize("length", [*range(1, 12), 2047, 2048, 2049, 2050, 2051, 2052, 4096, 5000])
+def test_a_checksum_is_that_of_tensorboard(length: int) -> None:
+    """For any length of an event, also where its parts are shorter than the four bytes that a register adds to."""
+    data = np.random.RandomState(length).bytes(length)
+    assert _checksum(data) == struct.pack("<I", masked_crc32c(data))
+
+
+def test_an_event_file_is_what_torch_writes(tmp_path: Path) -> None:
+    """Event by event, but for the time and the name of the writer: numbers of any kind, other tags, summaries."""
+    rows = [{"train/loss": 0.1, "b": float("nan")}, {"train/loss": 1e300, "b": -0.0}, {"b": 7.0}, {"train/loss": 2.0, "b": 3.0}]
+    ours, torchs = EventFile(tmp_path / "ours", 3), SummaryWriter(str(tmp_path / "torch"), purge_step=3)
+    for update, row in enumerate(rows, start=2**20):
+        ours.add_numbers(row, update)
+        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in row.items()]
+        torchs.file_writer.add_summary(Summary(value=values), update)  # type: ignore[union-attr]
+    ours.add(text("note", "hello" * 2000), 5)  # type: ignore[no-untyped-call]
+    torchs.add_text("note", "hello" * 2000, 5)
+    torchs.close()
+    found, expected = (events_of(tmp_path / name) for name in ("ours", "torch"))
+    assert found[0].file_version == expected[0].file_version
+    assert [str(event.session_log) for event in found if event.HasField("session_log")] == ["status: START\n"]
+    assert [event.step for event in found if event.HasField("session_log")] == [3]
+    shown = [
+        [(event.step, event.summary.SerializeToString()) for event in events if event.summary.value]
+        for events in (found, expected)
+    ]
+    assert shown[0] == shown[1]
+    assert len(shown[0]) == 5
+    assert all(abs(event.wall_time - time.time()) < 600 for event in found)
 
 
 def test_training_and_validation_are_in_one_chart(tmp_path: Path) -> None:
@@ -146,18 +200,18 @@ def test_histograms_are_those_of_the_update(tmp_path: Path) -> None:
 
     @trainer.on(TrainEvents.GRADIENTS_READY(every=3))
     def before(trainer: Trainer) -> None:
-        expected.append({"gradients": trainer.gradients()["weight"], "before": model.weight.detach().clone()})
+        expected.append({"weights.gradients": trainer.gradients()["weight"], "before": model.weight.detach().clone()})
 
     @trainer.on(EVERY(every=3))
     def after() -> None:
         expected[-1]["weights"] = model.weight.detach().clone()
-        expected[-1]["updates"] = expected[-1]["weights"] - expected[-1].pop("before")
+        expected[-1]["weights.updates"] = expected[-1]["weights"] - expected[-1].pop("before")
 
     TensorBoard(tmp_path, histograms=3).attach(trainer, EVERY(every=2))
     trainer.run(DATA, max_epochs=1)
     events = EventAccumulator(str(tmp_path), {"histograms": 0})
     events.Reload()
-    for group in ("weights", "gradients", "updates"):
+    for group in ("weights", "weights.gradients", "weights.updates"):
         found = events.Histograms(f"{group}/weight")
         assert [point.step for point in found] == [3, 6]
         for point, tensors in zip(found, expected, strict=True):
@@ -317,47 +371,22 @@ def test_each_point_is_shown_once_when_a_run_resumes(tmp_path: Path, every: int,
     assert [step for step, _ in expected["train/loss"]] == [*range(1, 13)]
     assert [step for step, _ in expected["validation/loss"]] == [6, 12]
     assert expected["digit"] == expected["guess/text_summary"] == [3, 6, 9, 12]
-    assert expected["gradients/weight"] == expected["weights/bias"] == expected["updates/bias"] == [2, 4, 6, 8, 10, 12]
+    for tag in ("weights.gradients/weight", "weights/bias", "weights.updates/bias"):
+        assert expected[tag] == [2, 4, 6, 8, 10, 12]
     train(tmp_path / "killed", every=every, killed_at=killed_at)
     train(tmp_path / "killed", every=every)
     assert shown(tmp_path / "killed/points") == expected
 
 
-class HoldingWriter:
-    """Keeps what it is given until it is flushed, as a queue does when a process is killed."""
-
-    made: ClassVar[Any] = None
-
-    def __init__(self, *_arguments: Any, **_options: Any) -> None:
-        self.file_writer, self.held, self.flushed = self, [], []
-        HoldingWriter.made = self
-
-    def add_summary(self, summary: Any, update: int) -> None:
-        self.held += [(value.tag, update) for value in summary.value]
-
-    def add_text(self, *_arguments: Any) -> None: ...
-
-    def close(self) -> None: ...
-
-    def flush(self) -> None:
-        self.flushed, self.held = self.flushed + self.held, []
-
-
-def test_what_was_written_before_a_checkpoint_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once it is committed, whatever happens: SIGKILL does not wait for a flush."""
-    monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter", HoldingWriter)
+def test_what_is_written_is_there_at_once(tmp_path: Path) -> None:
+    """Whatever happens then, since SIGKILL does not wait for a flush; so what was written before a checkpoint is there too."""
     trainer, _ = make()
-    TensorBoard(tmp_path / "points").attach(trainer, EVERY(every=1))
+    TensorBoard(tmp_path).attach(trainer, EVERY(every=1))
     TrainingMetrics().attach(trainer, EVERY(every=1))
-    checkpoint, seen = Checkpoint(tmp_path / "checkpoints", every=3, asynchronous=False), []
-    checkpoint.attach(trainer)
-
-    @trainer.on(Events.ITERATION_STARTED(once=6))
-    def look() -> None:
-        seen.append([update for name, update in HoldingWriter.made.flushed if name == "train/loss"])
-
+    seen: list[list[int]] = []
+    trainer.append_event_handler(EVERY, lambda: seen.append(steps(load(tmp_path), "train/loss")))
     trainer.run(DATA, max_epochs=1)
-    assert seen == [[1, 2, 3]]
+    assert seen == [[*range(1, last + 1)] for last in range(1, 7)]
 
 
 def test_a_run_that_does_nothing_leaves_no_file(tmp_path: Path) -> None:
@@ -368,7 +397,7 @@ def test_a_run_that_does_nothing_leaves_no_file(tmp_path: Path) -> None:
 
 
 def test_another_writer_that_is_installed_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ignite's logger prefers tensorboardX where it is there; this handler has torch's writer, on which it relies."""
+    """Ignite's logger prefers tensorboardX where it is there; this handler writes its files itself."""
     monkeypatch.setitem(sys.modules, "tensorboardX", types.ModuleType("tensorboardX"))  # which has no writer
     train(tmp_path, every=4)
     assert "train/loss" in load(tmp_path / "points").Tags()["scalars"]
@@ -402,19 +431,18 @@ class FullDiskError(OSError):
 @pytest.mark.parametrize("on_error", ["warn", "raise"])
 def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, on_error: Any) -> None:
     """Costs the points of one time and says so, or ends the run if asked to."""
-    from torch.utils.tensorboard import FileWriter
-
     trainer, _ = make()
     TensorBoard(tmp_path, on_error=on_error).attach(trainer, EVERY(every=2))
     TrainingMetrics().attach(trainer, EVERY(every=2))
-    add, full = FileWriter.add_summary, [FullDiskError()]
+    write, full = EventFile._write, [FullDiskError()]
 
-    def fail(self: Any, summary: Any, global_step: Any = None, walltime: Any = None) -> None:
-        if global_step == 4 and full:
+    def fail(self: Any, event: bytes) -> None:
+        if Event.FromString(event).step == 4 and full:
+            self._file.write(b"part")  # of a record
             raise full.pop()
-        add(self, summary, global_step, walltime)
+        write(self, event)
 
-    monkeypatch.setattr(FileWriter, "add_summary", fail)
+    monkeypatch.setattr(EventFile, "_write", fail)
     if on_error == "raise":
         with pytest.raises(FullDiskError):
             trainer.run(DATA, max_epochs=1)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ignite_train.arguments import describe
-from ignite_train.evaluator import Evaluator
+from ignite_train.evaluation.evaluator import Evaluator
 from ignite_train.events import Event, TrainEvents
 from ignite_train.handler.handler import Handler
 from ignite_train.model.averaged_tensors import (

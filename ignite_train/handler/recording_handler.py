@@ -85,7 +85,11 @@ class RecordingHandler(Handler):
             OSError: they cannot be written, and `on_error` is `"raise"`.
         """
         self.written = trainer.state.iteration
-        self.write(trainer, grouped_metrics(trainer.state.metrics, self._left_out))
+        self.write(trainer, self.named(grouped_metrics(trainer.state.metrics, self._left_out)))
+
+    def named(self, numbers: Mapping[str, float]) -> Mapping[str, float]:
+        """The metrics of the trainer, by the names of `grouped_metric`, under those that this handler writes."""
+        return numbers
 
     def write(self, trainer: Trainer, numbers: Mapping[str, float]) -> None:
         """Writes numbers under the names that they have, with the running update.

@@ -99,6 +99,14 @@ class Dispatcher(Engine):
         _list_stateful(self._stateful, handler)
         return handle
 
+    def remove_event_handler(self, handler: Callable[..., Any], event_name: Any) -> None:
+        """As in Ignite. An object of which nothing is attached any more is no longer saved."""
+        super().remove_event_handler(handler, event_name)
+        owner = _owner(handler)
+        listed = {name: entry for name, entry in self._stateful.items() if entry is not owner}
+        if len(listed) < len(self._stateful) and all(_owner(other) is not owner for _, other, _ in attached(self)):
+            self._stateful = listed
+
     def prepend_event_handler(self, event: Event, handler: Callable[..., Any]) -> RemovableEventHandle:
         """Adds a handler that runs before all others of `event`, also those attached later: for what these read."""
         return self._add(Stage.MEASURE, event, handler)
@@ -221,7 +229,7 @@ def stateful_handlers(engine: Engine) -> dict[str, Stateful]:
 
 def _list_stateful(listed: dict[str, Stateful], handler: Any) -> None:
     """Adds `handler`, or the object whose method it is, if it has a state and is not in the list yet."""
-    owner = handler.__self__ if isinstance(handler, types.MethodType) else handler
+    owner = _owner(handler)
     if not isinstance(owner, Stateful) or isinstance(owner, (Engine, type)):
         return
     if any(owner is other for other in listed.values()):
@@ -230,6 +238,11 @@ def _list_stateful(listed: dict[str, Stateful], handler: Any) -> None:
     while (key := name if number == 1 else f"{name}-{number}") in listed:
         number += 1
     listed[key] = owner
+
+
+def _owner(handler: Any) -> Any:
+    """The handler, or the object whose method it is."""
+    return handler.__self__ if isinstance(handler, types.MethodType) else handler
 
 
 def _refuse_unattached(handler: Any) -> None:

@@ -26,6 +26,7 @@ __all__ = [
     "everyones",
     "gather_bytes",
     "gather_objects",
+    "gather_objects_on_main_rank",
     "has_ended",
     "is_main_rank",
     "largest",
@@ -87,6 +88,15 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[A
         return [value]
     values: list[Any] = [None] * world_size()
     dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def gather_objects_on_main_rank(value: Any) -> list[Any] | None:
+    """`value` of every rank, in rank order, on rank 0, and None on the others; pickled between the ranks. Blocking."""
+    if world_size() == 1:
+        return [value]
+    values: list[Any] | None = [None] * world_size() if is_main_rank() else None
+    dist.gather_object(value, values, dst=0)
     return values
 
 

@@ -20,9 +20,9 @@ from ignite_train.data.description import length_of
 from ignite_train.data.grouping import POLICIES, Uneven
 from ignite_train.data.position import open_loader
 from ignite_train.device.to_device import ToDevice
+from ignite_train.evaluation.uneven_metrics import metrics_published_at, uneven_metrics
 from ignite_train.forward import Forward, ForwardOutput, as_forward_output, bind_forward
 from ignite_train.loop.loop import Loop
-from ignite_train.loop.uneven_metrics import metrics_published_at, uneven_metrics
 from ignite_train.model.precision import Precision, PrecisionName
 from ignite_train.model.replay import SideEffects
 from ignite_train.ranks import collectives

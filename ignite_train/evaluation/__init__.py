@@ -1,0 +1,1 @@
+"""Evaluation of a model, and Ignite's metrics over ranks that differ."""
