@@ -185,6 +185,8 @@ def _gather(optimizer: Optimizer, group: Mapping[str, Any]) -> Call | str | None
     if isinstance(group["lr"], Tensor):
         return "a learning rate is a tensor"
     gradients = [parameter.grad for parameter in parameters]
+    if any(gradient.layout is not torch.strided for gradient in gradients):
+        return "a gradient is sparse"
     states = [optimizer.state.get(parameter, {}) for parameter in parameters]
     try:
         return _CALLS[type(optimizer)](group, parameters, gradients, states)
@@ -240,7 +242,7 @@ def _irregularity(call: Call) -> str | None:
         return f"a group has {first.dtype} on {first.device}"
     for tensors in filter(None, call.lists):
         for tensor, parameter in zip(tensors, call.lists[0], strict=True):
-            if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+            if type(tensor) not in (Tensor, nn.Parameter):
                 return "a parameter, its gradient or a moment is not a plain tensor"
             if tensor.dtype is not first.dtype or tensor.device != first.device:
                 return "a group has tensors of several dtypes or devices"
