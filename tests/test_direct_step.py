@@ -364,6 +364,16 @@ def test_momentum_that_is_switched_on_later():
     assert it.direct() == NONE_YET
 
 
+def test_an_option_that_is_switched_on_has_a_trial_of_its_own(monkeypatch):
+    it, tried = made(), []
+    monkeypatch.setattr(direct_step, "is_direct_right", lambda _, switched, *__, **___: tried.append(switched) or True)
+    for options in ({}, {"lr": 0.5}, {"maximize": True}, {"weight_decay": 0.0}):
+        it.optimizer.param_groups[0].update(options)
+        assert it.direct() is None
+
+    assert tried == [{"weight_decay"}, {"weight_decay", "maximize"}, {"maximize"}]
+
+
 def _sharded(_rank: int, _size: int) -> str | None:
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
     model = nn.Linear(3, 2, bias=False)
