@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from ignite_train.model.direct_step import DirectStep
 from ignite_train.model.fused_kernels import FusedKernels
 from ignite_train.model.gradients import Gradients
 
@@ -45,7 +46,7 @@ class Stepping:
 
     def __init__(self, optimizer: Optimizer, gradients: Gradients, *, takes_closure: bool = False) -> None:
         self._optimizer, self._gradients, self._takes_closure = optimizer, gradients, takes_closure
-        self._kernels = FusedKernels(optimizer, gradients)
+        self._kernels, self._direct = FusedKernels(optimizer, gradients), DirectStep(optimizer, gradients)
         self._logged = False
 
     def __call__(self, mean_factor: float, clip_coefficient: float) -> None:
@@ -53,13 +54,14 @@ class Stepping:
         factor, obstacle = mean_factor * clip_coefficient, self.why_not_fused()
         if not self._logged:
             self._say_how(obstacle)
-        if factor == 1.0:
-            self._kernels.step()
+        if obstacle is None and factor == 1.0:
+            self._step_with()
         elif obstacle is None and factor > 0 and SMALLEST_DIVISOR <= 1.0 / factor <= LARGEST_DIVISOR:
             device, _ = next(iter(self._gradients.kinds))  # torch copies it to the others
             self._step_with(grad_scale=torch.full((), 1.0 / factor, dtype=torch.float32, device=device))
         else:
-            self._gradients.multiply(factor)
+            if factor != 1.0:
+                self._gradients.multiply(factor)
             self._kernels.step()
 
     def step_if(self, may_step: Tensor, divisor: Tensor) -> None:
@@ -71,6 +73,9 @@ class Stepping:
         self._step_with(grad_scale=divisor, found_inf=1.0 - may_step)
 
     def _step_with(self, **given: Tensor) -> None:
+        """Has the kernel divide by `grad_scale`, and heed `found_inf`."""
+        if self._direct(**given) is None:
+            return
         attributes: dict[str, Any] = vars(self._optimizer)
         attributes.update(given)
         try:

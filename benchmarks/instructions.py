@@ -1,0 +1,222 @@
+"""How many instructions the processor executes in an update, counted by callgrind: other processes cannot disturb a count.
+
+    python benchmarks/instructions.py            # counts, and writes the budget of the stages into docs/performance.md
+    python benchmarks/instructions.py --print    # only shows the tables
+
+Needs valgrind (`apt-get install valgrind`). The loops of `overhead.py` train its tiny network, with clipping, on one thread;
+loss and norm of each update are kept. Loops and peers run in processes under valgrind, where the processor is a simple one
+without AVX-512: a ratio of instructions says how much work is spared, not how much time. Garbage is not collected meanwhile.
+"""
+
+import gc
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any
+
+import torch
+import typer
+from typer import Option
+
+import contestants
+import peers
+from contestants import REFERENCE, Contestant, MicroBatches, Outcome, Work
+from ignite_train import TrainEvents
+from interleaving import table
+from overhead import forward, mean_loss
+
+PAGE = Path(__file__).parent.parent / "docs/performance.md"
+BEGIN, END = "<!-- written by benchmarks/instructions.py -->\n", "<!-- end -->\n"
+WARM_UP, UPDATES = 12, 20
+OPTIMIZERS: dict[str, Any] = {"SGD": partial(torch.optim.SGD, lr=0.05), "AdamW": partial(torch.optim.AdamW, lr=1e-3)}
+FUSED = "fused=True"
+# The loops of this file and of this library, which share a process, and whether their optimizer is a fused one.
+LOOPS: dict[str, tuple[Contestant, bool]] = {
+    REFERENCE: (contestants.by_hand, False),
+    f"{REFERENCE}, {FUSED}": (contestants.by_hand, True),
+    "ignite_train": (contestants.ignite_train, False),
+    f"ignite_train, {FUSED}": (contestants.ignite_train, True),
+}
+PEERS: dict[str, Contestant] = peers.WITHOUT_LOGGING | {"Transformers Trainer, logging every 50": peers.transformers}
+STAGES = ("forward and loss", "backward", "norm, decision", "clipping, step, clearing", "all between updates")
+
+
+class Counter:
+    """Has callgrind count between two notes of the loader; or, of what lies between them, one stage only.
+
+    Args:
+        stage: which one; None counts everything.
+    """
+
+    def __init__(self, stage: str | None = None) -> None:
+        self._stage, self._open, self._counts = stage, False, False
+
+    def note(self) -> None:
+        """The loader calls it before the first update that counts, and after the last."""
+        self._open = not self._open
+        if self._stage is None or not self._open:
+            self._set(counts=self._open)
+
+    def mark(self, stage: str) -> None:
+        """The loop calls it where a stage begins."""
+        if self._open:
+            self._set(counts=stage == self._stage)
+
+    def _set(self, *, counts: bool) -> None:
+        if counts != self._counts:
+            self._counts = counts
+            torch._C._valgrind_toggle()
+
+    def write(self) -> None:
+        """Has callgrind write the count into a file of its own, and begin at zero."""
+        torch._C._valgrind_toggle()
+        torch._C._valgrind_toggle_and_dump_stats()
+
+
+def work_for(optimizer: str, counter: Counter, *, fused: bool) -> Work:
+    """The tiny network, whose loader tells `counter` which updates count."""
+    torch.manual_seed(0)
+    nn = torch.nn
+    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
+    batches = [(torch.randn(16, 32), torch.randint(8, (16,))) for _ in range(64)]
+    loader = MicroBatches(batches, steps=1, stretch=UPDATES, stretches=1, warm_up=WARM_UP, before_note=counter.note)
+    kind = OPTIMIZERS[optimizer](model.parameters(), fused=fused)
+    return Work(model=model, optimizer=kind, micro_batches=loader, mean_loss=mean_loss, forward=forward, accumulation_steps=1)
+
+
+def by_hand_in_stages(work: Work, mark: Callable[[str], None]) -> Outcome:
+    """`contestants.by_hand`, in stages."""
+    forward_, backward, norm, step, between = STAGES
+    parameters, outcome = list(work.model.parameters()), Outcome([])
+    work.model.train()
+    for micro_batch in work.micro_batches:
+        mark(forward_)
+        loss = work.mean_loss(work.model, micro_batch)
+        mark(backward)
+        loss.backward()
+        mark(norm)
+        outcome.norms.append(torch.nn.utils.clip_grad_norm_(parameters, work.max_grad_norm or 0.0))  # type: ignore[arg-type]
+        mark(step)
+        work.optimizer.step()
+        work.optimizer.zero_grad()
+        mark(between)
+        outcome.losses.append(loss.detach())  # type: ignore[arg-type]
+    return outcome
+
+
+def ignite_train_in_stages(work: Work, mark: Callable[[str], None]) -> Outcome:
+    """This library, in stages; each handler that begins one costs something too."""
+    forward_, backward, norm, step, between = STAGES
+    trainer = contestants.trainer_of(work)
+    trainer.add_event_handler(TrainEvents.MICRO_BATCH_STARTED, lambda: mark(forward_))
+    trainer.add_event_handler(TrainEvents.FORWARD_COMPLETED, lambda: mark(backward))
+    trainer.add_event_handler(TrainEvents.BACKWARD_COMPLETED, lambda: mark(norm))
+    trainer.add_event_handler(TrainEvents.GRADIENTS_READY, lambda: mark(step))
+    trainer.add_event_handler(TrainEvents.STEP_COMPLETED, lambda: mark(between))
+    return contestants.run_trainer(work, trainer)
+
+
+STAGED = {f"{REFERENCE}": (by_hand_in_stages, False), f"ignite_train, {FUSED}": (ignite_train_in_stages, True)}
+
+
+def whole(name: str) -> list[tuple[str, str, str | None]]:
+    """What is counted in one process: optimizer, loop and stage, in this order; `name` is that of a peer, or empty for ours."""
+    loops: list[tuple[str, str, str | None]] = [
+        (kind, loop, None) for kind in OPTIMIZERS for loop in ([name] if name else LOOPS)
+    ]
+    return loops if name else loops + [(kind, loop, stage) for kind in OPTIMIZERS for loop in STAGED for stage in STAGES]
+
+
+def count_here(name: str) -> None:
+    """Runs under valgrind: each count goes into a file of its own, in the order of `whole`."""
+    torch.set_num_threads(1)
+    gc.disable()
+    for kind, loop, stage in whole(name):
+        counter = Counter(stage)
+        if stage is not None:
+            run, fused = STAGED[loop]
+            contestants.run(partial(run, mark=counter.mark), work_for(kind, counter, fused=fused))
+        else:
+            contestant, fused = LOOPS[loop] if loop in LOOPS else (PEERS[loop], True)
+            contestants.run(contestant, work_for(kind, counter, fused=fused))
+        counter.write()
+        gc.collect()
+
+
+def count(name: str) -> dict[tuple[str, str, str | None], int]:
+    """Instructions of an update, of each loop and stage in `whole`; empty if the process failed."""
+    print(f"{name or 'ours and by hand'} ...", file=sys.stderr, flush=True)
+    with TemporaryDirectory() as directory:
+        written = Path(directory) / "counts"
+        valgrind = ["valgrind", "--tool=callgrind", "--collect-atstart=no", "--dump-line=no", f"--log-file={directory}/log"]
+        command = [*valgrind, f"--callgrind-out-file={written}", sys.executable, __file__, "--inside", name]
+        environment = os.environ | {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        ended = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=False)
+        texts = [Path(f"{written}.{number}") for number in range(1, len(whole(name)) + 1)]
+        if ended.returncode or not all(text.exists() for text in texts):
+            print(f"left out: {name}, which did not run under valgrind (status {ended.returncode})", file=sys.stderr)
+            return {}
+        found = [re.search(r"^totals: (\d+)", text.read_text(encoding="utf-8"), re.MULTILINE) for text in texts]
+    return {what: int(match[1]) // UPDATES for what, match in zip(whole(name), found, strict=True) if match}
+
+
+def loops_table(counts: dict[tuple[str, str, str | None], int]) -> str:
+    """Each loop beside the one by hand with torch's default optimizer."""
+    rows = []
+    for loop in dict.fromkeys(loop for _, loop, stage in counts if stage is None):
+        row = [loop]
+        for kind in OPTIMIZERS:
+            number, reference = counts[kind, loop, None], counts[kind, REFERENCE, None]
+            row += [f"{number / 1e3:.0f}", f"{number / reference:.3f}"]
+        rows.append(row)
+    return table(["loop", *(text for kind in OPTIMIZERS for text in (f"{kind}: thousand instructions", "ratio"))], rows)
+
+
+def stages_table(counts: dict[tuple[str, str, str | None], int]) -> str:
+    """What each stage takes, in thousand instructions."""
+    columns = [(kind, loop) for kind in OPTIMIZERS for loop in STAGED]
+    rows = [[stage, *(f"{counts[kind, loop, stage] / 1e3:.0f}" for kind, loop in columns)] for stage in STAGES]
+    return table(["stage", *(f"{kind}: {loop}" for kind, loop in columns)], rows)
+
+
+def write(text: str) -> None:
+    """Puts the budget of the stages into its page."""
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    PAGE.write_text(before + BEGIN + "\n" + text + "\n" + END + rest.partition(END)[2], encoding="utf-8")
+
+
+def main(
+    inside: Annotated[str | None, Option(hidden=True)] = None,
+    only: Annotated[str, Option(help="Peers with this in their name; ours and the loop by hand are always there.")] = "",
+    *,
+    show: Annotated[bool, Option("--print", help="Print the tables, and do not change the page.")] = False,
+) -> None:
+    """Count the instructions of an update."""
+    if inside is not None:
+        count_here(inside)
+        return
+    if shutil.which("valgrind") is None:
+        print("Nothing was counted, since valgrind is not installed here.")
+        return
+    counts = count("")
+    if not counts:
+        raise typer.Exit(1)
+    for name in peers.installed(PEERS):
+        if only in name:
+            counts |= count(name)
+    print("Ratios are to the loop by hand with torch's default optimizer; peers have a fused one.\n")
+    print(loops_table(counts))
+    budget = stages_table(counts)
+    print(f"\nThousand instructions of each stage.\n\n{budget}")
+    if not show:
+        write(f"Thousand instructions, torch {torch.__version__}.\n\n{budget}\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)

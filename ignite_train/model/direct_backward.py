@@ -1,0 +1,75 @@
+"""Torch's autograd engine, called without the preparation of `torch.autograd.backward`, for a loss that needs none of it.
+
+What is private in torch about a backward that is run this way stands in this file, and is tried before it is used, see
+`is_direct_right`.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["backward", "is_direct_right"]
+
+_run_engine: Any = getattr(torch.autograd.graph, "_engine_run_backward", None)
+_torchs_backward = torch.autograd.backward
+
+
+def backward(loss: Tensor, *, retain_graph: bool = False, create_graph: bool = False) -> None:
+    """`torch.autograd.backward` of a scalar loss, by way of the engine where that comes to the very same.
+
+    Torch asks who wants to see its calls, makes tuples of what may be one tensor or several, and makes the gradient of each,
+    which for a scalar is one. The engine is the same, with hooks, anomaly mode, and compiled autograd. Torch's function is
+    called where the loss is not a plain scalar; where a mode that sees torch's functions, or a transform of `torch.func`, is
+    active; where it has been replaced; and where a trial has shown that the engine takes something else.
+
+    Args:
+        loss: a scalar with a graph.
+        retain_graph: keep its graph.
+        create_graph: make the gradients differentiable.
+    """
+    if (
+        is_direct_right()
+        and type(loss) is Tensor
+        and loss.ndim == 0
+        and loss.is_floating_point()
+        and torch.autograd.backward is _torchs_backward
+        and not torch._C._is_torch_function_mode_enabled()
+        and not torch._C._are_functorch_transforms_active()
+    ):
+        _run(loss, retain_graph=retain_graph, create_graph=create_graph)
+    else:
+        torch.autograd.backward(loss, retain_graph=retain_graph, create_graph=create_graph)
+
+
+def _run(loss: Tensor, *, retain_graph: bool, create_graph: bool) -> None:
+    one = torch.ones_like(loss, memory_format=torch.preserve_format)
+    _run_engine((loss,), (one,), retain_graph, create_graph, (), allow_unreachable=True, accumulate_grad=True)
+
+
+@functools.cache
+def is_direct_right() -> bool:
+    """Whether the engine leaves the gradients that `torch.autograd.backward` does, bit by bit; where not, the log says so."""
+    gradients: list[list[Tensor | None]] = []
+    try:
+        torch._C._is_torch_function_mode_enabled(), torch._C._are_functorch_transforms_active()  # exist
+        for run in (_torchs_backward, _run):
+            leaves = [torch.arange(1.0, 8.0, device="cpu").requires_grad_() for _ in range(2)]
+            with torch.enable_grad():
+                loss = (leaves[0] / 3.0 * leaves[1].exp()).sum()
+            run(loss, retain_graph=True, create_graph=False)
+            run(loss, retain_graph=False, create_graph=False)
+            gradients.append([leaf.grad for leaf in leaves])
+        same = all(map(torch.equal, *gradients))
+    except (AttributeError, RuntimeError, TypeError):  # other arguments
+        same = False
+    if not same:
+        logging.getLogger("ignite_train").warning(
+            "torch's autograd engine, called directly, differs from torch.autograd.backward in torch "
+            f"{torch.__version__}, as a trial has shown; torch.autograd.backward is called, which is slower"
+        )
+    return same
