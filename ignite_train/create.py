@@ -32,6 +32,7 @@ from ignite_train.model.optimizers import (
     optimizers_as_parts,
 )
 from ignite_train.model.precision import Precision, PrecisionName
+from ignite_train.model.seeding import Seeding
 from ignite_train.model.sparse_parameters import check_sparse_parameters
 from ignite_train.model.stepping import Stepping, SteppingTogether
 from ignite_train.protection import Protect, protect_ranks
@@ -84,6 +85,7 @@ def create_trainer(
     loss_scaling: LossScaling | None = None,
     compile: Compile = False,  # noqa: A002  # torch's name for it
     protect: Protect = True,
+    seed: int | None = None,
     output_transform: OutputTransform | None = None,
     options: UpdateOptions | None = None,
 ) -> Trainer:
@@ -111,6 +113,9 @@ def create_trainer(
             are attached: True, False, or a mapping of their settings by name in snake_case, such as
             `{"hang_watch": {"timeout_seconds": 120}, "state_consistency": {"every": 500}, "failure_board": False}`. One that
             you attach yourself replaces the default. All ranks pass the same.
+        seed: make random numbers inside an update a function of (seed, update, micro-batch, rank): dropout and whatever else
+            draws from the generators of torch, NumPy or Python; what the step draws is the same on all ranks. Outside of
+            updates the generators are as if the update had drawn nothing. The same on all ranks. None leaves them alone.
         output_transform: makes `state.output`, which Ignite's handlers read, of the `UpdateOutput` of each update; None leaves
             it the `UpdateOutput` itself. Called once an update, before GRADIENTS_READY. `state.update_output` is always the
             record.
@@ -154,10 +159,11 @@ def create_trainer(
         max_grad_norm=limit,
         norm_limits=_norm_limits_of(limits, gradients, reduction),
         options=options,
+        seeding=_seeding(seed, device),
     )
     grouping = _grouping(accumulation_steps, options, model)
     parts = {"model": reduction.module, **optimizers_as_parts(optimizers, with_inner=bool(options.closure))}
-    description = _description(accumulation_steps, max_grad_norm, precision, options.reduction)
+    description = _description(accumulation_steps, max_grad_norm, precision, options.reduction, seed)
     trainer = Trainer(update, grouping, parts, description, state, output_transform)
     _watch_for_mistakes(trainer, model, options)
     return protect_ranks(trainer, protect, model)
@@ -191,6 +197,7 @@ def create_supervised_trainer(
     loss_scaling: LossScaling | None = None,
     compile: Compile = False,  # noqa: A002  # torch's name for it
     protect: Protect = True,
+    seed: int | None = None,
     options: UpdateOptions | None = None,
 ) -> Trainer:
     """Makes a trainer for batches `(x, y)`, with the signature of Ignite's function of this name.
@@ -222,6 +229,7 @@ def create_supervised_trainer(
         loss_scaling: as for `create_trainer`.
         compile: as for `create_trainer`.
         protect: as for `create_trainer`.
+        seed: as for `create_trainer`.
         options: as for `create_trainer`.
 
     Returns:
@@ -257,6 +265,7 @@ def create_supervised_trainer(
         loss_scaling=loss_scaling,
         compile=compile,
         protect=protect,
+        seed=seed,
         output_transform=_loss_of if last is None else last,
         options=options,
     )
@@ -400,11 +409,23 @@ def _description(
     max_grad_norm: float | Mapping[str, float] | None,
     precision: str,
     reduction: str,
+    seed: int | None,
 ) -> dict[str, Any]:
     """How a trainer was made, in plain types."""
     steps = "a function" if callable(accumulation_steps) else accumulation_steps
     max_grad_norm = dict(max_grad_norm) if isinstance(max_grad_norm, Mapping) else max_grad_norm
-    return {"accumulation_steps": steps, "max_grad_norm": max_grad_norm, "precision": precision, "reduction": reduction}
+    described = {"accumulation_steps": steps, "max_grad_norm": max_grad_norm, "precision": precision, "reduction": reduction}
+    return described if seed is None else {**described, "seed": seed}
+
+
+def _seeding(seed: Any, device: torch.device) -> Seeding | None:
+    if seed is None:
+        return None
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise TypeError(f"seed must be an integer, or None, got {describe(seed)}")
+    if seed < 0:
+        raise ValueError(f"seed must be at least 0, got {seed}")
+    return Seeding(seed, device, collectives.rank())
 
 
 def _recovery(
