@@ -37,6 +37,7 @@ from ignite_train.model.sparse_parameters import check_sparse_parameters
 from ignite_train.model.stepping import Stepping, SteppingTogether
 from ignite_train.protection import Protect, protect_ranks
 from ignite_train.ranks import collectives
+from ignite_train.ranks.local_reduction import LocalReduction
 from ignite_train.ranks.placeholder_reduction import PlaceholderReduction
 from ignite_train.ranks.reduction import Reduction
 from ignite_train.ranks.statistics import Statistics
@@ -45,6 +46,7 @@ from ignite_train.state import TrainState, UpdateOutput
 from ignite_train.trainer import OutputTransform, Trainer
 from ignite_train.update.compilation import Compile, compile_in_place
 from ignite_train.update.gradient_loggers import warn_of_gradient_loggers
+from ignite_train.update.local_update import LocalUpdate
 from ignite_train.update.loss_declaration import warn_of_misdeclared_loss
 from ignite_train.update.loss_scaling import LossScaling, NoLossScaling, TorchLossScaling
 from ignite_train.update.norm_limits import NormLimits
@@ -134,12 +136,13 @@ def create_trainer(
     _check_transform(output_transform)
     limit, limits = _norm_limits(max_grad_norm, optimizers)
     _check_second_order(options, compiled=compile is not False)
+    _check_local(options, limits)
     carried, device = state.carried, next(model.parameters()).device
     accumulates, replays = accumulation_steps != 1, options.uneven == "replay"
     reduction = reduction_for(model, options.reduction, accumulates=accumulates, in_step=replays, carried=carried)
     gradients, stepping = _gradients_and_stepping(reduction.module, optimizers, limits, options)
     rates, statistics = LearningRates(optimizers), Statistics(device)
-    update = Update(
+    update = (LocalUpdate if isinstance(reduction, LocalReduction) else Update)(
         model=model,
         optimizer=optimizers,
         state=state,
@@ -165,6 +168,8 @@ def create_trainer(
     parts = {"model": reduction.module, **optimizers_as_parts(optimizers, with_inner=bool(options.closure))}
     description = _description(accumulation_steps, max_grad_norm, precision, options.reduction, seed)
     trainer = Trainer(update, grouping, parts, description, state, output_transform)
+    if isinstance(update, LocalUpdate):
+        update.join(trainer)
     _watch_for_mistakes(trainer, model, options)
     return protect_ranks(trainer, protect, model)
 
@@ -489,6 +494,18 @@ def _check_second_order(options: UpdateOptions, *, compiled: bool) -> None:
         )
     if compiled:
         raise ValueError("create_graph must be False with compile: torch.compile has no second derivatives")
+
+
+def _check_local(options: UpdateOptions, limits: Mapping[str, float]) -> None:
+    if options.reduction != "local":
+        return
+    if options.closure or options.uneven == "replay":
+        name, value = ("closure", options.closure) if options.closure else ("uneven", options.uneven)
+        raise ValueError(f"{name} must be left out with reduction='local', got {value!r}: no gradient crosses the ranks")
+    if limits:
+        raise ValueError(
+            f"max_grad_norm must be one number with reduction='local', got {limits}; clip the norm over all optimizers"
+        )
 
 
 def _checked_optimizers(model: nn.Module, optimizer: Any, options: UpdateOptions) -> Optimizer | Optimizers:

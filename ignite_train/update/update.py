@@ -104,7 +104,7 @@ class Update:
                 state=self.state,
                 forward=self._forward,
                 backward=self._run_backward,
-                decide=lambda trainer, totals: self._gradient_changes(trainer, self._decide(totals)),
+                decide=self._decide,
                 normalize=self.options.normalize,
                 keeps_graph=self.options.create_graph,
                 if_not_finite="overflow" if self.loss_scaling.enabled else "nonfinite",
@@ -128,7 +128,7 @@ class Update:
             self._begin(trainer, micro_batches)
             self._accumulate(trainer, micro_batches)
             totals, has_stepped = self._reduce(trainer)
-            decision = self._gradient_changes(trainer, self._decide(totals))
+            decision = self._decide(trainer, totals)
             if self.norm_limits is not None:
                 decision = self.norm_limits(decision)
             output = self._show_gradients(trainer, totals, decision)
@@ -239,11 +239,11 @@ class Update:
             totals = totals._replace(norm=self.reduction.scaled_norm(self.gradients))
         return totals, has_stepped
 
-    def _decide(self, totals: Totals) -> Decision:
-        """Decides from reduced numbers only, so that all ranks decide alike."""
+    def _decide(self, trainer: Trainer, totals: Totals) -> Decision:
+        """Decides from reduced numbers only, so that all ranks decide alike; and again if handlers change the gradients."""
         if totals.sample_size > 0:
             self.gradients.check()
-        return decide(
+        decision = decide(
             totals,
             divisor=self.reduction.divisor,
             loss_scale=self.loss_scaling.scale,
@@ -251,6 +251,7 @@ class Update:
             max_grad_norm=self.max_grad_norm,
             normalize=self.options.normalize,
         )
+        return self._gradient_changes(trainer, decision)
 
     def _show_gradients(self, trainer: Trainer, totals: Totals, decision: Decision) -> UpdateOutput:
         """Publishes the record of the update and lets handlers read the gradients; they may set the learning rates too."""
