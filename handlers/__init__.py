@@ -19,6 +19,7 @@ from ignite_train.handlers.model_ema import ModelEMA
 from ignite_train.handlers.model_sync import ModelSync
 from ignite_train.handlers.momentum_teacher import MomentumTeacher
 from ignite_train.handlers.optimizer_modes import OptimizerModes
+from ignite_train.handlers.outer_optimizer import OuterOptimizer
 from ignite_train.handlers.predict import predict
 from ignite_train.handlers.profiler import Profiler
 from ignite_train.handlers.progress import ProgressLog
@@ -57,6 +58,7 @@ __all__ = [
     "ModelSync",
     "MomentumTeacher",
     "OptimizerModes",
+    "OuterOptimizer",
     "PeerFailureError",
     "Profiler",
     "ProgressLog",

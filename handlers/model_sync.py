@@ -62,6 +62,11 @@ class ModelSync(Handler):
         """Acts when `evaluator` begins, before an average of the weights is put into the model. All ranks attach it alike."""
         if not isinstance(evaluator, Engine) or isinstance(evaluator, Trainer):
             raise TypeError(f"evaluator must be what create_evaluator returned, got {describe(evaluator)}")
+        if self.with_weights and trainer._description["reduction"] == "local":
+            raise ValueError(
+                "with_weights must be False with reduction='local', got True: it would end what the other replicas have "
+                "learnt; evaluate after an outer step of OuterOptimizer"
+            )
         model: Any = trainer._stateful_parts["model"]
         self._model = model
         if isinstance(evaluator, Evaluator):

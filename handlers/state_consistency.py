@@ -133,7 +133,8 @@ class StateConsistency(PiggybackHandler):
     its own data, until DistributedDataParallel copies those of rank 0 to all), shards that no other rank holds, and objects
     that are neither tensors nor numbers nor strings. Shards that several ranks hold, as with `fully_shard` over a mesh of two
     dimensions (HSDP), are compared among these ranks. Optimizers must keep the same state on all ranks, as torch's do, except
-    for `ZeroRedundancyOptimizer`. All ranks attach it alike.
+    for `ZeroRedundancyOptimizer`. With `reduction="local"` it compares after the updates in which `OuterOptimizer` has made the
+    replicas equal, and skips the others; pass `optimizer_state=False` there. All ranks attach it alike.
 
     Args:
         model: the model, in `DistributedDataParallel` or not.
@@ -189,8 +190,8 @@ class StateConsistency(PiggybackHandler):
         return super().attach(trainer, event)
 
     def __call__(self, trainer: Trainer) -> None:
-        """Takes the digest. Synchronises with the device."""
-        if collectives.world_size() > 1:
+        """Takes the digest, unless replicas that train locally differ now. Synchronises with the device."""
+        if collectives.world_size() > 1 and trainer._ranks_are_alike:
             self._due = self._check(trainer)
 
     def payload(self) -> Sequence[float]:

@@ -32,10 +32,12 @@ from ignite_train.model.optimizers import (
     optimizers_as_parts,
 )
 from ignite_train.model.precision import Precision, PrecisionName
+from ignite_train.model.seeding import Seeding
 from ignite_train.model.sparse_parameters import check_sparse_parameters
 from ignite_train.model.stepping import Stepping, SteppingTogether
 from ignite_train.protection import Protect, protect_ranks
 from ignite_train.ranks import collectives
+from ignite_train.ranks.local_reduction import LocalReduction
 from ignite_train.ranks.placeholder_reduction import PlaceholderReduction
 from ignite_train.ranks.reduction import Reduction
 from ignite_train.ranks.statistics import Statistics
@@ -44,6 +46,7 @@ from ignite_train.state import TrainState, UpdateOutput
 from ignite_train.trainer import OutputTransform, Trainer
 from ignite_train.update.compilation import Compile, compile_in_place
 from ignite_train.update.gradient_loggers import warn_of_gradient_loggers
+from ignite_train.update.local_update import LocalUpdate
 from ignite_train.update.loss_declaration import warn_of_misdeclared_loss
 from ignite_train.update.loss_scaling import LossScaling, NoLossScaling, TorchLossScaling
 from ignite_train.update.norm_limits import NormLimits
@@ -84,6 +87,7 @@ def create_trainer(
     loss_scaling: LossScaling | None = None,
     compile: Compile = False,  # noqa: A002  # torch's name for it
     protect: Protect = True,
+    seed: int | None = None,
     output_transform: OutputTransform | None = None,
     options: UpdateOptions | None = None,
 ) -> Trainer:
@@ -111,6 +115,9 @@ def create_trainer(
             are attached: True, False, or a mapping of their settings by name in snake_case, such as
             `{"hang_watch": {"timeout_seconds": 120}, "state_consistency": {"every": 500}, "failure_board": False}`. One that
             you attach yourself replaces the default. All ranks pass the same.
+        seed: make random numbers inside an update a function of (seed, update, micro-batch, rank): dropout and whatever else
+            draws from the generators of torch, NumPy or Python; what the step draws is the same on all ranks. Outside of
+            updates the generators are as if the update had drawn nothing. The same on all ranks. None leaves them alone.
         output_transform: makes `state.output`, which Ignite's handlers read, of the `UpdateOutput` of each update; None leaves
             it the `UpdateOutput` itself. Called once an update, before GRADIENTS_READY. `state.update_output` is always the
             record.
@@ -129,12 +136,13 @@ def create_trainer(
     _check_transform(output_transform)
     limit, limits = _norm_limits(max_grad_norm, optimizers)
     _check_second_order(options, compiled=compile is not False)
+    _check_local(options, limits)
     carried, device = state.carried, next(model.parameters()).device
     accumulates, replays = accumulation_steps != 1, options.uneven == "replay"
     reduction = reduction_for(model, options.reduction, accumulates=accumulates, in_step=replays, carried=carried)
     gradients, stepping = _gradients_and_stepping(reduction.module, optimizers, limits, options)
     rates, statistics = LearningRates(optimizers), Statistics(device)
-    update = Update(
+    update = (LocalUpdate if isinstance(reduction, LocalReduction) else Update)(
         model=model,
         optimizer=optimizers,
         state=state,
@@ -154,11 +162,14 @@ def create_trainer(
         max_grad_norm=limit,
         norm_limits=_norm_limits_of(limits, gradients, reduction),
         options=options,
+        seeding=_seeding(seed, device),
     )
     grouping = _grouping(accumulation_steps, options, model)
     parts = {"model": reduction.module, **optimizers_as_parts(optimizers, with_inner=bool(options.closure))}
-    description = _description(accumulation_steps, max_grad_norm, precision, options.reduction)
+    description = _description(accumulation_steps, max_grad_norm, precision, options.reduction, seed)
     trainer = Trainer(update, grouping, parts, description, state, output_transform)
+    if isinstance(update, LocalUpdate):
+        update.join(trainer)
     _watch_for_mistakes(trainer, model, options)
     return protect_ranks(trainer, protect, model)
 
@@ -191,6 +202,7 @@ def create_supervised_trainer(
     loss_scaling: LossScaling | None = None,
     compile: Compile = False,  # noqa: A002  # torch's name for it
     protect: Protect = True,
+    seed: int | None = None,
     options: UpdateOptions | None = None,
 ) -> Trainer:
     """Makes a trainer for batches `(x, y)`, with the signature of Ignite's function of this name.
@@ -222,6 +234,7 @@ def create_supervised_trainer(
         loss_scaling: as for `create_trainer`.
         compile: as for `create_trainer`.
         protect: as for `create_trainer`.
+        seed: as for `create_trainer`.
         options: as for `create_trainer`.
 
     Returns:
@@ -257,6 +270,7 @@ def create_supervised_trainer(
         loss_scaling=loss_scaling,
         compile=compile,
         protect=protect,
+        seed=seed,
         output_transform=_loss_of if last is None else last,
         options=options,
     )
@@ -400,11 +414,23 @@ def _description(
     max_grad_norm: float | Mapping[str, float] | None,
     precision: str,
     reduction: str,
+    seed: int | None,
 ) -> dict[str, Any]:
     """How a trainer was made, in plain types."""
     steps = "a function" if callable(accumulation_steps) else accumulation_steps
     max_grad_norm = dict(max_grad_norm) if isinstance(max_grad_norm, Mapping) else max_grad_norm
-    return {"accumulation_steps": steps, "max_grad_norm": max_grad_norm, "precision": precision, "reduction": reduction}
+    described = {"accumulation_steps": steps, "max_grad_norm": max_grad_norm, "precision": precision, "reduction": reduction}
+    return described if seed is None else {**described, "seed": seed}
+
+
+def _seeding(seed: Any, device: torch.device) -> Seeding | None:
+    if seed is None:
+        return None
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise TypeError(f"seed must be an integer, or None, got {describe(seed)}")
+    if seed < 0:
+        raise ValueError(f"seed must be at least 0, got {seed}")
+    return Seeding(seed, device, collectives.rank())
 
 
 def _recovery(
@@ -468,6 +494,18 @@ def _check_second_order(options: UpdateOptions, *, compiled: bool) -> None:
         )
     if compiled:
         raise ValueError("create_graph must be False with compile: torch.compile has no second derivatives")
+
+
+def _check_local(options: UpdateOptions, limits: Mapping[str, float]) -> None:
+    if options.reduction != "local":
+        return
+    if options.closure or options.uneven == "replay":
+        name, value = ("closure", options.closure) if options.closure else ("uneven", options.uneven)
+        raise ValueError(f"{name} must be left out with reduction='local', got {value!r}: no gradient crosses the ranks")
+    if limits:
+        raise ValueError(
+            f"max_grad_norm must be one number with reduction='local', got {limits}; clip the norm over all optimizers"
+        )
 
 
 def _checked_optimizers(model: nn.Module, optimizer: Any, options: UpdateOptions) -> Optimizer | Optimizers:

@@ -59,6 +59,8 @@ def protect_ranks(trainer: Trainer, protect: Protect, model: nn.Module) -> Train
             "GradNormConsistency and StateConsistency are left out unless protect names them: DistributedDataParallel ignores "
             f"{own[0]!r} and {len(own) - 1} more parameters, which may differ between the ranks"
         )
+    if trainer._description["reduction"] == "local" and not (isinstance(protect, Mapping) and protect.get(_CHECKS[0])):
+        chosen.pop(_CHECKS[0], None)  # each rank has a norm of its own
     handlers = [_make(trainer, name, settings) for name, settings in chosen.items()]
     for handler, where in handlers if collectives.world_size() > 1 else ():
         handler.attach(trainer, *where)
@@ -101,6 +103,8 @@ def _make(trainer: Trainer, name: str, settings: dict[str, Any]) -> tuple[Any, t
     # ranks: what differs there and matters moves the parameters apart, and by default there must be no false alarm.
     usual: dict[str, Any] = {"own_buffers": [buffer for buffer, _ in model.named_buffers()], "optimizer_state": False}
     handler = StateConsistency(model, optimizer, **(usual | settings))
+    if trainer._description["reduction"] == "local":  # it looks where the replicas are equal, which is rare
+        return handler, (Events.ITERATION_COMPLETED,)
     return handler, (Events.ITERATION_COMPLETED(event_filter=_FirstAndEvery(_FIRST_UPDATES, every)),)
 
 

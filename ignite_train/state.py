@@ -38,7 +38,9 @@ class UpdateOutput:
         clip_coefficients: where `max_grad_norm` is a mapping, the coefficient of each optimizer, by its name.
         num_evaluations: how often forward and backward have run over the group: once, or more often with `closure`. Loss and
             norm are those of the first time; those that were not finite, if an evaluation ended the update.
-        applied: whether the parameters moved.
+        num_ranks_skipped: with `reduction="local"`, how many ranks did not step while others did: their gradients were not
+            finite, or they had no sample. Loss, sample size, logs and norm are then those of the ranks that stepped.
+        applied: whether the parameters moved; with `reduction="local"`, those of some rank.
         skipped_reason: why not, or None.
     """
 
@@ -56,6 +58,7 @@ class UpdateOutput:
     grad_norms: Mapping[str, float] = field(default_factory=dict)
     clip_coefficients: Mapping[str, float] = field(default_factory=dict)
     num_evaluations: int = 1
+    num_ranks_skipped: int = 0
 
     @property
     def applied(self) -> bool:

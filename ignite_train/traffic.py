@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["Counted", "Traffic", "count_traffic"]
@@ -28,10 +29,12 @@ class Counted(NamedTuple):
     Attributes:
         name: torch's name of the operation.
         where: file and line of the innermost frame outside of torch.
+        num_bytes: of a collective, the bytes of the tensors that this rank gives to it and that it fills here; 0 for a read.
     """
 
     name: str
     where: str
+    num_bytes: int = 0
 
 
 @dataclass
@@ -111,7 +114,8 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         space, _, name = str(func._schema.name).partition("::")
         if space in _COLLECTIVES and name not in _NO_COLLECTIVES:
-            self._traffic.collectives.append(Counted(name, _place()))
+            tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            self._traffic.collectives.append(Counted(name, _place(), sum(tensor.nbytes for tensor in tensors)))
         result = func(*args, **(kwargs or {}))
         is_copy = name in {"_to_copy", "copy_"} and self._watched != "cpu" and result.device.type == "cpu"
         if (is_copy or name == "_local_scalar_dense") and args[name == "copy_"].device.type == self._watched:  # its source

@@ -96,6 +96,8 @@ class Trainer(Loop):
         self.piggybacks: list[Piggyback] = []
         self._on_backward: list[Callable[[ForwardOutput], None]] = []  # called when a forward's backward is done
         self._before_norm: list[Callable[[Trainer], None]] = []  # called after an update's last backward, on every rank
+        self._after_update: list[Callable[[Trainer], None]] = []  # called when an update is counted, before its last events
+        self._ranks_are_alike = True  # False while replicas that train locally differ
         self._stateful_parts: dict[str, Stateful] = dict(parts or {})
         self._description = dict(settings or {})
         self._max_micro_batches: int | None = None  # of the rank that has the most in this update; None if unknown
@@ -407,12 +409,14 @@ class Trainer(Loop):
             self.interrupt(agreed=True)
         self._ranks_have_more = requests.more_data > 0
         self._settled, self._random_before_fetch, self._fetched = True, None, None
+        self.state.num_steps += applied
+        self.state.num_skipped += not applied
+        for callback in self._after_update:
+            callback(self)
         if applied:
-            self.state.num_steps += 1
             self.fire_event(TrainEvents.STEP_COMPLETED)
             return
         state, output = self.state, self.state.update_output
-        state.num_skipped += 1
         if output is not None and state.num_skipped & (state.num_skipped - 1) == 0:  # the 1st, 2nd, 4th, 8th, ...
             self.logger.warning(
                 f"update {state.iteration} was skipped ({output.skipped_reason}): gradient norm {output.grad_norm:g}, "

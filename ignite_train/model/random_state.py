@@ -173,12 +173,17 @@ def seed_new_rank(rank: int) -> None:
     torch.manual_seed(torch.initial_seed() + int(torch.randint(2**40, ())) + rank)
 
 
-def seed_random_state(*key: int) -> None:
-    """Seeds those of the CPU with a hash of `key`; fast enough for each sample, which `torch.manual_seed` is not."""
+def seed_random_state(*key: int | str) -> int:
+    """Seeds those of the CPU with a hash of `key`; fast enough for each sample, which `torch.manual_seed` is not.
+
+    Returns:
+        The hash, of 64 bits.
+    """
     seed = int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "big")
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.default_generator.manual_seed(seed)
+    return seed
 
 
 def generators_within(owner: Any) -> dict[str, Generator]:

@@ -145,6 +145,14 @@ class Statistics:
         """Forgets what was added since `mark`."""
         self._sums, self._logs, self._count = mark
 
+    def own_totals(self, norm: float) -> Totals:
+        """The sums of this rank so far, with the norm of its gradients. Synchronises with the device."""
+        return self._own(norm)[0]
+
+    def leave_out(self) -> None:
+        """Takes the loss, the sample size and the logs of this rank out of what `pack` sends."""
+        self._sums, self._logs = [0.0, 0.0], dict.fromkeys(self._logs, 0.0)
+
     def pack(
         self,
         requests: RankRequests,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -13,6 +13,7 @@ from ignite_train.arguments import one_of
 from ignite_train.carried import Carried
 from ignite_train.ranks import collectives
 from ignite_train.ranks.fsdp import FSDPReduction
+from ignite_train.ranks.local_reduction import LocalReduction
 from ignite_train.ranks.placeholder_reduction import PlaceholderReduction
 from ignite_train.ranks.placeholders import Placeholders
 from ignite_train.ranks.reduction import DDPReduction, NoReduction, Reduction
@@ -20,7 +21,7 @@ from ignite_train.ranks.replicas import ExplicitReduction, SmallReplicas
 
 __all__ = ["ReductionName", "own_parameters", "reduction_for", "unwrap"]
 
-ReductionName = Literal["auto", "ddp", "explicit", "fsdp"]
+ReductionName = Literal["auto", "ddp", "explicit", "fsdp", "local"]
 
 
 def reduction_for(
@@ -45,7 +46,7 @@ def reduction_for(
         ValueError: there are several ranks and parameters that no reduction would synchronise; or torch cannot accumulate in
             the way in which the model is wrapped.
     """
-    one_of("reduction", name, ("auto", "ddp", "explicit", "fsdp"))
+    one_of("reduction", name, get_args(ReductionName))
     carried = Carried() if carried is None else carried
     if isinstance(model, DataParallel):
         raise TypeError("model must not be a DataParallel, whose replicas are threads; run one process for each device instead")
@@ -61,8 +62,8 @@ def _replicated(model: nn.Module, name: ReductionName, *, accumulates: bool) -> 
     if name == "fsdp":
         raise ValueError("model must be sharded for reduction='fsdp'; apply torch.distributed.fsdp.fully_shard to it")
     ddp = _find_ddp(model)
-    if name == "explicit" and ddp is not None:
-        raise ValueError("model must be without DistributedDataParallel for reduction='explicit'; pass the module inside")
+    if name in ("explicit", "local") and ddp is not None:
+        raise ValueError(f"model must be without DistributedDataParallel for reduction={name!r}; pass the module inside")
     if name == "ddp" and ddp is None:
         raise ValueError("model must be in DistributedDataParallel for reduction='ddp'; wrap it, say with idist.auto_model")
     if ddp is not None:
@@ -76,6 +77,8 @@ def _replicated(model: nn.Module, name: ReductionName, *, accumulates: bool) -> 
         return NoReduction(model)
     if name == "explicit":
         return ExplicitReduction(model)
+    if name == "local":
+        return LocalReduction(model)
     raise ValueError(
         f"model must be wrapped to train on {collectives.world_size()} ranks, got a bare {type(model).__name__}; pass "
         "idist.auto_model(model) or DistributedDataParallel(model), or options=UpdateOptions(reduction='explicit')"

@@ -18,6 +18,7 @@ from ignite_train.forward import ForwardOutput
 from ignite_train.model.gradients import Gradients
 from ignite_train.model.optimizers import inner_optimizers
 from ignite_train.model.replay import SideEffects
+from ignite_train.model.seeding import Seeding
 from ignite_train.ranks.messages import Outgoing, RankRequests
 from ignite_train.ranks.reduction import Reduction
 from ignite_train.ranks.statistics import Statistics, Totals
@@ -58,6 +59,7 @@ class ClosureStep:
         keeps_graph: whether gradients are to be differentiable.
         if_not_finite: the reason of a skip for parameters that are not finite.
         replays: whether each evaluation sees the random numbers and buffers of the first, and leaves no trace in them.
+        seeding: seeds each evaluation, if the random numbers of an update are a function of a seed.
     """
 
     optimizer: Optimizer
@@ -73,6 +75,7 @@ class ClosureStep:
     keeps_graph: bool
     if_not_finite: SkippedReason
     replays: bool
+    seeding: Seeding | None = None
     _beginning: SideEffects | None = None
 
     def mark(self) -> None:
@@ -104,7 +107,7 @@ class ClosureStep:
             last = decision
             if known is None or self.keeps_graph or not (before.is_unchanged() and known.is_unchanged()):
                 number += 1
-                last = self._evaluate(trainer, micro_batches, num_placeholders)
+                last = self._evaluate(trainer, micro_batches, num_placeholders, number - 1)
             known = None
             objective = last.loss * (1.0 if self.normalize else sample_size)
             return torch.tensor(objective, dtype=torch.float64, device=self.statistics.device)
@@ -121,8 +124,8 @@ class ClosureStep:
             raise
         return decision, number
 
-    def _evaluate(self, trainer: Trainer, micro_batches: Sequence[Any], num_placeholders: int) -> Decision:
-        """Leaves the clipped mean gradients at the present parameters. Collective.
+    def _evaluate(self, trainer: Trainer, micro_batches: Sequence[Any], num_placeholders: int, evaluation: int) -> Decision:
+        """Leaves the clipped mean gradients at the present parameters, in evaluation 1, 2, ... of the update. Collective.
 
         Raises:
             _NotFiniteError: they are not finite, on any rank, so on all.
@@ -130,7 +133,9 @@ class ClosureStep:
         outgoing = Outgoing(RankRequests(), ())  # requests and checks travel with the first evaluation
         self.gradients.clear()
         with torch.enable_grad(), self._as_the_first():  # optimizers switch gradients off around their step
-            self._accumulate(outgoing, micro_batches, num_placeholders)
+            self._accumulate(outgoing, micro_batches, num_placeholders, 0 if self.replays else evaluation)
+        if self.seeding is not None:
+            self.seeding.step(evaluation)
         with torch.no_grad():  # gradients may have graphs
             totals = self.statistics.finish(self.reduction.end(outgoing, self.statistics, self.gradients))
             if not may_trust_norm(totals):
@@ -155,10 +160,12 @@ class ClosureStep:
         finally:
             now.undo()
 
-    def _accumulate(self, outgoing: Outgoing, micro_batches: Sequence[Any], num_placeholders: int) -> None:
+    def _accumulate(self, outgoing: Outgoing, micro_batches: Sequence[Any], num_placeholders: int, evaluation: int) -> None:
         num_backwards = len(micro_batches) + num_placeholders
         for number, micro_batch in enumerate(micro_batches, start=1):
             self.state.micro_batch_in_group = number - 1
+            if self.seeding is not None:
+                self.seeding.micro_batch(number - 1, evaluation)
             with self.reduction.context(last=number == num_backwards):
                 output = self.forward(micro_batch)
                 self.statistics.add(output)

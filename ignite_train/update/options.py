@@ -22,7 +22,9 @@ class UpdateOptions:
     Attributes:
         reduction: how gradients cross ranks. `"auto"` is what the model is wrapped for; `"explicit"` sums those of plain
             replicas after the last backward, which `"auto"` does for a very small DistributedDataParallel too; `"ddp"` and
-            `"fsdp"` insist on the hooks of the wrapper.
+            `"fsdp"` insist on the hooks of the wrapper. `"local"` leaves them on their rank: each replica steps along the mean
+            over its own samples, for `OuterOptimizer` to make them equal again. Loss, logs, stops and the loss scale are those
+            of all ranks; a rank whose gradients are not finite skips alone.
         uneven: what ranks with different numbers of micro-batches do: `"all"` continue until each micro-batch was used, and
             those that ran out take part with no weight; all stop once the `"shortest"` has run out; or it is an `"error"`.
             A `forward` with collectives of its own hangs with `"all"`. For it `"shortest"` is exact; `"replay"` uses each

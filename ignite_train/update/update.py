@@ -27,6 +27,7 @@ from ignite_train.model.gradients import Gradients
 from ignite_train.model.learning_rates import LearningRates
 from ignite_train.model.optimizers import Optimizers
 from ignite_train.model.precision import Precision
+from ignite_train.model.seeding import Seeding
 from ignite_train.model.stepping import Stepping, SteppingTogether
 from ignite_train.ranks.reduction import Reduction
 from ignite_train.ranks.statistics import Statistics, Totals
@@ -70,6 +71,7 @@ class Update:
     max_grad_norm: float | None
     norm_limits: NormLimits | None
     options: UpdateOptions
+    seeding: Seeding | None
     _gradient_changes: GradientChanges = field(init=False)
     _failures: FailuresInARow = field(init=False)
     _search: NonFiniteSearch = field(init=False)
@@ -102,11 +104,12 @@ class Update:
                 state=self.state,
                 forward=self._forward,
                 backward=self._run_backward,
-                decide=lambda trainer, totals: self._gradient_changes(trainer, self._decide(totals)),
+                decide=self._decide,
                 normalize=self.options.normalize,
                 keeps_graph=self.options.create_graph,
                 if_not_finite="overflow" if self.loss_scaling.enabled else "nonfinite",
                 replays=self.options.closure == "replay",
+                seeding=self.seeding,
             )
 
     def __call__(self, trainer: Trainer, micro_batches: Sequence[Any]) -> Any:
@@ -125,7 +128,7 @@ class Update:
             self._begin(trainer, micro_batches)
             self._accumulate(trainer, micro_batches)
             totals, has_stepped = self._reduce(trainer)
-            decision = self._gradient_changes(trainer, self._decide(totals))
+            decision = self._decide(trainer, totals)
             if self.norm_limits is not None:
                 decision = self.norm_limits(decision)
             output = self._show_gradients(trainer, totals, decision)
@@ -142,6 +145,9 @@ class Update:
             trainer.state.micro_batch_in_group = None
             self._discard(error)
             raise
+        finally:
+            if self.seeding is not None:
+                self.seeding.end()
         trainer._finish_update(totals.requests, applied=output.applied)
         return trainer.state.output
 
@@ -169,6 +175,8 @@ class Update:
         self.loss_scaling.load_state_dict(state_dict["loss_scaling"])
 
     def _begin(self, trainer: Trainer, micro_batches: Sequence[Any]) -> None:
+        if self.seeding is not None:
+            self.seeding.begin(trainer.state.iteration)
         if not self.model.training:
             self.model.train()
         self.gradients.clear_stale()
@@ -185,6 +193,8 @@ class Update:
             last = number == len(micro_batches) + self._num_placeholders  # whose number is right by now, see ArrivingGroup
             state.num_micro_batches, state.micro_batch_in_group = state.num_micro_batches + 1, number - 1
             begin_section("forward")
+            if self.seeding is not None:
+                self.seeding.micro_batch(number - 1)
             fire(TrainEvents.MICRO_BATCH_STARTED)
             with self.reduction.context(last=last):
                 for part in self.recovery.parts(micro_batch):  # one, unless it had to be cut to fit into memory
@@ -219,6 +229,8 @@ class Update:
         do so alike where the norm is a reduced one.
         """
         trainer._begin_section("reduction")
+        if self.seeding is not None:
+            self.seeding.step()
         for callback in trainer._before_norm:
             callback(trainer)
         norm = self.reduction.end(trainer._outgoing(), self.statistics, self.gradients)
@@ -227,11 +239,11 @@ class Update:
             totals = totals._replace(norm=self.reduction.scaled_norm(self.gradients))
         return totals, has_stepped
 
-    def _decide(self, totals: Totals) -> Decision:
-        """Decides from reduced numbers only, so that all ranks decide alike."""
+    def _decide(self, trainer: Trainer, totals: Totals) -> Decision:
+        """Decides from reduced numbers only, so that all ranks decide alike; and again if handlers change the gradients."""
         if totals.sample_size > 0:
             self.gradients.check()
-        return decide(
+        decision = decide(
             totals,
             divisor=self.reduction.divisor,
             loss_scale=self.loss_scaling.scale,
@@ -239,6 +251,7 @@ class Update:
             max_grad_norm=self.max_grad_norm,
             normalize=self.options.normalize,
         )
+        return self._gradient_changes(trainer, decision)
 
     def _show_gradients(self, trainer: Trainer, totals: Totals, decision: Decision) -> UpdateOutput:
         """Publishes the record of the update and lets handlers read the gradients; they may set the learning rates too."""
@@ -370,6 +383,8 @@ class Update:
     def _loss_without_wrapper(self, micro_batch: Any, index: int | None = None) -> Tensor:
         """The loss of a micro-batch that is run again, times the loss scale; `index` in the group, None for a placeholder."""
         self.state.micro_batch_in_group = index
+        if self.seeding is not None and index is not None:
+            self.seeding.micro_batch(index)
         with self.precision.autocast():
             loss = as_forward_output(self.forward(self.reduction.module, self.transfer(micro_batch))).loss
         return loss * self.loss_scaling.scale if self.loss_scaling.enabled else loss

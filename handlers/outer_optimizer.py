@@ -1,0 +1,245 @@
+"""Replicas that train on their own, and an optimizer over them that makes them equal every H updates."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+import torch
+from ignite.engine import Events
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from ignite_train.arguments import check_state_dict, describe, one_of, positive_int
+from ignite_train.errors import NonFiniteError
+from ignite_train.handler import Handler
+from ignite_train.model.optimizers import parts_as_optimizers
+from ignite_train.ranks import collectives
+from ignite_train.ranks.mean_over_ranks import mean_over_ranks
+from ignite_train.trainer import Trainer
+
+__all__ = ["OuterOptimizer"]
+
+
+class OuterOptimizer(Handler):
+    """Makes the replicas of `reduction="local"` equal every H updates, by a step of an outer optimizer.
+
+    Between two outer steps each rank trains on its own, so that 1/H as many gradients cross the ranks. The outer gradient is
+    how far the replicas have moved since the last outer step, with a minus, in the mean over the ranks:
+    Δ = x - mean(x_r), where x are the weights after the last outer step and x_r those of rank r now. The outer optimizer steps
+    from x along Δ, and each replica continues from there. The inner optimizers keep their state. Known methods are settings:
+
+    - DiLoCo (arXiv:2311.08105): `SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)`, AdamW inside, `every=500`.
+    - Local SGD (arXiv:1805.09767): `SGD(parameters, lr=1.0)`, which is the mean of the replicas.
+    - SlowMo (arXiv:1910.00643): `SGD(parameters, lr=α, momentum=β)` with `by_inner_rate=True`.
+    - BMUF (ICASSP 2016, doi:10.1109/ICASSP.2016.7472805): `SGD(parameters, lr=ζ, momentum=η)`, for its Nesterov block momentum
+      with `nesterov=True`; `count="steps"` as in fairseq.
+    - Lookahead (arXiv:1907.08610), in a single process: `SGD(parameters, lr=α)`.
+
+    The outer step is made at the end of an update, before its `STEP_COMPLETED`, so that all handlers of that update and of
+    `ITERATION_COMPLETED` see equal weights. Validate, average (`ModelEMA`) and save there: at
+    `Events.ITERATION_COMPLETED(every=H)` or a multiple. A checkpoint between two outer steps has the weights of rank 0 under
+    `"model"`, and those of the other ranks beside it; it resumes bitwise, on the same number of ranks. Buffers, such as running
+    statistics, stay each rank's own: see `ModelSync`.
+
+    The cost on each rank is memory for a copy of the weights, the state of the outer optimizer, and at an outer step the
+    differences twice more; and the time of an all-reduce of the weights every H updates, for which the device is waited for.
+    All ranks attach it alike.
+
+    Args:
+        optimizer: the outer one, over the parameters that are trained, all of them.
+        every: H.
+        count: what every H counts: `"updates"`, the skipped ones too, as SlowMo does; or `"steps"`, the updates in which some
+            rank has stepped, as fairseq's BMUF does.
+        by_inner_rate: divide the outer gradient by the learning rate inside and multiply the outer step by it, as SlowMo does,
+            so that its momentum is in units of gradients when the rate changes.
+
+    Attributes:
+        num_outer_steps: how many outer steps were made.
+        grad_norm: L2 norm of the latest outer gradient; NaN before the first.
+
+    Raises:
+        TypeError: `optimizer` is not an optimizer, or `every` is not an integer.
+        ValueError: `every` is below 1, or `count` is not known.
+
+    Example:
+        >>> import torch
+        >>> from ignite_train import UpdateOptions, create_trainer
+        >>> from ignite_train.handlers import OuterOptimizer
+        >>> model = torch.nn.Linear(3, 1)
+        >>> inner = torch.optim.AdamW(model.parameters(), lr=0.01)
+        >>> options = UpdateOptions(reduction="local")
+        >>> trainer = create_trainer(model, inner, lambda model, x: model(x).square().mean(), options=options)
+        >>> outer = OuterOptimizer(torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True), every=4)
+        >>> outer.attach(trainer)
+        >>> state = trainer.run([torch.ones(8, 3)] * 12, max_epochs=1)
+        >>> outer.num_outer_steps
+        3
+    """
+
+    same_on_all_ranks = True
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        every: int,
+        count: Literal["updates", "steps"] = "updates",
+        by_inner_rate: bool = False,
+    ) -> None:
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {describe(optimizer)}")
+        if not isinstance(by_inner_rate, bool):
+            raise TypeError(f"by_inner_rate must be True or False, got {describe(by_inner_rate)}")
+        self.optimizer, self.every = optimizer, positive_int("every", every)
+        self.count, self.by_inner_rate = one_of("count", count, ("updates", "steps")), by_inner_rate
+        self.num_outer_steps, self.grad_norm = 0, math.nan
+        self._num_updates = 0  # since the last outer step
+        self._parameters: dict[str, nn.Parameter] = {}
+        self._weights: dict[str, Tensor] = {}  # after the last outer step
+        self._groups: dict[str, dict[str, Any]] = {}  # of the optimizers inside, by the name of a parameter
+
+    def attach(self, trainer: Trainer) -> None:
+        """Steps at the end of every H-th update of `trainer`.
+
+        Raises:
+            ValueError: there are several ranks and their gradients are reduced in each update; or the outer optimizer does not
+                have the parameters that are trained; or `trainer` has an outer optimizer already.
+        """
+        parts: Mapping[str, Any] = trainer._stateful_parts
+        if collectives.world_size() > 1 and trainer._description["reduction"] != "local":
+            raise ValueError(
+                "OuterOptimizer needs replicas that train on their own, got a trainer that reduces gradients in each update; "
+                "pass the plain model and options=UpdateOptions(reduction='local') to create_trainer"
+            )
+        if trainer._after_update:
+            raise ValueError("trainer must have one OuterOptimizer at most, got a second one; attach it once")
+        inner = parts_as_optimizers(parts)
+        inside = [inner] if isinstance(inner, Optimizer) else [*inner.values()]
+        self._take_parameters(parts["model"], inside)
+        self._keep_weights()
+        trainer._after_update.append(self._count)
+        trainer.prepend_event_handler(Events.STARTED, self)
+        trainer.prepend_event_handler(Events.STARTED, _Replica(self, trainer, inside))
+
+    def __call__(self, trainer: Trainer) -> None:  # noqa: ARG002
+        """A run begins: before the first update the weights are those that the model has now."""
+        if self.num_outer_steps == self._num_updates == 0:
+            self._keep_weights()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The outer optimizer's state and the weights after the latest outer step, which are the same on all ranks."""
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "weights": dict(self._weights),
+            "num_outer_steps": self.num_outer_steps,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Takes it over.
+
+        Raises:
+            ValueError: it is of another model.
+        """
+        check_state_dict("OuterOptimizer", state_dict, ("optimizer", "weights", "num_outer_steps"), ("num_outer_steps",))
+        saved = state_dict["weights"]
+        wrong = [name for name, value in self._weights.items() if name not in saved or saved[name].shape != value.shape]
+        if wrong:
+            raise ValueError(f"state_dict must be of the same model, got one without a fitting {wrong[0]!r}")
+        self.optimizer.load_state_dict(state_dict["optimizer"])
+        self.num_outer_steps = state_dict["num_outer_steps"]
+        for name, value in self._weights.items():
+            value.copy_(saved[name])
+
+    def _take_parameters(self, model: nn.Module, inside: Iterable[Optimizer]) -> None:
+        """Finds the parameters of the optimizers inside, which the outer one must have too, by their names."""
+        if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+            raise ValueError("model must not be sharded with OuterOptimizer, got one that fully_shard was applied to")
+        groups = {id(p): group for optimizer in inside for group in optimizer.param_groups for p in group["params"]}
+        outer = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        named = {name: parameter for name, parameter in model.named_parameters() if id(parameter) in groups}
+        missing = [name for name, parameter in named.items() if id(parameter) not in outer]
+        if missing or len(outer) > len(named):
+            what = f"got one without {missing[0]!r}" if missing else f"got {len(outer) - len(named)} that are not trained"
+            raise ValueError(f"optimizer must be over the parameters that are trained, {what}; pass model.parameters()")
+        self._parameters = named
+        self._groups = {name: groups[id(parameter)] for name, parameter in named.items()}
+
+    def _keep_weights(self) -> None:
+        self._weights = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
+
+    def _count(self, trainer: Trainer) -> None:
+        """An update was counted. Collective, if a step is due."""
+        state, output = trainer.state, trainer.state.update_output
+        self._num_updates += 1
+        if self.count == "updates":
+            is_due = state.iteration % self.every == 0
+        else:
+            is_due = output is not None and output.applied and state.num_steps % self.every == 0
+        if is_due:
+            self._step(trainer)
+
+    @torch.no_grad()
+    def _step(self, trainer: Trainer) -> None:
+        """The outer step. Collective; reads one number."""
+        parameters, weights = [*self._parameters.values()], [*self._weights.values()]
+        differences = [weight - parameter for weight, parameter in zip(weights, parameters, strict=True)]
+        mean_over_ranks(differences)
+        norms = [torch.linalg.vector_norm(one, dtype=torch.float64).cpu() for one in differences]
+        self.grad_norm = float(torch.stack(norms).norm())  # sync
+        if not math.isfinite(self.grad_norm):
+            raise NonFiniteError(trainer.state.iteration, math.nan, self.grad_norm, ("in the outer gradient",))
+        rates = [group["lr"] for group in self._groups.values()] if self.by_inner_rate else []
+        kept = [parameter.grad for parameter in parameters]
+        for parameter, weight, difference in zip(parameters, weights, differences, strict=True):
+            parameter.copy_(weight)
+            parameter.grad = difference if parameter.requires_grad else None  # momentum would move a frozen one
+        for difference, rate in zip(differences, rates, strict=False):
+            difference.div_(rate)
+        self.optimizer.step()
+        for parameter, weight, rate in zip(parameters, weights, rates, strict=False):
+            parameter.copy_(weight + (parameter - weight) * rate)
+        for parameter, weight, gradient in zip(parameters, weights, kept, strict=True):
+            parameter.grad = gradient
+            weight.copy_(parameter)
+        self._num_updates, trainer._ranks_are_alike = 0, True
+        self.num_outer_steps += 1
+
+
+class _Replica:
+    """Has in the checkpoints what is each rank's own: the state of the optimizers inside and, between outer steps, the weights.
+
+    Those of rank 0 are the model and the optimizers of the run, which each checkpoint has.
+    """
+
+    def __init__(self, outer: OuterOptimizer, trainer: Trainer, inside: list[Optimizer]) -> None:
+        self._outer, self._trainer, self._inside = outer, weakref.proxy(trainer), inside
+
+    def __call__(self) -> None:
+        """Does nothing: it is attached so that its state is saved."""
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = {"num_updates": self._outer._num_updates, "num_ranks": collectives.world_size()}
+        if collectives.is_main_rank():
+            return state
+        own = {"optimizers": [optimizer.state_dict() for optimizer in self._inside]}
+        if self._outer._num_updates:
+            own["weights"] = {name: value.detach() for name, value in self._outer._parameters.items()}  # type: ignore[assignment]
+        return state | own
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        num_updates, num_ranks = state_dict["num_updates"], state_dict["num_ranks"]
+        if num_updates and num_ranks != collectives.world_size():
+            raise ValueError(
+                f"the checkpoint was written {num_updates} updates after an outer step, by {num_ranks} replicas that differ, "
+                f"and this run has {collectives.world_size()}; use {num_ranks} ranks, or a checkpoint of an outer step"
+            )
+        self._outer._num_updates, self._trainer._ranks_are_alike = num_updates, num_updates == 0
+        for optimizer, state in zip(self._inside, state_dict.get("optimizers", ()), strict=False):
+            optimizer.load_state_dict(state)
+        with torch.no_grad():
+            for name, value in state_dict.get("weights", {}).items():
+                self._outer._parameters[name].copy_(value)

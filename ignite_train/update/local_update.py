@@ -1,0 +1,145 @@
+"""An update in which each rank steps along its own gradients, and all ranks know what the others did."""
+
+from __future__ import annotations
+
+import logging
+import math
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ignite_train.errors import NonFiniteError
+from ignite_train.ranks import collectives
+from ignite_train.ranks.messages import Piggyback
+from ignite_train.ranks.statistics import Statistics, Totals
+from ignite_train.state import SkippedReason, UpdateOutput
+from ignite_train.trainer import Trainer
+from ignite_train.update.decision import Decision
+from ignite_train.update.gradient_changes import trusted_norm
+from ignite_train.update.update import Update
+
+__all__ = ["LocalUpdate"]
+
+
+class _OwnVerdict(Piggyback):
+    """Decides about the step of this rank alone, just before the statistics leave it, and sends the outcome with them.
+
+    A rank whose gradients are not finite takes its loss and its logs out of the statistics, which are those of the others.
+
+    Args:
+        statistics: has the sums of this rank.
+        decide: makes a decision of the sums of this rank.
+
+    Attributes:
+        own: what this rank does.
+        num_stepping: how many ranks step.
+        num_not_finite: how many ranks have gradients or a loss that are not finite.
+        grad_norm: the root of the mean square of the norms of the ranks that step; inf or NaN if none does.
+        clip_coefficient: the mean of theirs.
+    """
+
+    payload_size = 4
+
+    def __init__(self, statistics: Statistics, decide: Callable[[Totals], Decision]) -> None:
+        self._statistics, self._decide = statistics, decide
+        self.own = Decision(math.nan, math.nan, math.nan, 1.0, "no_samples")
+        self.num_stepping = self.num_not_finite = 0
+        self.grad_norm, self.clip_coefficient = math.nan, 1.0
+
+    def payload(self) -> Sequence[float]:
+        """Whether this rank steps, whether it is not finite, and of a rank that steps norm² and clip coefficient."""
+        self.own = own = self._decide(self._statistics.own_totals(0.0))
+        if own.skipped_reason is None:
+            return [1.0, 0.0, own.grad_norm**2, own.clip_coefficient]
+        self._statistics.leave_out()
+        return [0.0, float(own.skipped_reason != "no_samples"), 0.0, 0.0]
+
+    def on_reduced(self, sums: list[float]) -> None:
+        """Takes over the outcome of all ranks, before any of them steps."""
+        stepping, not_finite, squares, coefficients = sums
+        self.num_stepping, self.num_not_finite = round(stepping), round(not_finite)
+        self.grad_norm = math.sqrt(squares / stepping) if stepping else math.inf if not_finite else math.nan
+        self.clip_coefficient = coefficients / stepping if stepping else 1.0
+
+    def settle(self) -> None:
+        """Nothing is left to compare after an update."""
+
+
+@dataclass(kw_only=True)
+class LocalUpdate(Update):
+    """An update of `reduction="local"`: each rank steps or skips by its own numbers, and what is counted is agreed.
+
+    An update is applied if some rank has stepped, so counters, schedules and `STEP_COMPLETED` are the same on all ranks. The
+    loss scale too: it falls on all ranks if the gradients of one of them have overflowed. Without loss scaling and with
+    `on_nonfinite="raise"` one rank that is not finite ends the run on all of them, before any steps.
+    """
+
+    _verdict: _OwnVerdict = field(init=False)
+    _trainer: Trainer = field(init=False)
+    _is_warned: bool = False
+
+    def join(self, trainer: Trainer) -> None:
+        """Sends the verdict of this rank with the statistics of `trainer`'s updates. To be called once, before the first."""
+        self._trainer = weakref.proxy(trainer)
+        self._verdict = _OwnVerdict(self.statistics, self._decide_alone)
+        trainer.piggybacks.append(self._verdict)
+
+    def _decide_alone(self, totals: Totals) -> Decision:
+        """Decides about the step of this rank, from its sums."""
+        norm = trusted_norm(self.reduction, self.gradients) if totals.sample_size > 0 else 0.0
+        return super()._decide(self._trainer, totals._replace(norm=norm))
+
+    def _decide(self, trainer: Trainer, totals: Totals) -> Decision:  # noqa: ARG002
+        """What is recorded. It is the same on all ranks, but for the factor by which handlers read the gradients."""
+        verdict = self._verdict
+        return Decision(
+            loss=totals.loss / totals.sample_size if totals.sample_size else math.nan,
+            grad_norm=verdict.grad_norm,
+            mean_factor=verdict.own.mean_factor,
+            clip_coefficient=verdict.clip_coefficient,
+            skipped_reason=self._agreed_reason(),
+        )
+
+    def _agreed_reason(self) -> SkippedReason | None:
+        if self._verdict.num_not_finite:
+            if not self.loss_scaling.enabled and self.options.on_nonfinite == "raise":
+                return "nonfinite"
+            if not self._verdict.num_stepping:
+                return "overflow" if self.loss_scaling.enabled else "nonfinite"
+        return None if self._verdict.num_stepping else "no_samples"
+
+    def _record(self, totals: Totals, decision: Decision) -> UpdateOutput:
+        skipping = 0 if decision.skipped_reason is not None else collectives.world_size() - self._verdict.num_stepping
+        return replace(super()._record(totals, decision), num_ranks_skipped=skipping)
+
+    def _step_or_skip(
+        self, update: int, decision: Decision, output: UpdateOutput, micro_batches: Sequence[Any], *, has_stepped: bool
+    ) -> None:
+        """Steps along the gradients of this rank, or changes nothing on it. No step is ever queued: `has_stepped` is False."""
+        assert not has_stepped  # noqa: S101
+        own, reason = self._verdict.own, decision.skipped_reason
+        if reason == "nonfinite" and self.options.on_nonfinite == "raise":
+            found, absent = self._find_nonfinite(micro_batches, output)
+            raise NonFiniteError(update, output.loss, output.grad_norm, found, absent)
+        has_overflowed = self.loss_scaling.enabled and self._verdict.num_not_finite > 0
+        scale_fell = has_overflowed and self._lower_scale(micro_batches, output)
+        self._failures.count(update, output, scale_fell=scale_fell)
+        if own.skipped_reason is None:
+            self.learning_rates.check(output.learning_rates)
+            self.gradients.refuse_dropped()
+            self.stepping(own.mean_factor, own.clip_coefficient)
+        if reason != "no_samples" and not has_overflowed:
+            self.loss_scaling.update(overflow=False)
+        if own.skipped_reason is not None or not self.options.keep_gradients:
+            self.gradients.clear()
+
+    def _finish(self, output: UpdateOutput) -> None:
+        super()._finish(replace(output, skipped_reason=self._verdict.own.skipped_reason))
+        if output.applied:
+            self._trainer._ranks_are_alike = False
+        if not self._trainer._after_update and not self._is_warned:
+            self._is_warned = True
+            logging.getLogger("ignite_train").warning(
+                "with reduction='local' nothing makes the replicas equal again; attach an OuterOptimizer, or use one process"
+            )

@@ -1,0 +1,574 @@
+"""Replicas that train on their own, and the outer optimizer that makes them equal: against closed forms in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import ignite.distributed as idist
+import pytest
+import torch
+from ignite.engine import Events
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ignite_train import (
+    ForwardOutput,
+    NonFiniteError,
+    StaticLossScaling,
+    TorchLossScaling,
+    Trainer,
+    TrainEvents,
+    UpdateOptions,
+    count_traffic,
+    create_evaluator,
+    create_trainer,
+)
+from ignite_train.handlers import (
+    Checkpoint,
+    LearningRateSchedule,
+    ModelSync,
+    OuterOptimizer,
+    StateConsistency,
+    StateMismatchError,
+)
+from ranks import RanksFailedError, run_ranks
+from tiers import slow
+
+H = 3
+RATE = 0.05
+DATA = [torch.randn(4, 3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) for seed in range(24)]
+GOAL = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
+
+
+def share() -> list[Tensor]:
+    """The micro-batches of this rank."""
+    return DATA[idist.get_rank() :: idist.get_world_size()]
+
+
+def linear() -> nn.Linear:
+    model = nn.Linear(3, 1, bias=False, dtype=torch.float64)
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[0.3, 0.1, -0.2]]))
+    return model
+
+
+def forward(model: nn.Module, x: Tensor) -> ForwardOutput:
+    return ForwardOutput((model(x)[:, 0] - x @ GOAL).square().sum(), len(x), {"seen": len(x)})
+
+
+def gradient(weight: Tensor, x: Tensor) -> Tensor:
+    """Of the mean loss, by hand: 2/n Σ (w - goal)·x x."""
+    return 2 / len(x) * x.T @ (x @ (weight - GOAL))
+
+
+# What the outer optimizer is, and its step by the formula of its paper from the weights before, the mean of the replicas, the
+# momentum and the rate inside; it gives the new weights and momentum.
+Formula = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+
+
+def _diloco(x: Tensor, mean: Tensor, m: Tensor, _rate: float) -> tuple[Tensor, Tensor]:
+    """Douillard et al., 2023: Nesterov's momentum as in Sutskever et al."""
+    m = 0.9 * m + (x - mean)
+    return x - 0.7 * ((x - mean) + 0.9 * m), m
+
+
+def _slowmo(x: Tensor, mean: Tensor, u: Tensor, rate: float) -> tuple[Tensor, Tensor]:
+    """Wang et al., 2019, equations 2 and 3, with α = 0.8 and β = 0.6."""
+    u = 0.6 * u + (x - mean) / rate
+    return x - 0.8 * rate * u, u
+
+
+def _bmuf(x: Tensor, mean: Tensor, d: Tensor, _rate: float) -> tuple[Tensor, Tensor]:
+    """Chen & Huo, 2016, with block momentum η = 0.5 and block rate ζ = 0.9."""
+    d = 0.5 * d + 0.9 * (mean - x)
+    return x + d, d
+
+
+def _bmuf_nesterov(x: Tensor, mean: Tensor, d: Tensor, _rate: float) -> tuple[Tensor, Tensor]:
+    """The same with Nesterov's block momentum: x is W + ηΔ of before, from which the replicas started."""
+    w = x - 0.5 * d
+    d = 0.5 * d + 0.9 * (mean - x)
+    return (w + d) + 0.5 * d, d
+
+
+METHODS: dict[str, tuple[dict[str, Any], dict[str, Any], Formula]] = {
+    "diloco": ({"lr": 0.7, "momentum": 0.9, "nesterov": True}, {}, _diloco),
+    "local": ({"lr": 1.0}, {}, lambda x, mean, m, rate: (mean, m)),
+    "slowmo": ({"lr": 0.8, "momentum": 0.6}, {"by_inner_rate": True}, _slowmo),
+    "bmuf": ({"lr": 0.9, "momentum": 0.5}, {"count": "steps"}, _bmuf),
+    "bmuf-nesterov": ({"lr": 0.9, "momentum": 0.5, "nesterov": True}, {}, _bmuf_nesterov),
+    "lookahead": ({"lr": 0.5}, {}, lambda x, mean, m, rate: (x + 0.5 * (mean - x), m)),
+}
+
+
+def make(
+    method: str = "diloco", every: int = H, model: nn.Module | None = None, inner: Any = None, **arguments: Any
+) -> tuple[Trainer, OuterOptimizer]:
+    model = linear() if model is None else model
+    options = UpdateOptions(**{"reduction": "local", **arguments.pop("options", {})})
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE) if inner is None else inner(model.parameters())
+    trainer = create_trainer(model, optimizer, arguments.pop("forward", forward), options=options, **arguments)
+    settings, more, _ = METHODS[method]
+    outer = OuterOptimizer(torch.optim.SGD(model.parameters(), **settings), every=every, **more)
+    outer.attach(trainer)
+    return trainer, outer
+
+
+def weight_of(trainer: Trainer) -> list[float]:
+    model: Any = trainer._stateful_parts["model"]
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).tolist()
+
+
+def by_hand(method: str, updates: int, ranks: int, rates: Sequence[float]) -> list[list[float]]:
+    """The weights of each rank after so many updates, of plain SGD inside: by the formulas."""
+    x = linear().weight.detach()[0]
+    momentum, replicas = torch.zeros_like(x), [x.clone() for _ in range(ranks)]
+    for update in range(1, updates + 1):
+        rate = rates[update - 1]
+        for rank in range(ranks):
+            replicas[rank] = replicas[rank] - rate * gradient(replicas[rank], DATA[rank::ranks][update - 1])
+        if update % H == 0:
+            x, momentum = METHODS[method][2](x, torch.stack(replicas).mean(0), momentum, rate)
+            replicas = [x.clone() for _ in range(ranks)]
+    return [replica.tolist() for replica in replicas]
+
+
+def _train(method: str, updates: int, schedule: bool) -> dict[str, Any]:
+    trainer, outer = make(method)
+    if schedule:
+        optimizer: Any = trainer._stateful_parts["optimizer"]
+        LearningRateSchedule(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)).attach(trainer, TrainEvents.STEP_COMPLETED)
+    records: list[tuple[float, float, dict[str, float]]] = []
+
+    @trainer.on(Events.ITERATION_COMPLETED)
+    def note(trainer: Trainer) -> None:
+        output = trainer.state.update_output
+        assert output is not None
+        records.append((output.loss, output.grad_norm, dict(output.logs)))
+
+    trainer.run(share(), max_iters=updates)
+    return {"weights": weight_of(trainer), "records": records, "outer": outer.num_outer_steps}
+
+
+@pytest.mark.parametrize("method", list(METHODS))
+def test_one_process_is_the_formula(method: str) -> None:
+    """Over one replica each method is a kind of lookahead; after and between outer steps."""
+    for updates in (2 * H, 3 * H + 1):
+        found = _train(method, updates, schedule=False)
+        assert found["weights"] == pytest.approx(by_hand(method, updates, 1, [RATE] * updates)[0], rel=1e-12, abs=1e-14)
+        assert found["outer"] == updates // H
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("updates", [3 * H, 3 * H + 2], ids=["equal", "between"])
+@pytest.mark.parametrize("method", [name for name in METHODS if name != "lookahead"])
+def test_two_ranks_are_the_formula(method: str, updates: int) -> None:
+    """With a rate that falls; replicas are equal bit by bit after an outer step, and differ between two. Records are agreed."""
+    both = run_ranks(_train, method, updates, True)
+    rates = [RATE * 0.9**update for update in range(updates)]
+    expected = by_hand(method, updates, 2, rates)
+
+    for rank in range(2):
+        assert both[rank]["weights"] == pytest.approx(expected[rank], rel=1e-11, abs=1e-13)
+    assert (both[0]["weights"] == both[1]["weights"]) == (updates % H == 0)
+    assert both[0]["records"] == both[1]["records"]
+    first = linear().weight.detach()[0]
+    halves = [DATA[0], DATA[1]]
+    losses = [float((half @ (first - GOAL)).square().sum()) for half in halves]
+    norms = [float(gradient(first, half).norm()) for half in halves]
+    loss, norm, logs = both[0]["records"][0]
+    assert loss == pytest.approx(sum(losses) / 8, rel=1e-12)
+    assert norm == pytest.approx((sum(one**2 for one in norms) / 2) ** 0.5, rel=1e-12)
+    assert logs == {"seen": 8.0}
+
+
+def net() -> nn.Sequential:
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        return nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.3), nn.Linear(8, 1)).double()
+
+
+def _adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.02)
+
+
+def _resumed(directory: str, stops: list[int]) -> list[float]:
+    """The weights of this rank after the last stop."""
+    for max_iters in stops:
+        torch.manual_seed(100 + idist.get_rank())
+        trainer, _ = make(model=net(), inner=_adam, accumulation_steps=2, seed=1)
+        if len(stops) > 1:
+            Checkpoint(directory).attach(trainer)
+        trainer.run(share() * 2, max_iters=max_iters)
+    return weight_of(trainer)
+
+
+@pytest.mark.parametrize("stop", [2, slow(3), slow(5)], ids=str)
+def test_resumed_in_one_process_it_ends_with_the_same_bits(stop: int, tmp_path: Path) -> None:
+    """Between two outer steps, and after one, with AdamW inside."""
+    assert _resumed(str(tmp_path / "run"), [stop, 8]) == _resumed("", [8])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stop", [3, 4, 5], ids=str)
+def test_resumed_on_two_ranks_it_ends_with_the_same_bits(stop: int, tmp_path: Path) -> None:
+    """Each rank has its own weights and moments again, wherever it was stopped."""
+    whole = run_ranks(_resumed, "", [8])
+    parts = run_ranks(_resumed, str(tmp_path / "run"), [stop, 8])
+
+    assert parts == whole
+    assert whole[0] != whole[1]  # the eighth update is between two outer steps
+
+
+def _save(directory: str, updates: int) -> list[float]:
+    trainer, _ = make(model=net(), inner=_adam)
+    Checkpoint(directory).attach(trainer)
+    trainer.run(share(), max_iters=updates)
+    return weight_of(trainer)
+
+
+@pytest.mark.slow
+def test_other_numbers_of_ranks(tmp_path: Path) -> None:
+    """A checkpoint of an outer step is taken by one rank; one between two is refused, and nothing is trained."""
+    both = run_ranks(_save, str(tmp_path / "equal"), 2 * H)
+    assert both[0] == both[1]
+    trainer, _ = make(model=net(), inner=_adam)
+    Checkpoint(tmp_path / "equal").attach(trainer)
+    with trainer.session():
+        assert weight_of(trainer) == both[0]
+
+    run_ranks(_save, str(tmp_path / "between"), 2 * H + 1)
+    trainer, _ = make(model=net(), inner=_adam)
+    Checkpoint(tmp_path / "between").attach(trainer)
+    with pytest.raises(ValueError, match="written 1 updates after an outer step, by 2 replicas that differ"):
+        trainer.run(DATA, max_iters=9)
+
+
+# --- updates that are skipped ---
+
+BAD = float("inf")
+
+
+def _spoiled(scaling: Any, bad: list[int], fails: str, count: str, on_nonfinite: str) -> dict[str, Any]:
+    """On rank 0 the gradient is not finite in the updates `bad`; `fails` says on which ranks."""
+
+    def spoil(model: nn.Module, x: Tensor) -> ForwardOutput:
+        output = forward(model, x)
+        hits = trainer.state.iteration in bad and (fails == "all" or idist.get_rank() == 0)
+        return output._replace(loss=output.loss * BAD) if hits else output
+
+    model = linear()
+    options = UpdateOptions(reduction="local", on_nonfinite=on_nonfinite)  # type: ignore[arg-type]
+    inner = torch.optim.SGD(model.parameters(), lr=RATE)
+    trainer = create_trainer(model, inner, spoil, options=options, loss_scaling=scaling)
+    outer = OuterOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), every=H, count=count)  # type: ignore[arg-type]
+    outer.attach(trainer)
+    seen: list[Any] = []
+
+    @trainer.on(Events.ITERATION_COMPLETED)
+    def note(trainer: Trainer) -> None:
+        output, state = trainer.state.update_output, trainer.state
+        assert output is not None
+        seen.append((output.applied, output.num_ranks_skipped, output.loss_scale, state.num_steps, outer.num_outer_steps))
+
+    trainer.run(share(), max_iters=2 * H)
+    return {"weights": weight_of(trainer), "seen": seen, "loss": trainer.state.update_output.loss}  # type: ignore[union-attr]
+
+
+def _skipping_by_hand(skips: dict[int, tuple[int, ...]]) -> list[float]:
+    """The weights after two outer steps that count updates, where the ranks in `skips[update]` do not step."""
+    x = linear().weight.detach()[0]
+    replicas = [x.clone(), x.clone()]
+    for update in range(1, 2 * H + 1):
+        for rank in range(2):
+            if rank not in skips.get(update, ()):
+                replicas[rank] = replicas[rank] - RATE * gradient(replicas[rank], DATA[rank::2][update - 1])
+        if update % H == 0:
+            replicas = [torch.stack(replicas).mean(0)] * 2
+    return replicas[0].tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scaled", [True, False], ids=["scaled", "plain"])
+def test_a_rank_whose_gradients_are_not_finite_skips_alone(scaled: bool) -> None:
+    """It is counted on all ranks; the loss scale falls on all; the outer steps come when they are due."""
+    scaling = TorchLossScaling(init_scale=16.0) if scaled else None
+    both = run_ranks(_spoiled, scaling, [2], "one", "updates", "skip")
+
+    assert both[0] == both[1]
+    assert both[0]["weights"] == pytest.approx(_skipping_by_hand({2: (0,)}), rel=1e-12)
+    scales = [16.0, 16.0, 8.0, 8.0, 8.0, 8.0] if scaled else [1.0] * 6
+    skipped = [0, 1, 0, 0, 0, 0]
+    assert both[0]["seen"] == [(True, skipped[i], scales[i], i + 1, (i + 1) // H) for i in range(6)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("count", "outer"), [("updates", [0, 0, 1, 1, 1, 2]), ("steps", [0, 0, 0, 1, 1, 1])])
+def test_an_update_that_all_ranks_skip_counts_as_in_the_original(count: str, outer: list[int]) -> None:
+    """SlowMo's count advances on an overflow, that of fairseq's BMUF does not."""
+    both = run_ranks(_spoiled, StaticLossScaling(4.0), [2], "all", count, "raise")
+
+    assert both[0] == both[1]
+    assert [seen[4] for seen in both[0]["seen"]] == outer
+    assert [seen[0] for seen in both[0]["seen"]] == [True, False, True, True, True, True]
+    assert [seen[3] for seen in both[0]["seen"]] == [1, 1, 2, 3, 4, 5]
+    if count == "updates":
+        assert both[0]["weights"] == pytest.approx(_skipping_by_hand({2: (0, 1)}), rel=1e-12)
+
+
+def _stopped() -> str:
+    try:
+        _spoiled(None, [2], "one", "updates", "raise")
+    except NonFiniteError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.slow
+def test_without_loss_scaling_one_rank_ends_all() -> None:
+    """The message on both ranks names the rank on which the loss was not finite."""
+    first, second = run_ranks(_stopped)
+    assert first == second
+    assert first.startswith("update 2: gradient norm ")
+    assert "rank 0, micro-batch 1 of 1: inf in the loss" in first
+    assert "rank 1," not in first
+
+
+def _uneven() -> dict[str, Any]:
+    trainer, outer = make("local", every=2)
+    records = []
+    trainer.add_event_handler(
+        Events.ITERATION_COMPLETED,
+        lambda: records.append((trainer.state.update_output.sample_size, trainer.state.update_output.num_ranks_skipped)),  # type: ignore[union-attr]
+    )
+    trainer.run(DATA[:2] if idist.get_rank() else DATA[2:6], max_epochs=1)
+    return {"weights": weight_of(trainer), "records": records, "outer": outer.num_outer_steps}
+
+
+@pytest.mark.slow
+def test_a_rank_without_data_keeps_its_weights() -> None:
+    """It takes part in the outer steps."""
+    both = run_ranks(_uneven)
+    x = linear().weight.detach()[0]
+    for block in range(2):
+        replicas = [x.clone(), x.clone()]
+        for update in (2 * block, 2 * block + 1):
+            replicas[0] = replicas[0] - RATE * gradient(replicas[0], DATA[2 + update])
+            if update < 2:
+                replicas[1] = replicas[1] - RATE * gradient(replicas[1], DATA[update])
+        x = torch.stack(replicas).mean(0)
+
+    assert both[0] == both[1]
+    assert both[0]["weights"] == pytest.approx(x.tolist(), rel=1e-12)
+    assert both[0]["records"] == [(8.0, 0), (8.0, 0), (4.0, 1), (4.0, 1)]
+
+
+# --- what crosses the ranks, and what is compared ---
+
+
+def _traffic(every: int) -> dict[str, int]:
+    """The bytes that cross in eight updates of a model of 40,000 weights."""
+    model = nn.Linear(200, 200, bias=False)
+    if every:
+        trainer, _ = make(every=every, model=model, forward=lambda model, x: model(x).square().mean(), protect=False)
+    else:
+        options = UpdateOptions(reduction="explicit")
+        optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+        trainer = create_trainer(model, optimizer, lambda model, x: model(x).square().mean(), options=options, protect=False)
+    with count_traffic("cpu") as traffic:
+        trainer.run([torch.ones(2, 200)] * 8, max_epochs=1)
+    sizes = [one.num_bytes for one in traffic.collectives]
+    return {
+        "gradients": sum(size for size in sizes if size >= 160_000),
+        "calls": sum(size >= 160_000 for size in sizes),
+        "all": sum(sizes),
+    }
+
+
+@pytest.mark.slow
+def test_gradients_cross_every_h_updates() -> None:
+    """As bytes: a half, a fourth, an eighth of those of reducing them in each update; the statistics are small beside them."""
+    reduced, *local = (run_ranks(_traffic, every)[0] for every in (0, 1, 2, 4, 8))
+
+    assert reduced["gradients"] == 8 * 160_000
+    assert [one["gradients"] for one in local] == [8 * 160_000 // every for every in (1, 2, 4, 8)]
+    assert [one["calls"] for one in local] == [8, 4, 2, 1]
+    assert all(one["all"] - one["gradients"] < 8_000 for one in local)
+
+
+def _differing(when: int) -> str:
+    trainer, _ = make("local")
+
+    @trainer.on(Events.ITERATION_COMPLETED(once=when))
+    def spoil(trainer: Trainer) -> None:
+        model: Any = trainer._stateful_parts["model"]
+        with torch.no_grad():
+            model.weight.add_(idist.get_rank() * 1e-9)
+
+    def late(trainer: Trainer) -> None:
+        check(trainer)
+
+    model: Any = trainer._stateful_parts["model"]
+    check = StateConsistency(model, trainer._stateful_parts["optimizer"], optimizer_state=False)  # type: ignore[arg-type]
+    check.attach(trainer)
+    trainer.append_event_handler(Events.ITERATION_COMPLETED(once=when), late)
+    try:
+        trainer.run(share(), max_iters=2 * H)
+    except StateMismatchError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.slow
+def test_states_are_compared_after_outer_steps_only() -> None:
+    """Replicas that differ between two outer steps are not an error; what differs after one is."""
+    assert run_ranks(_differing, H - 1) == ["no error"] * 2
+    first, second = run_ranks(_differing, H)
+    assert first == second
+    assert first.startswith(f"update {H}: the ranks differ in parameter weight")
+
+
+def _changed_on_one_rank() -> None:
+    trainer, outer = make("local")
+
+    @trainer.on(Events.ITERATION_COMPLETED(once=1))
+    def spoil(trainer: Trainer) -> None:
+        if idist.get_rank():
+            outer.optimizer.param_groups[0]["lr"] = 0.9
+
+    trainer.run(share(), max_iters=2 * H)
+
+
+@pytest.mark.slow
+def test_by_default_an_outer_step_that_differs_is_an_error() -> None:
+    """On both ranks: here the outer rate differs, and so the weights after the outer step."""
+    with pytest.raises(RanksFailedError, match=rf"(?s)rank 0: .*StateMismatchError: update {H}.*rank 1: .*StateMismatchError"):
+        run_ranks(_changed_on_one_rank)
+
+
+def _skipped_by_a_handler() -> list[Any]:
+    """A handler changes the gradients of one rank so that they are not finite."""
+    trainer, _ = make("local", options={"on_nonfinite": "skip"})
+
+    @trainer.on(TrainEvents.GRADIENTS_REDUCED)
+    def spoil(trainer: Trainer) -> None:
+        model: Any = trainer._stateful_parts["model"]
+        if idist.get_rank() and trainer.state.iteration == 2:
+            model.weight.grad.fill_(float("nan"))
+
+    seen: list[Any] = []
+    trainer.add_event_handler(
+        Events.ITERATION_COMPLETED,
+        lambda: seen.append(trainer.state.update_output.num_ranks_skipped),  # type: ignore[union-attr]
+    )
+    trainer.run(share(), max_iters=2 * H)
+    return [seen, weight_of(trainer)]
+
+
+@pytest.mark.slow
+def test_what_handlers_make_of_the_gradients_decides() -> None:
+    """GRADIENTS_REDUCED comes before the verdict of the rank."""
+    both = run_ranks(_skipped_by_a_handler)
+    assert both[0] == both[1]
+    assert both[0][0] == [0, 1, 0, 0, 0, 0]
+    assert both[0][1] == pytest.approx(_skipping_by_hand({2: (1,)}), rel=1e-12)
+
+
+# --- what is refused ---
+
+
+def _mistake(name: str) -> str:
+    model, ddp = linear(), None
+    try:
+        if name == "reduced":
+            trainer = create_trainer(
+                model, torch.optim.SGD(model.parameters(), lr=RATE), forward, options=UpdateOptions(reduction="explicit")
+            )
+            OuterOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), every=2).attach(trainer)
+        elif name == "ddp":
+            ddp = DistributedDataParallel(model)
+            create_trainer(ddp, torch.optim.SGD(ddp.parameters(), lr=RATE), forward, options=UpdateOptions(reduction="local"))
+        elif name == "sync":
+            trainer, _ = make(model=model)
+            ModelSync(with_weights=True).attach(trainer, evaluator=create_evaluator(model, forward))
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+REFUSED_ON_TWO = {
+    "reduced": "OuterOptimizer needs replicas that train on their own, got a trainer that reduces gradients in each update",
+    "ddp": "model must be without DistributedDataParallel for reduction='local'",
+    "sync": "with_weights must be False with reduction='local'",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(REFUSED_ON_TWO))
+def test_what_two_ranks_refuse(name: str) -> None:
+    """On both of them, in one line."""
+    for says in run_ranks(_mistake, name):
+        assert says.startswith(REFUSED_ON_TWO[name])
+        assert "\n" not in says
+
+
+def _attach_twice() -> None:
+    trainer, outer = make()
+    outer.attach(trainer)
+
+
+def _other_parameters() -> None:
+    trainer, _ = make()
+    trainer._after_update.clear()
+    OuterOptimizer(torch.optim.SGD(linear().parameters(), lr=1.0), every=2).attach(trainer)
+
+
+def _too_many_parameters() -> None:
+    model = linear()
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=RATE), forward)
+    OuterOptimizer(torch.optim.SGD([*model.parameters(), *linear().parameters()], lr=1.0), every=2).attach(trainer)
+
+
+def _sgd() -> torch.optim.Optimizer:
+    return torch.optim.SGD(linear().parameters(), lr=1.0)
+
+
+def _closure() -> None:
+    make(options={"closure": True})
+
+
+def _replay() -> None:
+    make(options={"uneven": "replay"})
+
+
+def _limits() -> None:
+    make(inner=lambda parameters: {"all": torch.optim.SGD(parameters, lr=RATE)}, max_grad_norm={"all": 1.0})
+
+
+MISTAKES: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
+    "optimizer": (TypeError, "optimizer must be a torch.optim.Optimizer", lambda: OuterOptimizer(linear(), every=2)),  # type: ignore[arg-type]
+    "every": (ValueError, "every must be at least 1", lambda: OuterOptimizer(_sgd(), every=0)),
+    "count": (ValueError, "count must be one of", lambda: OuterOptimizer(_sgd(), every=2, count="epochs")),  # type: ignore[arg-type]
+    "rate": (TypeError, "by_inner_rate must be True or False", lambda: OuterOptimizer(_sgd(), every=2, by_inner_rate=1)),  # type: ignore[arg-type]
+    "twice": (ValueError, "trainer must have one OuterOptimizer at most", _attach_twice),
+    "others": (
+        ValueError,
+        "optimizer must be over the parameters that are trained, got one without 'weight'",
+        _other_parameters,
+    ),
+    "more": (ValueError, "got 1 that are not trained", _too_many_parameters),
+    "closure": (ValueError, "closure must be left out with reduction='local'", _closure),
+    "replay": (ValueError, "uneven must be left out with reduction='local'", _replay),
+    "limits": (ValueError, "max_grad_norm must be one number with reduction='local'", _limits),
+}
+
+
+@pytest.mark.parametrize("name", list(MISTAKES))
+def test_mistakes(name: str) -> None:
+    """Each is answered in one line."""
+    error, says, call = MISTAKES[name]
+    with pytest.raises(error, match=says) as raised:
+        call()
+    assert "\n" not in str(raised.value)
