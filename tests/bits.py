@@ -12,6 +12,7 @@ from torch import Tensor
 def bit_by_bit(value: Any) -> Any:
     """Plain values for nested state, which differ if any tensor in it differs by a bit, in its dtype or its shape."""
     if isinstance(value, Tensor):
+        value = value.to_local() if hasattr(value, "to_local") else value  # of a sharded one, the shard of this rank
         return (
             value.dtype,
             tuple(value.shape),

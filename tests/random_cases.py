@@ -12,7 +12,7 @@ import math
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import ignite.distributed as idist
 import torch
@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ignite_train import ForwardOutput, StaticLossScaling, UpdateOptions, create_trainer
+from ignite_train import ForwardOutput, StaticLossScaling, Trainer, TrainEvents, UpdateOptions, create_trainer
 
 FEATURES = 8
 PIECES = ("linear", "conv", "transposed", "gain", "shared", "unused", "frozen", "complex", "embedding")
@@ -40,6 +40,16 @@ OPTIMIZERS: dict[str, tuple[tuple[str, ...], dict[str, tuple[Any, ...]]]] = {
     "RAdam": (("forloop", "foreach"), {"weight_decay": (0.0, 0.1), "eps": (1e-2,)}),
     "ASGD": (("forloop",), {"weight_decay": (0.0, 0.1)}),  # torch's foreach keeps its decays in float32
 }
+# What a program may have beside its shape.
+TRAITS = (
+    "carried",  # forward adds what the micro-batch before has left
+    "changed",  # a handler changes the mean gradient
+    "demanded",  # each update is asked for
+    "outside",  # a factor stands beside the model, in a ModuleDict
+    "placed",  # forward knows the update and its place in the group
+    "summed",  # the step is along the sum
+    "whole",  # what is not a whole group is left out
+)
 TOLERANCES = {torch.float64: 1e-8, torch.float32: 2e-3}
 
 
@@ -70,6 +80,7 @@ class Case:
     limits_each: bool = False  # `max_grad_norm` is for the norm of each optimizer
     closure: Literal[False, True, "replay"] = False  # the optimizer is inside one that evaluates the loss again, elsewhere
     empty: frozenset[tuple[int, int]] = frozenset()  # rank and micro-batch in whose place the loader gives None
+    traits: frozenset[str] = frozenset()  # see `TRAITS`
 
 
 def draw(seed: int, world_size: int) -> Case:
@@ -113,7 +124,8 @@ def draw(seed: int, world_size: int) -> Case:
         on_out_of_memory=rng.choice(("skip", "split")) if may_drop_micro_batches and goes_wrong > 0.75 else "raise",
         too_large=(rank, rng.randrange(longest)) if may_drop_micro_batches and goes_wrong > 0.75 else None,
     )
-    return _with_shape(case, random.Random(f"shape {seed}"))  # noqa: S311
+    case = _with_shape(case, random.Random(f"shape {seed}"))  # noqa: S311
+    return _with_traits(case, random.Random(f"traits {seed}"))  # noqa: S311
 
 
 def _with_shape(case: Case, rng: random.Random) -> Case:
@@ -136,6 +148,24 @@ def _with_shape(case: Case, rng: random.Random) -> Case:
     if shape == "closure" and case.reduction != "fsdp" and case.implementation != "fused":
         return replace(case, closure=rng.choice((True, "replay")), on_out_of_memory="raise", too_large=None)
     return case
+
+
+def _with_traits(case: Case, rng: random.Random) -> Case:
+    """The case with some of the traits that it can have."""
+    traits = {trait for trait in TRAITS if rng.random() < 0.25}
+    if case.on_out_of_memory == "split":
+        traits -= {"carried"}  # the second half finds what the first has left
+    if "demanded" in traits:
+        traits -= {"whole"}  # there is no last group
+    if case.reduction != "explicit" and len(case.sizes) > 1:
+        traits -= {"outside"}
+    if "whole" in traits and case.accumulation_steps > 1:
+        longest = max(map(len, case.sizes))
+        rest = tuple(rng.choice((1, 2, 3, 5)) for _ in range(rng.randrange(case.accumulation_steps)))
+        case = replace(case, sizes=tuple(sizes + rest if len(sizes) == longest else sizes for sizes in case.sizes))
+    if "summed" in traits:  # a step that is not clipped would be far too long
+        case = replace(case, max_grad_norm=rng.choice((0.1, 0.5)))
+    return replace(case, traits=frozenset(traits))
 
 
 def _draw_pieces(rng: random.Random, *, complex_too: bool, sharded: bool) -> set[str]:
@@ -185,6 +215,25 @@ class Mixture(nn.Module):
         return out * self.gain if "gain" in self.pieces else out
 
 
+class Outside(nn.Module):
+    """A learned factor, as a criterion may have one."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.tensor([0.8], dtype=case.dtype))
+
+    def forward(self, out: Tensor) -> Tensor:
+        return out * self.factor
+
+
+class Place(NamedTuple):
+    """What forward may know of where it is."""
+
+    update: int
+    micro_batch: int
+    carried: Any
+
+
 def micro_batches(case: Case, rank: int) -> list[tuple[Tensor, ...] | None]:
     """Inputs, tokens, targets, weights (some are zero), and whether it is too large for the memory; or None."""
     made: list[tuple[Tensor, ...] | None] = []
@@ -202,11 +251,31 @@ def micro_batches(case: Case, rank: int) -> list[tuple[Tensor, ...] | None]:
     return made
 
 
-def loss_and_weight(model: nn.Module, micro_batch: tuple[Tensor, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The weighted sum of squared errors, and the sum of the weights."""
+def loss_and_weight(case: Case, model: Any, micro_batch: tuple[Tensor, ...], place: Place) -> tuple[Tensor, Tensor]:
+    """The weighted sum of squared errors, and the sum of the weights. The model tells the dtype."""
+    dtype = next(model.parameters()).dtype
+    dtype = dtype.to_real()
     x, token, y, weight, _ = micro_batch
-    error = model(x.to(dtype), token) - y.to(dtype)
-    return torch.where(weight > 0, weight.to(dtype) * error.square(), 0.0).sum(), weight.sum()
+    is_container = isinstance(model, nn.ModuleDict)
+    out = model["net"](x.to(dtype), token) if is_container else model(x.to(dtype), token)
+    out = model["outside"](out) if is_container else out
+    if "carried" in case.traits:
+        out = out + place.carried.get("mean", 0.0)
+        place.carried["mean"] = torch.tanh(out.detach().mean())
+    error = out - y.to(dtype)
+    loss = torch.where(weight > 0, weight.to(dtype) * error.square(), 0.0).sum()
+    return (loss * (0.5 + 1 / place.update + 0.25 * place.micro_batch) if "placed" in case.traits else loss), weight.sum()
+
+
+def change(model: nn.Module) -> None:
+    """What a handler, or the loop by hand, does with the mean gradient."""
+    for name, parameter in model.named_parameters():
+        if parameter.grad is None:
+            continue
+        if name.endswith("embedding.weight") or parameter.is_complex():  # those have no clamp_
+            parameter.grad.mul_(0.5)
+        else:
+            parameter.grad.clamp_(-0.1, 0.1)
 
 
 def parameter_groups(case: Case, named: list[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
@@ -217,11 +286,12 @@ def parameter_groups(case: Case, named: list[tuple[str, nn.Parameter]]) -> list[
     return [{"params": parameters[::2]}, {"params": parameters[1::2], "lr": case.options["lr"] / 2}]
 
 
-def make_model(case: Case, *, is_sparse: bool = False) -> Mixture:
+def make_model(case: Case, *, is_sparse: bool = False) -> nn.Module:
     """The same weights each time."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(case.seed)
-        return Mixture(case, is_sparse=is_sparse)
+        model = Mixture(case, is_sparse=is_sparse)
+        return nn.ModuleDict({"net": model, "outside": Outside(case)}) if "outside" in case.traits else model
 
 
 _FLAGS = {"forloop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
@@ -234,7 +304,9 @@ def make_optimizers(case: Case, named: list[tuple[str, nn.Parameter]], *, by_for
     if case.second is None:
         inner = kind(parameter_groups(case, named), **case.options, **flags)
         return {"": Sharpness(inner) if case.closure else inner}
-    is_other = [name == "embedding.weight" if case.is_sparse else number % 2 == 1 for number, (name, _) in enumerate(named)]
+    is_other = [
+        name.endswith("embedding.weight") if case.is_sparse else number % 2 == 1 for number, (name, _) in enumerate(named)
+    ]
     first, other = ([p for (_, p), second in zip(named, is_other, strict=True) if second is which] for which in (False, True))
     second, implementation, options = case.second
     its_flags = _FLAGS["forloop" if by_for_loops else implementation]
@@ -277,12 +349,12 @@ def train(case: Case) -> tuple[dict[str, Tensor], list[tuple[float, float, float
         wrapped = DistributedDataParallel(model, find_unused_parameters=True)
     optimizers = make_optimizers(case, named)
 
-    def forward(model: nn.Module, micro_batch: tuple[Tensor, ...]) -> ForwardOutput:
+    def forward(model: nn.Module, micro_batch: tuple[Tensor, ...], state: Any) -> ForwardOutput:
         limit = 1 if case.on_out_of_memory == "split" else 0
         if len(micro_batch[0]) > limit and bool(micro_batch[4].any()):
             raise torch.OutOfMemoryError("a micro-batch that is too large")
-        loss, weight = loss_and_weight(model, micro_batch, case.dtype)
-        return ForwardOutput(loss, weight)
+        place = Place(state.iteration, state.micro_batch_in_group or 0, state.carried)
+        return ForwardOutput(*loss_and_weight(case, model, micro_batch, place))
 
     limit: Any = case.max_grad_norm
     trainer = create_trainer(
@@ -294,6 +366,8 @@ def train(case: Case) -> tuple[dict[str, Tensor], list[tuple[float, float, float
         loss_scaling=None if case.loss_scale is None else StaticLossScaling(case.loss_scale),
         options=_options(case),
     )
+    if "changed" in case.traits:
+        trainer.add_event_handler(TrainEvents.GRADIENTS_REDUCED, lambda: change(model))
     records: list[tuple[float, float, float, bool]] = []
 
     @trainer.on(Events.ITERATION_COMPLETED)
@@ -302,10 +376,23 @@ def train(case: Case) -> tuple[dict[str, Tensor], list[tuple[float, float, float
         assert output is not None
         records.append((output.loss, output.sample_size, output.grad_norm, output.applied))
 
-    loader: Any = micro_batches(case, rank)
-    trainer.run(loader if case.sized else _Unsized(loader), max_epochs=1)
+    _run(case, trainer, micro_batches(case, rank))
     whole = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in model.named_parameters()}
     return {name: parameter.detach() for name, parameter in whole.items()}, records
+
+
+def _run(case: Case, trainer: Trainer, mine: list[Any]) -> None:
+    if "demanded" not in case.traits:
+        trainer.run(mine if case.sized else _Unsized(mine), max_epochs=1)
+        return
+    with trainer.session():
+        for update in range(_num_updates(case)):
+            trainer.update(mine[update * case.accumulation_steps : (update + 1) * case.accumulation_steps])
+
+
+def _num_updates(case: Case) -> int:
+    longest = max(map(len, case.sizes))
+    return (longest if "whole" in case.traits else longest + case.accumulation_steps - 1) // case.accumulation_steps
 
 
 def _options(case: Case) -> UpdateOptions:
@@ -315,6 +402,9 @@ def _options(case: Case) -> UpdateOptions:
         on_out_of_memory=case.on_out_of_memory,  # type: ignore[arg-type]
         closure=case.closure,
         none_is_empty=bool(case.empty),
+        normalize="summed" not in case.traits,
+        drop_last_group="whole" in case.traits,
+        uneven="replay" if case.reduction == "fsdp" and "demanded" in case.traits else "all",  # lists differ in length
     )
 
 
@@ -333,44 +423,59 @@ def reference(case: Case) -> tuple[dict[str, Tensor], list[tuple[float, float, f
         wide = torch.complex128 if parameter.is_complex() else torch.float64
         parameter.data = parameter.data.to(wide).clone(memory_format=torch.contiguous_format)
     named = list(model.named_parameters())
-    optimizers = make_optimizers(case, named, by_for_loops=True)
-    ranks = [micro_batches(case, rank) for rank in range(len(case.sizes))]
-    steps, records = case.accumulation_steps, []
-    for update in range(-(-max(map(len, ranks)) // steps)):
-        places = [one for batches in ranks for one in batches[update * steps : (update + 1) * steps]]
-        group = [one for one in places if one is not None]
-        if case.on_out_of_memory == "skip":
-            group = [one for one in group if not bool(one[4].any())]
-        records.append(_reference_update(case, model, optimizers, group))
+    by_hand = _ByHand(case, model, make_optimizers(case, named, by_for_loops=True))
+    records = [by_hand.update(number) for number in range(1, _num_updates(case) + 1)]
     return {name: parameter.detach() for name, parameter in named}, records
 
 
-def _reference_update(
-    case: Case, model: nn.Module, optimizers: dict[str, Any], group: list[Any]
-) -> tuple[float, float, float, bool]:
-    size = sum(float(loss_and_weight(model, one, torch.float64)[1]) for one in group)
-    if size == 0:
-        return math.nan, size, math.nan, False
+class _ByHand:
+    """The updates of the reference, one by one."""
 
-    def evaluate() -> tuple[float, float]:
-        """Loss and norm; it leaves the clipped gradients, if both are finite."""
-        model.zero_grad()
-        mean = sum(loss_and_weight(model, one, torch.float64)[0] for one in group) / size
-        mean.backward()
-        norm = _norm(model.parameters())
+    def __init__(self, case: Case, model: nn.Module, optimizers: dict[str, Any]) -> None:
+        self._case, self._model, self._optimizers = case, model, optimizers
+        self._ranks = [micro_batches(case, rank) for rank in range(len(case.sizes))]
+        self._carried: list[dict[str, Any]] = [{} for _ in self._ranks]
+
+    def update(self, number: int) -> tuple[float, float, float, bool]:
+        """Loss, sample size, norm, and whether it stepped."""
+        before = [dict(values) for values in self._carried]
+        loss, size, norm = self._evaluate(number, before)
+        if size == 0:
+            return math.nan, size, math.nan, False
+        if not math.isfinite(norm) or not math.isfinite(loss):
+            self._carried = before
+            return loss, size, norm, False
+        after = self._carried
+        for optimizer in self._optimizers.values():
+            if self._case.closure:
+                optimizer.step(torch.enable_grad()(lambda: self._evaluate(number, before)))
+            else:
+                optimizer.step()
+        if self._case.closure == "replay":
+            self._carried = after
+        return loss, size, norm, True
+
+    def _evaluate(self, number: int, before: list[dict[str, Any]]) -> tuple[float, float, float]:
+        """Loss, sample size and norm; it leaves the clipped gradients, if they are finite."""
+        case, steps, total, size = self._case, self._case.accumulation_steps, torch.zeros(()).double(), 0.0
+        self._carried = [dict(values) for values in before]
+        for made, carried in zip(self._ranks, self._carried, strict=True):
+            group = [one for one in made[(number - 1) * steps : number * steps] if one is not None]
+            for index, one in enumerate(group):
+                if case.on_out_of_memory != "skip" or not bool(one[4].any()):
+                    loss, weight = loss_and_weight(case, self._model, one, Place(number, index, carried))
+                    total, size = total + loss, size + float(weight)
+        self._model.zero_grad()
+        if size == 0:
+            return math.nan, size, math.nan
+        (total if "summed" in case.traits else total / size).backward()
+        norm = _norm(self._model.parameters())
         if math.isfinite(norm):
-            _clip(case, model, optimizers, norm)
-        return float(mean.detach()), norm
-
-    loss, norm = evaluate()
-    if not math.isfinite(norm) or not math.isfinite(loss):
-        return loss, size, norm, False
-    for optimizer in optimizers.values():
-        if case.closure:
-            optimizer.step(torch.enable_grad()(evaluate))
-        else:
-            optimizer.step()
-    return loss, size, norm, True
+            if "changed" in case.traits:
+                change(self._model)
+                norm = _norm(self._model.parameters())
+            _clip(case, self._model, self._optimizers, norm)
+        return float(total.detach()) / size, size, norm
 
 
 def _norm(parameters: Iterable[nn.Parameter]) -> float:

@@ -1,4 +1,4 @@
-"""Runs a function on several gloo processes, with a hard deadline, and gives back what each rank returned."""
+"""Runs functions on several gloo processes, with a hard deadline, and gives back what each rank returned."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import shutil
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 from processes import forked
 
@@ -28,38 +29,72 @@ def run_ranks(function: Callable[..., Any], *args: Any, world_size: int = 2, tim
     Raises:
         RanksFailedError: any rank failed, or is not done at the deadline; no process is left over.
     """
-    with _meeting_place() as directory:
-        pipes, processes = [], []
-        for rank in range(world_size):
-            ours, theirs = forked.Pipe(duplex=False)
-            job = (theirs, function, args, rank, world_size, f"file://{directory}/store", timeout_seconds)
-            process = forked.Process(target=_run, args=job, daemon=True)
+    with Ranks(world_size) as ranks:
+        return ranks._call(function, args, timeout_seconds, is_last=True)
+
+
+class Ranks:
+    """A gloo group whose processes call one function after another, for tests with many short cases.
+
+    The processes start at the first call. After a call that fails they are ended, and the next call starts others. None is left
+    over at the end of the `with`.
+    """
+
+    def __init__(self, world_size: int = 2) -> None:
+        self._world_size = world_size
+        self._pipes: list[Connection] = []
+        self._processes: list[BaseProcess] = []
+        self._directory = Path()  # where they meet
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._end()
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout_seconds: float = 100.0) -> list[Any]:
+        """Calls `function(*args)` on each rank and returns the results in rank order.
+
+        Raises:
+            RanksFailedError: any rank failed, or is not done at the deadline.
+        """
+        return self._call(function, args, timeout_seconds, is_last=False)
+
+    def _call(self, function: Callable[..., Any], args: Any, timeout_seconds: float, *, is_last: bool) -> list[Any]:
+        """After the last call a rank leaves the group, so that another one which waits for it fails."""
+        if not self._processes:
+            self._start()
+        for pipe in self._pipes:
+            pipe.send_bytes(pickle.dumps((function, args, timeout_seconds, is_last)))
+        outcomes = _collect(self._pipes, time.monotonic() + timeout_seconds)
+        if all(ok for ok, _ in outcomes):
+            return [value for _, value in outcomes]
+        self._end()
+        raise RanksFailedError(
+            "\n".join(f"rank {rank}: {'returned' if ok else value}" for rank, (ok, value) in enumerate(outcomes))
+        )
+
+    def _start(self) -> None:
+        # No `env` in its name: Ignite takes `file:///tmp/tmp2envq/store` for the method `env://`.
+        self._directory = Path(tempfile.gettempdir()) / f"ranks-{os.urandom(8).hex()}"
+        self._directory.mkdir()
+        for rank in range(self._world_size):
+            ours, theirs = forked.Pipe()
+            job = (theirs, rank, self._world_size, f"file://{self._directory}/store")
+            process = forked.Process(target=_serve, args=job, daemon=True)
             process.start()
             theirs.close()
-            pipes.append(ours)
-            processes.append(process)
-        try:
-            outcomes = _collect(pipes, time.monotonic() + timeout_seconds)
-        finally:
-            for process in processes:
-                process.kill()
-                process.join()
-    if all(ok for ok, _ in outcomes):
-        return [value for _, value in outcomes]
-    raise RanksFailedError(
-        "\n".join(f"rank {rank}: {'returned' if ok else value}" for rank, (ok, value) in enumerate(outcomes))
-    )
+            self._pipes.append(ours)
+            self._processes.append(process)
 
-
-@contextmanager
-def _meeting_place() -> Iterator[Path]:
-    """A directory for the store. No `env` in its name: Ignite takes `file:///tmp/tmp2envq/store` for the method `env://`."""
-    directory = Path(tempfile.gettempdir()) / f"ranks-{os.urandom(8).hex()}"
-    directory.mkdir()
-    try:
-        yield directory
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
+    def _end(self) -> None:
+        for process, pipe in zip(self._processes, self._pipes, strict=True):
+            process.kill()
+            process.join()
+            pipe.close()
+        if self._processes:
+            shutil.rmtree(self._directory, ignore_errors=True)
+        self._processes, self._pipes = [], []
 
 
 def _collect(pipes: list[Connection], deadline: float) -> list[tuple[bool, Any]]:
@@ -73,18 +108,23 @@ def _collect(pipes: list[Connection], deadline: float) -> list[tuple[bool, Any]]
     return [outcomes.get(pipe, (False, "was not done at the deadline")) for pipe in pipes]
 
 
-def _run(
-    pipe: Connection, function: Callable[..., Any], args: Any, rank: int, world_size: int, store: str, timeout_seconds: float
-) -> None:
+def _serve(pipe: Connection, rank: int, world_size: int, store: str) -> None:
+    """What a process of `Ranks` does: one call after another, until one is the last or fails, or it is killed."""
     import ignite.distributed as idist
     import torch
 
     torch.set_num_threads(1)
-    faulthandler.dump_traceback_later(0.9 * timeout_seconds)  # where a rank that hangs is
-    try:
-        idist.initialize("gloo", init_method=store, rank=rank, world_size=world_size)
-        result = function(*args)
-        pipe.send_bytes(pickle.dumps((True, result)))  # by value: shared memory would end with this process
-        idist.finalize()
-    except BaseException:
-        pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))
+    is_last = False
+    while not is_last:
+        try:
+            function, args, timeout_seconds, is_last = pickle.loads(pipe.recv_bytes())
+            faulthandler.dump_traceback_later(0.9 * timeout_seconds)  # where a rank that hangs is
+            if idist.backend() is None:
+                idist.initialize("gloo", init_method=store, rank=rank, world_size=world_size)
+            result = function(*args)
+            faulthandler.cancel_dump_traceback_later()
+            pipe.send_bytes(pickle.dumps((True, result)))  # by value: shared memory would end with this process
+        except BaseException:
+            pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))
+            return
+    idist.finalize()

@@ -110,6 +110,12 @@ def own_parameters(model: nn.Module) -> list[str]:
 def _sharded(model: nn.Module, name: ReductionName, carried: Carried) -> FSDPReduction:
     if name not in ("auto", "fsdp"):
         raise ValueError(f"reduction must be 'auto' or 'fsdp' for a model that fully_shard was applied to, got {name!r}")
+    if isinstance(model, (nn.ModuleDict, nn.ModuleList)):
+        raise TypeError(
+            f"model must have a forward of its own to be sharded as a whole, got a {type(model).__name__}; make it a module "
+            "whose forward calls its parts and apply fully_shard to that, or pass it without fully_shard and with "
+            "options=UpdateOptions(reduction='explicit')"
+        )
     whole = [key for key, p in model.named_parameters() if p.requires_grad and not isinstance(p, DTensor)]
     if whole or not isinstance(model, FSDPModule):
         raise ValueError(
