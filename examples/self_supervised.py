@@ -34,7 +34,16 @@ from sklearn.preprocessing import StandardScaler
 from torch import Tensor, nn
 from typer import Option
 
-from ignite_train import ForwardOutput, ResumableLoader, Trainer, TrainEvents, TrainState, UpdateOptions, create_trainer
+from ignite_train import (
+    ForwardOutput,
+    ResumableLoader,
+    Trainer,
+    TrainEvents,
+    TrainState,
+    UpdateOptions,
+    create_trainer,
+    parameter_groups,
+)
 from ignite_train.handlers import Checkpoint, Freeze, MomentumTeacher, ProgressLog, StepTimer, StopOnSignal, TrainingMetrics
 from self_supervision.crops import LARGE, Crops, Digits, Sample, read_digits
 from self_supervision.lars import LARS
@@ -47,13 +56,13 @@ class Settings:
 
     nproc: Annotated[int, Option(min=1, help="Processes to start; leave at 1 under torchrun.")] = 1
     method: Annotated[Literal["swav", "dino"], Option(help="Targets by prototypes, or by a teacher.")] = "swav"
-    epochs: Annotated[int, Option(min=1, help="Passes over the images.")] = 60
+    epochs: Annotated[int, Option(min=1, help="Passes over the images.")] = 30
     batch_size: Annotated[int, Option(min=1, help="Images to an update.")] = 128
     prototypes: Annotated[int, Option(min=2, help="Of SwAV; answers of DINO.")] = 60
     queue: Annotated[int, Option(min=0, help="SwAV: updates whose projections take part in the assignments.")] = 4
     queue_from: Annotated[float, Option(min=0, max=1, help="The part of the run before the queue is used.")] = 0.2
     frozen: Annotated[int, Option(min=0, help="Steps in which the prototypes stay as they are.")] = 20
-    learning_rate: Annotated[float, Option(min=0.0, help="At its highest, after the warm-up.")] = 40.0
+    learning_rate: Annotated[float, Option(min=0.0, help="At its highest, after the warm-up.")] = 4.0
     damaged: Annotated[float, Option(min=0, max=1, help="Share of the images that cannot be read.")] = 0.02
     labels: Annotated[int, Option(min=1, help="Labelled images of each class for the classifiers at the end.")] = 10
     save_every: Annotated[int, Option(min=1, help="Updates between two checkpoints.")] = 50
@@ -184,7 +193,7 @@ class PrototypesInUse:
         return {"used": self.used}
 
     def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
-        """Goes on in the middle of an epoch."""
+        """Continues in the middle of an epoch."""
         self.used = state_dict["used"]
 
 
@@ -225,7 +234,8 @@ def build(settings: Settings, train_set: Digits) -> Run:
     teacher = copy.deepcopy(net) if settings.method == "dino" else None
     processes = idist.get_world_size()
     model = idist.auto_model(net) if processes > 1 else net
-    optimizer = LARS(model.parameters(), settings.learning_rate, weight_decay=1e-6)
+    matrices, others = parameter_groups(model, weight_decay=1e-4)
+    optimizer = LARS([matrices, {**others, "trust": None}], settings.learning_rate)
     timer = StepTimer()
     trainer = create_trainer(
         model,
@@ -243,7 +253,9 @@ def build(settings: Settings, train_set: Digits) -> Run:
 
     @trainer.on(Events.ITERATION_STARTED)
     def set_rate(trainer: Trainer) -> None:
-        optimizer.param_groups[0]["lr"] = settings.learning_rate * rate(trainer.state.progress)
+        matrices, others = optimizer.param_groups
+        matrices["lr"] = settings.learning_rate * rate(trainer.state.progress)
+        others["lr"] = matrices["lr"] / 50  # they have no trust ratio that makes it small
 
     images = Crops(train_set.images, settings.damaged)
     loader = ResumableLoader(images, settings.batch_size // processes, shuffle=True, seed=settings.seed, drop_last=True)

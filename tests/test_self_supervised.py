@@ -140,29 +140,40 @@ def test_the_loss_counts_pairs_of_valid_crops() -> None:
 
 
 def test_lars_is_its_formula() -> None:
-    """A matrix moves by the trust ratio, also from zero; a bias as by SGD without decay; a new rate acts on all momentum."""
+    """A matrix moves by the trust ratio, also from zero; what has none as by SGD; a new rate acts on all momentum."""
     lars = example("self_supervision.lars").LARS
-    options = {"momentum": 0.8, "weight_decay": 0.3, "trust": 0.01}
     starts = [torch.randn(3, 4, generator=generator(), dtype=torch.float64), torch.zeros(2, 2).double(), torch.ones(5).double()]
     found = [nn.Parameter(start.clone()) for start in starts]
     untouched = nn.Parameter(torch.ones(2, 2))
-    optimizer = lars([*found, untouched], 2.0, **options)
+    groups = [{"params": [*found[:2], untouched]}, {"params": found[2:], "weight_decay": 0.1, "trust": None}]
+    optimizer = lars(groups, 2.0, momentum=0.8, weight_decay=0.3, trust=0.01)
     weights, velocities = [start.numpy().copy() for start in starts], [0.0, 0.0, 0.0]
     for step, rate in enumerate((2.0, 2.0, 0.5)):
-        optimizer.param_groups[0]["lr"] = rate
+        for group in optimizer.param_groups:
+            group["lr"] = rate
         gradients = [np.cos(np.arange(weight.size) + step).reshape(weight.shape) for weight in weights]
         for index, (weight, gradient) in enumerate(zip(weights, gradients, strict=True)):
             found[index].grad = torch.from_numpy(gradient.copy())
-            decay, trust = (options["weight_decay"], 1.0) if weight.ndim > 1 else (0.0, 1.0)
-            length = np.linalg.norm(weight)
-            if weight.ndim > 1 and length > 0:
-                trust = options["trust"] * length / (np.linalg.norm(gradient) + decay * length)
-            velocities[index] = options["momentum"] * velocities[index] + trust * (gradient + decay * weight)
+            decay, trust, length = (0.1 if index == 2 else 0.3), 1.0, np.linalg.norm(weight)
+            if index < 2 and length > 0:
+                trust = 0.01 * length / (np.linalg.norm(gradient) + decay * length)
+            velocities[index] = 0.8 * velocities[index] + trust * (gradient + decay * weight)
             weights[index] = weight - rate * velocities[index]
         optimizer.step()
     for parameter, weight in zip(found, weights, strict=True):
         torch.testing.assert_close(parameter.detach(), torch.from_numpy(weight), rtol=1e-12, atol=1e-14)
     assert untouched.tolist() == [[1.0, 1.0], [1.0, 1.0]]
+
+
+def test_features_are_standardised_as_by_batch_norm() -> None:
+    """And so are their gradients; without rows nothing is NaN."""
+    rows = torch.randn(7, 4, generator=generator(), dtype=torch.float64, requires_grad=True)
+    expected = nn.functional.batch_norm(rows, None, None, training=True)
+    found = prototypes().Standardised()(rows)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    gradients = [torch.autograd.grad(value.sin().sum(), rows)[0] for value in (found, expected)]
+    torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-11)
+    assert prototypes().Standardised()(torch.zeros(0, 4)).shape == (0, 4)
 
 
 # --- the samples ---
@@ -175,6 +186,7 @@ def micro_batch(count: int = 16, damaged: float = 0.25) -> Any:
     return torch.utils.data.default_collate([images[index] for index in range(count)])
 
 
+@pytest.mark.slow
 def test_what_a_crop_that_does_not_count_shows_makes_no_difference() -> None:
     """The crops of damaged images are NaN, some others show too little: all other pixels in their places give the same bits."""
     sample = micro_batch()
@@ -194,6 +206,7 @@ def test_what_a_crop_that_does_not_count_shows_makes_no_difference() -> None:
         assert ends[0] == ends[1] == ends[2]
 
 
+@pytest.mark.slow
 def test_a_micro_batch_in_which_nothing_counts_is_a_skip() -> None:
     """Both methods say that there were no samples, and nothing is NaN."""
     sample = micro_batch(4)
@@ -215,6 +228,7 @@ def recorded(run: Any, look: Any, event: Any = Events.ITERATION_COMPLETED) -> li
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_prototypes_have_length_1_and_are_frozen_at_first(method: str) -> None:
     """After each update; they move from the third on."""
@@ -229,17 +243,19 @@ def test_prototypes_have_length_1_and_are_frozen_at_first(method: str) -> None:
     assert max(moved[:2]) < 1e-6 < 1e-4 < moved[2] < moved[3]
 
 
+@pytest.mark.slow
 def test_the_rate_is_a_function_of_where() -> None:
     """VISSL's `where` is the part of the run that is done: 0, 1/8, ... here, across epochs."""
     run, of = built("swav", learning_rate=0.5), example()
     used = recorded(run, lambda trainer: trainer.state.update_output.learning_rates)
     run.trainer.run(run.loader, max_epochs=2)
-    assert used == [(0.5 * of.rate(index / 8),) for index in range(8)]
+    assert used == [(0.5 * of.rate(index / 8), 0.5 * of.rate(index / 8) / 50) for index in range(8)]
     assert of.rate(0.0) == pytest.approx(0.05)
     assert of.rate(0.5) == pytest.approx(0.5)
     assert of.rate(1.0) == pytest.approx(0.0)
 
 
+@pytest.mark.slow
 def test_the_teacher_follows_by_its_momentum() -> None:
     """It is m · teacher + (1 - m) · student after each step, with m = 1 - (1 - 0.99) (1 + cos(pi where)) / 2."""
     run = built("dino", frozen=0)
@@ -254,6 +270,7 @@ def test_the_teacher_follows_by_its_momentum() -> None:
     assert not torch.equal(run.teacher.prototypes.weight, run.net.prototypes.weight)
 
 
+@pytest.mark.slow
 def test_the_queue_holds_the_latest_updates() -> None:
     """Newest first, at most two; the projections of large crops, without those that do not count; in the checkpoint."""
     run = built("swav")
@@ -269,6 +286,7 @@ def test_the_queue_holds_the_latest_updates() -> None:
     assert "queue" in run.trainer.state_dict()["carried"]["values"]
 
 
+@pytest.mark.slow
 def test_handlers_see_what_hooks_of_vissl_see() -> None:
     """Input, target, output and loss of the micro-batch that is running, in the order of VISSL's step."""
     run, of, seen = built("swav", damaged=0.0), example(), []
@@ -297,6 +315,7 @@ def test_handlers_see_what_hooks_of_vissl_see() -> None:
     assert seen == [*list(vissl)[:1], *list(vissl)[1:5] * 4, "on_phase_end"]
 
 
+@pytest.mark.slow
 def test_times_have_the_names_of_vissl() -> None:
     """The parts are those of the step, and none is counted twice."""
     run = built("swav")

@@ -16,16 +16,15 @@ class LARS(torch.optim.Optimizer):
         v ← m · v + λ · (g + weight_decay · w)
         w ← w - lr · v
 
-    where λ is 1 if the weights or the denominator are 0. Biases and scales, which have one dimension, are stepped as by SGD
-    without decay, as in SimCLR and VISSL. As in torch's SGD, the rate is outside of the momentum: a new rate acts on all of v
-    at once.
+    where λ is 1 if the weights or the denominator are 0. Groups with `trust=None` are stepped as by SGD: SimCLR and VISSL do so
+    with biases and scales. As in torch's SGD, the rate is outside of the momentum: a new rate acts on all of v at once.
 
     Args:
         parameters: as for any optimizer.
         lr: of all layers.
         momentum: m.
-        weight_decay: of matrices.
-        trust: how large a share.
+        weight_decay: added to the gradient.
+        trust: how large a share; None: no trust ratio.
     """
 
     def __init__(
@@ -35,7 +34,7 @@ class LARS(torch.optim.Optimizer):
         *,
         momentum: float = 0.9,
         weight_decay: float = 0.0,
-        trust: float = 0.001,
+        trust: float | None = 0.001,
     ) -> None:
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "trust": trust}
         super().__init__(parameters, defaults)
@@ -51,12 +50,12 @@ class LARS(torch.optim.Optimizer):
         return loss
 
     def _move(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
-        if parameter.ndim > 1:
-            gradient = gradient.add(parameter, alpha=group["weight_decay"]) * trust_ratio(parameter, gradient, group)
+        ratio = 1.0 if group["trust"] is None else trust_ratio(parameter, gradient, group)
+        change = gradient.add(parameter, alpha=group["weight_decay"]) * ratio
         state = self.state[parameter]
         if "velocity" not in state:
             state["velocity"] = torch.zeros_like(parameter)
-        velocity = state["velocity"].mul_(group["momentum"]).add_(gradient)
+        velocity = state["velocity"].mul_(group["momentum"]).add_(change)
         parameter.add_(velocity, alpha=-group["lr"])
 
 
