@@ -44,6 +44,7 @@ ELSEWHERE = (
     torch.amp,
     torch.autograd,
     torch.distributed,
+    torch.distributed.optim,
     torch.nn,
     torch.nn.parallel,
     torch.optim,
