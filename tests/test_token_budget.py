@@ -7,6 +7,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import ignite.distributed as idist
 import numpy as np
 import pytest
 import torch
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
-from ignite_train import ForwardOutput, ResumableLoader, TokenBudgetSampler, create_trainer
+from ignite_train import ForwardOutput, ResumableLoader, TokenBudgetSampler, UpdateOptions, create_trainer
 from ignite_train.data.keyed_permutation import KeyedPermutation
 from ignite_train.handlers import Checkpoint
 from ranks import run_ranks
@@ -109,7 +110,8 @@ def test_the_order_is_a_function_of_seed_and_epoch():
     assert of_epoch(budget(), 1) == second
     for other in (second, of_epoch(budget(seed=6), 0)):
         assert [len(batch) for batch in other] != [len(batch) for batch in first]  # another order of batches
-        assert len({frozenset(batch) for batch in other} & {frozenset(batch) for batch in first}) <= 2
+        common = {frozenset(batch) for batch in other} & {frozenset(batch) for batch in first}
+        assert len(common) < len(first) / 4  # some have one sample
 
 
 def test_a_sample_meets_others_in_each_epoch():
@@ -199,7 +201,7 @@ def collate(samples: list[Tensor]) -> Tensor:
 
 
 def forward(model: nn.Module, rows: Tensor) -> ForwardOutput:
-    values = rows[:, 1:, None]
+    values = rows[:, 1:, None].double()
     return ForwardOutput((model(values) - values.cos()).square()[values != 0].sum(), int((values != 0).sum()))
 
 
@@ -207,12 +209,9 @@ def train(directory: Path, accumulation_steps: int, last_update: int | None = No
     """Trains two epochs, or until this update; gives the samples of each update, the parameters, and what was fetched."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 1)).double()
-    trainer = create_trainer(
-        model,
-        torch.optim.Adam(model.parameters(), lr=0.01),
-        lambda m, x: forward(m, x.double()),
-        accumulation_steps=accumulation_steps,
-    )
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    options = UpdateOptions(reduction="explicit" if idist.get_world_size() > 1 else "auto")
+    trainer = create_trainer(model, optimizer, forward, accumulation_steps=accumulation_steps, options=options)
     Checkpoint(directory).attach(trainer)
     seen: list[Any] = []
 
@@ -227,6 +226,7 @@ def train(directory: Path, accumulation_steps: int, last_update: int | None = No
     return seen, parameters_to_vector(model.parameters()).tolist(), dataset.fetched
 
 
+@pytest.mark.slow
 def test_a_run_resumes_bitwise_among_ragged_batches(tmp_path):
     """In the middle of both epochs; a resumed process fetches no sample of a batch that was done."""
     seen, parameters, _ = train(tmp_path / "whole", 2)
