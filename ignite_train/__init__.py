@@ -4,6 +4,7 @@ from ignite_train.create import create_supervised_trainer, create_trainer
 from ignite_train.data.grouping import AccumulationSteps
 from ignite_train.data.resumable_loader import ResumableLoader
 from ignite_train.data.samplers import ShardedSampler
+from ignite_train.data.token_budget_sampler import TokenBudgetSampler
 from ignite_train.defaults import Defaults, attach_defaults
 from ignite_train.errors import (
     CheckpointError,
@@ -75,6 +76,7 @@ __all__ = [
     "ShardedSampler",
     "SparseGradientError",
     "StaticLossScaling",
+    "TokenBudgetSampler",
     "TorchLossScaling",
     "Traffic",
     "TrainEvents",

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from numbers import Integral, Real
 from typing import Any
 
-__all__ = ["check_state_dict", "describe", "did_you_mean", "one_of", "positive_int", "real_number"]
+__all__ = ["check_state_dict", "describe", "did_you_mean", "one_of", "positive_int", "real_number", "whole_number"]
 
 
 def check_state_dict(owner: str, state_dict: Any, keys: Iterable[str], counters: Iterable[str]) -> None:
@@ -58,6 +58,19 @@ def real_number(name: str, value: Any, *, above: float = -math.inf, at_least: fl
         raise ValueError(f"{name} must be greater than {above:g}, got {value!r}")
     if number < at_least:
         raise ValueError(f"{name} must be at least {at_least:g}, got {value!r}")
+    return number
+
+
+def whole_number(name: str, value: Any) -> int:
+    """Returns `value` as an int of at least 0; a float without a fraction is taken.
+
+    Raises:
+        TypeError: `value` is not a real number, or is a bool.
+        ValueError: `value` is negative, not finite or has a fraction.
+    """
+    number = int(real_number(name, value, at_least=0))
+    if number != value:
+        raise ValueError(f"{name} must be a whole number, got {value!r}")
     return number
 
 

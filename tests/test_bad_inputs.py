@@ -21,8 +21,10 @@ from ignite_train import (
     ForwardOutput,
     NoGradientError,
     NoLossScaling,
+    ResumableLoader,
     ShardedSampler,
     StaticLossScaling,
+    TokenBudgetSampler,
     TorchLossScaling,
     TrainEvents,
     UpdateOptions,
@@ -834,5 +836,40 @@ def test_samplers_that_repeat_nothing_are_welcome():
 )
 def test_arguments_of_the_sampler(case):
     """A seed that is no whole number from 0 on, or data without a length, is refused."""
+    with answered(case):
+        case.make()
+
+
+def _budget(lengths: Any = (3, 1, 2), **options: Any) -> Any:
+    return lambda: TokenBudgetSampler(lengths, **{"max_tokens": 4, "shuffle": True, **options})
+
+
+def _by_budget(*arguments: Any, samples: int = 3, **options: Any) -> Any:
+    return lambda: ResumableLoader(torch.arange(samples), *arguments, **{"batches": _budget()(), **options})
+
+
+@cases(
+    Case("lengths-none", _budget(()), ValueError, "lengths", "at least one sample"),
+    Case("lengths-0", _budget((3, 0, 2)), ValueError, "lengths", "at least 1", "0 at sample 1"),
+    Case("lengths-1.5", _budget((3, 1.5)), TypeError, "lengths", "whole numbers", "1.5"),
+    Case("lengths-pairs", _budget(((3, 1), (1, 2))), TypeError, "lengths", "one for each sample"),
+    Case("lengths-number", _budget(7), TypeError, "lengths", "7"),
+    Case("too-long", _budget((3, 9, 5)), ValueError, "lengths", "max_tokens=4", "9 at sample 1", "2 such", "too_long='skip'"),
+    Case("all-too-long", _budget((9, 5), too_long="skip"), ValueError, "lengths", "max_tokens=4", "2 such samples of 2"),
+    Case("too_long", _budget(too_long="drop"), ValueError, "too_long", "'raise', 'skip'", "'drop'"),
+    Case("max_tokens-0", _budget(max_tokens=0), ValueError, "max_tokens", "at least 1"),
+    Case("max_tokens-1.5", _budget(max_tokens=1.5), TypeError, "max_tokens", "1.5"),
+    Case("max_samples-0", _budget(max_samples=0), ValueError, "max_samples", "at least 1"),
+    Case("seed--1", _budget(seed=-1), ValueError, "seed", "at least 0", "-1"),
+    Case("batches-list", _by_budget(batches=[[0], [1, 2]]), TypeError, "batches", "TokenBudgetSampler", "[[0], [1, 2]]"),
+    Case("batches-batch_size", _by_budget(4), ValueError, "batch_size", "left out with batches"),
+    Case("batches-shuffle", _by_budget(shuffle=True), ValueError, "shuffle", "left out with batches"),
+    Case("batches-drop_last", _by_budget(drop_last=True), ValueError, "drop_last", "left out with batches"),
+    Case("batches-samples", _by_budget(samples=5), ValueError, "batches", "5 samples", "3 lengths"),
+    Case("no-shuffle", lambda: ResumableLoader([1], 1), TypeError, "shuffle", "True or False", "None", "batches="),
+    Case("no-size", lambda: ResumableLoader([1], shuffle=True), TypeError, "batch_size", "positive integer", "None"),
+)
+def test_arguments_of_batches_by_tokens(case):
+    """A sampler that could not keep its promises is refused, and so is a loader with two ways to cut micro-batches."""
     with answered(case):
         case.make()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from ignite_train import ResumableLoader, ShardedSampler, UpdateOptions, create_trainer
+from ignite_train import ResumableLoader, ShardedSampler, TokenBudgetSampler, UpdateOptions, create_trainer
 from ignite_train.handlers import Checkpoint
 from ranks import RanksFailedError, run_ranks
 
@@ -36,6 +36,12 @@ def stateful(samples: int = SAMPLES, batch_size: int = 4, *, shuffle: bool = Tru
 
 def sharded(seed: int) -> Any:
     return DataLoader(torch.arange(SAMPLES), 4, sampler=ShardedSampler(range(SAMPLES), shuffle=True, seed=seed))
+
+
+def budget(samples: int = SAMPLES, *, longest: int = 4, **options: Any) -> Any:
+    lengths = [1 + index % longest for index in range(samples)]
+    batches = TokenBudgetSampler(lengths, **{"max_tokens": 12, "shuffle": True, "seed": 3, **options})
+    return ResumableLoader(torch.arange(samples), batches=batches)
 
 
 def replacing(*, replacement: bool) -> Any:
@@ -63,6 +69,7 @@ EXACT: dict[str, tuple[Callable[[], Any], Callable[[], Any], int]] = {
     "resumable, batch size": (resumable, lambda: resumable(batch_size=8), 2),
     "resumable, workers": (resumable, lambda: resumable(num_workers=1), 2),
     "resumable, accumulation": (resumable, resumable, 4),
+    "budget, accumulation": (budget, budget, 4),
     "plain, accumulation": (plain, plain, 4),
     "plain, smaller accumulation": (plain, plain, 1),
     "stateful, accumulation": (stateful, stateful, 4),
@@ -85,6 +92,12 @@ REFUSED: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
     "resumable, shuffle": (resumable, lambda: resumable(shuffle=False), "shuffle: True -> False"),
     "resumable, longer": (resumable, lambda: resumable(60), "samples: 48 -> 60"),
     "resumable, shorter": (resumable, lambda: resumable(20), "samples: 48 -> 20"),
+    "budget, tokens": (budget, lambda: budget(max_tokens=16), "max_tokens: 12 -> 16"),
+    "budget, samples": (budget, lambda: budget(max_samples=4), "max_samples: None -> 4"),
+    "budget, seed": (budget, lambda: budget(seed=4), "seed: 3 -> 4"),
+    "budget, lengths": (budget, lambda: budget(longest=3), "lengths: "),
+    "budget, in order, longer": (lambda: budget(shuffle=False), lambda: budget(60, shuffle=False), "lengths: "),
+    "resumable to budget": (resumable, budget, "batch_sampler: None -> '_KeyBatches'"),
     "plain, batch size": (plain, lambda: plain(batch_size=8), "batch_size: 4 -> 8"),
     "plain, in order, batch size": (
         lambda: plain(shuffle=False),
@@ -217,7 +230,7 @@ def test_another_loader_without_a_description_is_warned_about(caplog: Any) -> No
 @pytest.fixture
 def computed(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Makes a dataset large: from now on the order of all samples is computed."""
-    return lambda: monkeypatch.setattr("ignite_train.data.samplers._MAX_DRAWN", SAMPLES - 1)
+    return lambda: monkeypatch.setattr("ignite_train.data.epoch_order._MAX_DRAWN", SAMPLES - 1)
 
 
 ORDERED = {"resumable": resumable, "sharded": lambda: sharded(3)}

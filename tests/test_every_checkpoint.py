@@ -36,6 +36,7 @@ from bits import bit_by_bit
 from ignite_train import (
     ForwardOutput,
     ResumableLoader,
+    TokenBudgetSampler,
     Trainer,
     TrainEvents,
     UpdateOptions,
@@ -148,6 +149,10 @@ def _weights() -> Tensor:
     return torch.arange(1.0, SAMPLES + 1)
 
 
+def _budget() -> TokenBudgetSampler:
+    return TokenBudgetSampler([1 + index % 3 for index in range(SAMPLES)], max_tokens=2 * BATCH, shuffle=True, seed=3)
+
+
 LOADERS: dict[str, Callable[[], Any]] = {
     "list": lambda: list(torch.arange(SAMPLES).split(BATCH)),
     "in order": lambda: _plain(),
@@ -178,6 +183,8 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "stateful, sampler": lambda: _stateful(sampler=Shuffled(_seeded())),
     "resumable, augmented": lambda: ResumableLoader(Augmented(), BATCH, shuffle=True),
     "resumable": lambda: ResumableLoader(Numbers(), BATCH, shuffle=True, seed=3),
+    "budget of tokens": lambda: ResumableLoader(Augmented(), batches=_budget()),
+    "budget of tokens, plain": lambda: _plain(batch_sampler=_budget()),
 }
 WITH_WORKERS: dict[str, Callable[[], Any]] = {
     "shuffle, 2 workers": lambda: _plain(shuffle=True, num_workers=2),

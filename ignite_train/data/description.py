@@ -23,6 +23,13 @@ class Seekable(Protocol):
         """Lets the next pass start after `samples` samples, counted over all ranks."""
 
 
+@runtime_checkable
+class _Described(Protocol):
+    """A sampler of batches that says what its order depends on, such as `TokenBudgetSampler`."""
+
+    def describe(self) -> dict[str, Any]: ...
+
+
 def length_of(loader: Iterable[Any]) -> int | None:
     """Micro-batches in a pass over `loader`; None if it has no length."""
     if not isinstance(loader, Sized):
@@ -38,7 +45,8 @@ def describe_data(loader: Iterable[Any]) -> dict[str, Any]:
     described: dict[str, Any] = {"loader": type(loader).__name__}
     if isinstance(loader, DataLoader):
         described |= _describe_batches(loader)
-    if "samples" not in described or described.get("batch_size") is None:
+    has_size = described.get("batch_size") is not None or "seekable" in described  # which says where each rank stands
+    if "samples" not in described or not has_size:
         described["micro_batches"] = length_of(loader)
     return described
 
@@ -80,6 +88,8 @@ def _describe_batches(loader: DataLoader[Any]) -> dict[str, Any]:
     if loader.batch_size is None and loader.batch_sampler is not None:
         batch_sampler: Any = loader.batch_sampler
         described["batch_sampler"] = type(batch_sampler).__name__
+        if isinstance(batch_sampler, _Described):
+            return described | batch_sampler.describe()
         sampler = batch_sampler.sampler if isinstance(batch_sampler, BatchSampler) else None
         if sampler is None:
             return described

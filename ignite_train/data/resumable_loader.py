@@ -7,10 +7,11 @@ from itertools import repeat
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
-from ignite_train.arguments import positive_int
+from ignite_train.arguments import describe, positive_int
 from ignite_train.data.samplers import HasEpoch, ShardedSampler
+from ignite_train.data.token_budget_sampler import TokenBudgetSampler
 from ignite_train.model.random_state import capture_random_state, restore_random_state, seed_random_state
 from ignite_train.ranks import collectives
 
@@ -20,11 +21,11 @@ __all__ = ["ResumableLoader"]
 class ResumableLoader(DataLoader[Any]):
     """A DataLoader over this rank's share of a dataset, in which a resumed run jumps to its position.
 
-    The order is that of `ShardedSampler`: a function of (seed, epoch). Before each sample is fetched, Python's, NumPy's and
-    torch's generators are seeded with (seed, epoch, index of the sample), and afterwards they get their state back: random
-    augmentation is the same with any number of workers, and does not draw from the generators that the model uses. This does
-    not cover a random `collate_fn`. It takes about 50 µs a sample; `seed_samples=False` saves that if a dataset draws no
-    random numbers.
+    The order is that of `ShardedSampler`, or of the `TokenBudgetSampler` in `batches`: a function of (seed, epoch). Before each
+    sample is fetched, Python's, NumPy's and torch's generators are seeded with (seed, epoch, index of the sample), and
+    afterwards they get their state back: random augmentation is the same with any number of workers, and does not draw from
+    the generators that the model uses. This does not cover a random `collate_fn`. It takes about 50 µs a sample;
+    `seed_samples=False` saves that if a dataset draws no random numbers.
 
     Args:
         dataset: map-style.
@@ -33,11 +34,12 @@ class ResumableLoader(DataLoader[Any]):
         seed: of the order and of the samples; the same on all ranks.
         drop_last: leave out a last micro-batch that is not full.
         seed_samples: seed the generators for each sample, see above.
+        batches: makes the micro-batches, in place of `batch_size`, `shuffle` and `drop_last`; `seed` is that of the samples.
         options: `num_workers`, `collate_fn`, `pin_memory` and other options of a DataLoader, except those about order.
 
     Raises:
-        ValueError: one of `options` is about order or seeds.
-        TypeError: the dataset has no length.
+        ValueError: one of `options` is about order or seeds, or `batches` is of another number of samples.
+        TypeError: the dataset has no length, or `shuffle` or `batches` is missing or has the wrong type.
 
     Example:
         >>> import torch
@@ -50,39 +52,52 @@ class ResumableLoader(DataLoader[Any]):
     def __init__(
         self,
         dataset: Any,
-        batch_size: int,
+        batch_size: int | None = None,
         *,
-        shuffle: bool,
+        shuffle: bool | None = None,
         seed: int = 0,
         drop_last: bool = False,
         seed_samples: bool = True,
+        batches: TokenBudgetSampler | None = None,
         **options: Any,
     ) -> None:
         refused = sorted({"sampler", "batch_sampler", "generator", "worker_init_fn"} & options.keys())
         if refused:
             raise ValueError(f"{refused[0]} must be left out of a ResumableLoader, which chooses order and seeds by itself")
-        sampler = _KeySampler(dataset, shuffle=shuffle, seed=seed)
+        self._order: ShardedSampler | TokenBudgetSampler
+        if batches is None:
+            if not isinstance(shuffle, bool):
+                raise TypeError(
+                    f"shuffle must be True or False, got {describe(shuffle)}; or pass batches=TokenBudgetSampler(...)"
+                )
+            self._order = sampler = _KeySampler(dataset, shuffle=shuffle, seed=seed)
+            options |= {"batch_size": positive_int("batch_size", batch_size), "sampler": sampler, "drop_last": drop_last}
+        else:
+            _check_batches(batches, dataset, batch_size=batch_size, shuffle=shuffle, drop_last=drop_last or None)
+            self._order, options["batch_sampler"] = batches, _KeyBatches(batches)
         super().__init__(
             _Samples(dataset, seed, seed_samples=seed_samples),
-            batch_size=positive_int("batch_size", batch_size),
-            sampler=sampler,
-            drop_last=drop_last,
             generator=torch.Generator(),  # for the seeds of the workers, so that the model's generator is not used
             **options,
         )
-        self._order, self._seed = sampler, seed
+        self._seed = seed
 
     def __repr__(self) -> str:
+        if isinstance(self._order, TokenBudgetSampler):
+            return f"{type(self).__name__}(batches={self._order!r}, seed={self._seed})"
         samples = f"{self._order.describe()['samples']} samples, batch_size={self.batch_size}"
         return f"{type(self).__name__}({samples}, shuffle={self._order.describe()['shuffle']}, seed={self._seed})"
 
     @property
     def samples_per_round(self) -> int:
-        """Samples in one micro-batch of each rank."""
-        return int(self.batch_size or 0) * collectives.world_size()
+        """Samples in one micro-batch of each rank; with `batches` the place is counted in these, and it is one of each rank."""
+        return int(self.batch_size or 1) * collectives.world_size()
 
     def seek(self, samples: int) -> None:
-        """Lets the next pass start after `samples` samples, counted over all ranks; `len()` then counts what is left."""
+        """Lets the next pass start after `samples` samples, counted over all ranks; `len()` then counts what is left.
+
+        With `batches` it is so many batches.
+        """
         self._order.seek(samples)
 
     def set_epoch(self, epoch: int) -> None:
@@ -94,11 +109,55 @@ class ResumableLoader(DataLoader[Any]):
         return super().__iter__()
 
 
+def _check_batches(batches: Any, dataset: Any, **left_out: Any) -> None:
+    """Checks what makes the micro-batches.
+
+    Raises:
+        TypeError: it is not a TokenBudgetSampler.
+        ValueError: it is of another number of samples, or an argument that it replaces is given too.
+    """
+    if not isinstance(batches, TokenBudgetSampler):
+        raise TypeError(f"batches must be a TokenBudgetSampler, got {describe(batches)}")
+    given = [name for name, value in left_out.items() if value is not None]
+    if given:
+        raise ValueError(f"{given[0]} must be left out with batches, which chooses the micro-batches and their order")
+    if batches.num_samples != len(dataset):
+        raise ValueError(
+            f"batches must have the length of each of the {len(dataset)} samples, got {batches.num_samples} lengths"
+        )
+
+
 class _KeySampler(ShardedSampler):
     """Gives the epoch with each index, because persistent workers do not learn it otherwise."""
 
     def __iter__(self) -> Iterator[Any]:
         return zip(repeat(self._epoch), super().__iter__())
+
+
+class _KeyBatches(Sampler[list[tuple[int, int]]]):
+    """Gives the epoch with each index of each batch.
+
+    Args:
+        batches: of indices.
+    """
+
+    def __init__(self, batches: TokenBudgetSampler) -> None:
+        self._batches = batches
+
+    def set_epoch(self, epoch: int) -> None:
+        """Passes it on."""
+        self._batches.set_epoch(epoch)
+
+    def describe(self) -> dict[str, Any]:
+        """What the order depends on, in plain types."""
+        return self._batches.describe()
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        epoch = self._batches.epoch
+        return ([(epoch, index) for index in batch] for batch in iter(self._batches))
 
 
 class _Samples(Dataset[Any]):

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator, Sized
 from itertools import chain
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Sampler
 
-from ignite_train.arguments import describe, real_number
-from ignite_train.data.keyed_permutation import KeyedPermutation
+from ignite_train.arguments import describe, whole_number
+from ignite_train.data.epoch_order import Order, epoch_order, is_drawn
 from ignite_train.ranks import collectives
 
 __all__ = ["HasEpoch", "ShardedSampler", "set_epoch"]
 
-_Order: TypeAlias = Callable[[NDArray[np.int64]], NDArray[np.int64]]  # from positions in the epoch to indices of samples
-_MAX_DRAWN = 2**16  # samples; drawing the order of so many takes some milliseconds
 _FIRST_CHUNK, _LAST_CHUNK = 2**10, 2**15  # indices that are computed at once, at the start of an epoch and later
 
 
@@ -68,9 +64,7 @@ class ShardedSampler(Sampler[int]):
         if not isinstance(dataset, Sized):
             raise TypeError(f"dataset must have a length, got {describe(dataset)}")
         self._length, self._shuffle = len(dataset), shuffle
-        self._seed = int(real_number("seed", seed, at_least=0))
-        if self._seed != seed:
-            raise ValueError(f"seed must be a whole number, got {seed!r}")
+        self._seed = whole_number("seed", seed)
         self._epoch = self._start = 0
         self._rank, self._world_size = collectives.rank(), collectives.world_size()
 
@@ -89,7 +83,7 @@ class ShardedSampler(Sampler[int]):
     def describe(self) -> dict[str, Any]:
         """What the order depends on, in plain types; `order` is there if it is computed, which earlier versions did not do."""
         described = {"samples": self._length, "shuffle": self._shuffle, "seed": self._seed}
-        return described | ({"order": "computed"} if self._shuffle and self._length > _MAX_DRAWN else {})
+        return described | ({"order": "computed"} if self._shuffle and not is_drawn(self._length) else {})
 
     def __repr__(self) -> str:
         rank = f"rank {self._rank} of {self._world_size}"
@@ -103,16 +97,13 @@ class ShardedSampler(Sampler[int]):
         positions = range(start + self._rank, self._length, self._world_size)
         return chain.from_iterable(_chunks(positions, self._order_of_epoch())) if self._shuffle else iter(positions)
 
-    def _order_of_epoch(self) -> _Order:
+    def _order_of_epoch(self) -> Order:
         """The order that `epoch` chooses; the same on all ranks."""
-        if self._length > _MAX_DRAWN:
-            return KeyedPermutation(self._length, (self._seed, self._epoch))
-        generator = torch.Generator().manual_seed(self._seed * 1_000_003 + self._epoch)
-        drawn: NDArray[np.int64] = torch.randperm(self._length, generator=generator).numpy()
-        return drawn.__getitem__
+        drawn_seed = self._seed * 1_000_003 + self._epoch
+        return epoch_order(self._length, key=(self._seed, self._epoch), drawn_seed=drawn_seed)
 
 
-def _chunks(positions: range, order: _Order) -> Iterator[list[int]]:
+def _chunks(positions: range, order: Order) -> Iterator[list[int]]:
     """What stands at these positions, in lists; the first one is short, so that the first sample comes at once."""
     size = _FIRST_CHUNK
     while positions:
