@@ -49,7 +49,7 @@ mutants: $(INSTALLED)  ## change the library at random and see which changes no 
 torch-versions:  ## the tests with the oldest and the newest torch, into docs/torch_versions.md; TORCH="2.14.1" for others
 	$(PYTHON) tests/torch_versions.py $(TORCH)
 
-ignite-suite: $(INSTALLED)  ## Ignite's own tests with our trainer in the place of its Engine; PARTS="engine" for some, PARTS=--pre for the newest pre-release, IGNITE_SOURCE=path offline
+ignite-suite: $(INSTALLED)  ## Ignite's own tests, and the code of its documentation, with our trainer in the place of its Engine; PARTS="engine" for some, PARTS=--pre for the newest pre-release, IGNITE_SOURCE=path offline
 	$(BIN)/python tests/ignite_suite/run.py $(PARTS)
 
 wheel-test: $(INSTALLED)  ## the tests of `test` against the built wheel, where no checkout is near

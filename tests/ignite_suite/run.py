@@ -1,10 +1,13 @@
-"""Runs Ignite's own tests of its engine, handlers and metrics with our trainer in the place of its `Engine`.
+"""Runs Ignite's own tests, and the code in its documentation, with our trainer in the place of its `Engine`.
 
 `make ignite-suite` calls it. The tests are those of the installed release: pip downloads its source distribution, once, into
 `.ignite-suite/`; where no package index can be reached, `IGNITE_SOURCE=path` names a checkout or an unpacked source
 distribution of the same version. What fails must be in differences.toml, with the heading of docs/differences-from-ignite.md
 that gives the reason; what is in that list must fail. A test that fails with Ignite's own engine too (a package is missing, the
 machine is slow) does not count, and one that fails is run once more, since some measure time.
+
+The part `documentation` runs each block of code of its README, its pages and its docstrings on its engine and on ours, and
+compares what comes of it; see documentation.py.
 
 With `--pre` the newest pre-release of Ignite is installed into `.ignite-suite/pre/`, in front of the installed release.
 """
@@ -25,11 +28,14 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 FETCHED = ROOT / ".ignite-suite"
 PARTS = ("engine", "handlers", "metrics")
+DOCUMENTATION = "documentation"
+DOCUMENTATION_SECONDS = 1200
 PREFIX = "tests/ignite/"
 SECONDS_PER_TEST = 300
 
@@ -39,22 +45,29 @@ Outcomes = Mapping[str, tuple[str, str]]  # by the name of a test: passed, faile
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the parts that are named, and prints what became of them; 1 if anything differs from the list."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
-    parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}, or files of theirs; all by default")
+    parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}, {DOCUMENTATION}, or files of theirs; all by default")
     parser.add_argument("-n", "--processes", default="2")
     parser.add_argument("--pre", action="store_true", help="with the newest pre-release of Ignite, which pip installs beside")
     given = parser.parse_args(arguments)
     if given.pre:
         return with_pre_release([*given.parts, "-n", given.processes])
     print(f"Ignite {version('pytorch-ignite')}", flush=True)
-    parts = given.parts or list(PARTS)
+    parts = given.parts or [*PARTS, DOCUMENTATION]
+    wrong = documentation(source_of_the_release()) if DOCUMENTATION in parts else 0
+    parts = [part for part in parts if part != DOCUMENTATION]
+    return max(wrong, own_tests(parts, given.processes)) if parts else wrong
+
+
+def own_tests(parts: Sequence[str], processes: str) -> int:
+    """Runs Ignite's tests, and prints what became of them; 1 if anything differs from the list."""
     listed = differences()
     with tempfile.TemporaryDirectory() as place:
         copied = Path(place) / "tests"
-        shutil.copytree(tests_of_the_release(), copied)
-        ours = run(copied.parent, [f"{PREFIX}{part}" for part in parts], given.processes)
+        shutil.copytree(source_of_the_release() / "tests", copied)
+        ours = run(copied.parent, [f"{PREFIX}{part}" for part in parts], processes)
         ours = ours | run_again(copied.parent, failed_and_unlisted(ours, listed))
         unknown = failed_and_unlisted(ours, listed)
-        stock = run(copied.parent, [f"{PREFIX}{name}" for name in unknown], given.processes, stock=True) if unknown else {}
+        stock = run(copied.parent, [f"{PREFIX}{name}" for name in unknown], processes, stock=True) if unknown else {}
     return report(ours, stock, listed)
 
 
@@ -90,8 +103,43 @@ def run_again(place: Path, names: Sequence[str]) -> Outcomes:
     return run(place, [f"{PREFIX}{name}" for name in names], "1") if names else {}
 
 
-def tests_of_the_release() -> Path:
-    """The folder `tests` of the installed release of Ignite."""
+def documentation(source: Path) -> int:
+    """Runs the code in Ignite's documentation on both engines, and prints what differs; 1 if it is not in the list."""
+    with tempfile.TemporaryDirectory() as place:
+        stock, ours = (blocks_of(kind, source, Path(place)) for kind in ("stock", "ours"))
+    listed = read_list()
+    left_out = {block: entry["reason"] for entry in listed["left_out"] for block in entry["blocks"]}
+    different = {block: entry["heading"] for entry in listed["documentation"] for block in entry["blocks"]}
+    fails = {name: outcome[1] for name, outcome in stock.items() if outcome[0] != "ran"}
+    differs = [name for name, outcome in stock.items() if name not in fails and ours[name] != outcome]
+    wrong = [
+        f"does not run with Ignite's own engine, and is not in the list: {name}: {fails[name]}"
+        for name in fails - left_out.keys()
+    ]
+    wrong += [
+        f"differs, and is not in the list: {name}: {stock[name]}, ours: {ours[name]}"
+        for name in differs
+        if name not in different
+    ]
+    wrong += [f"is the same, and is in the list under {different[name]!r}: {name}" for name in different if name not in differs]
+    same = len(stock) - len(fails) - len(differs)
+    print(f"documentation: {len(stock)} blocks, {same} do the same, {len(differs)} differ, {len(fails)} are left out")
+    print(*wrong, sep="\n")
+    return int(bool(wrong))
+
+
+def blocks_of(kind: str, source: Path, place: Path) -> dict[str, list[Any]]:
+    """What became of each block with one of the engines."""
+    command = [sys.executable, str(HERE / "documentation.py"), kind, str(source)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=DOCUMENTATION_SECONDS, check=False, cwd=place)
+    if result.returncode:
+        sys.exit(f"the code of the documentation could not be run:\n{result.stderr[-2000:]}")
+    found: dict[str, list[Any]] = json.loads(result.stdout.splitlines()[-1])
+    return found
+
+
+def source_of_the_release() -> Path:
+    """A folder with `tests`, `docs/source` and `README.md` of the installed release of Ignite."""
     wanted = version("pytorch-ignite")
     if "IGNITE_SOURCE" in os.environ:
         source = Path(os.environ["IGNITE_SOURCE"])
@@ -99,15 +147,15 @@ def tests_of_the_release() -> Path:
         found = re.search(r'__version__ = "(.*)"', text)
         if not found or found[1] != wanted:
             sys.exit(f"IGNITE_SOURCE must have the installed version {wanted}, got {found and found[1]} in {source}")
-        return source / "tests"
+        return source
     place = FETCHED / wanted
-    if not (place / "tests").exists():
+    if not (place / "README.md").exists():
         fetch(wanted, place)
-    return place / "tests"
+    return place
 
 
 def fetch(wanted: str, place: Path) -> None:
-    """Unpacks the tests of the source distribution."""
+    """Unpacks the tests and the documentation of the source distribution."""
     with tempfile.TemporaryDirectory() as download:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", "pytorch-ignite"]
         result = subprocess.run([*command, "--dest", download, f"pytorch-ignite=={wanted}"], check=False)
@@ -116,10 +164,14 @@ def fetch(wanted: str, place: Path) -> None:
         (archive,) = Path(download).glob("*.tar.gz")
         with tarfile.open(archive) as opened:
             opened.extractall(download, filter="data")
-        place.mkdir(parents=True, exist_ok=True)
         (tests,) = Path(download).glob("*/tests")
-        shutil.copytree(tests, place / "partial", dirs_exist_ok=True)
-        (place / "partial").rename(place / "tests")
+        partial = place.with_name(f"{wanted}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        for name in ("tests", "docs/source"):
+            shutil.copytree(tests.parent / name, partial / name)
+        shutil.copy(tests.parent / "README.md", partial)
+        shutil.rmtree(place, ignore_errors=True)
+        partial.rename(place)
 
 
 def run(place: Path, names: Iterable[str], processes: str, *, stock: bool = False) -> Outcomes:
@@ -140,8 +192,12 @@ def run(place: Path, names: Iterable[str], processes: str, *, stock: bool = Fals
 
 def differences() -> dict[str, str]:
     """The tests that may fail, or the beginnings of their names with a `*`, and the reason for each."""
-    entries = tomllib.loads((HERE / "differences.toml").read_text(encoding="utf-8"))["difference"]
-    return {test: entry["heading"] for entry in entries for test in entry["tests"]}
+    return {test: entry["heading"] for entry in read_list()["difference"] for test in entry["tests"]}
+
+
+def read_list() -> dict[str, Any]:
+    """The list of what may differ."""
+    return tomllib.loads((HERE / "differences.toml").read_text(encoding="utf-8"))
 
 
 def reason(name: str, listed: Mapping[str, str]) -> str | None:

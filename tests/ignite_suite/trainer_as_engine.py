@@ -23,6 +23,7 @@ import pytest
 from ignite.engine.utils import _check_signature
 
 from ignite_train import Trainer
+from ignite_train.data.arriving_group import ArrivingGroup
 from ignite_train.data.grouping import MicroBatchGrouping
 from ignite_train.state import TrainState
 
@@ -98,7 +99,7 @@ class TrainerAsEngine(Trainer):
 
     def _fetch(self, batches: Any) -> Any:
         group = super()._fetch(batches)
-        batch = group[0] if isinstance(group, list) else group
+        batch = group[0] if isinstance(group, (list, ArrivingGroup)) else group
         return None if batch is _NOTHING else batch
 
     def _batch(self) -> list[Any]:
