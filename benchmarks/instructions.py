@@ -33,7 +33,7 @@ from overhead import forward, mean_loss
 
 PAGE = Path(__file__).parent.parent / "docs/performance.md"
 BEGIN, END = "<!-- written by benchmarks/instructions.py -->\n", "<!-- end -->\n"
-WARM_UP, UPDATES = 12, 20
+WARM_UP, UPDATES = 8, 10
 OPTIMIZERS: dict[str, Any] = {"SGD": partial(torch.optim.SGD, lr=0.05), "AdamW": partial(torch.optim.AdamW, lr=1e-3)}
 FUSED = "fused=True"
 # The loops of this file and of this library, which share a process, and whether their optimizer is a fused one.
