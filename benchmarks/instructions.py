@@ -33,7 +33,7 @@ from overhead import forward, mean_loss
 
 PAGE = Path(__file__).parent.parent / "docs/performance.md"
 BEGIN, END = "<!-- written by benchmarks/instructions.py -->\n", "<!-- end -->\n"
-WARM_UP, UPDATES = 12, 20
+WARM_UP, UPDATES = 8, 10
 OPTIMIZERS: dict[str, Any] = {"SGD": partial(torch.optim.SGD, lr=0.05), "AdamW": partial(torch.optim.AdamW, lr=1e-3)}
 FUSED = "fused=True"
 # The loops of this file and of this library, which share a process, and whether their optimizer is a fused one.
@@ -137,6 +137,9 @@ def count_here(name: str) -> None:
     """Runs under valgrind: each count goes into a file of its own, in the order of `whole`."""
     torch.set_num_threads(1)
     gc.disable()
+    control = subprocess.Popen(["callgrind_control", "-i", "on", str(os.getpid())], stdout=subprocess.DEVNULL)  # noqa: S607
+    while control.poll() is None:
+        pass  # valgrind hears it while this process runs; imports went before, since they take minutes if they are watched
     for kind, loop, stage in whole(name):
         counter = Counter(stage)
         if stage is not None:
@@ -154,7 +157,14 @@ def count(name: str) -> dict[tuple[str, str, str | None], int]:
     print(f"{name or 'ours and by hand'} ...", file=sys.stderr, flush=True)
     with TemporaryDirectory() as directory:
         written = Path(directory) / "counts"
-        valgrind = ["valgrind", "--tool=callgrind", "--collect-atstart=no", "--dump-line=no", f"--log-file={directory}/log"]
+        valgrind = [
+            "valgrind",
+            "--tool=callgrind",
+            "--instr-atstart=no",
+            "--collect-atstart=no",
+            "--dump-line=no",
+            f"--log-file={directory}/log",
+        ]
         command = [*valgrind, f"--callgrind-out-file={written}", sys.executable, __file__, "--inside", name]
         environment = os.environ | {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         ended = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=False)

@@ -213,6 +213,10 @@ def capture(it: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
 
 
+def devices(it: SimpleNamespace, _: pytest.MonkeyPatch) -> None:
+    it.gradients.kinds = {(CPU, torch.float32), (torch.device("meta"), torch.float32)}
+
+
 def another_dtype(it: SimpleNamespace, _: pytest.MonkeyPatch) -> None:
     _convert(it.model.bias, torch.bfloat16)
     it.gradients.note_kinds()
@@ -257,6 +261,7 @@ REASONS: dict[str, tuple[Callable[[SimpleNamespace, pytest.MonkeyPatch], None], 
     "beta": (of_group(betas=(0.9, torch.tensor(0.9))), "a beta is a tensor"),
     "amsgrad switched on": (of_group(amsgrad=True), NONE_YET),
     "capture": (capture, "a CUDA graph is being captured"),
+    "devices": (devices, "its gradients are on several devices, each of which needs the numbers"),
     "two dtypes": (another_dtype, "a group has tensors of several dtypes or devices"),
     "dtype": (wide, "a group has torch.float64 on cpu"),
     "class of a gradient": (of_a_class, "a parameter, its gradient or a moment is not a plain tensor"),

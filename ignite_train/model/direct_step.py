@@ -10,8 +10,8 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
-from operator import is_
+from itertools import chain, repeat
+from operator import attrgetter, is_, is_not
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -34,8 +34,10 @@ _KNOWN = {  # the options that each of them has in torch 2.13; one that is not h
 }
 _KNOWN[AdamW] = _KNOWN[Adam]
 _SWITCHES = {"amsgrad", "dampening", "lr_decay", "maximize", "momentum", "nesterov", "weight_decay"}
-_PRIVATE = ("_fused_sgd_", "_fused_adam_", "_fused_adamw_", "_fused_adagrad_")
+_PRIVATE = [(torch, f"_fused_{name}_") for name in ("sgd", "adam", "adamw", "adagrad")]
+_PRIVATE += [(torch.autograd, "_profiler_enabled"), (torch._C, "_set_grad_enabled")]
 _SETTABLE = {"grad_scale", "found_inf", "_init_group", "_optimizer_step_code"}  # attributes that change a step
+_NOTHING, _STRIDED, _LAYOUT = repeat(None), repeat(torch.strided), attrgetter("layout")
 
 
 class Call(NamedTuple):
@@ -58,7 +60,7 @@ class _Seen(NamedTuple):
     """Tensors and options of a group that were looked at, and what was found. The tensors may be freed meanwhile."""
 
     tensors: list[weakref.ref[Tensor]]
-    truths: list[bool]
+    options: dict[str, Any]
     obstacle: str | None
 
     def are(self, tensors: list[Tensor]) -> bool:
@@ -77,7 +79,7 @@ class DirectStep:
     - it has hooks; a profiler runs, which is to show its range; a CUDA graph is being captured;
     - an option that this file does not know, or that is a tensor where torch reads it: `lr` and `betas`; `capturable`,
       `differentiable`, `foreach`;
-    - a group whose tensors are not plain dense ones of one dtype and device, on the CPU or CUDA, with moments alike;
+    - a group whose tensors are not plain dense ones of one dtype, on the CPU or CUDA, with moments alike; several devices;
     - parameters without moments yet, as before the first step;
     - a trial step has shown that this torch does something else.
 
@@ -95,12 +97,13 @@ class DirectStep:
             self._never = "torch has no fused kernel for its class that is known here"
         elif not _is_torchs(kind.step):
             self._never = "the step of its class is not torch's"
-        elif not all(hasattr(torch, name) for name in _PRIVATE) or not hasattr(torch.autograd, "_profiler_enabled"):
+        elif not all(hasattr(owner, name) for owner, name in _PRIVATE):
             self._never = "this torch does not have the functions that are known here"
         elif unknown := sorted(optimizer.defaults.keys() - _KNOWN[kind]):
             self._never = f"it has the option {unknown[0]!r}, which is not known here"
         self._seen: dict[int, _Seen] = {}  # by index of the group
         self._kinds: set[tuple[torch.device, torch.dtype]] = set()  # of the gradients when the groups were looked at
+        self._devices: set[torch.device] = set()
         self._on_cuda = False
 
     def __call__(self, grad_scale: Tensor | None = None, found_inf: Tensor | None = None) -> str | None:
@@ -147,20 +150,26 @@ class DirectStep:
             return "a profiler is running, which shows its step"
         if self._gradients.kinds != self._kinds:
             self._seen, self._kinds = {}, {*self._gradients.kinds}
-            self._on_cuda = any(device.type == "cuda" for device, _ in self._kinds)
+            self._devices = {device for device, _ in self._kinds}
+            self._on_cuda = any(device.type == "cuda" for device in self._devices)
+        if len(self._devices) > 1:
+            return "its gradients are on several devices, each of which needs the numbers"
         if self._on_cuda and torch.cuda.is_current_stream_capturing():
             return "a CUDA graph is being captured"
         return None
 
     def _obstacle(self, index: int, call: Call) -> str | None:
         """What hinders a call for a group; looks again only if its tensors are others, or its options are switched."""
-        parameters, _, *moments = call.lists
-        tensors, truths = [*parameters, *chain(*moments), *call.steps], [*map(bool, call.options.values())]
-        seen = self._seen.get(index)
-        if seen is not None and seen.truths == truths and seen.are(tensors):
-            return seen.obstacle
+        (parameters, _, *moments), seen = call.lists, self._seen.get(index)
+        tensors = [*parameters, *chain(*moments), *call.steps]
+        if seen is not None and seen.are(tensors):
+            if seen.options == call.options:
+                return seen.obstacle
+            if [*map(bool, seen.options.values())] == [*map(bool, call.options.values())]:
+                self._seen[index] = seen._replace(options=call.options)
+                return seen.obstacle
         obstacle = _irregularity(call) or self._difference(call)
-        self._seen[index] = _Seen([*map(weakref.ref, tensors)], truths, obstacle)
+        self._seen[index] = _Seen([*map(weakref.ref, tensors)], call.options, obstacle)
         return obstacle
 
     def _difference(self, call: Call) -> str | None:
@@ -177,46 +186,57 @@ class DirectStep:
 
 def _gather(optimizer: Optimizer, group: Mapping[str, Any]) -> Call | str | None:
     """The call for a group; or why there is none to make; None if no parameter of the group has a gradient."""
-    parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+    parameters, gradients = group["params"], [parameter.grad for parameter in group["params"]]
+    if any(map(is_, gradients, _NOTHING)):
+        parameters = [parameter for parameter, gradient in zip(parameters, gradients, strict=True) if gradient is not None]
+        gradients = [parameter.grad for parameter in parameters]
     if not parameters:
         return None
+    if any(map(is_not, map(_LAYOUT, gradients), _STRIDED)):
+        return "a gradient is sparse"
     if group["foreach"] or group["differentiable"] or group.get("capturable"):
         return "a group is foreach, differentiable or capturable"
     if isinstance(group["lr"], Tensor):
         return "a learning rate is a tensor"
-    gradients = [parameter.grad for parameter in parameters]
-    if any(gradient.layout is not torch.strided for gradient in gradients):
-        return "a gradient is sparse"
-    states = [optimizer.state.get(parameter, {}) for parameter in parameters]
     try:
-        return _CALLS[type(optimizer)](group, parameters, gradients, states)
-    except KeyError:
+        return _CALLS[type(optimizer)](group, optimizer.state, parameters, gradients)
+    except (KeyError, TypeError):  # a state that is empty, or none
         return "a parameter has no moments yet"
 
 
-def _sgd(group: Mapping[str, Any], parameters: list[Tensor], gradients: list[Tensor], states: list[dict[str, Any]]) -> Call:
+_Tensors = list[Tensor]
+_Group = Mapping[str, Any]
+_States = Mapping[Tensor, Any]  # of an optimizer, by parameter
+
+
+def _sgd(group: _Group, states: _States, parameters: _Tensors, gradients: _Tensors) -> Call:
     options = {name: group[name] for name in ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")}
-    moments = [state["momentum_buffer"] for state in states] if group["momentum"] != 0 else []
+    own: list[Any] = [] if group["momentum"] == 0 else [*map(states.get, parameters)]
+    moments = [state["momentum_buffer"] for state in own]
     return Call(torch._fused_sgd_, (parameters, gradients, moments), [], options | {"is_first_step": False})
 
 
-def _adam(
-    group: Mapping[str, Any], parameters: list[Tensor], gradients: list[Tensor], states: list[dict[str, Any]]
-) -> Call | str:
+def _adam(group: _Group, states: _States, parameters: _Tensors, gradients: _Tensors) -> Call | str:
     options = {name: group[name] for name in ("lr", "weight_decay", "eps", "amsgrad", "maximize")}
-    options["beta1"], options["beta2"] = betas = group["betas"]
-    if isinstance(betas[0], Tensor) or isinstance(betas[1], Tensor):
+    options["beta1"], options["beta2"] = beta1, beta2 = group["betas"]
+    if isinstance(beta1, Tensor) or isinstance(beta2, Tensor):
         return "a beta is a tensor"
-    moments = [state["exp_avg"] for state in states], [state["exp_avg_sq"] for state in states]
-    largest = [state["max_exp_avg_sq"] for state in states] if options["amsgrad"] else []
+    own: list[Any] = [*map(states.get, parameters)]
+    moments = [state["exp_avg"] for state in own], [state["exp_avg_sq"] for state in own]
+    largest = [state["max_exp_avg_sq"] for state in own] if options["amsgrad"] else []
     kernel = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
-    return Call(kernel, (parameters, gradients, *moments, largest), [state["step"] for state in states], options)
+    return Call(kernel, (parameters, gradients, *moments, largest), [state["step"] for state in own], options)
 
 
-def _adagrad(group: Mapping[str, Any], parameters: list[Tensor], gradients: list[Tensor], states: list[dict[str, Any]]) -> Call:
+def _adagrad(group: _Group, states: _States, parameters: _Tensors, gradients: _Tensors) -> Call:
     options = {name: group[name] for name in ("lr", "lr_decay", "weight_decay", "eps", "maximize")}
-    sums = [state["sum"] for state in states]
-    return Call(torch._fused_adagrad_, (parameters, gradients, sums), [state["step"] for state in states], options)
+    own: list[Any] = [*map(states.get, parameters)]
+    return Call(
+        torch._fused_adagrad_,
+        (parameters, gradients, [state["sum"] for state in own]),
+        [state["step"] for state in own],
+        options,
+    )
 
 
 _CALLS: dict[type[Optimizer], Callable[..., Call | str]] = {SGD: _sgd, Adam: _adam, AdamW: _adam, Adagrad: _adagrad}
@@ -224,7 +244,9 @@ _CALLS: dict[type[Optimizer], Callable[..., Call | str]] = {SGD: _sgd, Adam: _ad
 
 def _make(calls: Sequence[Call], grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
     """Calls the kernels, as the functions behind `Optimizer.step` do once they have sorted their arguments."""
-    with torch.no_grad():
+    grad_enabled = torch.is_grad_enabled()
+    torch._C._set_grad_enabled(False)
+    try:
         for kernel, lists, steps, options in calls:
             if not steps:
                 kernel(*lists, **options, grad_scale=grad_scale, found_inf=found_inf)
@@ -233,6 +255,8 @@ def _make(calls: Sequence[Call], grad_scale: Tensor | None, found_inf: Tensor | 
             kernel(*lists, steps, **options, grad_scale=grad_scale, found_inf=found_inf)
             if found_inf is not None:
                 torch._foreach_sub_(steps, [found_inf] * len(steps))
+    finally:
+        torch._C._set_grad_enabled(grad_enabled)
 
 
 def _irregularity(call: Call) -> str | None:
