@@ -3,9 +3,10 @@
     python benchmarks/outer_optimizer.py                    # trains, and writes
     python benchmarks/outer_optimizer.py --seeds 1 --print  # only shows the table
 
-Two ranks learn scikit-learn's handwritten digits, with AdamW on each rank and DiLoCo's outer optimizer (Nesterov's momentum, 0.9
+Two ranks learn scikit-learn's handwritten digits, with AdamW on each rank and DiLoCo's outer optimizer (Nesterov's momentum 0.9
 at the rate 0.7) every H updates, beside a run that reduces the gradients in each update. All runs of a seed have the same first
-weights and the same samples in the same order. Bytes are those that a rank gives to collectives in training, by `count_traffic`.
+weights and the same samples in the same order. Bytes are those that a rank gives to collectives in training, as `count_traffic`
+counts them.
 """
 
 import json
