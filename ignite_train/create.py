@@ -135,8 +135,7 @@ def create_trainer(
     optimizers, state = _checked_optimizers(model, optimizer, options), TrainState()
     _check_transform(output_transform)
     limit, limits = _norm_limits(max_grad_norm, optimizers)
-    _check_second_order(options, compiled=compile is not False)
-    _check_local(options, limits)
+    _check_combinations(options, limits, compiled=compile is not False)
     carried, device = state.carried, next(model.parameters()).device
     accumulates, replays = accumulation_steps != 1, options.uneven == "replay"
     reduction = reduction_for(model, options.reduction, accumulates=accumulates, in_step=replays, carried=carried)
@@ -168,14 +167,14 @@ def create_trainer(
     parts = {"model": reduction.module, **optimizers_as_parts(optimizers, with_inner=bool(options.closure))}
     description = _description(accumulation_steps, max_grad_norm, precision, options.reduction, seed)
     trainer = Trainer(update, grouping, parts, description, state, output_transform)
-    if isinstance(update, LocalUpdate):
-        update.join(trainer)
-    _watch_for_mistakes(trainer, model, options)
+    _complete(trainer, update, model, options)
     return protect_ranks(trainer, protect, model)
 
 
-def _watch_for_mistakes(trainer: Trainer, model: nn.Module, options: UpdateOptions) -> None:
-    """Looks for mistakes that are known only when the run starts or in the first micro-batch."""
+def _complete(trainer: Trainer, update: Update, model: nn.Module, options: UpdateOptions) -> None:
+    """Attaches what belongs to the update, and what looks for mistakes that are known only in the run."""
+    if isinstance(update, LocalUpdate):
+        update.join(trainer)
     warn_of_gradient_loggers(trainer, keeps_gradients=options.keep_gradients)
     warn_of_misdeclared_loss(trainer)
     refuse_sparse_gradients(trainer, model)
@@ -482,6 +481,11 @@ def _loss_scaling(loss_scaling: Any, precision: PrecisionName) -> LossScaling:
     if isinstance(loss_scaling, type) or not isinstance(loss_scaling, LossScaling):
         raise TypeError(f"loss_scaling must be a policy such as TorchLossScaling(), got {describe(loss_scaling)}")
     return loss_scaling
+
+
+def _check_combinations(options: UpdateOptions, limits: Mapping[str, float], *, compiled: bool) -> None:
+    _check_second_order(options, compiled=compiled)
+    _check_local(options, limits)
 
 
 def _check_second_order(options: UpdateOptions, *, compiled: bool) -> None:

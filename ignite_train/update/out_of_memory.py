@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ignite_train.carried import Carried
+from ignite_train.device.memory_summary import memory_summary
 from ignite_train.device.to_device import moves_itself
 from ignite_train.model.gradients import Gradients
 from ignite_train.model.replay import SideEffects
@@ -58,8 +59,8 @@ class RaiseOutOfMemory:
                 "activation checkpointing; or options=UpdateOptions(on_out_of_memory='skip') or 'split', on several ranks with "
                 "reduction='explicit' there"
             )
-            if torch.cuda.is_available():
-                error.add_note(torch.cuda.memory_summary())
+            if summary := memory_summary():
+                error.add_note(summary)
 
 
 class RecoverFromOutOfMemory:
