@@ -80,8 +80,9 @@ class Checkpoint(Handler):
         best: name of a metric of the evaluator. Whenever it is the best so far, that state is saved too.
         mode: whether the best is the `"min"` or the `"max"`.
         keep_best: how many of the best checkpoints stay.
-        to_save: more objects with `state_dict` and `load_state_dict`, by name. They must be equal on all ranks: rank 0 writes
-            them.
+        to_save: more objects with `state_dict` and `load_state_dict`, by name. They must be equal on all ranks, since rank 0
+            writes them; but the buffers of a module may differ. Of another trainer its model, its optimizers and its handlers
+            are saved too, and what belongs to each rank is written by each.
         config: plain values of the script. When the run resumes, the log lists which of them have changed.
         asynchronous: False writes each checkpoint before training continues.
         on_error: what happens when a save fails: `"raise"`, or `"warn"` and train on. The older checkpoints stay in both cases.
@@ -364,7 +365,8 @@ class Checkpoint(Handler):
         started = time.monotonic()
         run, _ = self._attached()
         with run.trainer._within("checkpoint"):
-            run.trainer.verify_ranks()  # a state on which the ranks do not agree must not be saved
+            for trainer in (run.trainer, *run.trainers.values()):
+                trainer.verify_ranks()  # a state on which the ranks do not agree must not be saved
             self.saver.save(self._capture(), self._manifest(run.trainer), is_last=is_last)
         self.cadence.note_save(self._moment(), started)
         self.held_seconds = time.monotonic() - started

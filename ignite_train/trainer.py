@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ignite_train.arguments import check_state_dict, describe, positive_int
 from ignite_train.carried import Carried
 from ignite_train.data.arriving_group import ArrivingGroup
+from ignite_train.data.fetched_group import FetchedGroup
 from ignite_train.data.grouping import MicroBatchGrouping, MicroBatchPass
 from ignite_train.data.stream import Stream
 from ignite_train.events import EVENT_COUNTERS, TrainEvents
@@ -25,10 +26,11 @@ from ignite_train.forward import ForwardOutput
 from ignite_train.loop.dispatch import Attachable, Stateful
 from ignite_train.loop.ignite_state import from_ignite_state, is_ignite_state
 from ignite_train.loop.limits import checked_limits, refuse_ended_iterator, refuse_used_iterator
-from ignite_train.loop.loop import Batches, Loop
+from ignite_train.loop.loop import Batches
 from ignite_train.loop.progress import run_progress
 from ignite_train.loop.sections import Sections
-from ignite_train.model.random_state import capture_random_state, restore_random_state
+from ignite_train.loop.session_loop import SessionLoop
+from ignite_train.model.random_state import capture_random_state
 from ignite_train.ranks import collectives
 from ignite_train.ranks.messages import Outgoing, Piggyback, RankRequests
 from ignite_train.state import TrainState, UpdateOutput
@@ -69,7 +71,7 @@ class DefaultHandler(Protocol):
         """Undoes its `attach`. All ranks call it alike."""
 
 
-class Trainer(Loop):
+class Trainer(SessionLoop):
     """An Ignite engine whose iteration is one optimizer update; `create_trainer` makes it.
 
     Attributes:
@@ -112,13 +114,8 @@ class Trainer(Loop):
         self._stream: Stream | None = None  # with epoch_length: the data of the run
         self._ranks_have_more = True
         self._micro_batches_before = 0  # this update
-        self._group: Sequence[Any] = ()  # of this update, as it was fetched, until handlers may have replaced it
-        self._fetched: Sequence[Any] | None = None  # its micro-batches, where a handler may stop the run before the update
+        self._fetched = FetchedGroup()  # for the update that begins next
         self._kept: tuple[Any, MicroBatchPass] | None = None  # what the latest run left open: data and its pass
-        self._random_before_fetch: dict[str, Any] | None = None  # where a handler may stop the run before the update
-        self._session_is_open = False  # from STARTED to the closing events of a session
-        self._updating = False  # an `update` is under way
-        self._has_warned_of_session = False
         self.register_events(*TrainEvents, event_to_attr=EVENT_COUNTERS)
 
     def __repr__(self) -> str:
@@ -211,21 +208,10 @@ class Trainer(Loop):
         """
         self._refuse_nested_run()
         with self._resuming(resume):
-            state = self.state
-            if self._epoch_open:
-                raise RuntimeError(
-                    f"session was opened in the middle of epoch {state.epoch}, which run has left after update "
-                    f"{state.iteration}; end the epoch with run first"
-                )
-            state.max_epochs = None
-            state.max_iters = state.max_iters if max_iters is None else checked_limits(state, None, max_iters)[1]
+            self._limit_session(max_iters)
             self._requests, self._stream = RankRequests(), None
-            with self._between_events(None):
-                self._session_is_open = True
-                try:
-                    yield state
-                finally:
-                    self._session_is_open = False
+            with self._in_session():
+                yield self.state
 
     def update(self, micro_batches: list[Any]) -> UpdateOutput:
         """Does one update on the group that it is given, as `run` does on those that it cuts from a loader.
@@ -258,59 +244,20 @@ class Trainer(Loop):
         self._max_micro_batches = self._grouping.max_micro_batches_of(micro_batches)
         if self._grouping.none_is_empty:
             micro_batches = [micro_batch for micro_batch in micro_batches if micro_batch is not None]
-        self._group, self._micro_batches_before = self._sized(micro_batches), state.num_micro_batches
-        state.batch = micro_batches
-        self._updating = self._iterating = True
-        self._settled = False
-        state.iteration += 1
-        try:
-            self.fire_event(Events.ITERATION_STARTED)
-            self._process(self, self._batch())
-            self._iterating = False
-            self.fire_event(Events.ITERATION_COMPLETED)
-        finally:
-            self._take_back()
-            self._updating = self._iterating = False
-            state.batch = None
-            self._begin_section("handler")
+        self._fetched, self._micro_batches_before = FetchedGroup(self._sized(micro_batches)), state.num_micro_batches
+        self._iterate_on(micro_batches)
         assert state.update_output is not None  # noqa: S101  # each update publishes one
         return state.update_output
-
-    def _refuse_nested_run(self) -> None:
-        if self._session_is_open or self._updating:
-            raise RuntimeError("run or session was called inside a session or an update of the same trainer; leave it first")
-        super()._refuse_nested_run()
 
     def _check_update(self, micro_batches: Any) -> None:
         if not isinstance(micro_batches, list):
             raise TypeError(f"micro_batches must be a list, got {describe(micro_batches)}; pass update([micro_batch])")
         if any(micro_batch is None for micro_batch in micro_batches) and not self._grouping.none_is_empty:
             raise TypeError("micro_batches must not hold None; leave it out, since a rank without data passes update([])")
-        if self._session_is_open and not self._updating:
-            if self.should_terminate or self.should_interrupt:
-                raise RuntimeError(
-                    "update was called after a request to stop; leave the loop where trainer.should_terminate is set"
-                )
-            if self.state.max_iters is not None and self.state.iteration >= self.state.max_iters:
-                raise RuntimeError(
-                    f"update was called after max_iters={self.state.max_iters} updates; raise session's max_iters"
-                )
-            return
-        if self._running or self._updating:
-            raise RuntimeError("update was called inside a handler of its own run or update; call it from another trainer's")
-        if self._epoch_open:
-            raise RuntimeError(
-                f"update was called in the middle of epoch {self.state.epoch}, which run has left after update "
-                f"{self.state.iteration}; end the epoch with run first"
-            )
-        if self._resume_with is not None:
+        self._refuse_update()
+        if self._resume_with is not None and not self._session_is_open:
             raise RuntimeError("update needs a session where a Checkpoint is attached; write: with trainer.session(): ...")
-        if not self._has_warned_of_session and (self.on_enter or self._has_handlers(Events.STARTED)):
-            self._has_warned_of_session = True
-            self.logger.warning(
-                "update was called without a session, in which STARTED, COMPLETED, FailureBoard, HangWatch and whatever else "
-                "begins and ends with a run have no part; write: with trainer.session(): ..."
-            )
+        self._warn_of_no_session()
 
     def _as_stream(self, data: Iterable[Any], epoch_length: int | None) -> Stream | None:
         """The data of a run with `epoch_length`; the one there is, if a run on the same data continues."""
@@ -408,7 +355,7 @@ class Trainer(Loop):
         if requests.interrupt:
             self.interrupt(agreed=True)
         self._ranks_have_more = requests.more_data > 0
-        self._settled, self._random_before_fetch, self._fetched = True, None, None
+        self._settled = True
         self.state.num_steps += applied
         self.state.num_skipped += not applied
         for callback in self._after_update:
@@ -634,7 +581,7 @@ class Trainer(Loop):
         return self._opened(self._grouping(source, epoch=epoch, first_update=first_update, skip=skip, position=position))
 
     def _opened(self, groups: MicroBatchPass) -> MicroBatchPass:
-        self._groups, self._pass_is_opened = groups, True
+        self._groups, self._pass_is_opened, self._fetched = groups, True, FetchedGroup()
         self._ranks_have_more = groups.length is not None or sum(collectives.everyones(groups.more)) > 0
         return groups
 
@@ -664,17 +611,15 @@ class Trainer(Loop):
 
     def _fetch(self, batches: Any) -> Any:
         may_stop = self._has_handlers(Events.GET_BATCH_COMPLETED) or self._has_handlers(Events.ITERATION_STARTED)
-        self._random_before_fetch = capture_random_state(accelerators=False) if may_stop else None
+        random_state = capture_random_state(accelerators=False) if may_stop else None
         group = super()._fetch(batches)
-        micro_batches = group if isinstance(group, Sequence) else []  # or else the pass has ended
+        micro_batches = group if isinstance(group, Sequence) else None  # or else the pass has ended
         if isinstance(group, ArrivingGroup) and self._sections is not None:
             group.waiting = partial(self._sections.within, "data")
         if self._stream is not None and not micro_batches and not batches.num_read:
             refuse_ended_iterator(self.state, self._stream.data)
-        self._group = self._sized(micro_batches)
-        self._fetched = None
-        if may_stop and isinstance(group, Sequence):  # handlers may change the group
-            self._fetched = list(group) if isinstance(group, list) else group
+        self._sized(() if micro_batches is None else micro_batches)
+        self._fetched = FetchedGroup(micro_batches, random_state)
         self._requests.more_data, self._micro_batches_before = batches.more, self.state.num_micro_batches
         self._max_micro_batches = batches.max_micro_batches
         return group
@@ -688,16 +633,14 @@ class Trainer(Loop):
         if not self._stopping():  # it is the end of the epoch: no run will do this update
             return
         assert self._groups is not None  # noqa: S101  # a pass was opened
-        fetched, self._fetched = self._fetched, None
+        fetched, self._fetched = self._fetched, FetchedGroup()
         if self._reads_iterator():
-            if fetched is not None:
-                self._groups.give_back(list(fetched))
+            fetched.give_back(self._groups)
         elif self._epoch_iteration == 0:
             self._groups.take_back_opening()
             self._groups, self._pass_is_opened = None, False
-        elif self._random_before_fetch is not None:
-            restore_random_state(self._random_before_fetch)
-        self._random_before_fetch = None
+        else:
+            fetched.restore_random_state()
 
     def _close_epoch(self, started: float) -> None:
         if self._epoch_iteration == 0 and not self.should_terminate_single_epoch:
@@ -712,18 +655,9 @@ class Trainer(Loop):
         self._requests.stop_epoch = False  # what handlers of EPOCH_COMPLETED asked for is done already
 
     def _batch(self) -> Sequence[Any]:
-        """The group, in which handlers may have replaced micro-batches; but not their number, which the ranks know."""
-        fetched, group = self._group, self.state.batch
-        self._group = ()
-        if group is not fetched and isinstance(fetched, ArrivingGroup):
-            fetched = fetched.whole()  # the place in the data is that after it
-        if not isinstance(group, (list, ArrivingGroup)) or len(group) != len(fetched):
-            got = f"{len(group)} of them" if isinstance(group, list) else describe(group)
-            raise TypeError(
-                f"state.batch must be a list of the update's {len(fetched)} micro-batches, got {got}; a handler that "
-                "changes data puts state.batch = [change(micro_batch) for micro_batch in state.batch]"
-            )
-        return self._sized(group)
+        """The group of the update that begins: from here on its fetch is not undone."""
+        fetched, self._fetched = self._fetched, FetchedGroup()
+        return self._sized(fetched.replaced_by(self.state.batch))
 
     def _sized(self, group: Sequence[Any]) -> Sequence[Any]:
         """The group, of which the state tells the size."""

@@ -124,8 +124,11 @@ def draw(seed: int, world_size: int) -> Case:
         on_out_of_memory=rng.choice(("skip", "split")) if may_drop_micro_batches and goes_wrong > 0.75 else "raise",
         too_large=(rank, rng.randrange(longest)) if may_drop_micro_batches and goes_wrong > 0.75 else None,
     )
-    case = _with_shape(case, random.Random(f"shape {seed}"))  # noqa: S311
-    return _with_traits(case, random.Random(f"traits {seed}"))  # noqa: S311
+    return _with_traits(_with_shape(case, _numbers("shape", seed)), _numbers("traits", seed))
+
+
+def _numbers(what: str, seed: int) -> random.Random:
+    return random.Random(f"{what} {seed}")  # noqa: S311
 
 
 def _with_shape(case: Case, rng: random.Random) -> Case:

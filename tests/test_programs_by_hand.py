@@ -14,10 +14,15 @@ from typing import Any
 
 import pytest
 import torch
+from ignite.engine import Events
 from torch.nn.utils import parameters_to_vector
 
+from bits import bit_by_bit
+from ignite_train import Trainer, create_trainer
+from ignite_train.handlers import Checkpoint
 from programs_by_hand import BY_HAND, ByHand, clip_uncut
 from ranks import run_ranks
+from tiers import nightly, slow
 
 FOLDER = Path(__file__).parent.parent / "examples/programs"
 PAGE = FOLDER.parent.parent / "docs/programs.md"
@@ -37,6 +42,8 @@ FAST = {
     "maml": 2,  # derivatives of derivatives
 }
 UPDATES = {"time_sequence": 3}
+RESUMED_UPDATES = 4
+TWO_TRAINERS = ("dcgan", "wgan_gp")
 
 
 def program(name: str, folder: Path = FOLDER) -> Any:
@@ -124,6 +131,59 @@ def test_a_program_is_the_loop_by_hand_on_two_ranks(name: str) -> None:
 def test_clip_is_the_loss_of_the_whole_batch() -> None:
     """What is cut into micro-batches, and put together again, has the gradients of one batch that is not cut."""
     assert_equal_to_rounding(ours("clip", 6), loop(clip_uncut, "clip", 6))
+
+
+class StoppedError(Exception):
+    """Ends a program in the middle."""
+
+
+def saved(name: str, directory: Path, stop_after: int = 0) -> Any:
+    """Trains a program that saves every second update of its last trainer; it may fail after the update of this number."""
+    script, made = program(name), {}
+
+    def create(model: torch.nn.Module, optimizer: Any, forward: Any, **arguments: Any) -> Trainer:
+        trainer = create_trainer(model, optimizer, forward, **arguments)
+        if not made and name in TWO_TRAINERS:
+            made.update(net=model, optimizer=optimizer, trainer=trainer)
+            return trainer
+        Checkpoint(directory, every=2, to_save=made).attach(trainer)
+        trainer.add_event_handler(Events.ITERATION_COMPLETED(event_filter=lambda _, number: number == stop_after), fail)
+        return trainer
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(script, "create_trainer", create)
+        model, losses = script.train(RESUMED_UPDATES)
+    return bit_by_bit(model.state_dict()), losses
+
+
+def fail() -> None:
+    raise StoppedError
+
+
+def saved_twice(name: str, directory: Path) -> tuple[Any, Any]:
+    """What a program comes to in one piece, and in two: the second continues after the second update."""
+    whole = saved(name, directory / "whole")
+    with pytest.raises(StoppedError):
+        saved(name, directory / "stopped", stop_after=3)
+    return whole, saved(name, directory / "stopped")
+
+
+def check_resumed(whole: Any, resumed: Any) -> None:
+    assert resumed[0] == whole[0], "bitwise the same parameters"
+    assert resumed[1] == whole[1][2:], "and it did nothing twice"
+
+
+@pytest.mark.parametrize("name", [name if name in ("reinforce", "muon_adamw") else slow(name) for name in SCRIPTS])
+def test_a_program_that_failed_resumes_bitwise(name: str, tmp_path: Path) -> None:
+    """With a `Checkpoint` on its trainer, or on the one that ends a round, and the other trainer in `to_save`."""
+    check_resumed(*saved_twice(name, tmp_path))
+
+
+@pytest.mark.parametrize("name", [slow(name) if name in ("dcgan", "word_lstm", "sam") else nightly(name) for name in SCRIPTS])
+def test_a_program_that_failed_resumes_bitwise_on_two_ranks(name: str, tmp_path: Path) -> None:
+    """As above."""
+    for whole, resumed in run_ranks(saved_twice, name, tmp_path):
+        check_resumed(whole, resumed)
 
 
 @pytest.mark.slow

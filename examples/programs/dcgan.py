@@ -7,6 +7,8 @@ The loop is the user's own: it draws noise, makes images, and asks each trainer 
 leads back to the generator. The discriminator sees them without it, the generator's update goes back through it.
 """
 
+from itertools import islice
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
@@ -58,8 +60,8 @@ def train(num_updates: int = 100) -> Trained:
     d = create_trainer(d_net, d_optimizer, d_forward, options=UpdateOptions(reduction="explicit"))
     g = create_trainer(g_net, g_optimizer, g_forward, options=UpdateOptions(reduction="explicit"))
     losses = losses_of(d)
-    with d.session(), g.session():
-        for group in groups(data(), num_updates):
+    with d.session(), g.session() as state:
+        for group in islice(groups(data(), num_updates), state.iteration, None):
             noise = [torch.randn(len(real), NOISE, 1, 1) for (real,) in group]  # the same on all ranks
             made = [g_net(one) for one in mine(noise)]
             d.update([(real, one.detach()) for (real,), one in zip(mine(group), made, strict=True)])

@@ -64,8 +64,8 @@ def train(num_updates: int = 60) -> Trained:
     c = create_trainer(critic, c_optimizer, c_forward, options=UpdateOptions(reduction="explicit"))
     g = create_trainer(g_net, g_optimizer, g_forward, options=UpdateOptions(reduction="explicit"))
     losses, more = losses_of(g), groups()
-    with c.session(), g.session():
-        for _ in range(num_updates):
+    with c.session(), g.session() as state:
+        while state.iteration < num_updates:
             for _ in range(CRITIC_UPDATES):
                 c.update(mine(next(more)))
             g.update(mine(next(more)))

@@ -1,7 +1,7 @@
 """Taking the state of a run apart for a checkpoint.
 
 Some of it is the same on all ranks, or sharded over them: model, optimizer and the user's additional objects. The rest belongs
-to each rank: counters, its place in the data, its random generators, its handlers and the buffers of its model.
+to each rank: counters, its place in the data, its random generators, its handlers and the buffers of its modules.
 """
 
 from __future__ import annotations
@@ -59,12 +59,14 @@ def _state_of(entry: Stateful, *, main: bool) -> Any:
 
 def _own_state(trainer: Trainer, objects: RunObjects, *, main: bool) -> dict[str, Any]:
     """What belongs to this rank, besides its handlers."""
-    state = trainer.state
+    state, buffers = trainer.state, {} if main else objects.buffers()
     return {
+        **{name: other.state_dict() for name, other in objects.trainers.items()},
         "trainer": trainer.state_dict(),
         "data": trainer._data_position(),
         "results": {"output": state.update_output and asdict(state.update_output), "metrics": state.metrics},
-        "buffers": {} if main else dict(objects.model.buffers()),
+        "buffers": buffers.pop("model", {}),
+        "buffers_of": buffers,
         "generators": capture_random_state(),
     }
 

@@ -22,7 +22,7 @@ from ignite_train.errors import CheckpointError
 from ignite_train.model.optimizers import InnerState
 from ignite_train.state import UpdateOutput
 
-__all__ = ["EVERY_RANK", "Claims", "check_module"]
+__all__ = ["EVERY_RANK", "Claims", "buffers_of", "check_module"]
 
 EVERY_RANK = ("trainer", "data", "results", "buffers", "generators")
 """The states that each rank writes, besides its handlers."""
@@ -59,7 +59,7 @@ class Claims:
         Raises:
             CheckpointError: it is of another model, optimizer or schedule, or a part of it has an invalid form.
         """
-        for name in EVERY_RANK:
+        for name in (*EVERY_RANK, *objects.trainers):
             if not isinstance(self.own[name], dict):
                 raise CheckpointError(f"{path} has an invalid state of {name!r}: {describe(self.own[name])}")
         names = objects.parameter_names()
@@ -73,7 +73,7 @@ class Claims:
                 none_decided: list[dict[str, Any]] = [{} for _ in entry.inner.param_groups]
                 check_optimizer_state(path, name, entry.inner, self.shared[name], None, names, none_decided)
         self._check_schedules(path, objects, rules)
-        self._check_this_rank(path, dict(objects.model.buffers()))
+        self._check_this_rank(path, objects)
 
     def check_size(self, reader: CheckpointReader, objects: RunObjects) -> None:
         """Limits what is allocated for tensors whose shapes the run does not know, by what the checkpoint takes on the disk.
@@ -114,13 +114,21 @@ class Claims:
                     f"leave_out=({name.partition('/')[2]!r},), or let the checkpoint win"
                 )
 
-    def _check_this_rank(self, path: str, buffers: Mapping[str, torch.Tensor]) -> None:
+    def _check_this_rank(self, path: str, objects: RunObjects) -> None:
         """Looks at what would otherwise be taken over unchecked: the buffers of this rank and its latest results."""
-        saved = {name: self.own["buffers"][name] for name in buffers if name in self.own["buffers"]}
-        check_module(path, "model", {name: buffers[name] for name in saved}, saved)
+        for module, buffers in objects.buffers().items():
+            claimed = buffers_of(self.own, module)
+            saved = {name: claimed[name] for name in buffers if name in claimed}
+            check_module(path, module, {name: buffers[name] for name in saved}, saved)
         output, metrics = self.own["results"].get("output"), self.own["results"].get("metrics")
         if not isinstance(metrics, dict) or not (output is None or (isinstance(output, dict) and _is_record(output))):
             raise CheckpointError(f"{path} has invalid results of an update: {describe(self.own['results'])}")
+
+
+def buffers_of(own: Mapping[str, Any], module: str) -> dict[str, Any]:
+    """The buffers of a module in the states of a rank; none if rank 0 or an older version wrote them."""
+    found = own["buffers"] if module == "model" else own.get("buffers_of", {}).get(module, {})
+    return found if isinstance(found, dict) else {}
 
 
 def check_module(path: str, name: str, current: Mapping[str, Any], saved: Mapping[str, Any]) -> None:

@@ -48,23 +48,33 @@ class SavedRun:
     evaluator: Engine | None = None
 
     @property
+    def trainers(self) -> dict[str, Trainer]:
+        """The other trainers, which the user has named, by their names in a checkpoint."""
+        return {f"to_save/{name}": entry for name, entry in self.to_save.items() if isinstance(entry, Trainer)}
+
+    @property
     def evaluators(self) -> list[Engine]:
         """The evaluators that are known: the one that the user named, and those of attached handlers. Each is listed once."""
         found = [] if self.evaluator is None else [self.evaluator]
-        for handler in stateful_handlers(self.trainer).values():
-            if isinstance(handler, _KnowsAnEvaluator) and isinstance(handler.evaluator, Engine):
-                found.append(handler.evaluator)
+        for trainer in (self.trainer, *self.trainers.values()):
+            for handler in stateful_handlers(trainer).values():
+                if isinstance(handler, _KnowsAnEvaluator) and isinstance(handler.evaluator, Engine):
+                    found.append(handler.evaluator)
         return list({id(engine): engine for engine in found}.values())
 
     @property
     def engines(self) -> list[Engine]:
-        """The trainer and the evaluators."""
-        return [self.trainer, *self.evaluators]
+        """The trainers and the evaluators."""
+        return [self.trainer, *self.trainers.values(), *self.evaluators]
 
     def objects(self) -> RunObjects:
         """All that has a state, besides the trainer itself, as attached by now. An object is listed once."""
-        shared = {**self.trainer._stateful_parts, **{f"to_save/{name}": entry for name, entry in self.to_save.items()}}
+        named = {f"to_save/{name}": entry for name, entry in self.to_save.items()}
+        shared = self.trainer._stateful_parts | {name: e for name, e in named.items() if name not in self.trainers}
         own = {f"{HANDLERS}{name}": entry for name, entry in stateful_handlers(self.trainer).items()}
+        for prefix, trainer in self.trainers.items():
+            _add(shared, f"{prefix}/", trainer._stateful_parts)
+            _add(own, f"{prefix}/{HANDLERS}", stateful_handlers(trainer))
         known = {id(entry) for entry in (*shared.values(), *own.values())}
         for number, evaluator in enumerate(self.evaluators, start=1):
             folder = "evaluator" if number == 1 else f"evaluator-{number}"
@@ -80,7 +90,7 @@ class SavedRun:
         alike = {name: e for name, e in own.items() if isinstance(e, Attachable) and e.same_on_all_ranks}
         shared, own = shared | alike, {name: entry for name, entry in own.items() if name not in alike}
         shared = {name: SavedModule(entry) if isinstance(entry, nn.Module) else entry for name, entry in shared.items()}
-        return RunObjects(shared, own)
+        return RunObjects(shared, own, self.trainers)
 
     def modules(self) -> list[nn.Module]:
         """The modules that are saved."""
@@ -127,7 +137,7 @@ class SavedModule:
         self.module.load_state_dict({name: state_dict[_plain(name)] for name in self.module.state_dict()})
 
     def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The buffers in the state. Those of replicas may differ from rank to rank, unless they are broadcast."""
+        """The buffers in the state."""
         saved = self.module.state_dict()
         return ((_plain(name), buffer) for name, buffer in self.module.named_buffers() if name in saved)
 
@@ -143,19 +153,26 @@ class RunObjects:
     Attributes:
         shared: the same on all ranks, or sharded over them: rank 0 writes what is whole and each rank its shard.
         own: of each rank, and written by each.
+        trainers: the other trainers, whose state is of each rank too.
     """
 
     shared: dict[str, Stateful]
     own: dict[str, Stateful]
+    trainers: dict[str, Trainer] = field(default_factory=dict)
 
     def without(self, names: Collection[str]) -> RunObjects:
         """All but these."""
         shared, own = ({k: v for k, v in entries.items() if k not in names} for entries in (self.shared, self.own))
-        return RunObjects(shared, own)
+        return RunObjects(shared, own, self.trainers)
 
     def handlers(self) -> list[str]:
         """The names of the handlers among them."""
-        return [*self.own, *(name for name in self.shared if name.startswith(HANDLERS))]
+        prefixes = (HANDLERS, *(f"{name}/{HANDLERS}" for name in self.trainers))
+        return [*self.own, *(name for name in self.shared if name.startswith(prefixes))]
+
+    def buffers(self) -> dict[str, dict[str, torch.Tensor]]:
+        """The buffers of the modules, by their names. Those of replicas may differ from rank to rank."""
+        return {name: dict(entry.buffers()) for name, entry in self.shared.items() if isinstance(entry, SavedModule)}
 
     @property
     def optimizers(self) -> dict[str, Optimizer]:
@@ -193,11 +210,17 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, (bool, int, float, str, torch.Tensor, np.ndarray, np.number))
 
 
+def _add(found: dict[str, Stateful], prefix: str, entries: Mapping[str, Stateful]) -> None:
+    """Adds those that are not found yet, under a prefix."""
+    known = {id(entry) for entry in found.values()}
+    found |= {prefix + name: entry for name, entry in entries.items() if id(entry) not in known}
+
+
 def checked_objects(to_save: Mapping[str, Any]) -> dict[str, Stateful]:
     """The additional objects that the user saves, by name.
 
     Raises:
-        ValueError: a name is not a string, or contains `[`.
+        ValueError: a name is not a string, or contains `[`, or is one that an object of a trainer among them will have.
         TypeError: an object has no `state_dict` or no `load_state_dict`.
     """
     for name, entry in to_save.items():
@@ -207,6 +230,11 @@ def checked_objects(to_save: Mapping[str, Any]) -> dict[str, Stateful]:
             )
         if not isinstance(entry, Stateful):
             raise TypeError(f"to_save[{name!r}] must have state_dict and load_state_dict, got {describe(entry)}")
+        owner = name.partition("/")[0]
+        if owner != name and isinstance(to_save.get(owner), Trainer):
+            raise ValueError(
+                f"to_save must not have {name!r} beside the trainer {owner!r}, whose objects are named so; rename it"
+            )
     return dict(to_save)
 
 

@@ -14,10 +14,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ignite_train.carried import Carried
-from ignite_train.checkpoint.claims import EVERY_RANK, Claims, check_module
+from ignite_train.checkpoint.claims import EVERY_RANK, Claims, buffers_of, check_module
 from ignite_train.checkpoint.optimizer_state import Consolidates
 from ignite_train.checkpoint.reader import CheckpointReader
-from ignite_train.checkpoint.run_objects import HANDLERS, PublishedMetrics, RunObjects, SavedModule, SavedRun
+from ignite_train.checkpoint.run_objects import PublishedMetrics, RunObjects, SavedModule, SavedRun
 from ignite_train.checkpoint.schedule_state import rescale_schedule
 from ignite_train.checkpoint.state_rules import StateRules
 from ignite_train.checkpoint.tree import KeyPath
@@ -56,23 +56,26 @@ class RunState:
         self._trainer, self._rules = run.trainer, rules
         everything, of_all = run.objects(), reader.names(0)
         kept = rules.keep(everything)
-        added = [name for name in kept.shared if name.startswith(HANDLERS) and name not in of_all]
+        added = [name for name in kept.handlers() if name in kept.shared and name not in of_all]
         self._objects = kept.without(added)
         rank, world_size = collectives.rank(), reader.manifest.world_size
         self._is_new = rank >= world_size
         source = 0 if self._is_new else rank
         names = reader.names(source)
         gathered = () if world_size == collectives.world_size() else _of_all_ranks(self._objects)
-        own = [*EVERY_RANK, *(name for name in self._objects.own if name in names and name not in gathered)]
-        self._claims = self._checked_claims(reader, own, source)
+        saved = [name for name in ("buffers_of", *self._objects.own) if name in names and name not in gathered]
+        # Earlier versions wrote another trainer on rank 0 alone.
+        own = dict.fromkeys((*EVERY_RANK, *saved), source)
+        own |= {name: source if name in names else 0 for name in self._objects.trainers}
+        self._claims = self._checked_claims(reader, own)
         sharded = _ShardedTensors(self._objects.shared)
         self._shared = {name: reader.read(name, like=sharded.like) for name in self._objects.shared}
-        self._own = {name: reader.read(name, rank=source, like=sharded.like) for name in own}
+        self._own = {name: reader.read(name, rank=writer, like=sharded.like) for name, writer in own.items()}
         check_generators(self._own["generators"])
         if "numpy" in self._own["data"].get("opening", {}):  # a loader with a state of its own needs none of them
             check_generators(self._own["data"]["opening"])
         prefixes = ("handlers/", "evaluator/", "to_save/")
-        known = {*everything.own, *everything.shared}
+        known = {*everything.own, *everything.shared, *everything.trainers}
         unused = [name for name in names if name.startswith(prefixes) and name not in known]
         self.unused = [name for name in unused if not name.endswith("/state.metrics")]  # what is shown, and not a state
         published = [name for name, entry in self._objects.own.items() if isinstance(entry, PublishedMetrics)]
@@ -103,20 +106,27 @@ class RunState:
         for name, entry in self._objects.own.items():
             if name in self._own:
                 _load(entry, self._own[name])
-        with torch.no_grad():
-            for name, buffer in self._objects.model.buffers():
-                if name in self._own["buffers"] and not self._is_new:
-                    buffer.copy_(self._own["buffers"][name])
+        for name, trainer in self._objects.trainers.items():
+            trainer.load_state_dict(copy.deepcopy(self._own[name]))
+        self._restore_buffers()
         for name, optimizer in self._objects.optimizers.items():
             self._let_script_win(name, optimizer)
         restore_random_state(self._own["generators"])
         if self._is_new:
             seed_new_rank(collectives.rank())
 
-    def _checked_claims(self, reader: CheckpointReader, own: list[str], source: int) -> Claims:
-        """What the checkpoint claims for this rank, compared with the run."""
+    @torch.no_grad()
+    def _restore_buffers(self) -> None:
+        """Puts back those that this rank has saved."""
+        for module, buffers in self._objects.buffers().items() if not self._is_new else ():
+            saved = buffers_of(self._own, module)
+            for name in (name for name in buffers if name in saved):
+                buffers[name].copy_(saved[name])
+
+    def _checked_claims(self, reader: CheckpointReader, own: Mapping[str, int]) -> Claims:
+        """What the checkpoint claims for this rank, compared with the run. `own` says which rank wrote each of its states."""
         first = reader.names(0)
-        missing = [name for name in self._objects.shared if name not in first]
+        missing = [name for name in (*self._objects.shared, *self._objects.trainers) if name not in first]
         if missing:
             raise CheckpointError(
                 f"{reader.path} holds no state of {missing[0]!r}; attach the objects that were saved, or start in another "
@@ -124,7 +134,7 @@ class RunState:
             )
         claims = Claims(
             shared={name: reader.outline(name) for name in self._objects.shared},
-            own={name: reader.outline(name, rank=source) for name in own},
+            own={name: reader.outline(name, rank=writer) for name, writer in own.items()},
             description=reader.outline("description") if "description" in first else {},
         )
         claims.check(str(reader.path), self._objects, self._rules)
@@ -154,23 +164,26 @@ class RunState:
 
     def _drop_carried(self) -> None:
         """The run starts without what forward has carried."""
-        if _carried(self._own["trainer"]):
-            self.unused.append("state.carried")
-        self._own["trainer"].pop("carried", None)
+        for name in ("trainer", *self._objects.trainers):
+            if _carried(self._own[name]):
+                self.unused.append("state.carried" if name == "trainer" else f"state.carried of {name}")
+            self._own[name].pop("carried", None)
 
     def _check_carried(self, reader: CheckpointReader) -> None:
         """What forward carried on a rank belongs to the data of that rank, so another number of ranks cannot take it over."""
         world_size = reader.manifest.world_size
-        if world_size == collectives.world_size():
-            _carried(self._own["trainer"])  # raises if it cannot be restored
-            return
-        keys = [key for rank in range(world_size) for key in _carried(reader.read("trainer", rank=rank))]
-        if keys:
-            raise CheckpointError(
-                f"{reader.path} holds what forward carried on each of {world_size} ranks ({keys[0]!r} in state.carried), "
-                f"and this run has {collectives.world_size()}; use {world_size} ranks, or drop it with "
-                'Checkpoint(..., leave_out=("carried",))'
-            )
+        for name in ("trainer", *self._objects.trainers):
+            if world_size == collectives.world_size():
+                _carried(self._own[name])  # raises if it cannot be restored
+                continue
+            ranks = [rank for rank in range(world_size) if name in reader.names(rank)]
+            keys = [key for rank in ranks for key in _carried(reader.read(name, rank=rank))]
+            if keys:
+                raise CheckpointError(
+                    f"{reader.path} holds what forward carried on each of {world_size} ranks ({keys[0]!r} in state.carried), "
+                    f"and this run has {collectives.world_size()}; use {world_size} ranks, or drop it with "
+                    'Checkpoint(..., leave_out=("carried",))'
+                )
 
 
 def restore_model(path: Path, model: SavedModule) -> None:

@@ -1,0 +1,126 @@
+"""What the watching threads of HangWatch and StopOnSignal decide, without processes and without waiting."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ignite_train.handlers import hang_watch, stop_on_signal
+
+LIMIT = 10.0
+WAITS, ELSEWHERE, AT_WORK = ("wait (gloo.py:1)", True), ("wait (other.py:2)", True), ("forward (model.py:3)", False)
+
+
+def report(place: tuple[str, bool], *, update: int = 5, over: bool = False) -> Any:
+    where, waits = place
+    return hang_watch._Report(1, update, 9, 0, 20, waits, where, over)
+
+
+def watch_of(reports: list[Any], waited: float) -> Any:
+    """The judging part of a watch: all ranks have stood where they are for so many seconds."""
+    watch: Any = object.__new__(hang_watch._Watch)
+    watch._reports, watch._clock, watch._arrived = reports, 100.0, [100.0 - waited] * len(reports)
+    return watch
+
+
+@pytest.mark.parametrize(
+    ("places", "expected"),
+    [
+        ([WAITS, WAITS, WAITS], False),  # a reduction that takes long
+        ([AT_WORK, AT_WORK, AT_WORK], False),  # a long validation
+        ([WAITS, WAITS, AT_WORK], True),
+        ([WAITS, WAITS, ELSEWHERE], True),
+        ([WAITS, ELSEWHERE], True),
+    ],
+    ids=["all wait together", "all at work", "one at work", "one waits elsewhere", "two wait apart"],
+)
+def test_a_rank_waits_in_vain_where_another_is_not_there(places: list[Any], expected: bool) -> None:
+    """Only if it has waited for longer than the limit."""
+    reports = [report(place) for place in places]
+    ranks = list(range(len(reports)))
+    assert watch_of(reports, LIMIT + 1)._waits_in_vain(ranks, LIMIT) is expected
+    assert watch_of(reports, LIMIT)._waits_in_vain(ranks, LIMIT) is False
+
+
+@pytest.mark.parametrize(
+    ("updates", "place", "expected"),
+    [((5, 6), AT_WORK, False), ((5, 6), WAITS, True)],
+    ids=["at work", "waiting"],
+)
+def test_different_updates_are_a_hang_only_if_one_waits(updates: Any, place: Any, expected: bool) -> None:
+    """Ranks that do not wait for each other may be in different updates for long."""
+    reports = [report(place, update=update) for update in updates]
+    assert watch_of(reports, LIMIT + 1)._waits_in_vain([0, 1], LIMIT) is expected
+
+
+@pytest.mark.parametrize(("place", "expected"), [(WAITS, True), (AT_WORK, False)], ids=["waiting", "at work"])
+def test_a_rank_waits_in_vain_for_one_that_has_left(place: Any, expected: bool) -> None:
+    """All that are still there stand at one place."""
+    reports = [report(place), report(place), report(place, over=True)]
+    assert watch_of(reports, LIMIT + 1)._waits_in_vain([0, 1], LIMIT) is expected
+
+
+def signal_watch(monkeypatch: pytest.MonkeyPatch, rank: int = 0) -> tuple[Any, Any, list[int]]:
+    """The deciding part of a watch; its clock; and the exit statuses."""
+    clock, ended = SimpleNamespace(now=50.0), []
+    monkeypatch.setattr(stop_on_signal, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(stop_on_signal.collectives, "end_process", ended.append)
+    monkeypatch.setattr(stop_on_signal.collectives, "rank", lambda: rank)
+    monkeypatch.setattr(stop_on_signal.collectives, "is_main_rank", lambda: rank == 0)
+    watch: Any = object.__new__(stop_on_signal._Watch)
+    watch._trainer = SimpleNamespace(state=SimpleNamespace(iteration=7))
+    watch._grace_seconds, watch._first = 30.0, None
+    return watch, clock, ended
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_that_comes_again_ends_the_process(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: signal.Signals
+) -> None:
+    """With the status of a shell; but not at once, since a launcher and a scheduler may both pass one request on."""
+    watch, clock, ended = signal_watch(monkeypatch)
+    watch._hear(number)
+    clock.now += stop_on_signal._SAME_REQUEST_SECONDS - 0.001
+    watch._hear(number)
+    assert ended == []
+    clock.now += 0.001
+    watch._hear(number)
+    assert ended == [128 + number]
+    assert f"{number.name} again: rank 0, at update 7, ends at once" in caplog.text
+
+
+def test_a_process_whose_grace_is_over_ends(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """With the stacks of all threads and the status of a shell."""
+    watch, _, ended = signal_watch(monkeypatch, rank=1)
+    watch._hear(signal.SIGTERM)
+    watch._give_up()
+    assert ended == [143]
+    assert "SIGTERM: the run has not ended within grace_seconds=30; rank 1, at update 7, ends; its stacks follow" in caplog.text
+    assert "test_a_process_whose_grace_is_over_ends" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("number", "rank", "level"),
+    [
+        (signal.SIGINT, 0, logging.WARNING),
+        (signal.SIGINT, 1, logging.INFO),  # Ctrl-C reaches all ranks
+        (signal.SIGTERM, 1, logging.WARNING),
+    ],
+    ids=["ctrl-c on rank 0", "ctrl-c on rank 1", "sigterm on rank 1"],
+)
+def test_a_request_from_the_terminal_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: signal.Signals, rank: int, level: int
+) -> None:
+    """And not one for each rank."""
+    watch, _, _ = signal_watch(monkeypatch, rank)
+    with caplog.at_level(logging.INFO):
+        watch._hear(number)
+    (record,) = caplog.records
+    assert record.levelno == level
+    assert "this may take 30 s" in record.getMessage()
