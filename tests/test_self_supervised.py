@@ -28,6 +28,7 @@ from ranks import run_ranks
 from tiers import nightly
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
+PAGE = EXAMPLES.parent / "docs/self-supervised.md"
 TIMEOUT_SECONDS = 200.0
 METHODS = ("swav", "dino")
 
@@ -436,3 +437,17 @@ def test_it_runs_as_it_is_started(tmp_path: Path) -> None:
     assert len(accuracies(printed)) == 3
     assert printed.count("train_step_total") == 1
     assert "finished after 11 updates" in printed
+
+
+# --- the page ---
+
+
+@pytest.mark.skipif(not PAGE.is_file(), reason="looks at a checkout, which is not here")
+def test_the_page_runs_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """All blocks, one after the other, print what stands beside each `print` or below it."""
+    monkeypatch.chdir(tmp_path)
+    code = "".join(re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL))
+    promised = re.findall(r"^print\(.*\)(?:  |\n)# (.*)$", code, flags=re.MULTILINE)
+    exec(compile(code, str(PAGE), "exec"), {"__name__": "page"})  # noqa: S102
+    assert capsys.readouterr().out.splitlines() == promised
+    assert len(promised) == 3
