@@ -70,51 +70,62 @@ class Settings:
     log_dir: Annotated[Path, Option(help="Of checkpoints; a run resumes from them.")] = Path("runs/self_supervised")
 
 
+class Views(NamedTuple):
+    """The crops of a micro-batch. What does not count is 0.
+
+    Attributes:
+        large: the large crops that count, (rows, 1, height, width).
+        projected: (crops, images, dimensions).
+        scores: (crops, images, prototypes).
+        valid: which count, (crops, images).
+    """
+
+    large: Tensor
+    projected: Tensor
+    scores: Tensor
+    valid: Tensor
+
+
 class SelfSupervised:
     """The forward of both methods: it makes targets of the large crops, and has all other crops predict them.
 
     Args:
         settings: of the run.
+        net: the network that is trained, not wrapped.
         teacher: of DINO.
         timer: times its sections.
     """
 
-    def __init__(self, settings: Settings, teacher: nn.Module | None, timer: StepTimer) -> None:
-        self.settings, self.teacher, self.timer = settings, teacher, timer
+    def __init__(self, settings: Settings, net: PrototypeNet, teacher: PrototypeNet | None, timer: StepTimer) -> None:
+        self.settings, self.net, self.teacher, self.timer = settings, net, teacher, timer
 
     def __call__(self, model: nn.Module, sample: Sample, state: TrainState) -> ForwardOutput:
         """The loss of a micro-batch is that of its pairs of crops: the sum over those that count, and their number."""
-        valid = sample.valid.T  # (crops, images)
-        inputs = [sample.large.transpose(0, 1)[valid[:LARGE]], sample.small.transpose(0, 1)[valid[LARGE:]]]
-        projected, scores = (scattered(rows, valid) for rows in model(*inputs))
+        valid = sample.valid.T
+        large, small = sample.large.transpose(0, 1)[valid[:LARGE]], sample.small.transpose(0, 1)[valid[LARGE:]]
+        projected, scores = (scattered(rows, valid) for rows in model(large, small))
         with self.timer.section("loss_compute"):
             with torch.no_grad():
                 make_targets = self.assignments if self.teacher is None else self.answers
-                targets = make_targets(model, inputs[0], projected, scores, valid[:LARGE], state)
+                targets = make_targets(Views(large, projected, scores, valid), state)
             loss, pairs = swapped_loss(scores, targets, valid)
-        logs = {"valid": (valid.sum(), valid.numel())}
-        return ForwardOutput(loss, pairs, logs, outputs=(scores, targets))
+        return ForwardOutput(loss, pairs, logs={"valid": (valid.sum(), valid.numel())}, outputs=(scores, targets))
 
-    def assignments(
-        self, model: nn.Module, _: Tensor, projected: Tensor, scores: Tensor, valid: Tensor, state: TrainState
-    ) -> Tensor:
+    def assignments(self, views: Views, state: TrainState) -> Tensor:
         """SwAV's targets: this batch and the queue are assigned to the prototypes in equal shares, over all processes."""
-        batch = valid.shape[1]
-        queue = state.carried.get("queue", [])
-        if queue and (state.progress or 0) >= self.settings.queue_from:
-            prototypes = getattr(model, "module", model).prototypes
-            scores = torch.cat([scores[:LARGE], *(prototypes(rows) for rows, _ in queue)], dim=1)
-            valid = torch.cat([valid, *(counted for _, counted in queue)], dim=1)
-        targets = sinkhorn(scores[:LARGE], valid)[:, :batch]
+        projected, scores, valid = (part[:LARGE] for part in (views.projected, views.scores, views.valid))
+        images, queue = scores.shape[1], state.carried.get("queue", [])
         if self.settings.queue:
-            state.carried["queue"] = [(projected[:LARGE], valid[:, :batch]), *queue][: self.settings.queue]
-        return targets
+            state.carried["queue"] = [(projected, valid), *queue][: self.settings.queue]
+        if (state.progress or 0.0) >= self.settings.queue_from:
+            scores = torch.cat([scores, *(self.net.prototypes(rows) for rows, _ in queue)], dim=1)
+            valid = torch.cat([valid, *(counted for _, counted in queue)], dim=1)
+        return sinkhorn(scores, valid)[:, :images]
 
-    def answers(
-        self, _: nn.Module, large: Tensor, _projected: Tensor, _scores: Tensor, valid: Tensor, state: TrainState
-    ) -> Tensor:
+    def answers(self, views: Views, state: TrainState) -> Tensor:
         """DINO's targets: the teacher's scores, less their running mean over all processes, sharpened."""
-        scores = scattered(self.teacher(large)[1], valid)
+        valid = views.valid[:LARGE]
+        scores = scattered(self.teacher(views.large)[1], valid)
         centre = state.carried.get("centre", torch.zeros_like(scores[0, 0]))
         sums = idist.all_reduce(torch.cat([scores.sum((0, 1)), valid.sum()[None]]))
         if sums[-1] > 0:
@@ -136,8 +147,8 @@ def teacher_temperature(where: float) -> float:
 
 
 def teacher_momentum(where: float) -> float:
-    """From 0.99 to 1 by a cosine, as in BYOL and DINO."""
-    return 1 - 0.01 * (1 + math.cos(math.pi * where)) / 2
+    """From 0.95 to 1 by a cosine, as in BYOL and DINO, whose runs are longer and begin higher."""
+    return 1 - 0.05 * (1 + math.cos(math.pi * where)) / 2
 
 
 def rate(where: float) -> float:
@@ -240,7 +251,7 @@ def build(settings: Settings, train_set: Digits) -> Run:
     trainer = create_trainer(
         model,
         optimizer,
-        SelfSupervised(settings, teacher, timer),
+        SelfSupervised(settings, net, teacher, timer),
         options=UpdateOptions(uneven="shortest"),  # forward has collectives of its own
     )
 

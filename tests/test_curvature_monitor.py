@@ -119,18 +119,37 @@ def test_it_leaves_no_trace() -> None:
     assert ends[0] == ends[1]
 
 
-def on_two_ranks() -> tuple[float, float]:
+def on_two_ranks() -> tuple[dict[str, float], dict[str, float]]:
     model, data = net(), batches()
+    blocks = {"all": model, "first": model[0], "last": model[2]}
     mine = data[:1] if idist.get_rank() == 0 else data[1:]
-    found = curvature(model, mine)["curvature/model"]
+    found = curvature(model, mine, blocks=blocks)
     x, y = data[3]  # rank 0 has nothing for the second update
-    return found, largest(hessian(model, model, x, y))
+    return found, {f"curvature/{name}": largest(hessian(model, block, x, y)) for name, block in blocks.items()}
 
 
 @pytest.mark.slow
 def test_two_ranks_see_one_loss() -> None:
     """Rank 0 has one micro-batch and rank 1 three, two to an update: in the second update rank 0 has none, and agrees."""
     first, second = run_ranks(on_two_ranks)
+    assert first == second
+    assert first[0] == pytest.approx(first[1], rel=1e-7)
+    assert len(first[1]) == 3
+
+
+def with_halves() -> tuple[dict[str, float], dict[str, float]]:
+    """Both ranks have samples of the update that is looked at."""
+    model, data = net(), batches()
+    blocks = {"first": model[0], "last": model[2]}
+    found = curvature(model, data[idist.get_rank() :: 2] * 2, blocks=blocks)
+    x, y = (torch.cat(parts) for parts in zip(*data, strict=True))
+    return found, {f"curvature/{name}": largest(hessian(model, block, x, y)) for name, block in blocks.items()}
+
+
+@pytest.mark.slow
+def test_two_ranks_share_the_samples() -> None:
+    """Of unequal sizes, 11 on rank 0 and 5 on rank 1: the loss is the mean over all of them, for each block."""
+    first, second = run_ranks(with_halves)
     assert first == second
     assert first[0] == pytest.approx(first[1], rel=1e-7)
 

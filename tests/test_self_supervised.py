@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,10 @@ from bits import bit_by_bit
 from ignite_train import Trainer, TrainEvents
 from processes import forked
 from ranks import run_ranks
+from tiers import nightly
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
+PAGE = EXAMPLES.parent / "docs/self-supervised.md"
 TIMEOUT_SECONDS = 200.0
 METHODS = ("swav", "dino")
 
@@ -257,13 +260,13 @@ def test_the_rate_is_a_function_of_where() -> None:
 
 @pytest.mark.slow
 def test_the_teacher_follows_by_its_momentum() -> None:
-    """It is m · teacher + (1 - m) · student after each step, with m = 1 - (1 - 0.99) (1 + cos(pi where)) / 2."""
+    """It is m · teacher + (1 - m) · student after each step, with m = 1 - (1 - 0.95) (1 + cos(pi where)) / 2."""
     run = built("dino", frozen=0)
     expected = {name: value.double() for name, value in copy.deepcopy(run.teacher).named_parameters()}
     students = recorded(run, lambda _: {name: value.detach().double() for name, value in run.net.named_parameters()})
     run.trainer.run(run.loader, max_epochs=1)
     for index, student in enumerate(students):
-        momentum = 1 - (1 - 0.99) * (1 + math.cos(math.pi * index / 4)) / 2
+        momentum = 1 - (1 - 0.95) * (1 + math.cos(math.pi * index / 4)) / 2
         expected = {name: momentum * value + (1 - momentum) * student[name] for name, value in expected.items()}
     for name, value in run.teacher.named_parameters():
         torch.testing.assert_close(value.detach().double(), expected[name], rtol=1e-5, atol=1e-6)
@@ -381,7 +384,9 @@ def whole_run(method: str, directory: str, killed_after: int | None, ended: str)
     of.watch(run, chosen)
     begun = recorded(run, lambda trainer: trainer.state.iteration)
     if killed_after is not None:
-        run.trainer.append_event_handler(Events.ITERATION_COMPLETED(once=killed_after), kill_this_process, chosen.log_dir)
+        run.trainer.append_event_handler(
+            Events.ITERATION_COMPLETED(once=killed_after), partial(kill_this_process, chosen.log_dir)
+        )
     state = run.trainer.run(run.loader, max_epochs=chosen.epochs)
     values = {"net": run.net.state_dict(), "carried": dict(state.carried), "loss": state.update_output.loss}
     values["teacher"] = {} if run.teacher is None else run.teacher.state_dict()
@@ -390,7 +395,7 @@ def whole_run(method: str, directory: str, killed_after: int | None, ended: str)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["swav", nightly("dino")])
 def test_killed_and_resumed_it_ends_with_the_same_bits(method: str, tmp_path: Path) -> None:
     """By SIGKILL in the second epoch: it continues in the middle of it, after update 6, whose checkpoint was the last."""
     lives = [("straight", None), ("killed", 8), ("killed", None)]
@@ -411,11 +416,11 @@ def test_killed_and_resumed_it_ends_with_the_same_bits(method: str, tmp_path: Pa
 # --- as it is started ---
 
 
-def started(*arguments: str) -> str:
+def started(*arguments: str, timeout_seconds: float = TIMEOUT_SECONDS) -> str:
     """What the example prints; it must succeed in time."""
     command = [sys.executable, str(EXAMPLES / "self_supervised.py"), *arguments]
     environment = os.environ | {"COLUMNS": "120", "NO_COLOR": "1", "TERM": "dumb"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_seconds, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -432,3 +437,27 @@ def test_it_runs_as_it_is_started(tmp_path: Path) -> None:
     assert len(accuracies(printed)) == 3
     assert printed.count("train_step_total") == 1
     assert "finished after 11 updates" in printed
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(4000)
+@pytest.mark.parametrize("method", METHODS)
+def test_features_beat_pixels(method: str, tmp_path: Path) -> None:
+    """The whole run: a linear classifier of the features is better by 5 points than that of the pixels, and than untrained."""
+    pixels, untrained, trained = accuracies(started("--method", method, "--log-dir", str(tmp_path), timeout_seconds=1800.0))
+    assert trained >= pixels + 5
+    assert trained > untrained
+
+
+# --- the page ---
+
+
+@pytest.mark.skipif(not PAGE.is_file(), reason="looks at a checkout, which is not here")
+def test_the_page_runs_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """All blocks, one after the other, print what stands beside each `print` or below it."""
+    monkeypatch.chdir(tmp_path)
+    code = "".join(re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL))
+    promised = re.findall(r"^print\(.*\)(?:  |\n)# (.*)$", code, flags=re.MULTILINE)
+    exec(compile(code, str(PAGE), "exec"), {"__name__": "page"})  # noqa: S102
+    assert capsys.readouterr().out.splitlines() == promised
+    assert len(promised) == 3
