@@ -161,7 +161,7 @@ def test_words_are_written_or_copied() -> None:
     """The probabilities of all tokens add up to one, and a word of the source is likelier than without the copy."""
     script, model = recipe(), tiny_model(12)
     encoded = model.encode(torch.tensor([[4, 5, 2, 0], [7, 8, 9, 2]]))
-    x = model.decode(torch.tensor([[1, 4], [1, 5]]), encoded)
+    x, _ = model.decode(torch.tensor([[1, 4], [1, 5]]), encoded)
     logs = model.predict(x, encoded)
     torch.testing.assert_close(logs.exp().sum(dim=-1), torch.ones(2, 2, dtype=torch.float64))
 
@@ -342,12 +342,23 @@ def test_killed_and_started_again_it_ends_with_the_same_bits(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
+@torch.no_grad()
 def test_the_average_is_that_of_the_last_checkpoints(alone: tuple[str, Path]) -> None:
-    """Of those of the last epochs; the script names how many there were."""
+    """Added up by hand and evaluated on all test pairs at once, it has the likelihood that the line tells."""
     printed, directory = alone
-    saved = [found.path.name for found in find(directory)]
-    assert len(saved) == 2
-    assert "average of the last 2 checkpoint" in printed
+    script, weights = recipe(), [average_checkpoints([found.path]) for found in find(directory)]
+    assert len(weights) == 2
+    parts = script.read_standard_library(TINY["max_pairs"])
+    vocabulary = script.Vocabulary(parts["train"], TINY["vocabulary"])
+    settings = script.Settings(width=32, decoder_layers=1)
+    model = script.Transformer(len(vocabulary.tokens), settings).eval()
+    model.load_state_dict({name: (weights[0][name] + weights[1][name]) / 2 for name in weights[0]})
+    pairs = script.Pairs(parts["test"], vocabulary)
+    nll, tokens = script.forward(model, pairs.collate(pairs), settings=settings).logs["nll_loss"]
+
+    (told,) = re.findall(r"average of the last 2 checkpoint.* nll_loss ([\d.]+)", printed)
+    assert float(told) == pytest.approx(float(nll / tokens), abs=1e-3)
+    assert told not in re.findall(r"(?:last|best) checkpoint \| nll_loss ([\d.]+)", printed)
 
 
 LIMITS: dict[str, tuple[dict[str, Any], int]] = {
