@@ -690,10 +690,11 @@ def report(trainer: Trainer, data: dict[str, Pairs], reached: dict[str, float]) 
 
 This command wrote the page: `python {shlex.join(sys.argv)}`.
 
-It learns to write the first line of a function's docstring, on functions of Python's standard library. Pairs: {sizes}; no file is
-in two parts. It trained for {state.num_steps} updates in {state.epoch} epochs, {state.metrics["wall"] / 60:.0f} minutes with
-validations and checkpoints, with {versions}, on {idist.get_world_size()} processes and {os.cpu_count()} cores. Other versions of
-Python have other pairs.
+It learns to write the first line of a function's docstring, on functions of Python's standard library.
+
+- Pairs: {sizes}; no file is in two parts. Other versions of Python have other pairs.
+- Trained for {state.num_steps} updates in {state.epoch} epochs, {state.metrics["wall"] / 60:.0f} minutes with validations.
+- {versions}, {idist.get_world_size()} processes, {os.cpu_count()} cores.
 
 | lines for the test functions | BLEU (sacrebleu) |
 |---|---|
