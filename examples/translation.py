@@ -66,6 +66,7 @@ from ignite_train.handlers import (
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
 SPECIAL = PAD, BEGIN, END, UNKNOWN = range(4)
 SOURCE_TOKENS, TARGET_TOKENS = 40, 32  # what is longer is cut off; the second is also how long a generated line may be
+MODES: dict[str, Literal["min", "max"]] = {"loss": "min", "bleu": "max"}  # which is better
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ class Settings:
     encoder_layers: Annotated[int, Option(min=1, help="Layers of the encoder.")] = 1
     decoder_layers: Annotated[int, Option(min=1, help="Layers of the decoder.")] = 2
     width: Annotated[int, Option(min=32, help="Of the model; a multiple of 32, the width of a head.")] = 128
-    vocabulary: Annotated[int, Option(min=1, help="Tokens that are no single character.")] = 3000
+    vocabulary: Annotated[int, Option(min=1, help="Frequent words that are a token each.")] = 3000
     average: Annotated[int, Option(min=1, help="Checkpoints whose weights are averaged at the end: the last ones.")] = 3
     beam: Annotated[int, Option(min=1, help="Lines that are looked at side by side when the test lines are written.")] = 5
     lenpen: Annotated[float, Option(help="Power of the length by which the score of a line is divided.")] = 1.0
@@ -393,7 +394,7 @@ def beam_search(model: Any, sources: Tensor, *, beam: int, max_length: int, lenp
     """The best of the lines that a beam search finds for each source, and its score: Σ log p / length^`lenpen`.
 
     Step by step, the `beam` best beginnings of each line are continued by all tokens, and of these the `beam` best stay. A line
-    that has ended stays as it is. With 1 this is greedy search; if all lines of `max_length` fit, it is exhaustive.
+    that has ended is kept unchanged. With 1 this is greedy search; if all lines of `max_length` fit, it is exhaustive.
 
     Args:
         model: a `Transformer`.
@@ -472,18 +473,15 @@ def baselines(parts: dict[str, list[Function]]) -> dict[str, list[str]]:
 
 def most_similar(parts: dict[str, list[Function]]) -> list[str]:
     """The line of the training function with the nearest code: by the cosine of word counts, rare words counting more."""
-    words = {
-        word: number for number, word in enumerate({word for part in parts.values() for each in part for word in each.words})
+    columns = {
+        word: number for number, word in enumerate(sorted({word for part in parts.values() for f in part for word in f.words}))
     }
-    counts = {}
-    for name in ("train", "test"):
-        counts[name] = torch.zeros(len(parts[name]), len(words))
-        for row, function in enumerate(parts[name]):
-            counts[name][row].index_add_(
-                0, torch.tensor([words[word] for word in function.words]), torch.ones(len(function.words))
-            )
+    counts = {name: torch.zeros(len(parts[name]), len(columns)) for name in ("train", "test")}
+    for name, rows in counts.items():
+        for row, function in zip(rows, parts[name], strict=True):
+            row += torch.tensor([columns[word] for word in function.words]).bincount(minlength=len(columns))
     rarity = (len(parts["train"]) / (1 + (counts["train"] > 0).sum(dim=0))).log().clamp(min=0)
-    train, test = (F.normalize(counts[name].log1p() * rarity, dim=1) for name in ("train", "test"))
+    train, test = (F.normalize(rows.log1p() * rarity, dim=1) for rows in counts.values())
     return [parts["train"][number].line for number in (test @ train.T).argmax(dim=1).tolist()]
 
 
@@ -525,10 +523,10 @@ def fairseq_names(trainer: Trainer) -> dict[str, str]:
 
 
 def print_validation(evaluator: Evaluator, trainer: Trainer, validation: Validation) -> None:
-    """A line for each validation; `best_loss` is that before it."""
-    metrics, state = evaluator.state.metrics, trainer.state
-    unit = math.log(2) if validation.score == "loss" else 1.0
-    best = "" if validation.best is None else f" | best_{validation.score} {validation.best / unit:.3f}"
+    """A line for each validation, from the second one on with the best so far."""
+    metrics, state, score = evaluator.state.metrics, trainer.state, validation.score
+    better, unit = (min, math.log(2)) if score == "loss" else (max, 1.0)
+    best = "" if validation.best is None else f" | best_{score} {better(metrics[score], validation.best) / unit:.3f}"
     if idist.get_rank() == 0:
         print(
             f"valid | epoch {state.epoch:03d} | valid on 'valid' subset | loss {metrics['loss'] / math.log(2):.3f} "
@@ -558,7 +556,7 @@ def attach_handlers(trainer: Trainer, evaluator: Evaluator, optimizer: torch.opt
     if settings.stop_time_hours:
         TimeLimit(seconds=3600 * settings.stop_time_hours).attach(trainer)
     metric = settings.best_checkpoint_metric
-    mode: Literal["min", "max"] = "min" if metric == "loss" else "max"
+    mode = MODES[metric]
     if settings.patience:
         EarlyStopping(evaluator, metric, patience=settings.patience, mode=mode).attach(trainer)
     for event, line in (
@@ -619,7 +617,8 @@ def train(_local_rank: int, settings: Settings) -> None:
         judged = partial(judge, settings=settings, pairs=data[name], vocabulary=vocabulary, beam=beam)
         evaluators[name] = create_evaluator(model, judged)
         evaluators[name].add_event_handler(Events.EPOCH_COMPLETED, publish_bleu, len(data[name]))
-    validation = Validation(evaluators["valid"], data["valid"].in_order(settings), score=settings.best_checkpoint_metric)
+    metric = settings.best_checkpoint_metric
+    validation = Validation(evaluators["valid"], data["valid"].in_order(settings), score=metric, mode=MODES[metric])
     validation.attach(trainer, Events.EPOCH_COMPLETED | Events.COMPLETED)
     evaluators["valid"].add_event_handler(Events.COMPLETED, print_validation, trainer, validation)
     checkpoint = attach_handlers(trainer, evaluators["valid"], optimizer, settings)
@@ -651,8 +650,8 @@ def test(
         The BLEU of each.
     """
     loader = pairs.in_order(settings)
-    saved = [found for found in find(settings.save_dir) if found.manifest is not None]
-    last = min(settings.average, len(saved))
+    updates = {found.manifest.update for found in find(settings.save_dir) if found.manifest is not None}
+    last = min(settings.average, len(updates))
 
     def load_average() -> None:
         transformer.load_state_dict(average_checkpoints(settings.save_dir, last=last))
