@@ -64,6 +64,7 @@ class Settings:
     frozen: Annotated[int, Option(min=0, help="Steps in which the prototypes stay as they are.")] = 20
     learning_rate: Annotated[float, Option(min=0.0, help="At its highest, after the warm-up.")] = 4.0
     damaged: Annotated[float, Option(min=0, max=1, help="Share of the images that cannot be read.")] = 0.02
+    max_images: Annotated[int | None, Option(min=1, help="Train on only this many images.")] = None
     labels: Annotated[int, Option(min=1, help="Labelled images of each class for the classifiers at the end.")] = 10
     save_every: Annotated[int, Option(min=1, help="Updates between two checkpoints.")] = 50
     seed: Annotated[int, Option(min=0, help="Of weights, order and crops.")] = 0
@@ -268,7 +269,7 @@ def build(settings: Settings, train_set: Digits) -> Run:
         matrices["lr"] = settings.learning_rate * rate(trainer.state.progress)
         others["lr"] = matrices["lr"] / 50  # they have no trust ratio that makes it small
 
-    images = Crops(train_set.images, settings.damaged)
+    images = Crops(train_set.images[: settings.max_images], settings.damaged)
     loader = ResumableLoader(images, settings.batch_size // processes, shuffle=True, seed=settings.seed, drop_last=True)
     return Run(trainer, net, teacher, optimizer, loader, timer)
 
