@@ -61,7 +61,7 @@ class Settings:
     prototypes: Annotated[int, Option(min=2, help="Of SwAV; answers of DINO.")] = 60
     queue: Annotated[int, Option(min=0, help="SwAV: updates whose projections take part in the assignments.")] = 4
     queue_from: Annotated[float, Option(min=0, max=1, help="The part of the run before the queue is used.")] = 0.2
-    frozen: Annotated[int, Option(min=0, help="Steps in which the prototypes stay as they are.")] = 20
+    frozen: Annotated[int, Option(min=0, help="Steps before the prototypes move.")] = 20
     learning_rate: Annotated[float, Option(min=0.0, help="At its highest, after the warm-up.")] = 4.0
     damaged: Annotated[float, Option(min=0, max=1, help="Share of the images that cannot be read.")] = 0.02
     max_images: Annotated[int | None, Option(min=1, help="Train on only this many images.")] = None
