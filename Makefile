@@ -9,12 +9,13 @@ INSTALLED := $(VENV)/installed
 # On all cores, at most eight; a worker that has run out of tests takes over some of another's.
 PYTEST := $(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist worksteal
 BENCH_VENV := .venv-bench
+XLA_VENV := .venv-xla
 BENCH_INSTALLED := $(BENCH_VENV)/installed
 
 # Waiting threads that spin take the cores from those that work.
 export OMP_WAIT_POLICY = passive
 
-.PHONY: demo digits quick test slow test-all check nightly mutants torch-versions ignite-suite wheel-test curve bench clean
+.PHONY: demo digits quick test slow test-all check nightly mutants torch-versions ignite-suite xla-test wheel-test curve bench clean
 
 demo: $(INSTALLED)  ## train the language model; NPROC=2 for two processes
 	@echo "Training a small GPT on the source text of Python's standard library, for some minutes. Ctrl-C stops and saves it."
@@ -51,6 +52,16 @@ torch-versions:  ## the tests with the oldest and the newest torch, into docs/to
 
 ignite-suite: $(INSTALLED)  ## Ignite's own tests, and the code of its documentation, with our trainer in the place of its Engine; PARTS="engine" for some, PARTS=--pre for the newest pre-release, IGNITE_SOURCE=path offline
 	$(BIN)/python tests/ignite_suite/run.py $(PARTS)
+
+xla-test: $(XLA_VENV)/installed  ## train the table of cuts on a device of torch_xla on the CPU, see docs/xla.md; downloads some GB once
+	PJRT_DEVICE=CPU $(XLA_VENV)/bin/python tests/xla_cuts.py
+
+# torch_xla needs the torch of its own version, which is older than what the library is for.
+$(XLA_VENV)/installed: constraints.txt
+	$(PYTHON) -m venv $(XLA_VENV)
+	$(XLA_VENV)/bin/python -m pip install --quiet torch==2.9.0 torch_xla==2.9.0
+	$(XLA_VENV)/bin/python -m pip install --quiet --no-deps -c constraints.txt pytorch-ignite packaging
+	touch $@
 
 wheel-test: $(INSTALLED)  ## the tests of `test` against the built wheel, where no checkout is near
 	there=$$(mktemp -d) && trap 'rm -rf "$$there"' EXIT && python="$$PWD/$(BIN)/python" && \
@@ -92,4 +103,4 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(BENCH_VENV) .venv-torch-* .ignite-suite build dist *.egg-info runs
+	rm -rf $(VENV) $(BENCH_VENV) $(XLA_VENV) .venv-torch-* .ignite-suite build dist *.egg-info runs

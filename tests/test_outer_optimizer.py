@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -269,15 +270,17 @@ def _spoiled(scaling: Any, bad: list[int], fails: str, count: str, on_nonfinite:
     outer = OuterOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), every=H, count=count)  # type: ignore[arg-type]
     outer.attach(trainer)
     seen: list[Any] = []
+    means: list[tuple[float, float]] = []
 
     @trainer.on(Events.ITERATION_COMPLETED)
     def note(trainer: Trainer) -> None:
         output, state = trainer.state.update_output, trainer.state
         assert output is not None
+        means.append((output.loss, output.sample_size))
         seen.append((output.applied, output.num_ranks_skipped, output.loss_scale, state.num_steps, outer.num_outer_steps))
 
     trainer.run(share(), max_iters=2 * H)
-    return {"weights": weight_of(trainer), "seen": seen, "loss": trainer.state.update_output.loss}  # type: ignore[union-attr]
+    return {"weights": weight_of(trainer), "seen": seen, "means": means}
 
 
 def _skipping_by_hand(skips: dict[int, tuple[int, ...]]) -> list[float]:
@@ -302,6 +305,8 @@ def test_a_rank_whose_gradients_are_not_finite_skips_alone(scaled: bool) -> None
 
     assert both[0] == both[1]
     assert both[0]["weights"] == pytest.approx(_skipping_by_hand({2: (0,)}), rel=1e-12)
+    assert [size for _, size in both[0]["means"]] == [8.0, 4.0, 8.0, 8.0, 8.0, 8.0]  # those of the ranks that stepped
+    assert all(math.isfinite(loss) for loss, _ in both[0]["means"])
     scales = [16.0, 16.0, 8.0, 8.0, 8.0, 8.0] if scaled else [1.0] * 6
     skipped = [0, 1, 0, 0, 0, 0]
     assert both[0]["seen"] == [(True, skipped[i], scales[i], i + 1, (i + 1) // H) for i in range(6)]
