@@ -49,7 +49,7 @@ def ranks() -> Iterator[Ranks]:
 
 
 def trained(name: str, way: str, poisoned: bool) -> tuple[list[float], list[Any], list[bool]]:
-    """Parameters, the record of each update, and whether an update that was skipped has left all bits as they were."""
+    """Parameters, the record of each update, and whether an update that was skipped has changed no bit."""
     program = Program(name, way, poisoned=poisoned)
     records, stayed, before = program.note_records(), [], [bit_by_bit(flat(program.model))]
 
