@@ -20,7 +20,7 @@ from ignite_train import NonFiniteError, Trainer, TrainEvents, count_traffic
 from ignite_train.handlers import Checkpoint, StateMismatchError
 from mechanisms import MECHANISMS, WAYS, ByHand, Program, flat
 from ranks import Ranks, RanksFailedError
-from tiers import only, slow
+from tiers import nightly, only, slow
 
 # torch says so whenever its own optimizers make a sparse tensor
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled:UserWarning")
@@ -29,6 +29,10 @@ ALL = [(name, way) for name in MECHANISMS for way in WAYS]
 HELD = [(name, way) for name, way in ALL if way not in MECHANISMS[name].refused]
 REFUSED = [(name, way) for name, way in ALL if way in MECHANISMS[name].refused]
 FAST = [("several-optimizers", "explicit"), ("closure", "small"), ("changed-gradients", "fsdp"), ("sparse-gradients", "ddp")]
+ROTATING = []  # each mechanism in one way
+for _number, _name in enumerate(MECHANISMS):
+    _ways = [way for way in WAYS if (_name, way) in HELD]
+    ROTATING.append((_name, _ways[_number % len(_ways)]))
 QUIET = {"failure_board": False, "hang_watch": False}  # of `protect`, where all ranks fail together
 
 held = pytest.mark.parametrize(("name", "way"), [case if case in FAST else slow(*case) for case in HELD])
@@ -45,7 +49,7 @@ def ranks() -> Iterator[Ranks]:
 
 
 def trained(name: str, way: str, poisoned: bool) -> tuple[list[float], list[Any], list[bool]]:
-    """Parameters, the record of each update, and whether an update that was skipped has left all bits as they were."""
+    """Parameters, the record of each update, and whether an update that was skipped has changed no bit."""
     program = Program(name, way, poisoned=poisoned)
     records, stayed, before = program.note_records(), [], [bit_by_bit(flat(program.model))]
 
@@ -219,8 +223,7 @@ def test_gradients_that_one_rank_changes_otherwise_are_reported(ranks: Ranks, wa
     assert "update 1: the ranks differ in parameter 0.weight" in first
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [slow("explicit"), slow("fsdp"), nightly("ddp"), nightly("small")])
 def test_a_gradient_that_one_rank_makes_infinite_ends_all(ranks: Ranks, way: str) -> None:
     """No rank waits for the one that has raised; where gradients are sharded all raise."""
     with pytest.raises(RanksFailedError) as found:
@@ -242,8 +245,7 @@ def fail_on_one_rank(name: str, way: str) -> None:
     program.train()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "way"), HELD)
+@pytest.mark.parametrize(("name", "way"), [slow(*case) if case in ROTATING else nightly(*case) for case in HELD])
 def test_a_failure_of_one_rank_ends_all(ranks: Ranks, name: str, way: str) -> None:
     """No rank waits for the one that has failed."""
     with pytest.raises(RanksFailedError) as found:

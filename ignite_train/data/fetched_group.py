@@ -33,7 +33,7 @@ class FetchedGroup:
         """What the update runs on: `group`, in which handlers may have replaced micro-batches, but not changed their number.
 
         Raises:
-            TypeError: it is no list of as many micro-batches.
+            TypeError: it is not a list, or has another number of micro-batches.
         """
         fetched = self._group
         if group is not fetched and isinstance(fetched, ArrivingGroup):

@@ -129,11 +129,12 @@ class DataPosition:
         """
         self._compare(saved, in_epoch=skip > 0)
         if skip:
-            self._generators_before = capture_random_state()
-            self._go_to(saved)
+            self._generators_before = generators = capture_random_state()
+            self._go_to(saved)  # may draw only where the loader has a state: then its own generators alone are kept, below
         else:
             self._go_to_the_start(saved)
-        before = {**capture_random_state(), "own": self._own_generators()}
+            generators = capture_random_state()
+        before = {**generators, "own": self._own_generators()}
         if not skip:
             self._before_opening = before
         if self._seekable is None and not self._opening:
