@@ -1,4 +1,4 @@
-"""The engine called directly leaves the gradients of `torch.autograd.backward`, which is called wherever it could differ."""
+"""The engine called directly leaves the gradients of `torch.autograd.backward`, which is called where they could differ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels that are called directly: bitwise `optimizer.step`, which is called wherever it might do anything else."""
+"""Kernels that are called directly: bitwise `optimizer.step`, which is called in each case where it might do more."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class Call(NamedTuple):
     Attributes:
         kernel: which one.
         lists: parameters, gradients and moments, in its order.
-        steps: the numbers of steps, which go up by one before it; empty where there are none.
+        steps: the numbers of steps, which go up by one before it; empty for SGD, which does not count them.
         options: those of the group that it takes.
     """
 
@@ -72,8 +72,8 @@ class DirectStep:
     """Makes the step of an optimizer whose groups are all fused by calling torch's kernel, where it is the very same step.
 
     In each step parameters, gradients, moments and options are gathered from the groups and the state of the optimizer, as its
-    `step` does: nothing is kept here but which tensors have been looked at. Whoever changes a group, a rate or the state, or
-    loads one, finds it respected at the next step. The optimizer's own `step` is asked for wherever it might do anything else:
+    `step` does: nothing is kept here but which tensors have been looked at. A group, a rate or a state that was changed or loaded
+    counts in the next step. The optimizer's own `step` is called in each case in which it might do anything else:
 
     - it is another one than torch's own, of the class or of the object; that it counts calls for a scheduler is done here too;
     - it has hooks; a profiler runs, which is to show its range; a CUDA graph is being captured;
@@ -185,7 +185,7 @@ class DirectStep:
 
 
 def _gather(optimizer: Optimizer, group: Mapping[str, Any]) -> Call | str | None:
-    """The call for a group; or why there is none to make; None if no parameter of the group has a gradient."""
+    """The call for a group, or the reason against it; None if no parameter of the group has a gradient."""
     parameters, gradients = group["params"], [parameter.grad for parameter in group["params"]]
     if any(map(is_, gradients, _NOTHING)):
         parameters = [parameter for parameter, gradient in zip(parameters, gradients, strict=True) if gradient is not None]
