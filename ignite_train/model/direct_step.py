@@ -72,8 +72,8 @@ class DirectStep:
     """Makes the step of an optimizer whose groups are all fused by calling torch's kernel, where it is the very same step.
 
     In each step parameters, gradients, moments and options are gathered from the groups and the state of the optimizer, as its
-    `step` does: nothing is kept here but which tensors have been looked at. A group, a rate or a state that was changed or loaded
-    counts in the next step. The optimizer's own `step` is called in each case in which it might do anything else:
+    `step` does: nothing is kept here but which tensors have been looked at. What was changed or loaded, be it a group, a rate or
+    the state, counts in the next step. The optimizer's own `step` is called in each case in which it might do anything else:
 
     - it is another one than torch's own, of the class or of the object; that it counts calls for a scheduler is done here too;
     - it has hooks; a profiler runs, which is to show its range; a CUDA graph is being captured;
