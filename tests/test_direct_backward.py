@@ -1,4 +1,4 @@
-"""The engine called directly leaves the gradients of `torch.autograd.backward`, which is called wherever it could differ."""
+"""The engine called directly leaves the gradients of `torch.autograd.backward`, which is called where they could differ."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ignite_train.model import direct_backward
-from ignite_train.model.direct_backward import backward, is_direct_right
+from ignite_train.model import direct_backward as module
+from ignite_train.model.direct_backward import direct_backward, is_direct_right
 
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """The losses that go to the engine directly."""
     found: list[Tensor] = []
-    original = direct_backward._run
+    original = module._run
 
     def run(loss: Tensor, **given: bool) -> None:
         found.append(loss)
         original(loss, **given)
 
     assert is_direct_right()
-    monkeypatch.setattr(direct_backward, "_run", run)
+    monkeypatch.setattr(module, "_run", run)
     return found
 
 
@@ -60,7 +60,7 @@ class Noting(TorchFunctionMode):
 def test_the_gradients_of_torch(engine, bits, given, dtype):
     """Two of them are added up where the graph stays; hooks see the same; `create_graph` leaves a graph on them."""
     outcomes = []
-    for run in (backward, torch.autograd.backward):
+    for run in (direct_backward, torch.autograd.backward):
         model, loss = model_and_loss(dtype)
         seen: list[Tensor] = []
         loss.register_hook(lambda gradient: seen.append(gradient) or gradient * 3)  # noqa: B023
@@ -88,7 +88,7 @@ def test_anomaly_mode_finds_the_nan_of_backward(engine):
         torch.autograd.detect_anomaly(check_nan=True),
         pytest.raises(RuntimeError, match="'SqrtBackward0' returned nan values"),
     ):
-        backward((x.sqrt() * 0.0).sum())
+        direct_backward((x.sqrt() * 0.0).sum())
     assert len(engine) == 1
 
 
@@ -101,7 +101,7 @@ def test_compiled_autograd_is_asked(engine):
     torch.autograd.backward(other)
     traced = []
     with torch._dynamo.compiled_autograd._enable(lambda graph: traced.append(graph) or graph):
-        backward(loss)
+        direct_backward(loss)
 
     assert (len(traced), len(engine)) == (1, 1)
     torch.testing.assert_close(gradients_of(model), gradients_of(expected))
@@ -110,7 +110,7 @@ def test_compiled_autograd_is_asked(engine):
 def test_a_log_of_the_graph(engine, caplog):
     """Torch logs each node that runs, at the level DEBUG."""
     with caplog.at_level(logging.DEBUG, "torch.autograd.graph"):
-        backward(model_and_loss()[1])
+        direct_backward(model_and_loss()[1])
     assert len(engine) == 1
     assert any("Executing" in record.getMessage() for record in caplog.records)
 
@@ -118,16 +118,16 @@ def test_a_log_of_the_graph(engine, caplog):
 def test_torchs_function_is_called_where_it_could_be_seen(engine, monkeypatch):
     """By a mode, a class of tensors, or in its place."""
     with Noting() as mode:
-        backward(model_and_loss()[1])
+        direct_backward(model_and_loss()[1])
     assert torch.autograd.backward in mode.called
 
     model, loss = model_and_loss()
-    backward(loss.as_subclass(type("Special", (Tensor,), {})))
+    direct_backward(loss.as_subclass(type("Special", (Tensor,), {})))
     assert None not in gradients_of(model)
 
     replaced: list[Tensor] = []
     monkeypatch.setattr(torch.autograd, "backward", lambda loss, **_: replaced.append(loss))
-    backward(model_and_loss()[1])
+    direct_backward(model_and_loss()[1])
     assert len(replaced) == 1
     assert engine == []
 
@@ -136,12 +136,12 @@ def test_torch_refuses_what_it_refuses(engine):
     """A loss of several elements, a complex one, and a transform of `torch.func`."""
     x = torch.ones(2, requires_grad=True)
     with pytest.raises(RuntimeError, match="only for scalar outputs"):
-        backward(x * 2)
+        direct_backward(x * 2)
     with pytest.raises(RuntimeError, match="only for real scalar outputs"):
-        backward((x * 1j).sum())
+        direct_backward((x * 1j).sum())
 
     def inside(y: Tensor) -> Tensor:
-        backward((x * 2).sum())
+        direct_backward((x * 2).sum())
         return y.sum()
 
     with pytest.raises(RuntimeError, match="functorch transform"):
@@ -155,11 +155,11 @@ ENGINES = {"none": None, "idle": lambda *_, **__: None, "other": lambda one: one
 @pytest.mark.parametrize("name", ENGINES)
 def test_a_trial_finds_an_engine_that_differs(monkeypatch, caplog, name):
     is_direct_right.cache_clear()
-    monkeypatch.setattr(direct_backward, "_run_engine", ENGINES[name])
+    monkeypatch.setattr(module, "_run_engine", ENGINES[name])
     model, loss = model_and_loss()
     with caplog.at_level(logging.WARNING, "ignite_train"):
-        backward(loss)
-        backward(model_and_loss()[1])
+        direct_backward(loss)
+        direct_backward(model_and_loss()[1])
     is_direct_right.cache_clear()
 
     assert None not in gradients_of(model)

@@ -1,4 +1,4 @@
-"""Kernels that are called directly: bitwise `optimizer.step`, which is called wherever it might do anything else."""
+"""Kernels that are called directly: bitwise `optimizer.step`, which is called in each case where it might do more."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 import torch
 from ignite.engine import Events
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -379,8 +380,8 @@ def test_an_option_that_is_switched_on_has_a_trial_of_its_own(monkeypatch):
     assert tried == [{"weight_decay"}, {"weight_decay", "maximize"}, {"maximize"}]
 
 
-def _sharded(_rank: int, _size: int) -> str | None:
-    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+def _sharded() -> str | None:
+    mesh = init_device_mesh("cpu", (1,))
     model = nn.Linear(3, 2, bias=False)
     model.weight = nn.Parameter(DTensor.from_local(model.weight.detach(), mesh, [Replicate()]))
     optimizer = AdamW(model.parameters(), fused=True)
@@ -393,7 +394,7 @@ def _sharded(_rank: int, _size: int) -> str | None:
 
 @pytest.mark.slow
 def test_parameters_in_shards():
-    assert run_ranks(_sharded, 1) == ["a parameter, its gradient or a moment is not a plain tensor"]
+    assert run_ranks(_sharded, world_size=1) == ["a parameter, its gradient or a moment is not a plain tensor"]
 
 
 # --- trial steps ---

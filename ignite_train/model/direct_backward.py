@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["backward", "is_direct_right"]
+__all__ = ["direct_backward", "is_direct_right"]
 
-_run_engine: Any = getattr(torch.autograd.graph, "_engine_run_backward", None)
+_run_engine: Any = vars(torch.autograd.graph).get("_engine_run_backward")
 _torchs_backward = torch.autograd.backward
 
 
-def backward(loss: Tensor, *, retain_graph: bool = False, create_graph: bool = False) -> None:
+def direct_backward(loss: Tensor, *, retain_graph: bool = False, create_graph: bool = False) -> None:
     """`torch.autograd.backward` of a scalar loss, by way of the engine where that comes to the very same.
 
     Torch asks who wants to see its calls, makes tuples of what may be one tensor or several, and makes the gradient of each,

@@ -40,13 +40,13 @@ _SETTABLE = {"grad_scale", "found_inf", "_init_group", "_optimizer_step_code"}  
 _NOTHING, _STRIDED, _LAYOUT = repeat(None), repeat(torch.strided), attrgetter("layout")
 
 
-class Call(NamedTuple):
+class _Call(NamedTuple):
     """What a kernel is called with for one group.
 
     Attributes:
         kernel: which one.
         lists: parameters, gradients and moments, in its order.
-        steps: the numbers of steps, which go up by one before it; empty where there are none.
+        steps: the numbers of steps, which go up by one before it; empty for SGD, which does not count them.
         options: those of the group that it takes.
     """
 
@@ -72,8 +72,8 @@ class DirectStep:
     """Makes the step of an optimizer whose groups are all fused by calling torch's kernel, where it is the very same step.
 
     In each step parameters, gradients, moments and options are gathered from the groups and the state of the optimizer, as its
-    `step` does: nothing is kept here but which tensors have been looked at. Whoever changes a group, a rate or the state, or
-    loads one, finds it respected at the next step. The optimizer's own `step` is asked for wherever it might do anything else:
+    `step` does: nothing is kept here but which tensors have been looked at. What was changed or loaded counts in the next step.
+    The optimizer's own `step` is called in each case in which it might do anything else:
 
     - it is another one than torch's own, of the class or of the object; that it counts calls for a scheduler is done here too;
     - it has hooks; a profiler runs, which is to show its range; a CUDA graph is being captured;
@@ -158,7 +158,7 @@ class DirectStep:
             return "a CUDA graph is being captured"
         return None
 
-    def _obstacle(self, index: int, call: Call) -> str | None:
+    def _obstacle(self, index: int, call: _Call) -> str | None:
         """What hinders a call for a group; looks again only if its tensors are others, or its options are switched."""
         (parameters, _, *moments), seen = call.lists, self._seen.get(index)
         tensors = [*parameters, *chain(*moments), *call.steps]
@@ -172,7 +172,7 @@ class DirectStep:
         self._seen[index] = _Seen([*map(weakref.ref, tensors)], call.options, obstacle)
         return obstacle
 
-    def _difference(self, call: Call) -> str | None:
+    def _difference(self, call: _Call) -> str | None:
         first, kind = call.lists[0][0], type(self._optimizer)
         switched = frozenset(name for name in _SWITCHES if call.options.get(name))
         decoupled = call.kernel is torch._fused_adamw_
@@ -184,8 +184,8 @@ class DirectStep:
 # --- what each kernel is given ----------------------------------------------------------------------------------------------
 
 
-def _gather(optimizer: Optimizer, group: Mapping[str, Any]) -> Call | str | None:
-    """The call for a group; or why there is none to make; None if no parameter of the group has a gradient."""
+def _gather(optimizer: Optimizer, group: Mapping[str, Any]) -> _Call | str | None:
+    """The call for a group, or the reason against it; None if no parameter of the group has a gradient."""
     parameters, gradients = group["params"], [parameter.grad for parameter in group["params"]]
     if any(map(is_, gradients, _NOTHING)):
         parameters = [parameter for parameter, gradient in zip(parameters, gradients, strict=True) if gradient is not None]
@@ -209,14 +209,14 @@ _Group = Mapping[str, Any]
 _States = Mapping[Tensor, Any]  # of an optimizer, by parameter
 
 
-def _sgd(group: _Group, states: _States, parameters: _Tensors, gradients: _Tensors) -> Call:
+def _sgd(group: _Group, states: _States, parameters: _Tensors, gradients: _Tensors) -> _Call:
     options = {name: group[name] for name in ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")}
     own: list[Any] = [] if group["momentum"] == 0 else [*map(states.get, parameters)]
     moments = [state["momentum_buffer"] for state in own]
-    return Call(torch._fused_sgd_, (parameters, gradients, moments), [], options | {"is_first_step": False})
+    return _Call(torch._fused_sgd_, (parameters, gradients, moments), [], options | {"is_first_step": False})
 
 
-def _adam(group: _Group, states: _States, parameters: _Tensors, gradients: _Tensors) -> Call | str:
+def _adam(group: _Group, states: _States, parameters: _Tensors, gradients: _Tensors) -> _Call | str:
     options = {name: group[name] for name in ("lr", "weight_decay", "eps", "amsgrad", "maximize")}
     options["beta1"], options["beta2"] = beta1, beta2 = group["betas"]
     if isinstance(beta1, Tensor) or isinstance(beta2, Tensor):
@@ -225,13 +225,13 @@ def _adam(group: _Group, states: _States, parameters: _Tensors, gradients: _Tens
     moments = [state["exp_avg"] for state in own], [state["exp_avg_sq"] for state in own]
     largest = [state["max_exp_avg_sq"] for state in own] if options["amsgrad"] else []
     kernel = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
-    return Call(kernel, (parameters, gradients, *moments, largest), [state["step"] for state in own], options)
+    return _Call(kernel, (parameters, gradients, *moments, largest), [state["step"] for state in own], options)
 
 
-def _adagrad(group: _Group, states: _States, parameters: _Tensors, gradients: _Tensors) -> Call:
+def _adagrad(group: _Group, states: _States, parameters: _Tensors, gradients: _Tensors) -> _Call:
     options = {name: group[name] for name in ("lr", "lr_decay", "weight_decay", "eps", "maximize")}
     own: list[Any] = [*map(states.get, parameters)]
-    return Call(
+    return _Call(
         torch._fused_adagrad_,
         (parameters, gradients, [state["sum"] for state in own]),
         [state["step"] for state in own],
@@ -239,10 +239,10 @@ def _adagrad(group: _Group, states: _States, parameters: _Tensors, gradients: _T
     )
 
 
-_CALLS: dict[type[Optimizer], Callable[..., Call | str]] = {SGD: _sgd, Adam: _adam, AdamW: _adam, Adagrad: _adagrad}
+_CALLS: dict[type[Optimizer], Callable[..., _Call | str]] = {SGD: _sgd, Adam: _adam, AdamW: _adam, Adagrad: _adagrad}
 
 
-def _make(calls: Sequence[Call], grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+def _make(calls: Sequence[_Call], grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
     """Calls the kernels, as the functions behind `Optimizer.step` do once they have sorted their arguments."""
     grad_enabled = torch.is_grad_enabled()
     torch._C._set_grad_enabled(False)
@@ -259,7 +259,7 @@ def _make(calls: Sequence[Call], grad_scale: Tensor | None, found_inf: Tensor | 
         torch._C._set_grad_enabled(grad_enabled)
 
 
-def _irregularity(call: Call) -> str | None:
+def _irregularity(call: _Call) -> str | None:
     """Why the kernel cannot be called with these tensors as they are: `Optimizer.step` would sort, refuse or dispatch them."""
     first = call.lists[0][0]
     if first.device.type not in _DEVICES or first.dtype not in _DTYPES:
@@ -281,9 +281,9 @@ def _irregularity(call: Call) -> str | None:
 def _is_torchs(step: Any) -> bool:
     """Whether a step, and all that it wraps, are functions of torch's optimizers; a decorator can copy any name but this."""
     while isinstance(step, FunctionType) and step.__globals__["__name__"].startswith("torch.optim."):
-        if not hasattr(step, "__wrapped__"):
+        if "__wrapped__" not in vars(step):
             return True
-        step = step.__wrapped__
+        step = vars(step)["__wrapped__"]
     return False
 
 
@@ -338,7 +338,7 @@ def _step_by_torch(optimizer: Optimizer, number: int, tensors: Mapping[str, Tens
 def _step_directly(optimizer: Optimizer, number: int, tensors: Mapping[str, Tensor]) -> None:
     _set_gradients(optimizer, number)
     call = _gather(optimizer, optimizer.param_groups[0])
-    if isinstance(call, Call):
+    if isinstance(call, _Call):
         _make([call], tensors.get("grad_scale"), tensors.get("found_inf"))
     elif number == 0:
         optimizer.step()  # which makes the moments

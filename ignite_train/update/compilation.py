@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from ignite_train.arguments import describe
-from ignite_train.model import direct_backward
+from ignite_train.model.direct_backward import direct_backward
 from ignite_train.ranks.wrapping import unwrap
 
 __all__ = ["Backward", "Compile", "compile_in_place"]
@@ -47,7 +47,7 @@ def compile_in_place(model: nn.Module, options: Compile, *, backward: bool = Fal
     if options is False:
         if backward:
             raise ValueError("compiled_autograd must be False without compile; pass compile=True, or torch.compile's options")
-        return direct_backward.backward
+        return direct_backward
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ValueError(
             "compile must be False for a model that fully_shard was applied to; compile its blocks before sharding"
@@ -65,7 +65,7 @@ def compile_in_place(model: nn.Module, options: Compile, *, backward: bool = Fal
         )
     settings = {} if options is True else dict(options)
     module.compile(**settings)
-    return _compiled_backward(settings) if backward else direct_backward.backward
+    return _compiled_backward(settings) if backward else direct_backward
 
 
 def _compiled_backward(settings: dict[str, Any]) -> Backward:
