@@ -27,12 +27,12 @@ from ranks import run_ranks
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 TINY = {
-    "max_pairs": 500,
+    "max_pairs": 600,
     "vocabulary": 100,
     "width": 32,
     "decoder_layers": 1,
     "dropout": 0.0,
-    "max_tokens": 800,
+    "max_tokens": 1000,
     "update_freq": "4,2",
     "max_epoch": 2,
     "lr": 0.01,
