@@ -97,7 +97,7 @@ class Settings:
     beam: Annotated[int, Option(min=1, help="Lines that are looked at side by side when the test lines are written.")] = 5
     lenpen: Annotated[float, Option(help="Power of the length by which the score of a line is divided.")] = 1.0
     samples: Annotated[int, Option(min=0, help="Written lines to show at the end.")] = 5
-    max_pairs: Annotated[int | None, Option(min=100, help="Use only so many pairs.")] = None
+    max_pairs: Annotated[int | None, Option(min=1, help="Use only so many pairs; 600 or more.")] = None
     log_interval: Annotated[int, Option(min=1, help="Updates between two lines.")] = 50
     save_interval_updates: Annotated[int, Option(min=0, help="Updates between two checkpoints; 0: after epochs only.")] = 0
     seed: Annotated[int, Option(min=0, help="Of the initial weights, dropout and the order of the pairs.")] = 1
@@ -143,6 +143,11 @@ def read_standard_library(max_pairs: int | None) -> dict[str, list[Function]]:
         parts[part] += functions_of(path.read_text(encoding="utf-8", errors="replace"))
         if max_pairs is not None and sum(map(len, parts.values())) >= max_pairs:
             break
+    empty = [part for part, functions in parts.items() if not functions]
+    if empty:
+        raise ValueError(
+            f"--max-pairs must be larger, got {max_pairs}: the files with the first pairs have none for {empty[0]}"
+        )
     return parts
 
 
@@ -242,7 +247,7 @@ class EncoderLayer(nn.Module):
 
     def __init__(self, width: int, dropout: float) -> None:
         super().__init__()
-        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(3))
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
         self.own = Attention(width)
         self.network = nn.Sequential(nn.Linear(width, 4 * width), nn.ReLU(), nn.Linear(4 * width, width))
         self.dropout = nn.Dropout(dropout)
@@ -259,6 +264,7 @@ class DecoderLayer(EncoderLayer):
 
     def __init__(self, width: int, dropout: float) -> None:
         super().__init__(width, dropout)
+        self.norms.append(nn.LayerNorm(width))
         self.of_source = Attention(width)
 
     def forward(  # type: ignore[override]

@@ -20,6 +20,7 @@ from ignite_train import ForwardOutput, ResumableLoader, TokenBudgetSampler, Upd
 from ignite_train.data.keyed_permutation import KeyedPermutation
 from ignite_train.handlers import Checkpoint
 from ranks import run_ranks
+from tiers import slow
 
 LENGTHS = [1 + (7 * index) % 11 for index in range(60)]
 
@@ -182,6 +183,17 @@ def test_the_order_of_many_is_computed_from_the_place_on(monkeypatch):
 # --- in a run ---
 
 
+@pytest.mark.parametrize("workers", [0, slow(1)], ids=["none", "one"])
+def test_a_loader_gives_these_batches(workers):
+    """In each epoch, whole and from any place on, also where workers that stay fetch them."""
+    options = {"num_workers": 1, "persistent_workers": True} if workers else {}
+    loader = ResumableLoader(torch.arange(len(LENGTHS)), batches=budget(), **options)
+    for epoch, begin in ((0, 0), (1, 0), (1, 5)):
+        loader.set_epoch(epoch)
+        loader.seek(begin)
+        assert [batch.tolist() for batch in loader] == of_epoch(budget(), epoch)[begin:]
+
+
 class Ragged(torch.utils.data.Dataset[Tensor]):
     """Samples of the lengths, with noise that each draws for itself; it notes which were fetched."""
 
@@ -234,6 +246,7 @@ def test_a_run_resumes_bitwise_among_ragged_batches(tmp_path):
     second, _, fetched = train(tmp_path / "parts", 2, len(seen) // 2 + 2)
     third, end, _ = train(tmp_path / "parts", 2)
 
+    assert [*chain(*seen)] == [*of_epoch(budget(), 0), *of_epoch(budget(), 1)]
     assert first + second + third == seen
     assert end == parameters
     assert fetched == [index for group in second for batch in group for index in batch]
