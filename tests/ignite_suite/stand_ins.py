@@ -53,7 +53,8 @@ class Namespace(dict[str, Any]):
         if hasattr(builtins, name) or name.startswith("__"):
             raise KeyError(name)
         value, before = self.given(name), self._before or {}
-        if name in before and (isinstance(value, MagicMock) or isinstance(before[name], types.FunctionType)):
+        is_data = isinstance(value, list)  # by the end of its name, which a function may have too
+        if name in before and (isinstance(value, MagicMock) or (is_data and isinstance(before[name], types.FunctionType))):
             value = before[name]
         self[name] = value
         return value
