@@ -59,11 +59,11 @@ class Namespace(dict[str, Any]):
         self[name] = value
         return value
 
-    def given(self, name: str) -> Any:
-        """What a name stands for that the documentation does not define."""
+    def _plain(self) -> dict[str, Any]:
+        """The stand-ins of names that are known."""
         import torch
 
-        plain = {
+        return {
             **dict.fromkeys(("num_epochs", "max_epochs"), 2),
             **dict.fromkeys(("seed", "checkpoint_iters", "resume", "start_iteration", "num_workers"), 1),
             "epoch_length": 4,
@@ -93,6 +93,12 @@ class Namespace(dict[str, Any]):
             "param_tensor": self._tensor,
             **dict.fromkeys(("process_function", "train_updater", "update_fn", "training_update_function"), _hand_on),
         }
+
+    def given(self, name: str) -> Any:
+        """What a name stands for that the documentation does not define."""
+        import torch
+
+        plain = self._plain()
         if name in plain:
             return plain[name]
         if name.endswith(("trainer", "evaluator", "evalutator", "engine")):  # one is misspelt there
