@@ -178,8 +178,7 @@ class ProgressLog(Handler):
         now = time.perf_counter()
         if now - self._refreshed >= _REFRESH_SECONDS or bar.n - 1 == self._begin:
             self._refreshed = now
-            bar.total = _total(trainer)
-            bar.bar_format = _BAR if bar.total else _BAR_WITHOUT_TOTAL
+            _set_total(bar, _total(trainer))
             bar.set_description_str(f"epoch {_of(trainer.state.epoch, trainer.state.max_epochs)}", refresh=False)
             bar.set_postfix_str(self._postfix(trainer, now), refresh=False)
             bar.refresh()
@@ -393,6 +392,17 @@ def _wrapped(parts: list[str]) -> Iterator[str]:
 
 def _make_bar(**options: Any) -> Any:
     return tqdm(dynamic_ncols=True, leave=False, disable=False, mininterval=_REFRESH_SECONDS, **options)
+
+
+def _set_total(bar: Any, total: int | None) -> None:
+    """Tells the bar its length, which is known once the run has begun. A widget learns it by `reset` only."""
+    bar.bar_format = _BAR if total else _BAR_WITHOUT_TOTAL
+    if total is None or total == bar.total:
+        bar.total = total
+        return
+    number, started = bar.n, bar.start_t
+    bar.reset(total)
+    bar.n, bar.start_t = number, started
 
 
 def _has_bars() -> bool:

@@ -75,7 +75,7 @@ def test_the_suite_reports_what_differs_from_the_list(suite: Any, capsys: pytest
 def test_documentation_reports_what_differs_from_the_list(
     suite: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A block that does something else, or nothing with Ignite's own engine, must be listed; a listed one must differ."""
+    """A block must be listed that does something else, or does not run with Ignite's own engine; a listed one must differ."""
     listed = {"documentation": [{"heading": "why", "blocks": ["a:1"]}], "left_out": [{"reason": "r", "blocks": ["b:1"]}]}
     ran, other, failed = ["ran", "1"], ["ran", "2"], ["failed", "NameError: x"]
     monkeypatch.setattr(suite, "read_list", lambda: listed)

@@ -53,16 +53,17 @@ class Namespace(dict[str, Any]):
         if hasattr(builtins, name) or name.startswith("__"):
             raise KeyError(name)
         value, before = self.given(name), self._before or {}
-        if name in before and (isinstance(value, MagicMock) or isinstance(before[name], types.FunctionType)):
+        is_data = isinstance(value, list)  # by the end of its name, which a function may have too
+        if name in before and (isinstance(value, MagicMock) or (is_data and isinstance(before[name], types.FunctionType))):
             value = before[name]
         self[name] = value
         return value
 
-    def given(self, name: str) -> Any:
-        """What a name stands for that the documentation does not define."""
+    def _plain(self) -> dict[str, Any]:
+        """The stand-ins of names that are known."""
         import torch
 
-        plain = {
+        return {
             **dict.fromkeys(("num_epochs", "max_epochs"), 2),
             **dict.fromkeys(("seed", "checkpoint_iters", "resume", "start_iteration", "num_workers"), 1),
             "epoch_length": 4,
@@ -92,6 +93,12 @@ class Namespace(dict[str, Any]):
             "param_tensor": self._tensor,
             **dict.fromkeys(("process_function", "train_updater", "update_fn", "training_update_function"), _hand_on),
         }
+
+    def given(self, name: str) -> Any:
+        """What a name stands for that the documentation does not define."""
+        import torch
+
+        plain = self._plain()
         if name in plain:
             return plain[name]
         if name.endswith(("trainer", "evaluator", "evalutator", "engine")):  # one is misspelt there
