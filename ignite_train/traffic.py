@@ -115,12 +115,19 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         space, _, name = str(func._schema.name).partition("::")
         if space in _COLLECTIVES and name not in _NO_COLLECTIVES:
             tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-            self._traffic.collectives.append(Counted(name, _place(), sum(tensor.nbytes for tensor in tensors)))
+            self._traffic.collectives.append(Counted(name, _place(), sum(map(_num_bytes, tensors))))
         result = func(*args, **(kwargs or {}))
         is_copy = name in {"_to_copy", "copy_"} and self._watched != "cpu" and result.device.type == "cpu"
         if (is_copy or name == "_local_scalar_dense") and args[name == "copy_"].device.type == self._watched:  # its source
             self._calls.count(name)
         return result
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    """Of a sparse tensor, the bytes of its indices and values."""
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices().nbytes + tensor._values().nbytes
+    return tensor.nbytes
 
 
 def _place() -> str:

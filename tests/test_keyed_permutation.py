@@ -90,7 +90,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             numbers.append(len(positions))
             return super().__call__(positions)
 
-    monkeypatch.setattr("ignite_train.data.samplers.KeyedPermutation", Recorded)
+    monkeypatch.setattr("ignite_train.data.epoch_order.KeyedPermutation", Recorded)
     return numbers
 
 
