@@ -297,13 +297,7 @@ def test_the_document_names_handlers_and_arguments_that_exist() -> None:
     taken = {name: {*inspect.signature(getattr(handlers, name)).parameters} for name in handlers.__all__}
     of_handlers = {argument for name in (*HANDLERS, "OuterOptimizer") for argument in taken[name]}
     of_torch = {"fully_shard", "gradient_as_bucket_view", "nesterov", "reshard_after_forward", "static_graph"}
-    of_others = {
-        "every",
-        "master_port",
-        "max_iters",
-        "create_trainer",
-        *UpdateOutput.__dataclass_fields__,
-    }  # events; Ignite; run
+    of_others = {"every", "master_port", "max_iters", "create_trainer", *UpdateOutput.__dataclass_fields__}
 
     assert sorted({*HANDLERS} - {*handlers.__all__}) == []
     assert sorted({*HANDLERS} - {*inline}) == []
