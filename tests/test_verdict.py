@@ -309,7 +309,7 @@ def test_both_verdicts_are_of_one_arithmetic(size, loss, norm, ranks, scale, cli
     if not size < math.inf or scale * size == 0 < size:
         assert plain.item() == 0.0  # the host raises
         return
-    output = update._decide(Totals(size, loss, 1, 0, {}, RankRequests(), norm))
+    output = update._decide(trainer, Totals(size, loss, 1, 0, {}, RankRequests(), norm))
     factor = output.mean_factor * output.clip_coefficient
     folds = (
         norm >= SMALLEST_NORM
