@@ -125,6 +125,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
 }
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_would_miss_samples_is_refused(case: str, tmp_path: Path) -> None:
     """Before the first batch, in one line with what it was and is, and how to continue."""
@@ -137,7 +138,7 @@ def test_what_would_miss_samples_is_refused(case: str, tmp_path: Path) -> None:
     assert all(way in str(caught.value) for way in ("resume=PATH", "on_changed_data='warn'"))
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(4)
 @pytest.mark.filterwarnings("ignore:the loader has len")  # a place that is a number of batches of another size
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_user_who_insists_is_warned(case: str, tmp_path: Path, caplog: Any) -> None:

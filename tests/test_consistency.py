@@ -34,7 +34,7 @@ from ignite_train.handlers import (
 )
 from ignite_train.handlers.state_consistency import _Check, _Shard, tensor_digests
 from ranks import run_ranks
-from tiers import one_in, slow
+from tiers import nightly, one_in
 from update_options import with_options
 
 Way = Literal["ddp", "explicit"]
@@ -304,7 +304,7 @@ def stay_clean(way: Way, max_epochs: int) -> tuple[Any, ...]:
 
 @pytest.mark.slow
 @each_way
-@pytest.mark.parametrize(("max_epochs", "least"), [(2, 80), slow(25, 1000)])
+@pytest.mark.parametrize(("max_epochs", "least"), [(2, 80), nightly(25, 1000)])
 def test_a_thousand_clean_updates_raise_nothing(way: Way, max_epochs: int, least: int) -> None:
     """Uneven ranks, accumulation, clipping, a schedule and a growing loss scale: nothing that is right looks wrong."""
     (updates, mean), (_, other_mean) = run_ranks(stay_clean, way, max_epochs)

@@ -166,6 +166,7 @@ def traffic_of(trainer: Trainer) -> tuple[list[int], list[int], str]:
     return pairs[0], pairs[1], "\n".join(map(str, [*traffic.host_reads, *traffic.collectives]))
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("fused", "rate"), [(True, 0.01), (True, "tensor"), (False, 0.01)], ids=["fused", "fused, tensor rate", "unfused"]
 )

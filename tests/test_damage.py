@@ -302,6 +302,7 @@ def failing(patch: pytest.MonkeyPatch, call: str, part: str, code: int) -> None:
     patch.setattr(os, call, fails)
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("code", CODES, ids=errno.errorcode.get)
 @pytest.mark.parametrize(
     ("call", "part"),

@@ -529,6 +529,7 @@ def alternating(update: int) -> int:
     return 1 + update % 2
 
 
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize("sized", [True, False], ids=["sized", "unsized"])
 @pytest.mark.parametrize(
     ("accumulation_steps", "update"),
@@ -558,6 +559,7 @@ def test_a_fresh_trainer_goes_on(accumulation_steps, update, sized):
     assert ends == [f"EPOCH_COMPLETED {epoch}/{at}" for at, epoch in edges.items() if update <= at]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("event", [*SITES, TrainEvents.STEP_SKIPPED], ids=lambda event: event.name)
 def test_state_saved_by_any_handler_is_whole(event):
     """Whichever event a checkpoint hangs on, what it saves resumes exactly: no update is done twice or left out."""
@@ -634,6 +636,7 @@ def counts(trainer: Any, event: Any, counter: str, data: list[float], max_epochs
     return at
 
 
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize(
     ("event", "counter", "total"),
     [

@@ -251,6 +251,7 @@ def _loaded_at_start() -> list[str]:
     return subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, capture_output=True, text=True).stdout.split()
 
 
+@pytest.mark.slow
 def test_importing_the_package_imports_no_handler():
     """`import ignite_train` stays quick: handlers are loaded where they are used."""
     assert "ignite_train.trainer" in _loaded_at_start()

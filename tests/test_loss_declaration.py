@@ -229,6 +229,7 @@ def test_right_with_a_sample_size(loss: Any) -> None:
     assert told(lambda m, b: ForwardOutput(*loss(m, b))) == []
 
 
+@pytest.mark.sampled(9)
 @table(MEANS)
 def test_a_function_that_averages_is_right_in_a_supervised_trainer(loss: Any) -> None:
     """The trainer multiplies it by the number of samples."""
@@ -240,6 +241,7 @@ def test_a_function_that_averages_is_right_in_a_supervised_trainer(loss: Any) ->
     trainer.run([(given["x"], given["c"])], max_epochs=1)  # a warning would be an error here
 
 
+@pytest.mark.sampled(10)
 @table({**MEANS, **SUMS})
 def test_a_micro_batch_of_one_sample_is_right_either_way(loss: Any) -> None:
     """A sum over one sample is its mean."""
@@ -259,6 +261,7 @@ def test_a_sample_without_a_batch_dimension_is_right(shape: tuple[int, ...]) -> 
     trainer.run([torch.randn(shape)], max_epochs=1)
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("size", [2, 10, 20, 50, 64, 100])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.05, 0.3])
 def test_no_size_hides_label_smoothing(size: int, smoothing: float) -> None:

@@ -82,6 +82,7 @@ def test_fairseq_tolerance(tolerance, overflows_at, expected):
     assert scales(policy, [int(index in overflows_at) for index in range(12)]) == expected
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("chance", [0.0, 0.1, 0.5])
 def test_torch_is_grad_scaler(seed, chance):

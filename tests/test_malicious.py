@@ -482,6 +482,7 @@ def test_a_malicious_checkpoint_is_refused(refused, name):
     refused(KINDS[name], False)
 
 
+@pytest.mark.sampled(30)
 @pytest.mark.parametrize("name", MISFITS)
 @pytest.mark.timeout(200)
 def test_a_checkpoint_of_another_kind_is_refused(refused, name):

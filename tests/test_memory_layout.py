@@ -156,6 +156,7 @@ def test_the_layout_of_parameters_changes_no_update(name):
         assert {case: error for case, error in errors.items() if not error < 1e-4} == {}
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph:UserWarning")
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -139,6 +139,7 @@ def test_a_folded_step_is_the_textbook_step(name, accumulation_steps, max_grad_n
     assert model.unused.tolist() == [1.0, 1.0, 1.0]
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("max_grad_norm", [None, 0.05])
 @pytest.mark.parametrize("accumulation_steps", [1, 3])
 @pytest.mark.parametrize("name", FUSED)

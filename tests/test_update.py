@@ -699,6 +699,7 @@ def test_non_finite_raises_by_default(build, micro_batches, flaw):
     assert all(parameter.grad is None for parameter in setup.model.parameters())
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("failing", [1, 2, 6])
 @pytest.mark.parametrize("uses", ["torch", "python", "both"])
 @pytest.mark.parametrize(
@@ -979,6 +980,7 @@ def place(fault: Fault, setup: Any, site: Any) -> None:
         setup.trainer.add_event_handler(site, fault)
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("error", [InjectedError("on purpose"), KeyboardInterrupt()], ids=["exception", "interrupt"])
 @pytest.mark.parametrize(
     ("site", "number"),

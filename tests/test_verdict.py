@@ -171,7 +171,7 @@ def both(patch: pytest.MonkeyPatch, *args: Any, **arguments: Any) -> tuple[dict[
 # --- the same as the host's verdict ---
 
 
-@pytest.mark.sampled(11)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("spoilt", [None, 0, 4], ids=["clean", "first", "later"])
 @pytest.mark.parametrize("policy", ["raise", "skip", "scaled"])
 @pytest.mark.parametrize("max_grad_norm", [None, 0.05])

@@ -98,6 +98,7 @@ def test_the_wheel_is_whole(checkout: Path, wheel: Path):
     assert _names(wheel) == sorted(_files(checkout))
 
 
+@pytest.mark.slow
 def test_the_readme_comes_along(wheel: Path):
     """The wheel describes itself by the README; without the file a build would not even complain."""
     with zipfile.ZipFile(wheel) as archive:
