@@ -213,6 +213,31 @@ def test_resumed_in_one_process_it_ends_with_the_same_bits(stop: int, tmp_path: 
     assert _resumed(str(tmp_path / "run"), [stop, 8]) == _resumed("", [8])
 
 
+def test_resumed_it_divides_by_the_rate_of_the_schedule(tmp_path: Path) -> None:
+    """A loaded optimizer has other groups, and the rate in those is the one that falls."""
+    rates = [RATE * 0.9**update for update in range(3 * H)]
+    for updates in (H + 1, 3 * H):
+        trainer, _ = make("slowmo")
+        schedule = torch.optim.lr_scheduler.ExponentialLR(trainer._stateful_parts["optimizer"], 0.9)  # type: ignore[arg-type]
+        LearningRateSchedule(schedule).attach(trainer, TrainEvents.STEP_COMPLETED)
+        Checkpoint(tmp_path).attach(trainer)
+        trainer.run(DATA, max_iters=updates)
+    assert weight_of(trainer) == pytest.approx(by_hand("slowmo", 3 * H, 1, rates)[0], rel=1e-11, abs=1e-13)
+
+
+def test_a_rate_of_zero_has_no_outer_gradient() -> None:
+    """It would become infinite; the weights are still those of before the outer step."""
+    trainer, outer = make("slowmo", every=2)
+    optimizer: Any = trainer._stateful_parts["optimizer"]
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: float(step == 0))
+    LearningRateSchedule(schedule).attach(trainer, TrainEvents.STEP_COMPLETED)
+    with pytest.raises(ValueError, match=r"needs learning rates above 0 .* got 0 for 'weight'"):
+        trainer.run(DATA, max_iters=4)
+    expected = linear().weight.detach()[0]
+    assert weight_of(trainer) == pytest.approx((expected - RATE * gradient(expected, DATA[0])).tolist(), rel=1e-12)
+    assert outer.num_outer_steps == 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("stop", [3, 4, 5], ids=str)
 def test_resumed_on_two_ranks_it_ends_with_the_same_bits(stop: int, tmp_path: Path) -> None:
