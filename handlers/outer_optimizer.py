@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import weakref
 from collections.abc import Mapping
@@ -22,6 +23,8 @@ from ignite_train.ranks.mean_over_ranks import mean_over_ranks
 from ignite_train.trainer import Trainer
 
 __all__ = ["OuterOptimizer"]
+
+_logger = logging.getLogger("ignite_train")
 
 
 class OuterOptimizer(Handler):
@@ -122,6 +125,7 @@ class OuterOptimizer(Handler):
         self._take_parameters(parts["model"])
         self._keep_weights()
         trainer._after_update.append(self._count)
+        trainer.add_event_handler(Events.COMPLETED, self._warn_of_rest)
         trainer.prepend_event_handler(Events.STARTED, self)
         trainer.prepend_event_handler(Events.STARTED, _Replica(self, trainer))
 
@@ -192,6 +196,14 @@ class OuterOptimizer(Handler):
 
     def _keep_weights(self) -> None:
         self._weights = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
+
+    def _warn_of_rest(self, trainer: Trainer) -> None:
+        """Says at the end of a run that the replicas are not equal: what uses the model then takes one of them."""
+        if self._num_updates and collectives.world_size() > 1 and not trainer._ranks_are_alike:
+            _logger.warning(
+                f"the run has ended {self._num_updates} updates after an outer step: each rank has weights of its own; end "
+                "at an outer step before the model is used"
+            )
 
     def _count(self, trainer: Trainer) -> None:
         """An update was counted. Collective, if a step is due."""
