@@ -17,7 +17,7 @@ __all__ = ["direct_backward", "is_direct_right"]
 
 _run_engine: Any = vars(torch.autograd.graph).get("_engine_run_backward")
 _torchs_backward = torch.autograd.backward
-_is_known = hasattr(torch._C, "_is_torch_function_mode_enabled") and hasattr(torch._C, "_are_functorch_transforms_active")
+_is_known = {"_is_torch_function_mode_enabled", "_are_functorch_transforms_active"} <= vars(torch._C).keys()
 
 
 def direct_backward(loss: Tensor, *, retain_graph: bool = False, create_graph: bool = False) -> None:
