@@ -30,7 +30,7 @@ class Seeding:
     Seeded are Python's generator, NumPy's, torch's of the CPU and that of the device of the model. NumPy's is put in another's
     place meanwhile, because its state takes long to read; a normal number that NumPy has drawn in advance is lost with that.
 
-    What a sampler draws while the later micro-batches of a group are read is drawn from the generators as they were, `outside`.
+    Later micro-batches of a group may be read inside the update. What a sampler draws for them is not seeded, see `outside`.
 
     Args:
         seed: an integer of at least 0; the same on all ranks.
