@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
@@ -22,6 +23,8 @@ from ignite_train.ranks.mean_over_ranks import mean_over_ranks
 from ignite_train.trainer import Trainer
 
 __all__ = ["OuterOptimizer"]
+
+_logger = logging.getLogger("ignite_train")
 
 
 class OuterOptimizer(Handler):
@@ -55,7 +58,7 @@ class OuterOptimizer(Handler):
         count: what every H counts: `"updates"`, the skipped ones too, as SlowMo does; or `"steps"`, the updates in which some
             rank has stepped, as fairseq's BMUF does.
         by_inner_rate: divide the outer gradient by the learning rate inside and multiply the outer step by it, as SlowMo does,
-            so that its momentum is in units of gradients when the rate changes.
+            so that its momentum is in units of gradients when the rate changes. The rate must be above 0 there.
 
     Attributes:
         num_outer_steps: how many outer steps were made.
@@ -100,7 +103,7 @@ class OuterOptimizer(Handler):
         self._num_updates = 0  # since the last outer step
         self._parameters: dict[str, nn.Parameter] = {}
         self._weights: dict[str, Tensor] = {}  # after the last outer step
-        self._groups: dict[str, dict[str, Any]] = {}  # of the optimizers inside, by the name of a parameter
+        self._inside: list[Optimizer] = []
 
     def attach(self, trainer: Trainer) -> None:
         """Steps at the end of every H-th update of `trainer`.
@@ -118,12 +121,13 @@ class OuterOptimizer(Handler):
         if trainer._after_update:
             raise ValueError("trainer must have one OuterOptimizer at most, got a second one; attach it once")
         inner = parts_as_optimizers(parts)
-        inside = [inner] if isinstance(inner, Optimizer) else [*inner.values()]
-        self._take_parameters(parts["model"], inside)
+        self._inside = [inner] if isinstance(inner, Optimizer) else [*inner.values()]
+        self._take_parameters(parts["model"])
         self._keep_weights()
         trainer._after_update.append(self._count)
+        trainer.add_event_handler(Events.COMPLETED, self._warn_of_rest)
         trainer.prepend_event_handler(Events.STARTED, self)
-        trainer.prepend_event_handler(Events.STARTED, _Replica(self, trainer, inside))
+        trainer.prepend_event_handler(Events.STARTED, _Replica(self, trainer))
 
     def __call__(self, trainer: Trainer) -> None:  # noqa: ARG002
         """A run begins: before the first update the weights are those that the model has now."""
@@ -154,22 +158,52 @@ class OuterOptimizer(Handler):
         for name, value in self._weights.items():
             value.copy_(saved[name])
 
-    def _take_parameters(self, model: nn.Module, inside: Iterable[Optimizer]) -> None:
+    def _take_parameters(self, model: nn.Module) -> None:
         """Finds the parameters of the optimizers inside, which the outer one must have too, by their names."""
         if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
             raise ValueError("model must not be sharded with OuterOptimizer, got one that fully_shard was applied to")
-        groups = {id(p): group for optimizer in inside for group in optimizer.param_groups for p in group["params"]}
+        trained = self._rates_inside()
         outer = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
-        named = {name: parameter for name, parameter in model.named_parameters() if id(parameter) in groups}
+        named = {name: parameter for name, parameter in model.named_parameters() if id(parameter) in trained}
         missing = [name for name, parameter in named.items() if id(parameter) not in outer]
         if missing or len(outer) > len(named):
             what = f"got one without {missing[0]!r}" if missing else f"got {len(outer) - len(named)} that are not trained"
             raise ValueError(f"optimizer must be over the parameters that are trained, {what}; pass model.parameters()")
         self._parameters = named
-        self._groups = {name: groups[id(parameter)] for name, parameter in named.items()}
+
+    def _rates_inside(self) -> dict[int, Any]:
+        """The learning rate of each parameter by its id, in the groups as they are now: a loaded state brings other groups."""
+        groups = [group for optimizer in self._inside for group in optimizer.param_groups]
+        return {id(parameter): group["lr"] for group in groups for parameter in group["params"]}
+
+    def _rates(self) -> list[Any]:
+        """What the outer gradient of each parameter is divided by; empty without `by_inner_rate`.
+
+        Raises:
+            ValueError: a rate is 0.
+        """
+        if not self.by_inner_rate:
+            return []
+        known = self._rates_inside()
+        rates = {name: known[id(parameter)] for name, parameter in self._parameters.items()}
+        zero = next((name for name, rate in rates.items() if rate == 0), None)
+        if zero is not None:
+            raise ValueError(
+                f"by_inner_rate needs learning rates above 0 in the update of an outer step, got 0 for {zero!r}; let the "
+                "schedule begin and end above 0, or leave by_inner_rate out"
+            )
+        return [*rates.values()]
 
     def _keep_weights(self) -> None:
         self._weights = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
+
+    def _warn_of_rest(self, trainer: Trainer) -> None:
+        """Says at the end of a run that the replicas are not equal: what uses the model then takes one of them."""
+        if self._num_updates and collectives.world_size() > 1 and not trainer._ranks_are_alike:
+            _logger.warning(
+                f"the run has ended {self._num_updates} updates after an outer step: each rank has weights of its own; end "
+                "at an outer step before the model is used"
+            )
 
     def _count(self, trainer: Trainer) -> None:
         """An update was counted. Collective, if a step is due."""
@@ -185,14 +219,13 @@ class OuterOptimizer(Handler):
     @torch.no_grad()
     def _step(self, trainer: Trainer) -> None:
         """The outer step. Collective; reads one number."""
-        parameters, weights = [*self._parameters.values()], [*self._weights.values()]
+        parameters, weights, rates = [*self._parameters.values()], [*self._weights.values()], self._rates()
         differences = [weight - parameter for weight, parameter in zip(weights, parameters, strict=True)]
         mean_over_ranks(differences)
         norms = [torch.linalg.vector_norm(one, dtype=torch.float64).cpu() for one in differences]
         self.grad_norm = float(torch.stack(norms).norm())  # sync
         if not math.isfinite(self.grad_norm):
             raise NonFiniteError(trainer.state.iteration, math.nan, self.grad_norm, ("in the outer gradient",))
-        rates = [group["lr"] for group in self._groups.values()] if self.by_inner_rate else []
         kept = [parameter.grad for parameter in parameters]
         for parameter, weight, difference in zip(parameters, weights, differences, strict=True):
             parameter.copy_(weight)
@@ -215,8 +248,8 @@ class _Replica:
     Those of rank 0 are the model and the optimizers of the run, which each checkpoint has.
     """
 
-    def __init__(self, outer: OuterOptimizer, trainer: Trainer, inside: list[Optimizer]) -> None:
-        self._outer, self._trainer, self._inside = outer, weakref.proxy(trainer), inside
+    def __init__(self, outer: OuterOptimizer, trainer: Trainer) -> None:
+        self._outer, self._trainer = outer, weakref.proxy(trainer)
 
     def __call__(self) -> None:
         """Does nothing: it is attached so that its state is saved."""
@@ -225,7 +258,7 @@ class _Replica:
         state: dict[str, Any] = {"num_updates": self._outer._num_updates, "num_ranks": collectives.world_size()}
         if collectives.is_main_rank():
             return state
-        own = {"optimizers": [optimizer.state_dict() for optimizer in self._inside]}
+        own = {"optimizers": [optimizer.state_dict() for optimizer in self._outer._inside]}
         if self._outer._num_updates:
             own["weights"] = {name: value.detach() for name, value in self._outer._parameters.items()}  # type: ignore[assignment]
         return state | own
@@ -238,7 +271,7 @@ class _Replica:
                 f"and this run has {collectives.world_size()}; use {num_ranks} ranks, or a checkpoint of an outer step"
             )
         self._outer._num_updates, self._trainer._ranks_are_alike = num_updates, num_updates == 0
-        for optimizer, state in zip(self._inside, state_dict.get("optimizers", ()), strict=False):
+        for optimizer, state in zip(self._outer._inside, state_dict.get("optimizers", ()), strict=False):
             optimizer.load_state_dict(state)
         with torch.no_grad():
             for name, value in state_dict.get("weights", {}).items():

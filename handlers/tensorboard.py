@@ -8,7 +8,6 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -98,7 +97,6 @@ class TensorBoard(RecordingHandler):
         self.histograms = None if histograms is None else positive_int("histograms", histograms)
         self._file: EventFile | None = None  # made when there is something to write
         self._loaded = False
-        self._is_described = False  # the texts are in a file
         self._has_layout = False  # the charts are; TensorBoard takes the first layout that it finds
         self._latest: int | None = None  # the update of the latest points, which are
         self._points: dict[str, float] = {}
@@ -156,15 +154,14 @@ class TensorBoard(RecordingHandler):
         """The latest points and their update. What was written so far has left this process already."""
         latest: dict[str, Any] = {"written": self.written, "latest": self._latest, "points": dict(self._points)}
         latest["others"] = [torch.frombuffer(bytearray(summary), dtype=torch.uint8) for summary in self._others]
-        return {**latest, "is_described": self._is_described, "has_layout": self._has_layout}
+        return {**latest, "has_layout": self._has_layout}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes them over: points of the same update that were written after the state was taken are hidden too."""
         self.written, self._latest = state_dict["written"], state_dict["latest"]
         self._points, self._loaded = dict(state_dict["points"]), True
         self._others = [bytes(summary.tolist()) for summary in state_dict.get("others", ())]
-        self._is_described = bool(state_dict.get("is_described"))  # earlier versions described nothing
-        self._has_layout = bool(state_dict.get("has_layout"))
+        self._has_layout = bool(state_dict.get("has_layout"))  # earlier versions had none
         self._close()
 
     # --- points -----------------------------------------------------------------------------------------------------------
@@ -208,13 +205,18 @@ class TensorBoard(RecordingHandler):
         begin = update if self.begin is None else self.begin
         hidden_from = begin if self._loaded or begin == 0 else begin + 1
         # What is hidden from the beginning is described again; later processes do not repeat what the first one wrote.
-        self._is_described = hidden_from > 0 and any(self.log_dir.glob("events.out.tfevents.*"))
+        is_described = hidden_from > 0 and any(self.log_dir.glob("events.out.tfevents.*"))
         self._wait_for_a_later_name()
-        self._file = file = EventFile(self.log_dir, hidden_from)
-        if not self._is_described:
-            self._describe(trainer, file)
-        if self._loaded and self._latest == begin:
-            self._write_again(file, begin)
+        file = EventFile(self.log_dir, hidden_from)
+        try:
+            if not is_described:
+                self._describe(trainer, file)
+            if self._loaded and self._latest == begin:
+                self._write_again(file, begin)
+        except OSError:
+            file.remove()
+            raise
+        self._file = file
         return file
 
     def _write_again(self, file: EventFile, update: int) -> None:
@@ -255,7 +257,6 @@ class TensorBoard(RecordingHandler):
         results = dict.fromkeys([grouped_metric("loss"), *(f"{tag}/loss" for tag in self.tags)], 0.0)
         for summary in hparams(settings, results):  # type: ignore[no-untyped-call]
             file.add(summary, 0)
-        self._is_described = True
 
     def _lay_out(self, file: EventFile, names: list[str], update: int) -> None:
         """The tab "custom scalars": a chart for each metric, with a line of the training and one of each evaluator."""
@@ -307,15 +308,22 @@ class TensorBoard(RecordingHandler):
         """Nothing: each event is with the operating system, and another run may follow."""
 
     def recover(self) -> None:
-        """A record that was written in part ends what can be read: the next points go into another file, which hides none."""
-        self._close()
-        self.begin, self._loaded = self._latest, False
+        """A record that was written in part ends what can be read: the next points go into another file, which hides none.
+
+        A file in which there is nothing yet is deleted, so that a disk that stays full does not collect them, and the next one
+        begins where it would have.
+        """
+        file, self._file = self._file, None
+        if file is not None and file.is_empty:
+            file.remove()
+        elif file is not None:
+            file.close()
+            self.begin, self._loaded = self._latest, False
 
     def _close(self) -> None:
         file, self._file = self._file, None
         if file is not None:
-            with suppress(OSError):
-                file.close()
+            file.close()
 
 
 @functools.lru_cache(maxsize=4096)

@@ -149,6 +149,35 @@ def test_torch_refuses_what_it_refuses(engine):
     assert engine == []
 
 
+def test_a_trial_is_hidden_from_the_user(caplog):
+    """A transform that is active at the first backward does not fail it, and hooks on saved tensors do not see it."""
+    x, seen = torch.ones(2, requires_grad=True), []
+
+    def inside(y: Tensor) -> Tensor:
+        with pytest.raises(RuntimeError, match="functorch transform"):
+            direct_backward((x * 2).sum())
+        return y.sum()
+
+    loss = (x * 2).sum()
+    is_direct_right.cache_clear()
+    with caplog.at_level(logging.WARNING, "ignite_train"):
+        torch.func.grad(inside)(torch.ones(2))
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: seen.append(tensor) or tensor, lambda tensor: tensor):
+            direct_backward(loss)
+
+    assert is_direct_right()
+    assert (seen, caplog.records) == ([], [])
+
+
+def test_a_torch_without_the_functions_that_are_known(engine, monkeypatch):
+    monkeypatch.setattr(module, "_is_known", False)
+    model, loss = model_and_loss()
+    direct_backward(loss)
+
+    assert None not in gradients_of(model)
+    assert engine == []
+
+
 ENGINES = {"none": None, "idle": lambda *_, **__: None, "other": lambda one: one}
 
 

@@ -371,6 +371,14 @@ def test_momentum_that_is_switched_on_later():
     assert it.direct() == NONE_YET
 
 
+def test_a_state_of_an_old_torch_has_none_for_momentum():
+    it = made(KINDS["momentum"])
+    for state in it.optimizer.state.values():
+        state["momentum_buffer"] = None
+
+    assert it.direct() == NONE_YET
+
+
 def test_an_option_that_is_switched_on_has_a_trial_of_its_own(monkeypatch):
     it, tried = made(), []
     monkeypatch.setattr(direct_step, "is_direct_right", lambda _, switched, *__, **___: tried.append(switched) or True)

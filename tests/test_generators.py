@@ -143,10 +143,11 @@ def test_numpy_is_asked_for_its_state_only_where_it_has_changed(monkeypatch: pyt
     assert len(asked) == 2
 
 
-def test_another_generator_of_numpy_is_read_each_time() -> None:
+@pytest.mark.parametrize("kind", ["PCG64", "Philox"])
+def test_another_generator_of_numpy_is_read_each_time(kind: str) -> None:
     """`np.random.set_bit_generator` may put another kind there."""
     before = np.random.get_bit_generator()  # type: ignore[attr-defined]
-    np.random.set_bit_generator(np.random.PCG64(1))  # type: ignore[attr-defined]
+    np.random.set_bit_generator(getattr(np.random, kind)(1))  # type: ignore[attr-defined]
     try:
         capture_random_state()
         state, draws = capture_random_state(), np.random.rand(3).tolist()

@@ -119,3 +119,15 @@ def test_where_nothing_is_known_it_is_empty(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(sys, "platform", "darwin")
     assert memory_summary() == ""
+
+
+@linux
+def test_a_proc_that_cannot_be_read_hides_no_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where it is not mounted."""
+
+    def fail(*_: object, **__: object) -> str:
+        raise FileNotFoundError("/proc/self/status")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(Path, "read_text", fail)
+    assert memory_summary() == ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -137,8 +138,18 @@ def by_hand(method: str, updates: int, ranks: int, rates: Sequence[float]) -> li
     return [replica.tolist() for replica in replicas]
 
 
+def warnings_of_library() -> list[str]:
+    """Those that are logged in this process from here on."""
+    found: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ignite_train").addHandler(handler)
+    return found
+
+
 def _train(method: str, updates: int, schedule: bool) -> dict[str, Any]:
     trainer, outer = make(method)
+    logged = warnings_of_library()
     if schedule:
         optimizer: Any = trainer._stateful_parts["optimizer"]
         LearningRateSchedule(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)).attach(trainer, TrainEvents.STEP_COMPLETED)
@@ -151,7 +162,7 @@ def _train(method: str, updates: int, schedule: bool) -> dict[str, Any]:
         records.append((output.loss, output.grad_norm, dict(output.logs)))
 
     trainer.run(share(), max_iters=updates)
-    return {"weights": weight_of(trainer), "records": records, "outer": outer.num_outer_steps}
+    return {"weights": weight_of(trainer), "records": records, "outer": outer.num_outer_steps, "logged": logged}
 
 
 @pytest.mark.parametrize("method", list(METHODS))
@@ -176,6 +187,8 @@ def test_two_ranks_are_the_formula(method: str, updates: int) -> None:
         assert both[rank]["weights"] == pytest.approx(expected[rank], rel=1e-11, abs=1e-13)
     assert (both[0]["weights"] == both[1]["weights"]) == (updates % H == 0)
     assert both[0]["records"] == both[1]["records"]
+    rests = ["2 updates after an outer step: each rank has weights of its own" in line for line in both[0]["logged"]]
+    assert rests == [True] * (updates % H != 0)
     first = linear().weight.detach()[0]
     halves = [DATA[0], DATA[1]]
     losses = [float((half @ (first - GOAL)).square().sum()) for half in halves]
@@ -211,6 +224,31 @@ def _resumed(directory: str, stops: list[int]) -> list[float]:
 def test_resumed_in_one_process_it_ends_with_the_same_bits(stop: int, tmp_path: Path) -> None:
     """Between two outer steps, and after one, with AdamW inside."""
     assert _resumed(str(tmp_path / "run"), [stop, 8]) == _resumed("", [8])
+
+
+def test_resumed_it_divides_by_the_rate_of_the_schedule(tmp_path: Path) -> None:
+    """A loaded optimizer has other groups, and the rate in those is the one that falls."""
+    rates = [RATE * 0.9**update for update in range(3 * H)]
+    for updates in (H + 1, 3 * H):
+        trainer, _ = make("slowmo")
+        schedule = torch.optim.lr_scheduler.ExponentialLR(trainer._stateful_parts["optimizer"], 0.9)  # type: ignore[arg-type]
+        LearningRateSchedule(schedule).attach(trainer, TrainEvents.STEP_COMPLETED)
+        Checkpoint(tmp_path).attach(trainer)
+        trainer.run(DATA, max_iters=updates)
+    assert weight_of(trainer) == pytest.approx(by_hand("slowmo", 3 * H, 1, rates)[0], rel=1e-11, abs=1e-13)
+
+
+def test_a_rate_of_zero_has_no_outer_gradient() -> None:
+    """It would become infinite; the weights are still those of before the outer step."""
+    trainer, outer = make("slowmo", every=2)
+    optimizer: Any = trainer._stateful_parts["optimizer"]
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: float(step == 0))
+    LearningRateSchedule(schedule).attach(trainer, TrainEvents.STEP_COMPLETED)
+    with pytest.raises(ValueError, match=r"needs learning rates above 0 .* got 0 for 'weight'"):
+        trainer.run(DATA, max_iters=4)
+    expected = linear().weight.detach()[0]
+    assert weight_of(trainer) == pytest.approx((expected - RATE * gradient(expected, DATA[0])).tolist(), rel=1e-12)
+    assert outer.num_outer_steps == 0
 
 
 @pytest.mark.slow
@@ -271,6 +309,7 @@ def _spoiled(scaling: Any, bad: list[int], fails: str, count: str, on_nonfinite:
     outer.attach(trainer)
     seen: list[Any] = []
     means: list[tuple[float, float]] = []
+    logged = warnings_of_library()
 
     @trainer.on(Events.ITERATION_COMPLETED)
     def note(trainer: Trainer) -> None:
@@ -280,7 +319,7 @@ def _spoiled(scaling: Any, bad: list[int], fails: str, count: str, on_nonfinite:
         seen.append((output.applied, output.num_ranks_skipped, output.loss_scale, state.num_steps, outer.num_outer_steps))
 
     trainer.run(share(), max_iters=2 * H)
-    return {"weights": weight_of(trainer), "seen": seen, "means": means}
+    return {"weights": weight_of(trainer), "seen": seen, "means": means, "logged": logged}
 
 
 def _skipping_by_hand(skips: dict[int, tuple[int, ...]]) -> list[float]:
@@ -309,6 +348,7 @@ def test_a_rank_whose_gradients_are_not_finite_skips_alone(scaled: bool) -> None
     assert all(math.isfinite(loss) for loss, _ in both[0]["means"])
     scales = [16.0, 16.0, 8.0, 8.0, 8.0, 8.0] if scaled else [1.0] * 6
     skipped = [0, 1, 0, 0, 0, 0]
+    assert ["update 2 was skipped on 1 of 2 ranks" in line for line in both[0]["logged"]] == [True]
     assert both[0]["seen"] == [(True, skipped[i], scales[i], i + 1, (i + 1) // H) for i in range(6)]
 
 

@@ -6,7 +6,7 @@ import hashlib
 import random
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 from ignite.engine import Events
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, Sampler
 
 from ignite_train import (
     ForwardOutput,
@@ -146,6 +147,57 @@ def test_a_resumed_run_needs_no_snapshot_of_the_generators(saved: str, tmp_path:
 
     assert weights(parts[1]) == weights(whole)
     assert weights(parts[0]) != weights(whole)
+
+
+def test_outside_the_generators_continue_where_they_were() -> None:
+    """And inside too."""
+    seeding = Seeding(3, torch.device("cpu"), 0)
+
+    def draw(parts: tuple[bool, ...]) -> dict[bool, list[Drawn]]:
+        """Draws inside or outside, as `parts` say."""
+        torch.manual_seed(0), np.random.seed(0), random.seed(0)
+        found: dict[bool, list[Drawn]] = {True: [], False: []}
+        seeding.begin(1)
+        seeding.micro_batch(0)
+        for inside in parts:
+            with nullcontext() if inside else seeding.outside():
+                found[inside].append(drawn())
+        seeding.end()
+        with seeding.outside():  # no update runs
+            found[False].append(drawn())
+        return found
+
+    mixed, apart = draw((True, False, True, False)), draw((True, True))
+    torch.manual_seed(0), np.random.seed(0), random.seed(0)
+    assert mixed == {True: apart[True], False: [drawn() for _ in range(3)]}
+
+
+class Drawing(Sampler[int]):
+    """Draws each index when it is asked for."""
+
+    def __init__(self) -> None:
+        self.given: list[int] = []
+
+    def __len__(self) -> int:
+        return 12
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(12):
+            self.given.append(random.randrange(12))  # noqa: S311
+            yield self.given[-1]
+
+
+@pytest.mark.slow
+def test_what_a_sampler_draws_while_a_group_arrives_is_not_seeded() -> None:
+    """The main process draws it, some of it during an update; so a resumed run, which reads on, draws the same."""
+    orders = []
+    for seed in (1, 2):
+        sampler, trainer = Drawing(), make(seed=seed, accumulation_steps=4)
+        random.seed(0)
+        trainer.run(DataLoader(torch.ones(12, 3), batch_size=1, sampler=sampler, num_workers=1), max_epochs=1)
+        orders.append(sampler.given)
+    random.seed(0)
+    assert orders == [[random.randrange(12) for _ in range(12)]] * 2  # noqa: S311
 
 
 def test_an_evaluation_or_a_handler_that_draws_makes_no_difference() -> None:

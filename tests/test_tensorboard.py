@@ -450,3 +450,42 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: py
     trainer.run(DATA, max_epochs=1)
     assert steps(load(tmp_path), "train/loss") == [2, 6]
     assert len([line for line in caplog.messages if "could not be written" in line]) == 1
+
+
+@pytest.mark.slow
+def test_a_disk_that_stays_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It collects no files, for whose names later ones would have to wait; and the next file hides what the first one would."""
+    write, full = EventFile._write, range(1, 5)
+
+    def fail(self: Any, event: bytes) -> None:
+        if trainer.state.iteration in full:
+            raise FullDiskError
+        write(self, event)
+
+    for _ in range(2):
+        trainer, _ = make()
+        TensorBoard(tmp_path).attach(trainer, EVERY(every=1))
+        TrainingMetrics().attach(trainer, EVERY(every=1))
+        trainer.run(DATA, max_epochs=1)
+        monkeypatch.setattr(EventFile, "_write", fail)
+    assert steps(load(tmp_path), "train/loss") == [5, 6]
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.slow
+def test_a_disk_on_which_a_new_file_has_room_and_its_points_have_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such files are not collected either."""
+    trainer, _ = make()
+    TensorBoard(tmp_path).attach(trainer, EVERY(every=1))
+    TrainingMetrics().attach(trainer, EVERY(every=1))
+    write = EventFile._write
+
+    def fail(self: Any, event: bytes) -> None:
+        if 2 <= trainer.state.iteration < 6 and Event.FromString(event).HasField("summary"):
+            raise FullDiskError
+        write(self, event)
+
+    monkeypatch.setattr(EventFile, "_write", fail)
+    trainer.run(DATA, max_epochs=1)
+    assert steps(load(tmp_path), "train/loss") == [1, 6]
+    assert len(list(tmp_path.iterdir())) == 2

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
-from ignite_train import ForwardOutput, ResumableLoader, TokenBudgetSampler, UpdateOptions, create_trainer
+from ignite_train import ForwardOutput, ResumableLoader, ShardedSampler, TokenBudgetSampler, UpdateOptions, create_trainer
 from ignite_train.data.keyed_permutation import KeyedPermutation
 from ignite_train.handlers import Checkpoint
 from ranks import run_ranks
@@ -113,6 +113,14 @@ def test_the_order_is_a_function_of_seed_and_epoch():
         assert [len(batch) for batch in other] != [len(batch) for batch in first]  # another order of batches
         common = {frozenset(batch) for batch in other} & {frozenset(batch) for batch in first}
         assert len(common) < len(first) / 4  # some have one sample
+
+
+def test_the_order_does_not_depend_on_the_default_device():
+    lengths = [*range(1, 40)]
+    samplers = (TokenBudgetSampler(lengths, max_tokens=64, shuffle=True), ShardedSampler(lengths, shuffle=True))
+    expected = [list(sampler) for sampler in samplers]
+    with torch.device("meta"):
+        assert [list(sampler) for sampler in samplers] == expected
 
 
 def test_a_sample_meets_others_in_each_epoch():

@@ -24,6 +24,7 @@ class ArrivingGroup(MutableSequence[Any]):
 
     Attributes:
         waiting: makes the `with` in which the loader is waited for; the trainer sets it where that time is measured.
+        drawing: makes the `with` in which a sampler may draw random numbers; an update that seeds the generators sets it.
     """
 
     def __init__(
@@ -32,6 +33,7 @@ class ArrivingGroup(MutableSequence[Any]):
         self._arrived: list[Any] = []
         self._read, self._size, self._is_sized, self._on_complete = read, size, is_sized, on_complete
         self.waiting: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self.drawing: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._read_up_to(2)
 
     def __repr__(self) -> str:
@@ -84,7 +86,7 @@ class ArrivingGroup(MutableSequence[Any]):
         """Reads until so many micro-batches have arrived, or all of the group."""
         if len(self._arrived) >= min(number, self._size):
             return
-        with self.waiting():
+        with self.waiting(), self.drawing():
             while len(self._arrived) < min(number, self._size):
                 try:
                     self._arrived.append(self._read())

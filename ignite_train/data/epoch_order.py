@@ -33,5 +33,6 @@ def epoch_order(length: int, *, key: tuple[int, int], drawn_seed: int) -> Order:
     """
     if not is_drawn(length):
         return KeyedPermutation(length, key)
-    drawn: NDArray[np.int64] = torch.randperm(length, generator=torch.Generator().manual_seed(drawn_seed)).numpy()
+    generator = torch.Generator("cpu").manual_seed(drawn_seed)
+    drawn: NDArray[np.int64] = torch.randperm(length, generator=generator, device="cpu").numpy()  # not torch's default device
     return drawn.__getitem__

@@ -21,7 +21,10 @@ def memory_summary() -> str:
         return ""
     import resource  # is missing on other systems
 
-    lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
+    try:
+        lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:  # not mounted, or not even a file can be opened: the lack of memory is what must be reported
+        return ""
     sizes = {name: value for name, _, value in (line.partition(":") for line in lines)}
     gib = {name: int(sizes[name].split()[0]) / 2**20 for name in ("VmRSS", "VmHWM", "VmSize") if name in sizes}  # from KiB
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)

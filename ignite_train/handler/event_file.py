@@ -11,6 +11,7 @@ import time
 import weakref
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -39,8 +40,11 @@ class EventFile:
         directory: it is made; TensorBoard reads its files in the order of their names, which begin with the second.
         hidden_from: the update from which on TensorBoard hides what earlier files have.
 
+    Attributes:
+        is_empty: whether nothing was added yet.
+
     Raises:
-        OSError: the file cannot be written.
+        OSError: the file cannot be written. None is left behind.
     """
 
     def __init__(self, directory: Path, hidden_from: int) -> None:
@@ -48,13 +52,18 @@ class EventFile:
 
         directory.mkdir(parents=True, exist_ok=True)
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_numbers_of_files)}"
-        self._file = (directory / name).open("wb", buffering=0)
+        self._path, self.is_empty = directory / name, True
+        self._file = self._path.open("wb", buffering=0)
         weakref.finalize(self, self._file.close)
         self._make_event: Any = Event
         self._numbers = _Numbers(())
-        self._write(Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())
         begin = Event(wall_time=time.time(), step=hidden_from, session_log=SessionLog(status=SessionLog.START))
-        self._write(begin.SerializeToString())
+        try:
+            self._write(Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())
+            self._write(begin.SerializeToString())
+        except OSError:
+            self.remove()
+            raise
 
     def add_numbers(self, numbers: Mapping[str, float], update: int) -> None:
         """Writes numbers by their tags, as one event.
@@ -67,6 +76,7 @@ class EventFile:
             self._numbers = _Numbers(tags)
         event: bytes = self._make_event(wall_time=time.time(), step=update).SerializeToString()
         self._write(event + self._numbers.encoded(numbers.values()))
+        self.is_empty = False
 
     def add(self, summary: Any, update: int) -> None:
         """Writes a summary, which may have several values, as one event.
@@ -79,10 +89,18 @@ class EventFile:
             OSError: it cannot be written.
         """
         self._write(self._make_event(wall_time=time.time(), step=update, summary=summary).SerializeToString())
+        self.is_empty = False
 
     def close(self) -> None:
-        """Closes the file."""
-        self._file.close()
+        """Closes the file, as far as the disk lets it."""
+        with suppress(OSError):
+            self._file.close()
+
+    def remove(self) -> None:
+        """Closes the file and deletes it, as far as the disk lets it."""
+        self.close()
+        with suppress(OSError):
+            self._path.unlink()
 
     def _write(self, event: bytes) -> None:
         """Writes one record of TensorFlow's format: length, its checksum, the event, its checksum."""

@@ -17,6 +17,7 @@ __all__ = ["direct_backward", "is_direct_right"]
 
 _run_engine: Any = vars(torch.autograd.graph).get("_engine_run_backward")
 _torchs_backward = torch.autograd.backward
+_is_known = {"_is_torch_function_mode_enabled", "_are_functorch_transforms_active"} <= vars(torch._C).keys()
 
 
 def direct_backward(loss: Tensor, *, retain_graph: bool = False, create_graph: bool = False) -> None:
@@ -33,13 +34,14 @@ def direct_backward(loss: Tensor, *, retain_graph: bool = False, create_graph: b
         create_graph: make the gradients differentiable.
     """
     if (
-        is_direct_right()
+        _is_known
         and type(loss) is Tensor
         and loss.ndim == 0
         and loss.is_floating_point()
         and torch.autograd.backward is _torchs_backward
         and not torch._C._is_torch_function_mode_enabled()
         and not torch._C._are_functorch_transforms_active()
+        and is_direct_right()  # last: the trial is made where nothing can change it
     ):
         _run(loss, retain_graph=retain_graph, create_graph=create_graph)
     else:
@@ -51,15 +53,19 @@ def _run(loss: Tensor, *, retain_graph: bool, create_graph: bool) -> None:
     _run_engine((loss,), (one,), retain_graph, create_graph, (), allow_unreachable=True, accumulate_grad=True)
 
 
+def _same(tensor: Tensor) -> Tensor:
+    """In the place of the user's hooks on saved tensors, which are not to see the trial."""
+    return tensor
+
+
 @functools.cache
 def is_direct_right() -> bool:
     """Whether the engine leaves the gradients that `torch.autograd.backward` does, bit by bit; where not, the log says so."""
     gradients: list[list[Tensor | None]] = []
     try:
-        torch._C._is_torch_function_mode_enabled(), torch._C._are_functorch_transforms_active()  # exist
         for run in (_torchs_backward, _run):
             leaves = [torch.arange(1.0, 8.0, device="cpu").requires_grad_() for _ in range(2)]
-            with torch.enable_grad():
+            with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_same, _same):
                 loss = (leaves[0] / 3.0 * leaves[1].exp()).sum()
             run(loss, retain_graph=True, create_graph=False)
             run(loss, retain_graph=False, create_graph=False)

@@ -209,10 +209,12 @@ _Group = Mapping[str, Any]
 _States = Mapping[Tensor, Any]  # of an optimizer, by parameter
 
 
-def _sgd(group: _Group, states: _States, parameters: _Tensors, gradients: _Tensors) -> _Call:
+def _sgd(group: _Group, states: _States, parameters: _Tensors, gradients: _Tensors) -> _Call | str:
     options = {name: group[name] for name in ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")}
     own: list[Any] = [] if group["momentum"] == 0 else [*map(states.get, parameters)]
     moments = [state["momentum_buffer"] for state in own]
+    if any(map(is_, moments, _NOTHING)):  # as in states of old versions of torch, which wrote None without momentum
+        return "a parameter has no moments yet"
     return _Call(torch._fused_sgd_, (parameters, gradients, moments), [], options | {"is_first_step": False})
 
 

@@ -114,7 +114,7 @@ class _NumpyState:
         """Remembers what the state is now, if the memory holds what is expected there."""
         self._known, words = None, state["state"]
         self._words = _words_in_memory()
-        if not state.get("has_gauss", 1) and "key" in words:
+        if not state.get("has_gauss", 1) and words.keys() >= {"key", "pos"}:
             key = np.asarray(words["key"], dtype=np.uint32)
             if self._words == key.tobytes() + int(words["pos"]).to_bytes(4, sys.byteorder):
                 self._known = {**state, "state": {**words, "key": key.copy()}}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
 import torch
 from numpy.random.mtrand import get_bit_generator, set_bit_generator
@@ -26,6 +29,8 @@ class Seeding:
 
     Seeded are Python's generator, NumPy's, torch's of the CPU and that of the device of the model. NumPy's is put in another's
     place meanwhile, because its state takes long to read; a normal number that NumPy has drawn in advance is lost with that.
+
+    Later micro-batches of a group may be read inside the update. What a sampler draws for them is not seeded, see `outside`.
 
     Args:
         seed: an integer of at least 0; the same on all ranks.
@@ -55,6 +60,20 @@ class Seeding:
     def step(self, evaluation: int = 0) -> None:
         """Seeds for what follows the last backward, alike on all ranks."""
         self._seed("step", self._update, evaluation)
+
+    @contextmanager
+    def outside(self) -> Iterator[None]:
+        """Within this context the generators are those of before the update, which continue where they were."""
+        if self._before is None:
+            yield
+            return
+        inside = RandomState(self._device)
+        self.end()
+        try:
+            yield
+        finally:
+            self.begin(self._update)
+            inside.restore()
 
     def end(self) -> None:
         """Puts the generators back. Does nothing where no update has begun."""

@@ -78,6 +78,7 @@ class LocalUpdate(Update):
     _verdict: _OwnVerdict = field(init=False)
     _trainer: Trainer = field(init=False)
     _is_warned: bool = False
+    _num_updates_apart: int = 0  # in which a rank that was not finite skipped alone
 
     def join(self, trainer: Trainer) -> None:
         """Sends the verdict of this rank with the statistics of `trainer`'s updates. To be called once, before the first."""
@@ -125,6 +126,8 @@ class LocalUpdate(Update):
         has_overflowed = self.loss_scaling.enabled and self._verdict.num_not_finite > 0
         scale_fell = has_overflowed and self._lower_scale(micro_batches, output)
         self._failures.count(update, output, scale_fell=scale_fell)
+        if reason is None and self._verdict.num_not_finite:
+            self._warn_of_skipping_ranks(update)
         if own.skipped_reason is None:
             self.learning_rates.check(output.learning_rates)
             self.gradients.refuse_dropped()
@@ -133,6 +136,15 @@ class LocalUpdate(Update):
             self.loss_scaling.update(overflow=False)
         if own.skipped_reason is not None or not self.options.keep_gradients:
             self.gradients.clear()
+
+    def _warn_of_skipping_ranks(self, update: int) -> None:
+        """Warns the 1st, 2nd, 4th, 8th, ... time."""
+        self._num_updates_apart = number = self._num_updates_apart + 1
+        if number & (number - 1) == 0:
+            logging.getLogger("ignite_train").warning(
+                f"update {update} was skipped on {self._verdict.num_not_finite} of {collectives.world_size()} ranks, whose "
+                f"gradients are not finite, while others stepped; such updates so far: {number}"
+            )
 
     def _finish(self, output: UpdateOutput) -> None:
         super()._finish(replace(output, skipped_reason=self._verdict.own.skipped_reason))

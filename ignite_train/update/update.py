@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from ignite_train.arguments import describe
 from ignite_train.carried import Carried
+from ignite_train.data.arriving_group import ArrivingGroup
 from ignite_train.device.to_device import ToDevice
 from ignite_train.errors import (
     ForwardContractError,
@@ -177,6 +178,8 @@ class Update:
     def _begin(self, trainer: Trainer, micro_batches: Sequence[Any]) -> None:
         if self.seeding is not None:
             self.seeding.begin(trainer.state.iteration)
+            if isinstance(micro_batches, ArrivingGroup):
+                micro_batches.drawing = self.seeding.outside
         if not self.model.training:
             self.model.train()
         self.gradients.clear_stale()
