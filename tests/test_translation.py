@@ -12,6 +12,7 @@ import os
 import re
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 
 from bits import bit_by_bit
 from ignite_train import create_evaluator
-from ignite_train.checkpoint import average_checkpoints, find
+from ignite_train.checkpoint import average_checkpoints, consolidate, find
 from processes import forked
 from ranks import run_ranks
 
@@ -300,7 +301,7 @@ def test_rates_and_groups_follow_their_rules(alone: tuple[str, Path]) -> None:
 
 @pytest.mark.slow
 def test_two_ranks_have_the_losses_of_one(alone: tuple[str, Path], tmp_path: Path) -> None:
-    """Update by update, and so have their validations, the generated lines and their BLEU."""
+    """Update by update; in each validation the loss, and the BLEU of the lines that are written, are those of one too."""
     printed, silent = run_ranks(train, tmp_path)
     assert silent == ""
     for name in ("loss", "nll_loss", "gnorm"):
@@ -321,27 +322,43 @@ def _write(directory: Path, log: Path, changes: dict[str, Any]) -> None:
         script.train(0, script.Settings(save_dir=directory, **{**TINY, **changes}))
 
 
+def wait_for(process: Any, log: Path, text: str) -> None:
+    """Until this process has written this, which it must do before it ends."""
+    deadline = time.monotonic() + 120
+    while not log.exists() or text not in log.read_text():
+        assert time.monotonic() < deadline, f"no {text!r} after two minutes"
+        process.join(0.05)
+        assert process.exitcode is None, "it ended before it could be killed"
+
+
 @pytest.mark.slow
 def test_killed_and_started_again_it_ends_with_the_same_bits(tmp_path: Path) -> None:
-    """In the middle of the second epoch, with dropout. Weights, moments and the lines of the updates are the same."""
+    """In the middle of the second epoch, with dropout. Weights, Adam's moments, and the numbers of the updates are the same."""
     changes = {"dropout": 0.3, "save_interval_updates": 2}
     whole = train(tmp_path / "whole", **changes)
     process = forked.Process(target=_write, args=(tmp_path / "parts", tmp_path / "log", changes), daemon=True)
     process.start()
-    while "epoch 002:      3" not in (tmp_path / "log").read_text() if (tmp_path / "log").exists() else True:
-        process.join(0.05)
-        assert process.exitcode is None, "it ended before it could be killed"
-    os.kill(process.pid or 0, signal.SIGKILL)
-    process.join()
+    try:
+        wait_for(process, tmp_path / "log", "epoch 002:      3")
+    finally:
+        process.kill()
+        process.join()
+    assert process.exitcode == -signal.SIGKILL
     rest = train(tmp_path / "parts", **changes)
 
     steps = [line for line in whole.splitlines() if "train_inner | epoch 002" in line]
     assert 0 < len(numbers_of(rest, "loss")) < len(steps)
     for name in ("loss", "gnorm", "lr", "num_updates"):
         assert numbers_of(rest, name) == numbers_of(whole, name)[-len(numbers_of(rest, name)) :]
-    ends = [average_checkpoints(tmp_path / part, last=1) for part in ("whole", "parts")]
-    assert bit_by_bit(ends[0]) == bit_by_bit(ends[1])
-    assert re.findall("^generate.*", whole, re.MULTILINE) == re.findall("^generate.*", rest, re.MULTILINE)
+    for entry in ("model", "optimizer"):
+        ends = []
+        for part in ("whole", "parts"):
+            consolidate(tmp_path / part, tmp_path / "entry.pt", entry=entry)
+            ends.append(bit_by_bit(torch.load(tmp_path / "entry.pt")))
+        assert ends[0] == ends[1]
+    generated = re.findall("^generate.*", whole, re.MULTILINE)
+    assert len(generated) == 3
+    assert re.findall("^generate.*", rest, re.MULTILINE) == generated
 
 
 @pytest.mark.slow
