@@ -162,7 +162,7 @@ def _with_traits(case: Case, rng: random.Random) -> Case:
     if case.on_out_of_memory == "split":
         traits -= {"carried"}  # the second half finds what the first has left
     if "demanded" in traits:
-        traits -= {"whole"}  # there is no last group
+        traits -= {"whole"}  # which is about the last group of an epoch
     if case.reduction != "explicit" and len(case.sizes) > 1:
         traits -= {"outside"}
     if "whole" in traits and case.accumulation_steps > 1:

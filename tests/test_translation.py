@@ -47,7 +47,7 @@ NAMES = ["loss", "nll_loss", "ppl", "wps", "ups", "wpb", "bsz", "num_updates", "
 
 pytestmark = [
     pytest.mark.timeout(220),
-    pytest.mark.skipif(not EXAMPLES.is_dir(), reason="looks at a checkout, and this is none"),
+    pytest.mark.skipif(not EXAMPLES.is_dir(), reason="looks at a checkout, which is not here"),
 ]
 
 
