@@ -66,6 +66,7 @@ from ignite_train.handlers import (
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
 SPECIAL = PAD, BEGIN, END, UNKNOWN = range(4)
 SOURCE_TOKENS, TARGET_TOKENS = 40, 32  # what is longer is cut off; the second is also how long a generated line may be
+HEAD_WIDTH = 32
 MODES: dict[str, Literal["min", "max"]] = {"loss": "min", "bleu": "max"}  # which is better
 
 
@@ -78,31 +79,35 @@ class Settings:
     max_sentences: Annotated[int | None, Option(min=1, help="Pairs in a micro-batch, at most.")] = None
     update_freq: Annotated[str, Option(help="Micro-batches to an update, by epoch; the last number repeats.")] = "2,2,2,2,4"
     max_epoch: Annotated[int, Option(min=1, help="Passes over the pairs.")] = 8
-    max_update: Annotated[int, Option(min=0, help="Updates after which training stops; 0: no such limit.")] = 0
-    stop_min_lr: Annotated[float, Option(help="Stop when the learning rate has fallen so low; negative: never.")] = -1.0
-    stop_time_hours: Annotated[float, Option(min=0.0, help="Stop after so much time; 0: no such limit.")] = 0.0
-    patience: Annotated[int, Option(min=0, help="Stop after so many validations without a better one; 0: never.")] = 3
-    best_checkpoint_metric: Annotated[Literal["loss", "bleu"], Option(help="Decides what is better.")] = "loss"
-    lr: Annotated[float, Option(min=0.0, help="At its highest, after the warm-up.")] = 2e-3
-    warmup_updates: Annotated[int, Option(min=1, help="Updates in which the rate rises.")] = 200
+    max_update: Annotated[int, Option(min=0, help="Updates after which training stops; 0: no limit.")] = 0
+    stop_min_lr: Annotated[float, Option(help="Stop when the learning rate has fallen to this; negative: never.")] = -1.0
+    stop_time_hours: Annotated[float, Option(min=0.0, help="Stop after this many hours; 0: no limit.")] = 0.0
+    patience: Annotated[int, Option(min=0, help="Stop after this many validations without a better one; 0: never.")] = 3
+    best_checkpoint_metric: Annotated[Literal["loss", "bleu"], Option(help="What decides which checkpoint is the best.")] = (
+        "loss"
+    )
+    lr: Annotated[float, Option(min=0.0, help="Learning rate at its highest, after the warm-up.")] = 2e-3
+    warmup_updates: Annotated[int, Option(min=1, help="Updates in which the learning rate rises.")] = 200
     clip_norm: Annotated[float, Option(min=0.0, help="Largest norm of the gradient; 0: do not clip.")] = 1.0
-    label_smoothing: Annotated[float, Option(min=0.0, max=0.99, help="Probability of all other tokens.")] = 0.1
-    sentence_avg: Annotated[bool, Option(help="Mean over pairs in place of tokens.")] = False
-    dropout: Annotated[float, Option(min=0.0, max=0.9, help="In the residual branches.")] = 0.2
+    label_smoothing: Annotated[
+        float, Option(min=0.0, max=0.99, help="Probability that the other tokens share in the target.")
+    ] = 0.1
+    sentence_avg: Annotated[bool, Option(help="Take the mean over pairs in place of tokens.")] = False
+    dropout: Annotated[float, Option(min=0.0, max=0.9, help="Dropout in the residual branches.")] = 0.2
     encoder_layers: Annotated[int, Option(min=1, help="Layers of the encoder.")] = 1
     decoder_layers: Annotated[int, Option(min=1, help="Layers of the decoder.")] = 2
-    width: Annotated[int, Option(min=32, help="Of the model; a multiple of 32, the width of a head.")] = 128
-    vocabulary: Annotated[int, Option(min=1, help="Frequent words that are a token each.")] = 3000
-    average: Annotated[int, Option(min=1, help="Checkpoints whose weights are averaged at the end: the last ones.")] = 3
-    beam: Annotated[int, Option(min=1, help="Lines that are looked at side by side when the test lines are written.")] = 5
-    lenpen: Annotated[float, Option(help="Power of the length by which the score of a line is divided.")] = 1.0
-    samples: Annotated[int, Option(min=0, help="Written lines to show at the end.")] = 5
-    max_pairs: Annotated[int | None, Option(min=1, help="Use only so many pairs; 600 or more.")] = None
-    log_interval: Annotated[int, Option(min=1, help="Updates between two lines.")] = 50
+    width: Annotated[int, Option(min=HEAD_WIDTH, help="Width of the model; a multiple of 32, the width of a head.")] = 128
+    vocabulary: Annotated[int, Option(min=1, help="How many frequent words are a token each.")] = 3000
+    average: Annotated[int, Option(min=1, help="How many checkpoints, the last ones, are averaged at the end.")] = 3
+    beam: Annotated[int, Option(min=1, help="Beginnings of a line that the beam search keeps for the test lines.")] = 5
+    lenpen: Annotated[float, Option(help="The score of a line is divided by its length to this power.")] = 1.0
+    samples: Annotated[int, Option(min=0, help="How many written lines to show at the end.")] = 5
+    max_pairs: Annotated[int | None, Option(min=1, help="Use only about this many pairs; 600 or more.")] = None
+    log_interval: Annotated[int, Option(min=1, help="Updates between two lines of the log.")] = 50
     save_interval_updates: Annotated[int, Option(min=0, help="Updates between two checkpoints; 0: after epochs only.")] = 0
-    seed: Annotated[int, Option(min=0, help="Of the initial weights, dropout and the order of the pairs.")] = 1
-    save_dir: Annotated[Path, Option(help="Of the checkpoints; a run resumes from them.")] = Path("runs/translation")
-    report: Annotated[Path | None, Option(help="A Markdown file for the figures of the end.")] = None
+    seed: Annotated[int, Option(min=0, help="Seed of the initial weights, dropout and the order of the pairs.")] = 1
+    save_dir: Annotated[Path, Option(help="Folder of the checkpoints; a run resumes from them.")] = Path("runs/translation")
+    report: Annotated[Path | None, Option(help="A Markdown file into which the results are written.")] = None
 
 
 # --- the pairs --------------------------------------------------------------------------------------------------------------
@@ -215,6 +220,16 @@ class Pairs(list[tuple[int, Tensor, Tensor]]):
         padded = (pad_sequence(list(rows), batch_first=True, padding_value=PAD) for rows in (sources, begun))
         return Batch(torch.tensor(ids), *padded)
 
+    def batches(self, settings: Settings) -> TokenBudgetSampler:
+        """The batches of the training, shuffled by seed and epoch."""
+        return TokenBudgetSampler(
+            self.lengths,
+            max_tokens=settings.max_tokens,
+            max_samples=settings.max_sentences,
+            shuffle=True,
+            seed=settings.seed,
+        )
+
     def in_order(self, settings: Settings) -> DataLoader[Any]:
         """A loader for evaluations: each process has its share of the batches."""
         batches = TokenBudgetSampler(self.lengths, max_tokens=4 * settings.max_tokens, shuffle=False)
@@ -225,19 +240,19 @@ class Pairs(list[tuple[int, Tensor, Tensor]]):
 
 
 class Attention(nn.Module):
-    """Attention of several heads, each 32 wide."""
+    """Attention of several heads, each `HEAD_WIDTH` wide."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.query, self.key_value, self.project = nn.Linear(width, width), nn.Linear(width, 2 * width), nn.Linear(width, width)
 
     def keys_values(self, memory: Tensor) -> Tensor:
-        """What can be attended to in `memory`, `[pairs, length, width]`: `[pairs, 2, heads, length, 32]`."""
-        return self.key_value(memory).unflatten(-1, (2, -1, 32)).permute(0, 2, 3, 1, 4)
+        """What can be attended to in `memory`, `[pairs, length, width]`: `[pairs, 2, heads, length, HEAD_WIDTH]`."""
+        return self.key_value(memory).unflatten(-1, (2, -1, HEAD_WIDTH)).permute(0, 2, 3, 1, 4)
 
     def forward(self, x: Tensor, keys_values: Tensor, mask: Tensor | None = None, *, is_causal: bool = False) -> Tensor:
         """What each of `x`, `[pairs, length, width]`, gathers where the mask allows it, or from those up to itself."""
-        query, (key, value) = self.query(x).unflatten(-1, (-1, 32)).transpose(1, 2), keys_values.unbind(1)
+        query, (key, value) = self.query(x).unflatten(-1, (-1, HEAD_WIDTH)).transpose(1, 2), keys_values.unbind(1)
         gathered = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=is_causal)
         return self.project(gathered.transpose(1, 2).flatten(2))
 
@@ -550,6 +565,14 @@ def stop_at(trainer: Trainer, max_update: int) -> None:
         trainer.terminate(agreed=True)
 
 
+def attach_validation(trainer: Trainer, evaluator: Evaluator, pairs: Pairs, settings: Settings) -> None:
+    """A validation after each epoch and at the end of the run, which notes the best score and prints a line."""
+    metric = settings.best_checkpoint_metric
+    validation = Validation(evaluator, pairs.in_order(settings), score=metric, mode=MODES[metric])
+    validation.attach(trainer, Events.EPOCH_COMPLETED | Events.COMPLETED)
+    evaluator.add_event_handler(Events.COMPLETED, print_validation, trainer, validation)
+
+
 def attach_handlers(trainer: Trainer, evaluator: Evaluator, optimizer: torch.optim.Optimizer, settings: Settings) -> Checkpoint:
     """All that is not forward, backward and step: schedule, limits, metrics, lines and checkpoints."""
     # After n updates the rate is lr * min((n + 1) / warmup_updates, sqrt(warmup_updates / (n + 1))).
@@ -584,6 +607,30 @@ def attach_handlers(trainer: Trainer, evaluator: Evaluator, optimizer: torch.opt
     return checkpoint
 
 
+def make_trainer(model: nn.Module, optimizer: torch.optim.Optimizer, settings: Settings) -> Trainer:
+    """The trainer, whose updates are as large on any number of processes."""
+    processes = idist.get_world_size()
+    return create_trainer(
+        model,
+        optimizer,
+        partial(forward, settings=settings),
+        accumulation_steps=[int(number) // processes for number in settings.update_freq.split(",")],
+        max_grad_norm=settings.clip_norm or None,
+    )
+
+
+def make_evaluators(
+    model: nn.Module, data: dict[str, Pairs], vocabulary: Vocabulary, settings: Settings
+) -> dict[str, Evaluator]:
+    """One for validations, whose lines are written greedily, and one for the test."""
+    evaluators: dict[str, Evaluator] = {}
+    for name, beam in (("valid", 1), ("test", settings.beam)):
+        judged = partial(judge, settings=settings, pairs=data[name], vocabulary=vocabulary, beam=beam)
+        evaluators[name] = create_evaluator(model, judged)
+        evaluators[name].add_event_handler(Events.EPOCH_COMPLETED, publish_bleu, len(data[name]))
+    return evaluators
+
+
 def train(_local_rank: int, settings: Settings) -> None:
     """The run: what each process does."""
     processes = idist.get_world_size()
@@ -593,13 +640,7 @@ def train(_local_rank: int, settings: Settings) -> None:
     parts = read_standard_library(settings.max_pairs)
     vocabulary = Vocabulary(parts["train"], settings.vocabulary)
     data = {name: Pairs(functions, vocabulary) for name, functions in parts.items()}
-    batches = TokenBudgetSampler(
-        data["train"].lengths,
-        max_tokens=settings.max_tokens,
-        max_samples=settings.max_sentences,
-        shuffle=True,
-        seed=settings.seed,
-    )
+    batches = data["train"].batches(settings)
     loader = ResumableLoader(data["train"], batches=batches, seed_samples=False, collate_fn=Pairs.collate)
 
     torch.manual_seed(settings.seed)
@@ -611,22 +652,9 @@ def train(_local_rank: int, settings: Settings) -> None:
         parameters = sum(parameter.numel() for parameter in transformer.parameters())
         print(f"{sizes}; {len(vocabulary.tokens)} tokens; {parameters} parameters; {batches.num_batches} batches to an epoch")
 
-    trainer = create_trainer(
-        model,
-        optimizer,
-        partial(forward, settings=settings),
-        accumulation_steps=[int(number) // processes for number in settings.update_freq.split(",")],
-        max_grad_norm=settings.clip_norm or None,
-    )
-    evaluators: dict[str, Evaluator] = {}
-    for name, beam in (("valid", 1), ("test", settings.beam)):
-        judged = partial(judge, settings=settings, pairs=data[name], vocabulary=vocabulary, beam=beam)
-        evaluators[name] = create_evaluator(model, judged)
-        evaluators[name].add_event_handler(Events.EPOCH_COMPLETED, publish_bleu, len(data[name]))
-    metric = settings.best_checkpoint_metric
-    validation = Validation(evaluators["valid"], data["valid"].in_order(settings), score=metric, mode=MODES[metric])
-    validation.attach(trainer, Events.EPOCH_COMPLETED | Events.COMPLETED)
-    evaluators["valid"].add_event_handler(Events.COMPLETED, print_validation, trainer, validation)
+    trainer = make_trainer(model, optimizer, settings)
+    evaluators = make_evaluators(model, data, vocabulary, settings)
+    attach_validation(trainer, evaluators["valid"], data["valid"], settings)
     checkpoint = attach_handlers(trainer, evaluators["valid"], optimizer, settings)
     stop = StopOnSignal([signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])  # Ctrl-C: save and end
     stop.attach(trainer)
@@ -689,17 +717,19 @@ def compare(parts: dict[str, list[Function]]) -> dict[str, float]:
 def report(trainer: Trainer, data: dict[str, Pairs], reached: dict[str, float]) -> str:
     """The figures of a run, as Markdown."""
     sizes = ", ".join(f"{len(pairs)} for {name}" for name, pairs in data.items())
-    state, versions = trainer.state, f"Python {platform.python_version()}, torch {torch.__version__}"
+    state, processes = trainer.state, idist.get_world_size()
+    versions = f"Python {platform.python_version()}, torch {torch.__version__}"
     rows = "\n".join(f"| {name} | {score:.2f} |" for name, score in reached.items())
     return f"""# What examples/translation.py reaches
 
 This command wrote the page: `python {shlex.join(sys.argv)}`.
 
-It learns to write the first line of a function's docstring, on functions of Python's standard library.
+The example learns to write the first line of a function's docstring, on functions of Python's standard library. The model is small
+and has few pairs: it shows the recipe, not how well it can be done. The last three rows of the table need no training.
 
 - Pairs: {sizes}; no file is in two parts. Other versions of Python have other pairs.
 - Trained for {state.num_steps} updates in {state.epoch} epochs, {state.metrics["wall"] / 60:.0f} minutes with validations.
-- {versions}, {idist.get_world_size()} processes, {os.cpu_count()} cores.
+- {versions}, {processes} process{"es" * (processes > 1)}, {os.cpu_count()} cores.
 
 | lines for the test functions | BLEU (sacrebleu) |
 |---|---|
@@ -724,6 +754,8 @@ def main(**options: Any) -> None:
     processes = int(os.environ.get("WORLD_SIZE", 1)) if started else settings.nproc
     if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", settings.update_freq):
         raise typer.BadParameter(f"--update-freq must be numbers with commas between them, got {settings.update_freq!r}")
+    if settings.width % HEAD_WIDTH:
+        raise typer.BadParameter(f"--width must be a multiple of {HEAD_WIDTH}, the width of a head; got {settings.width}")
     if any(int(number) % processes for number in settings.update_freq.split(",")):
         raise typer.BadParameter(f"--update-freq must be multiples of {processes}, the processes; got {settings.update_freq}")
     backend = ("nccl" if torch.cuda.is_available() else "gloo") if started or processes > 1 else None
