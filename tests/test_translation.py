@@ -60,10 +60,15 @@ def recipe() -> Any:
     return script
 
 
+def functions_of(text: str) -> list[Any]:
+    recipe()  # the folder is in the path now
+    return list(importlib.import_module("translating.pairs").functions_of(text))
+
+
 def tiny_model(num_tokens: int = 7) -> Any:
     torch.manual_seed(0)
     settings = recipe().Settings(width=32, encoder_layers=1, decoder_layers=1, dropout=0.0)
-    model = recipe().Transformer(num_tokens, settings).double().eval()
+    model = recipe().make_transformer(num_tokens, settings).double().eval()
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.4)  # far from the even probabilities of a new model
     return model
@@ -199,7 +204,7 @@ class Reader:
 
 def test_pairs_are_code_and_first_line() -> None:
     """The docstring is not in the code; names are taken apart; what has no line of three words is left out."""
-    first, second = recipe().functions_of(FUNCTIONS)
+    first, second = functions_of(FUNCTIONS)
     assert first.line == "Return the next line,  or None (at the end of 2 files)."
     assert " ".join(first.words) == "read line def read line self size limit none return self buffer take size limit"
     assert (second.name, second.line) == ("close_all", "Close all files that are_open in the pool.")
@@ -208,7 +213,7 @@ def test_pairs_are_code_and_first_line() -> None:
 def test_text_comes_back() -> None:
     """Frequent words are a token, others are spelled, and characters never seen are lost, visibly."""
     script = recipe()
-    functions = list(script.functions_of(FUNCTIONS))
+    functions = functions_of(FUNCTIONS)
     vocabulary = script.Vocabulary(functions, 4)
     for line in (functions[0].line, "take 2 pools of self, or lose it."):
         numbers = vocabulary.encode(vocabulary.of_line(line), 99)
@@ -371,7 +376,7 @@ def test_the_average_is_that_of_the_last_checkpoints(alone: tuple[str, Path]) ->
     parts = script.read_standard_library(TINY["max_pairs"])
     vocabulary = script.Vocabulary(parts["train"], TINY["vocabulary"])
     settings = script.Settings(width=32, decoder_layers=1)
-    model = script.Transformer(len(vocabulary.tokens), settings).eval()
+    model = script.make_transformer(len(vocabulary.tokens), settings).eval()
     model.load_state_dict({name: (weights[0][name] + weights[1][name]) / 2 for name in weights[0]})
     pairs = script.Pairs(parts["test"], vocabulary)
     nll, tokens = script.forward(model, pairs.collate(pairs), settings=settings).logs["nll_loss"]
