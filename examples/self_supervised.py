@@ -291,7 +291,7 @@ def features(net: PrototypeNet, images: Tensor) -> Tensor:
 
 
 def probe(train_set: Digits, test_set: Digits, train_features: Tensor, test_features: Tensor, labels: int) -> float:
-    """Accuracy on the test images of a linear classifier of some features, trained on so many images of each class."""
+    """Accuracy on the test images of a linear classifier of some features, trained on this many images of each class."""
     chosen = torch.cat([(train_set.classes == label).nonzero().flatten()[:labels] for label in range(10)])
     classifier = make_pipeline(StandardScaler(), LogisticRegression(max_iter=2000))
     classifier.fit(train_features.flatten(1)[chosen].numpy(), train_set.classes[chosen].numpy())

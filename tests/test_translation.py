@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 from torch import Tensor, nn
 
 from bits import bit_by_bit
@@ -405,3 +406,20 @@ def test_limits_end_the_run_and_again_add_nothing(limit: str, tmp_path: Path) ->
     again = train(tmp_path, samples=0, **changes)
     assert numbers_of(again, "num_updates") == []
     assert re.findall("^generate.*", again, re.MULTILINE) == re.findall("^generate.*", printed, re.MULTILINE)
+
+
+MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
+    "width": ({"width": 48}, "--width must be a multiple of 32, the width of a head; got 48"),
+    "text": ({"update_freq": "2,x"}, "--update-freq must be numbers with commas between them, got '2,x'"),
+    "ranks": ({"update_freq": "4,3", "nproc": 2}, "--update-freq must be multiples of 2, the processes; got 4,3"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_options_that_do_not_fit_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is read, in one line."""
+    monkeypatch.delenv("RANK", raising=False)
+    options, says = MISTAKES[name]
+    with pytest.raises(typer.BadParameter) as raised:
+        recipe().main(**options)
+    assert str(raised.value) == says

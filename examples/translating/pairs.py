@@ -88,7 +88,7 @@ class Vocabulary:
         return re.findall(r" ?[^\W\d_]+| ?\d+| ?[^\w\s]| ?_|\s", f" {line}")
 
     def encode(self, tokens: Sequence[str], length: int) -> Tensor:
-        """At most so many numbers, the last of which is the end."""
+        """At most this many numbers, the last of which is the end."""
         pieces = [piece for token in tokens for piece in ([token] if token in self.numbers else token)]
         return torch.tensor([*(self.numbers.get(piece, UNKNOWN) for piece in pieces[: length - 1]), END])
 

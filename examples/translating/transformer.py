@@ -91,7 +91,7 @@ class Encoded(NamedTuple):
     layers: tuple[Tensor, ...]
 
     def repeated(self, times: int) -> "Encoded":
-        """Each source so many times, one after the other."""
+        """Each source this many times, one after the other."""
         sources, mask, copy_keys = (part.repeat_interleave(times, dim=0) for part in self[:3])
         return Encoded(sources, mask, copy_keys, tuple(layer.repeat_interleave(times, dim=0) for layer in self.layers))
 
