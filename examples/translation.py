@@ -5,8 +5,9 @@
     torchrun --nproc_per_node=2 examples/translation.py                # two, started by torchrun
 
 The pairs are the functions of Python's own standard library: nothing is downloaded. The options have fairseq's names. Where
-fairseq counts for each process, all counts here are over all processes together, so that the three commands train the same
-model up to rounding. Interrupt one with Ctrl-C, or kill it, and start any of them again: it continues where it was.
+fairseq counts for each process, all counts here are over all processes together, so that the three commands make the same
+updates up to rounding, but for the numbers that dropout draws. Interrupt one with Ctrl-C, or kill it, and start any of them
+again: it continues where it was.
 
 The pairs with their vocabulary, and the network with its beam search, are in the folder translating.
 """
