@@ -225,7 +225,7 @@ def main(
     budget = stages_table(counts)
     print(f"\nThousand instructions of each stage.\n\n{budget}")
     if not show:
-        write(f"Thousand instructions, torch {torch.__version__}.\n\n{budget}\n")
+        write(f"Thousand instructions of an update of three small linear layers; torch {torch.__version__}.\n\n{budget}\n")
 
 
 if __name__ == "__main__":

@@ -58,17 +58,17 @@ class Settings:
     method: Annotated[Literal["swav", "dino"], Option(help="Targets by prototypes, or by a teacher.")] = "swav"
     epochs: Annotated[int, Option(min=1, help="Passes over the images.")] = 30
     batch_size: Annotated[int, Option(min=1, help="Images to an update.")] = 128
-    prototypes: Annotated[int, Option(min=2, help="Of SwAV; answers of DINO.")] = 60
-    queue: Annotated[int, Option(min=0, help="SwAV: updates whose projections take part in the assignments.")] = 4
+    prototypes: Annotated[int, Option(min=2, help="Prototypes of SwAV; size of DINO's answers.")] = 60
+    queue: Annotated[int, Option(min=0, help="SwAV: earlier updates whose projections take part in the assignments.")] = 4
     queue_from: Annotated[float, Option(min=0, max=1, help="The part of the run before the queue is used.")] = 0.2
-    frozen: Annotated[int, Option(min=0, help="Steps before the prototypes move.")] = 20
-    learning_rate: Annotated[float, Option(min=0.0, help="At its highest, after the warm-up.")] = 4.0
+    frozen: Annotated[int, Option(min=0, help="Steps in which the prototypes do not move yet.")] = 20
+    learning_rate: Annotated[float, Option(min=0.0, help="Learning rate at its highest, after the warm-up.")] = 4.0
     damaged: Annotated[float, Option(min=0, max=1, help="Share of the images that cannot be read.")] = 0.02
     max_images: Annotated[int | None, Option(min=1, help="Train on only this many images.")] = None
     labels: Annotated[int, Option(min=1, help="Labelled images of each class for the classifiers at the end.")] = 10
     save_every: Annotated[int, Option(min=1, help="Updates between two checkpoints.")] = 50
-    seed: Annotated[int, Option(min=0, help="Of weights, order and crops.")] = 0
-    log_dir: Annotated[Path, Option(help="Of checkpoints; a run resumes from them.")] = Path("runs/self_supervised")
+    seed: Annotated[int, Option(min=0, help="Seed of the initial weights, the order of the images, and crops.")] = 0
+    log_dir: Annotated[Path, Option(help="Folder of the checkpoints; a run resumes from them.")] = Path("runs/self_supervised")
 
 
 class Views(NamedTuple):
@@ -291,7 +291,7 @@ def features(net: PrototypeNet, images: Tensor) -> Tensor:
 
 
 def probe(train_set: Digits, test_set: Digits, train_features: Tensor, test_features: Tensor, labels: int) -> float:
-    """Accuracy on the test images of a linear classifier of some features, trained on so many images of each class."""
+    """Accuracy on the test images of a linear classifier of some features, trained on this many images of each class."""
     chosen = torch.cat([(train_set.classes == label).nonzero().flatten()[:labels] for label in range(10)])
     classifier = make_pipeline(StandardScaler(), LogisticRegression(max_iter=2000))
     classifier.fit(train_features.flatten(1)[chosen].numpy(), train_set.classes[chosen].numpy())

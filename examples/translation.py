@@ -5,11 +5,13 @@
     torchrun --nproc_per_node=2 examples/translation.py                # two, started by torchrun
 
 The pairs are the functions of Python's own standard library: nothing is downloaded. The options have fairseq's names. Where
-fairseq counts for each process, all counts here are over all processes together, so that the three commands train the same
-model up to rounding. Interrupt one with Ctrl-C, or kill it, and start any of them again: it continues where it was.
+fairseq counts for each process, all counts here are over all processes together, so that the three commands make the same
+updates up to rounding, but for the numbers that dropout draws. Interrupt one with Ctrl-C, or kill it, and start any of them
+again: it continues where it was.
+
+The pairs with their vocabulary, and the network with its beam search, are in the folder translating.
 """
 
-import ast
 import inspect
 import math
 import os
@@ -19,13 +21,11 @@ import shlex
 import signal
 import socket
 import sys
-import sysconfig
 from collections import Counter
-from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 # Before torch starts its threads: waiting threads sleep. By default they spin, which slows a busy machine down.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -37,15 +37,12 @@ import typer
 from ignite.engine import Engine, Events
 from sacrebleu import BLEU
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import DataLoader
 from typer import Option
 
 from ignite_train import (
     Evaluator,
     ForwardOutput,
     ResumableLoader,
-    TokenBudgetSampler,
     Trainer,
     WarmUpSchedule,
     create_evaluator,
@@ -62,10 +59,19 @@ from ignite_train.handlers import (
     TrainingMetrics,
     Validation,
 )
+from translating.pairs import (
+    PAD,
+    SOURCE_TOKENS,
+    TARGET_TOKENS,
+    Batch,
+    Function,
+    Pairs,
+    Vocabulary,
+    read_standard_library,
+    words_of,
+)
+from translating.transformer import HEAD_WIDTH, Transformer, beam_search
 
-LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
-SPECIAL = PAD, BEGIN, END, UNKNOWN = range(4)
-SOURCE_TOKENS, TARGET_TOKENS = 40, 32  # what is longer is cut off; the second is also how long a generated line may be
 MODES: dict[str, Literal["min", "max"]] = {"loss": "min", "bleu": "max"}  # which is better
 
 
@@ -78,295 +84,34 @@ class Settings:
     max_sentences: Annotated[int | None, Option(min=1, help="Pairs in a micro-batch, at most.")] = None
     update_freq: Annotated[str, Option(help="Micro-batches to an update, by epoch; the last number repeats.")] = "2,2,2,2,4"
     max_epoch: Annotated[int, Option(min=1, help="Passes over the pairs.")] = 8
-    max_update: Annotated[int, Option(min=0, help="Updates after which training stops; 0: no such limit.")] = 0
-    stop_min_lr: Annotated[float, Option(help="Stop when the learning rate has fallen so low; negative: never.")] = -1.0
-    stop_time_hours: Annotated[float, Option(min=0.0, help="Stop after so much time; 0: no such limit.")] = 0.0
-    patience: Annotated[int, Option(min=0, help="Stop after so many validations without a better one; 0: never.")] = 3
-    best_checkpoint_metric: Annotated[Literal["loss", "bleu"], Option(help="Decides what is better.")] = "loss"
-    lr: Annotated[float, Option(min=0.0, help="At its highest, after the warm-up.")] = 2e-3
-    warmup_updates: Annotated[int, Option(min=1, help="Updates in which the rate rises.")] = 200
+    max_update: Annotated[int, Option(min=0, help="Updates after which training stops; 0: no limit.")] = 0
+    stop_min_lr: Annotated[float, Option(help="Stop when the learning rate has fallen to this; negative: never.")] = -1.0
+    stop_time_hours: Annotated[float, Option(min=0.0, help="Stop after this many hours; 0: no limit.")] = 0.0
+    patience: Annotated[int, Option(min=0, help="Stop after this many validations without a better one; 0: never.")] = 3
+    best_checkpoint_metric: Annotated[Literal["loss", "bleu"], Option(help="What decides which is the best.")] = "loss"
+    lr: Annotated[float, Option(min=0.0, help="Learning rate at its highest, after the warm-up.")] = 2e-3
+    warmup_updates: Annotated[int, Option(min=1, help="Updates in which the learning rate rises.")] = 200
     clip_norm: Annotated[float, Option(min=0.0, help="Largest norm of the gradient; 0: do not clip.")] = 1.0
-    label_smoothing: Annotated[float, Option(min=0.0, max=0.99, help="Probability of all other tokens.")] = 0.1
-    sentence_avg: Annotated[bool, Option(help="Mean over pairs in place of tokens.")] = False
-    dropout: Annotated[float, Option(min=0.0, max=0.9, help="In the residual branches.")] = 0.2
+    label_smoothing: Annotated[float, Option(min=0.0, max=0.99, help="Probability that all other tokens share.")] = 0.1
+    sentence_avg: Annotated[bool, Option(help="Take the mean over pairs in place of tokens.")] = False
+    dropout: Annotated[float, Option(min=0.0, max=0.9, help="Dropout in the residual branches.")] = 0.2
     encoder_layers: Annotated[int, Option(min=1, help="Layers of the encoder.")] = 1
     decoder_layers: Annotated[int, Option(min=1, help="Layers of the decoder.")] = 2
-    width: Annotated[int, Option(min=32, help="Of the model; a multiple of 32, the width of a head.")] = 128
-    vocabulary: Annotated[int, Option(min=1, help="Frequent words that are a token each.")] = 3000
-    average: Annotated[int, Option(min=1, help="Checkpoints whose weights are averaged at the end: the last ones.")] = 3
-    beam: Annotated[int, Option(min=1, help="Lines that are looked at side by side when the test lines are written.")] = 5
-    lenpen: Annotated[float, Option(help="Power of the length by which the score of a line is divided.")] = 1.0
-    samples: Annotated[int, Option(min=0, help="Written lines to show at the end.")] = 5
-    max_pairs: Annotated[int | None, Option(min=1, help="Use only so many pairs; 600 or more.")] = None
-    log_interval: Annotated[int, Option(min=1, help="Updates between two lines.")] = 50
+    width: Annotated[int, Option(min=HEAD_WIDTH, help="Width of the model; a multiple of 32, the width of a head.")] = 128
+    vocabulary: Annotated[int, Option(min=1, help="How many frequent words are a token each.")] = 3000
+    average: Annotated[int, Option(min=1, help="How many checkpoints, the last ones, are averaged at the end.")] = 3
+    beam: Annotated[int, Option(min=1, help="Beginnings of a line that the beam search keeps for the test lines.")] = 5
+    lenpen: Annotated[float, Option(help="The score of a line is divided by its length to this power.")] = 1.0
+    samples: Annotated[int, Option(min=0, help="How many written lines to show at the end.")] = 5
+    max_pairs: Annotated[int | None, Option(min=1, help="Use only about this many pairs; 600 or more.")] = None
+    log_interval: Annotated[int, Option(min=1, help="Updates between two lines of the log.")] = 50
     save_interval_updates: Annotated[int, Option(min=0, help="Updates between two checkpoints; 0: after epochs only.")] = 0
-    seed: Annotated[int, Option(min=0, help="Of the initial weights, dropout and the order of the pairs.")] = 1
-    save_dir: Annotated[Path, Option(help="Of the checkpoints; a run resumes from them.")] = Path("runs/translation")
-    report: Annotated[Path | None, Option(help="A Markdown file for the figures of the end.")] = None
+    seed: Annotated[int, Option(min=0, help="Seed of the initial weights, dropout and the order of the pairs.")] = 1
+    save_dir: Annotated[Path, Option(help="Folder of the checkpoints; a run resumes from them.")] = Path("runs/translation")
+    report: Annotated[Path | None, Option(help="A Markdown file into which the results are written.")] = None
 
 
-# --- the pairs --------------------------------------------------------------------------------------------------------------
-
-
-class Function(NamedTuple):
-    """A function of the standard library: its name, the words of its code, and the first line of its docstring."""
-
-    name: str
-    words: list[str]
-    line: str
-
-
-def functions_of(text: str) -> Iterator[Function]:
-    """The functions in this source whose docstrings begin with a line of 3 to 20 words."""
-    lines = text.splitlines()
-    for node in ast.walk(ast.parse(text)):
-        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or (docstring := ast.get_docstring(node)) is None:
-            continue
-        line, string = docstring.strip().partition("\n")[0].strip(), node.body[0]
-        if re.match("[A-Za-z]", line) and 3 <= len(line.split()) <= 20:
-            code = lines[node.lineno - 1 : string.lineno - 1] + lines[string.end_lineno : node.end_lineno]
-            yield Function(node.name, words_of(f"{node.name} {' '.join(code)}"), line)
-
-
-def words_of(text: str) -> list[str]:
-    """Words in small letters; a name such as `readLine` or `read_line` is two."""
-    return [word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+", text)]
-
-
-def read_standard_library(max_pairs: int | None) -> dict[str, list[Function]]:
-    """The pairs for training, validation and test: of 20 files one is for validation and two are for the test, whole."""
-    root = Path(sysconfig.get_path("stdlib"))
-    paths = sorted(path for path in root.rglob("*.py") if not LEFT_OUT & set(path.relative_to(root).parts))
-    parts: dict[str, list[Function]] = {"train": [], "valid": [], "test": []}
-    for number, path in enumerate(paths):
-        part = {0: "test", 5: "valid", 10: "test"}.get(number % 20, "train")
-        parts[part] += functions_of(path.read_text(encoding="utf-8", errors="replace"))
-        if max_pairs is not None and sum(map(len, parts.values())) >= max_pairs:
-            break
-    empty = [part for part, functions in parts.items() if not functions]
-    if empty:
-        raise ValueError(
-            f"--max-pairs must be larger, got {max_pairs}: the files with the first pairs have none for {empty[0]}"
-        )
-    return parts
-
-
-class Vocabulary:
-    """Turns text into numbers and back. The most frequent words are a token each; the others are spelled.
-
-    A token holds the space before it, so that joined tokens are the text again.
-    """
-
-    def __init__(self, functions: Sequence[Function], size: int) -> None:
-        counts = Counter(token for function in functions for token in [*self.of_source(function), *self.of_line(function.line)])
-        characters = sorted({character for token in counts for character in token})
-        frequent = [token for token, _ in counts.most_common() if len(token) > 1][:size]
-        self.tokens = ["", "", "", "⁇", *characters, *frequent]
-        self.numbers = {token: number for number, token in enumerate(self.tokens) if number >= len(SPECIAL)}
-
-    @staticmethod
-    def of_source(function: Function) -> list[str]:
-        """The tokens of its code, each like a word inside a line."""
-        return [f" {word}" for word in function.words]
-
-    @staticmethod
-    def of_line(line: str) -> list[str]:
-        """Words, numbers and other characters; the first word stands as if after a space."""
-        return re.findall(r" ?[^\W\d_]+| ?\d+| ?[^\w\s]| ?_|\s", f" {line}")
-
-    def encode(self, tokens: Sequence[str], length: int) -> Tensor:
-        """At most so many numbers, the last of which is the end."""
-        pieces = [piece for token in tokens for piece in ([token] if token in self.numbers else token)]
-        return torch.tensor([*(self.numbers.get(piece, UNKNOWN) for piece in pieces[: length - 1]), END])
-
-    def decode(self, numbers: Tensor) -> str:
-        """The text."""
-        return "".join(self.tokens[number] for number in numbers.tolist()).strip()
-
-
-class Batch(NamedTuple):
-    """A micro-batch: which pairs they are, their sources and targets `[pairs, length]`, padded; targets have a beginning."""
-
-    ids: Tensor
-    sources: Tensor
-    targets: Tensor
-
-
-class Pairs(list[tuple[int, Tensor, Tensor]]):
-    """The number, source and target of each pair of one part of the data, and the lines as they were written."""
-
-    def __init__(self, functions: Sequence[Function], vocabulary: Vocabulary) -> None:
-        self.lines = [function.line for function in functions]
-        for number, function in enumerate(functions):
-            source = vocabulary.encode(vocabulary.of_source(function), SOURCE_TOKENS)
-            target = vocabulary.encode(vocabulary.of_line(function.line), TARGET_TOKENS)
-            self.append((number, source, target))
-
-    @property
-    def lengths(self) -> list[int]:
-        """What the budget of tokens counts."""
-        return [max(len(source), len(target)) for _, source, target in self]
-
-    @staticmethod
-    def collate(pairs: Sequence[tuple[int, Tensor, Tensor]]) -> Batch:
-        """Pads them to one length."""
-        ids, sources, targets = zip(*pairs, strict=True)
-        begun = [F.pad(target, (1, 0), value=BEGIN) for target in targets]
-        padded = (pad_sequence(list(rows), batch_first=True, padding_value=PAD) for rows in (sources, begun))
-        return Batch(torch.tensor(ids), *padded)
-
-    def in_order(self, settings: Settings) -> DataLoader[Any]:
-        """A loader for evaluations: each process has its share of the batches."""
-        batches = TokenBudgetSampler(self.lengths, max_tokens=4 * settings.max_tokens, shuffle=False)
-        return DataLoader(self, batch_sampler=batches, collate_fn=self.collate)
-
-
-# --- the model --------------------------------------------------------------------------------------------------------------
-
-
-class Attention(nn.Module):
-    """Attention of several heads, each 32 wide."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.query, self.key_value, self.project = nn.Linear(width, width), nn.Linear(width, 2 * width), nn.Linear(width, width)
-
-    def keys_values(self, memory: Tensor) -> Tensor:
-        """What can be attended to in `memory`, `[pairs, length, width]`: `[pairs, 2, heads, length, 32]`."""
-        return self.key_value(memory).unflatten(-1, (2, -1, 32)).permute(0, 2, 3, 1, 4)
-
-    def forward(self, x: Tensor, keys_values: Tensor, mask: Tensor | None = None, *, is_causal: bool = False) -> Tensor:
-        """What each of `x`, `[pairs, length, width]`, gathers where the mask allows it, or from those up to itself."""
-        query, (key, value) = self.query(x).unflatten(-1, (-1, 32)).transpose(1, 2), keys_values.unbind(1)
-        gathered = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=is_causal)
-        return self.project(gathered.transpose(1, 2).flatten(2))
-
-
-class EncoderLayer(nn.Module):
-    """Self-attention, and a small network at each token; each normalises what comes in and is added to it."""
-
-    def __init__(self, width: int, dropout: float) -> None:
-        super().__init__()
-        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
-        self.own = Attention(width)
-        self.network = nn.Sequential(nn.Linear(width, 4 * width), nn.ReLU(), nn.Linear(4 * width, width))
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        """Returns `x`, `[pairs, length, width]`, with what this layer adds."""
-        normed = self.norms[0](x)
-        x = x + self.dropout(self.own(normed, self.own.keys_values(normed), mask))
-        return x + self.dropout(self.network(self.norms[1](x)))
-
-
-class DecoderLayer(EncoderLayer):
-    """Attends to the target so far, and to the source."""
-
-    def __init__(self, width: int, dropout: float) -> None:
-        super().__init__(width, dropout)
-        self.norms.append(nn.LayerNorm(width))
-        self.of_source = Attention(width)
-
-    def forward(  # type: ignore[override]
-        self, x: Tensor, mask: Tensor, of_source: Tensor, before: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Returns `x` with what this layer adds, and the keys and values of the target, those `before` it included.
-
-        Args:
-            x: a whole target `[pairs, length, width]`; with `before` its last token only, `[pairs, 1, width]`.
-            mask: which tokens of the source are real.
-            of_source: keys and values of the source.
-            before: keys and values of the tokens before.
-        """
-        normed = self.norms[0](x)
-        own = self.own.keys_values(normed)
-        if before is not None:
-            own = torch.cat([before, own], dim=3)
-        x = x + self.dropout(self.own(normed, own, is_causal=before is None))
-        x = x + self.dropout(self.of_source(self.norms[2](x), of_source, mask))
-        return x + self.dropout(self.network(self.norms[1](x))), own
-
-
-class Encoded(NamedTuple):
-    """What the decoder needs of sources, `[pairs, length]`.
-
-    Attributes:
-        sources: their tokens.
-        mask: which are real, `[pairs, 1, 1, length]`.
-        copy_keys: what decides which token is copied, `[pairs, length, width]`.
-        layers: keys and values for each layer of the decoder.
-    """
-
-    sources: Tensor
-    mask: Tensor
-    copy_keys: Tensor
-    layers: tuple[Tensor, ...]
-
-    def repeated(self, times: int) -> "Encoded":
-        """Each source so many times, one after the other."""
-        sources, mask, copy_keys = (part.repeat_interleave(times, dim=0) for part in self[:3])
-        return Encoded(sources, mask, copy_keys, tuple(layer.repeat_interleave(times, dim=0) for layer in self.layers))
-
-
-class Transformer(nn.Module):
-    """Encoder and decoder (Vaswani et al., 2017), normalised before each part; one embedding for source, target and output.
-
-    The next token is written from the vocabulary or copied from the source, with a probability for each (the pointer-generator
-    of See et al., 2017): most docstrings repeat words of the code.
-    """
-
-    def __init__(self, num_tokens: int, settings: Settings) -> None:
-        super().__init__()
-        width, dropout = settings.width, settings.dropout
-        self.tokens = nn.Embedding(num_tokens, width)
-        self.positions = nn.Embedding(max(SOURCE_TOKENS, TARGET_TOKENS), width)
-        self.encoder = nn.ModuleList(EncoderLayer(width, dropout) for _ in range(settings.encoder_layers))
-        self.decoder = nn.ModuleList(DecoderLayer(width, dropout) for _ in range(settings.decoder_layers))
-        self.encoder_norm, self.decoder_norm = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.copy_query, self.copy_key, self.writes = nn.Linear(width, width), nn.Linear(width, width), nn.Linear(width, 1)
-        self.dropout = nn.Dropout(dropout)
-        for embedding in (self.tokens, self.positions):
-            nn.init.normal_(embedding.weight, std=width**-0.5)
-
-    def forward(self, sources: Tensor, targets: Tensor) -> Tensor:
-        """The log-probabilities of the token after each of `targets`, `[pairs, length, tokens]`."""
-        encoded = self.encode(sources)
-        return self.predict(self.decode(targets, encoded)[0], encoded)
-
-    def encode(self, sources: Tensor) -> Encoded:
-        """What the decoder needs of the sources."""
-        mask, x = (sources != PAD)[:, None, None], self._embed(sources)
-        for layer in self.encoder:
-            x = layer(x, mask)
-        memory = self.encoder_norm(x)
-        layers = tuple(layer.of_source.keys_values(memory) for layer in self.decoder)
-        return Encoded(sources, mask, self.copy_key(memory), layers)
-
-    def decode(self, targets: Tensor, encoded: Encoded, before: list[Tensor] | None = None) -> tuple[Tensor, list[Tensor]]:
-        """What the decoder says at each of `targets`, `[pairs, length, width]`, and its keys and values.
-
-        With those of the tokens `before`, `targets` is the next token only.
-        """
-        known: list[Tensor] = []
-        x = self._embed(targets, 0 if before is None else before[0].shape[3])
-        for number, layer in enumerate(self.decoder):
-            x, own = layer(x, encoded.mask, encoded.layers[number], None if before is None else before[number])
-            known.append(own)
-        return self.decoder_norm(x), known
-
-    def predict(self, x: Tensor, encoded: Encoded) -> Tensor:
-        """Log-probabilities of all tokens after each `x`."""
-        scores = self.copy_query(x) @ encoded.copy_keys.transpose(1, 2) * x.shape[-1] ** -0.5
-        copies = scores.masked_fill(~encoded.mask[:, 0], -math.inf).softmax(dim=-1)
-        writes = self.writes(x).sigmoid()
-        probabilities = F.linear(x, self.tokens.weight).softmax(dim=-1) * writes
-        sources = encoded.sources[:, None].expand(copies.shape)
-        probabilities = probabilities.scatter_add(-1, sources, copies * (1 - writes))
-        return probabilities.clamp(min=torch.finfo(probabilities.dtype).tiny).log()
-
-    def _embed(self, numbers: Tensor, place: int = 0) -> Tensor:
-        positions = self.positions.weight[place : place + numbers.shape[1]]
-        return self.dropout(self.tokens(numbers) * self.tokens.embedding_dim**0.5 + positions)
+# --- the loss ---
 
 
 def label_smoothed_nll(log_probabilities: Tensor, targets: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:
@@ -393,50 +138,6 @@ def forward(model: nn.Module, batch: Batch, *, settings: Settings) -> ForwardOut
     tokens, pairs = (targets != PAD).sum(), len(targets)
     logs = {"nll_loss": (nll.detach() / math.log(2), tokens), "tokens": tokens, "sentences": pairs}
     return ForwardOutput(loss, pairs if settings.sentence_avg else tokens, logs)
-
-
-@torch.no_grad()
-def beam_search(model: Any, sources: Tensor, *, beam: int, max_length: int, lenpen: float = 1.0) -> tuple[Tensor, Tensor]:
-    """The best of the lines that a beam search finds for each source, and its score: Σ log p / length^`lenpen`.
-
-    Step by step, the `beam` best beginnings of each line are continued by all tokens, and of these the `beam` best stay. A line
-    that has ended is kept unchanged. With 1 this is greedy search; if all lines of `max_length` fit, it is exhaustive.
-
-    Args:
-        model: a `Transformer`.
-        sources: `[pairs, length]`.
-        beam: beginnings that are kept.
-        max_length: tokens of a line, its end included.
-        lenpen: larger ones favour longer lines. The length includes the end.
-
-    Returns:
-        Tokens with the end, `[pairs, at most max_length]`, padded; and scores, `[pairs]`.
-    """
-    pairs, rows = len(sources), torch.arange(len(sources), device=sources.device)[:, None]
-    encoded: Encoded = model.encode(sources).repeated(beam)
-    tokens = sources.new_full((pairs, beam, 1), BEGIN)
-    scores = torch.full((pairs, beam), -math.inf, device=sources.device, dtype=encoded.copy_keys.dtype)
-    scores[:, 0] = 0.0  # all beginnings are alike: only one counts
-    known: list[Tensor] | None = None
-    for length in range(1, max_length + 1):
-        x, known = model.decode(tokens[..., -1:].flatten(0, 1), encoded, known)
-        steps = model.predict(x, encoded).view(pairs, beam, -1)
-        has_ended = (tokens[..., -1] == END) | (tokens[..., -1] == PAD)
-        steps[..., [PAD, BEGIN]] = -math.inf
-        if length == max_length:
-            steps[..., END + 1 :] = -math.inf
-        steps[has_ended] = -math.inf
-        steps[..., PAD][has_ended] = 0.0
-        scores, best = (scores[..., None] + steps).flatten(1).topk(beam)
-        beginnings, latest = best // steps.shape[-1], best % steps.shape[-1]
-        known = [part[(rows * beam + beginnings).flatten()] for part in known]
-        tokens = torch.cat([tokens[rows, beginnings], latest[..., None]], dim=-1)
-        if ((latest == END) | (latest == PAD)).all():
-            break
-    lines = tokens[..., 1:]
-    scores = scores / (lines != PAD).sum(dim=-1) ** lenpen
-    best = scores.argmax(dim=1, keepdim=True)
-    return lines[rows, best][:, 0], scores[rows, best][:, 0]
 
 
 # --- BLEU and what it is compared with --------------------------------------------------------------------------------------
@@ -550,6 +251,14 @@ def stop_at(trainer: Trainer, max_update: int) -> None:
         trainer.terminate(agreed=True)
 
 
+def attach_validation(trainer: Trainer, evaluator: Evaluator, pairs: Pairs, settings: Settings) -> None:
+    """A validation after each epoch and at the end of the run, which notes the best score and prints a line."""
+    metric = settings.best_checkpoint_metric
+    validation = Validation(evaluator, pairs.in_order(4 * settings.max_tokens), score=metric, mode=MODES[metric])
+    validation.attach(trainer, Events.EPOCH_COMPLETED | Events.COMPLETED)
+    evaluator.add_event_handler(Events.COMPLETED, print_validation, trainer, validation)
+
+
 def attach_handlers(trainer: Trainer, evaluator: Evaluator, optimizer: torch.optim.Optimizer, settings: Settings) -> Checkpoint:
     """All that is not forward, backward and step: schedule, limits, metrics, lines and checkpoints."""
     # After n updates the rate is lr * min((n + 1) / warmup_updates, sqrt(warmup_updates / (n + 1))).
@@ -584,6 +293,41 @@ def attach_handlers(trainer: Trainer, evaluator: Evaluator, optimizer: torch.opt
     return checkpoint
 
 
+def make_transformer(num_tokens: int, settings: Settings) -> Transformer:
+    """The network for this number of tokens, which draws its weights."""
+    return Transformer(
+        num_tokens,
+        width=settings.width,
+        encoder_layers=settings.encoder_layers,
+        decoder_layers=settings.decoder_layers,
+        dropout=settings.dropout,
+    )
+
+
+def make_trainer(model: nn.Module, optimizer: torch.optim.Optimizer, settings: Settings) -> Trainer:
+    """The trainer, whose updates are as large on any number of processes."""
+    processes = idist.get_world_size()
+    return create_trainer(
+        model,
+        optimizer,
+        partial(forward, settings=settings),
+        accumulation_steps=[int(number) // processes for number in settings.update_freq.split(",")],
+        max_grad_norm=settings.clip_norm or None,
+    )
+
+
+def make_evaluators(
+    model: nn.Module, data: dict[str, Pairs], vocabulary: Vocabulary, settings: Settings
+) -> dict[str, Evaluator]:
+    """One for validations, whose lines are written greedily, and one for the test."""
+    evaluators: dict[str, Evaluator] = {}
+    for name, beam in (("valid", 1), ("test", settings.beam)):
+        judged = partial(judge, settings=settings, pairs=data[name], vocabulary=vocabulary, beam=beam)
+        evaluators[name] = create_evaluator(model, judged)
+        evaluators[name].add_event_handler(Events.EPOCH_COMPLETED, publish_bleu, len(data[name]))
+    return evaluators
+
+
 def train(_local_rank: int, settings: Settings) -> None:
     """The run: what each process does."""
     processes = idist.get_world_size()
@@ -593,17 +337,11 @@ def train(_local_rank: int, settings: Settings) -> None:
     parts = read_standard_library(settings.max_pairs)
     vocabulary = Vocabulary(parts["train"], settings.vocabulary)
     data = {name: Pairs(functions, vocabulary) for name, functions in parts.items()}
-    batches = TokenBudgetSampler(
-        data["train"].lengths,
-        max_tokens=settings.max_tokens,
-        max_samples=settings.max_sentences,
-        shuffle=True,
-        seed=settings.seed,
-    )
+    batches = data["train"].batches(settings.max_tokens, settings.max_sentences, settings.seed)
     loader = ResumableLoader(data["train"], batches=batches, seed_samples=False, collate_fn=Pairs.collate)
 
     torch.manual_seed(settings.seed)
-    transformer = Transformer(len(vocabulary.tokens), settings).to(idist.device())
+    transformer = make_transformer(len(vocabulary.tokens), settings).to(idist.device())
     model = idist.auto_model(transformer) if processes > 1 else transformer  # with one process it would use DataParallel
     optimizer = torch.optim.Adam(model.parameters(), lr=settings.lr, betas=(0.9, 0.98), fused=True)
     if idist.get_rank() == 0:
@@ -611,22 +349,9 @@ def train(_local_rank: int, settings: Settings) -> None:
         parameters = sum(parameter.numel() for parameter in transformer.parameters())
         print(f"{sizes}; {len(vocabulary.tokens)} tokens; {parameters} parameters; {batches.num_batches} batches to an epoch")
 
-    trainer = create_trainer(
-        model,
-        optimizer,
-        partial(forward, settings=settings),
-        accumulation_steps=[int(number) // processes for number in settings.update_freq.split(",")],
-        max_grad_norm=settings.clip_norm or None,
-    )
-    evaluators: dict[str, Evaluator] = {}
-    for name, beam in (("valid", 1), ("test", settings.beam)):
-        judged = partial(judge, settings=settings, pairs=data[name], vocabulary=vocabulary, beam=beam)
-        evaluators[name] = create_evaluator(model, judged)
-        evaluators[name].add_event_handler(Events.EPOCH_COMPLETED, publish_bleu, len(data[name]))
-    metric = settings.best_checkpoint_metric
-    validation = Validation(evaluators["valid"], data["valid"].in_order(settings), score=metric, mode=MODES[metric])
-    validation.attach(trainer, Events.EPOCH_COMPLETED | Events.COMPLETED)
-    evaluators["valid"].add_event_handler(Events.COMPLETED, print_validation, trainer, validation)
+    trainer = make_trainer(model, optimizer, settings)
+    evaluators = make_evaluators(model, data, vocabulary, settings)
+    attach_validation(trainer, evaluators["valid"], data["valid"], settings)
     checkpoint = attach_handlers(trainer, evaluators["valid"], optimizer, settings)
     stop = StopOnSignal([signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])  # Ctrl-C: save and end
     stop.attach(trainer)
@@ -655,7 +380,7 @@ def test(
     Returns:
         The BLEU of each.
     """
-    loader = pairs.in_order(settings)
+    loader = pairs.in_order(4 * settings.max_tokens)
     updates = {found.manifest.update for found in find(settings.save_dir) if found.manifest is not None}
     last = min(settings.average, len(updates))
 
@@ -689,17 +414,19 @@ def compare(parts: dict[str, list[Function]]) -> dict[str, float]:
 def report(trainer: Trainer, data: dict[str, Pairs], reached: dict[str, float]) -> str:
     """The figures of a run, as Markdown."""
     sizes = ", ".join(f"{len(pairs)} for {name}" for name, pairs in data.items())
-    state, versions = trainer.state, f"Python {platform.python_version()}, torch {torch.__version__}"
+    state, processes = trainer.state, idist.get_world_size()
+    versions = f"Python {platform.python_version()}, torch {torch.__version__}"
     rows = "\n".join(f"| {name} | {score:.2f} |" for name, score in reached.items())
     return f"""# What examples/translation.py reaches
 
 This command wrote the page: `python {shlex.join(sys.argv)}`.
 
-It learns to write the first line of a function's docstring, on functions of Python's standard library.
+The example learns to write the first line of a function's docstring, on functions of Python's standard library. The model is
+small and has few pairs: it shows the recipe, not how well it can be done. The last three rows of the table need no training.
 
 - Pairs: {sizes}; no file is in two parts. Other versions of Python have other pairs.
 - Trained for {state.num_steps} updates in {state.epoch} epochs, {state.metrics["wall"] / 60:.0f} minutes with validations.
-- {versions}, {idist.get_world_size()} processes, {os.cpu_count()} cores.
+- {versions}, {processes} process{"es" * (processes > 1)}, {os.cpu_count()} cores.
 
 | lines for the test functions | BLEU (sacrebleu) |
 |---|---|
@@ -724,6 +451,8 @@ def main(**options: Any) -> None:
     processes = int(os.environ.get("WORLD_SIZE", 1)) if started else settings.nproc
     if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", settings.update_freq):
         raise typer.BadParameter(f"--update-freq must be numbers with commas between them, got {settings.update_freq!r}")
+    if settings.width % HEAD_WIDTH:
+        raise typer.BadParameter(f"--width must be a multiple of {HEAD_WIDTH}, the width of a head; got {settings.width}")
     if any(int(number) % processes for number in settings.update_freq.split(",")):
         raise typer.BadParameter(f"--update-freq must be multiples of {processes}, the processes; got {settings.update_freq}")
     backend = ("nccl" if torch.cuda.is_available() else "gloo") if started or processes > 1 else None

@@ -50,6 +50,7 @@ TRAITS = (
     "summed",  # the step is along the sum
     "whole",  # what is not a whole group is left out
 )
+SEEDED = "seeded"  # one more: `seed=` is given. Drawn by numbers of its own, so that the others stay what they were
 TOLERANCES = {torch.float64: 1e-8, torch.float32: 2e-3}
 
 
@@ -156,10 +157,12 @@ def _with_shape(case: Case, rng: random.Random) -> Case:
 def _with_traits(case: Case, rng: random.Random) -> Case:
     """The case with some of the traits that it can have."""
     traits = {trait for trait in TRAITS if rng.random() < 0.25}
+    if _numbers(SEEDED, case.seed).random() < 0.25:
+        traits |= {SEEDED}
     if case.on_out_of_memory == "split":
         traits -= {"carried"}  # the second half finds what the first has left
     if "demanded" in traits:
-        traits -= {"whole"}  # there is no last group
+        traits -= {"whole"}  # which is about the last group of an epoch
     if case.reduction != "explicit" and len(case.sizes) > 1:
         traits -= {"outside"}
     if "whole" in traits and case.accumulation_steps > 1:
@@ -367,6 +370,7 @@ def train(case: Case) -> tuple[dict[str, Tensor], list[tuple[float, float, float
         accumulation_steps=case.accumulation_steps,
         max_grad_norm=dict.fromkeys(optimizers, limit) if limit is not None and case.limits_each else limit,
         loss_scaling=None if case.loss_scale is None else StaticLossScaling(case.loss_scale),
+        seed=case.seed if SEEDED in case.traits else None,
         options=_options(case),
     )
     if "changed" in case.traits:
@@ -379,7 +383,10 @@ def train(case: Case) -> tuple[dict[str, Tensor], list[tuple[float, float, float
         assert output is not None
         records.append((output.loss, output.sample_size, output.grad_norm, output.applied))
 
+    generator = torch.get_rng_state()
     _run(case, trainer, micro_batches(case, rank))
+    if SEEDED in case.traits and not torch.equal(torch.get_rng_state(), generator):
+        raise RuntimeError("the seeds of the updates have moved the generator of the process")
     whole = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in model.named_parameters()}
     return {name: parameter.detach() for name, parameter in whole.items()}, records
 

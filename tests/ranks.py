@@ -10,6 +10,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -65,7 +66,8 @@ class Ranks:
         if not self._processes:
             self._start()
         for pipe in self._pipes:
-            pipe.send_bytes(pickle.dumps((function, args, timeout_seconds, is_last)))
+            with suppress(BrokenPipeError):  # it is dead, as `_collect` finds
+                pipe.send_bytes(pickle.dumps((function, args, timeout_seconds, is_last)))
         outcomes = _collect(self._pipes, time.monotonic() + timeout_seconds)
         if all(ok for ok, _ in outcomes):
             return [value for _, value in outcomes]
@@ -103,7 +105,7 @@ def _collect(pipes: list[Connection], deadline: float) -> list[tuple[bool, Any]]
         for pipe in wait(open_pipes, timeout=max(0.0, deadline - time.monotonic())):
             try:
                 outcomes[pipe] = pickle.loads(pipe.recv_bytes())
-            except EOFError:
+            except (EOFError, ConnectionResetError):  # the latter if it had not read what it was asked
                 outcomes[pipe] = (False, "died without a word")
     return [outcomes.get(pipe, (False, "was not done at the deadline")) for pipe in pipes]
 

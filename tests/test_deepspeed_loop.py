@@ -17,7 +17,7 @@ from ranks import run_ranks
 
 PAGE = Path(__file__).parent.parent / "docs/programs.md"
 
-of_a_checkout = pytest.mark.skipif(not PAGE.is_file(), reason="looks at a checkout, and this is none")
+of_a_checkout = pytest.mark.skipif(not PAGE.is_file(), reason="looks at a checkout, which is not here")
 
 
 class Engine:

@@ -86,7 +86,7 @@ def test_numpys_position_must_be_in_its_table(position: Any) -> None:
 
 
 def numpys_draws() -> list[float]:
-    """What NumPy would draw next: words, and the second normal number of a pair. The generator is left as it is."""
+    """What NumPy would draw next: words, and the second normal number of a pair. The state of the generator is put back."""
     before = np.random.get_state()
     drawn = [float(np.random.randn()), float(np.random.rand()), float(np.random.randn())]
     np.random.set_state(before)

@@ -114,14 +114,13 @@ def test_outside_of_updates_nothing_is_changed() -> None:
 
 
 def test_without_a_seed_nothing_is_seeded() -> None:
-    """The generators of the process are drawn from as they are."""
+    """Forward draws what the generators of the process give next."""
     torch.manual_seed(1), np.random.seed(1), random.seed(1)
     alone = [drawn() for _ in range(5)]
     torch.manual_seed(1), np.random.seed(1), random.seed(1)
     seen: list[Drawn] = []
-    make(seen, model=nn.Linear(3, 1), seed=None)
     trainer = make(seen, model=nn.Linear(3, 1), seed=None)
-    torch.manual_seed(1)
+    torch.manual_seed(1)  # the weights were drawn
     trainer.run(DATA, max_epochs=1)
 
     assert seen == alone
@@ -417,7 +416,7 @@ def test_a_supervised_trainer_takes_it_too() -> None:
     assert ended[0] == ended[1] != ended[2]
 
 
-@pytest.mark.skipif(not PAGE.is_file(), reason="looks at a checkout, and here is none")
+@pytest.mark.skipif(not PAGE.is_file(), reason="looks at a checkout, which is not here")
 def test_the_page_runs_as_printed(capsys: pytest.CaptureFixture[str]) -> None:
     """docs/randomness.md: all blocks, one after the other, print what stands beside each `print`."""
     code = "".join(re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL))

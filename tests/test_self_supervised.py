@@ -33,7 +33,7 @@ TIMEOUT_SECONDS = 200.0
 METHODS = ("swav", "dino")
 
 pytestmark = [
-    pytest.mark.skipif(not EXAMPLES.is_dir(), reason="looks at a checkout, and this is none"),
+    pytest.mark.skipif(not EXAMPLES.is_dir(), reason="looks at a checkout, which is not here"),
     pytest.mark.timeout(2 * TIMEOUT_SECONDS),
 ]
 
@@ -211,7 +211,7 @@ def test_what_a_crop_that_does_not_count_shows_makes_no_difference() -> None:
 
 @pytest.mark.slow
 def test_a_micro_batch_in_which_nothing_counts_is_a_skip() -> None:
-    """Both methods say that there were no samples, and nothing is NaN."""
+    """With both methods the update is skipped for the reason "no_samples", and nothing is NaN."""
     sample = micro_batch(4)
     for method in METHODS:
         run = built(method)

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 FOLDER, PAGE = ROOT / "benchmarks", ROOT / "docs/distributed.md"
 WIDTH, LAYERS = 32, 2
 
-pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason="looks at a checkout, and this is none")
+pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason="looks at a checkout, which is not here")
 
 
 def script() -> Any:

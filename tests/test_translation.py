@@ -12,16 +12,18 @@ import os
 import re
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import typer
 from torch import Tensor, nn
 
 from bits import bit_by_bit
 from ignite_train import create_evaluator
-from ignite_train.checkpoint import average_checkpoints, find
+from ignite_train.checkpoint import average_checkpoints, consolidate, find
 from processes import forked
 from ranks import run_ranks
 
@@ -46,7 +48,7 @@ NAMES = ["loss", "nll_loss", "ppl", "wps", "ups", "wpb", "bsz", "num_updates", "
 
 pytestmark = [
     pytest.mark.timeout(220),
-    pytest.mark.skipif(not EXAMPLES.is_dir(), reason="looks at a checkout, and this is none"),
+    pytest.mark.skipif(not EXAMPLES.is_dir(), reason="looks at a checkout, which is not here"),
 ]
 
 
@@ -59,10 +61,15 @@ def recipe() -> Any:
     return script
 
 
+def functions_of(text: str) -> list[Any]:
+    recipe()  # the folder is in the path now
+    return list(importlib.import_module("translating.pairs").functions_of(text))
+
+
 def tiny_model(num_tokens: int = 7) -> Any:
     torch.manual_seed(0)
     settings = recipe().Settings(width=32, encoder_layers=1, decoder_layers=1, dropout=0.0)
-    model = recipe().Transformer(num_tokens, settings).double().eval()
+    model = recipe().make_transformer(num_tokens, settings).double().eval()
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.4)  # far from the even probabilities of a new model
     return model
@@ -198,7 +205,7 @@ class Reader:
 
 def test_pairs_are_code_and_first_line() -> None:
     """The docstring is not in the code; names are taken apart; what has no line of three words is left out."""
-    first, second = recipe().functions_of(FUNCTIONS)
+    first, second = functions_of(FUNCTIONS)
     assert first.line == "Return the next line,  or None (at the end of 2 files)."
     assert " ".join(first.words) == "read line def read line self size limit none return self buffer take size limit"
     assert (second.name, second.line) == ("close_all", "Close all files that are_open in the pool.")
@@ -207,7 +214,7 @@ def test_pairs_are_code_and_first_line() -> None:
 def test_text_comes_back() -> None:
     """Frequent words are a token, others are spelled, and characters never seen are lost, visibly."""
     script = recipe()
-    functions = list(script.functions_of(FUNCTIONS))
+    functions = functions_of(FUNCTIONS)
     vocabulary = script.Vocabulary(functions, 4)
     for line in (functions[0].line, "take 2 pools of self, or lose it."):
         numbers = vocabulary.encode(vocabulary.of_line(line), 99)
@@ -300,7 +307,7 @@ def test_rates_and_groups_follow_their_rules(alone: tuple[str, Path]) -> None:
 
 @pytest.mark.slow
 def test_two_ranks_have_the_losses_of_one(alone: tuple[str, Path], tmp_path: Path) -> None:
-    """Update by update, and so have their validations, the generated lines and their BLEU."""
+    """Update by update; in each validation the loss, and the BLEU of the lines that are written, are those of one too."""
     printed, silent = run_ranks(train, tmp_path)
     assert silent == ""
     for name in ("loss", "nll_loss", "gnorm"):
@@ -321,27 +328,43 @@ def _write(directory: Path, log: Path, changes: dict[str, Any]) -> None:
         script.train(0, script.Settings(save_dir=directory, **{**TINY, **changes}))
 
 
+def wait_for(process: Any, log: Path, text: str) -> None:
+    """Until this process has written this, which it must do before it ends."""
+    deadline = time.monotonic() + 120
+    while not log.exists() or text not in log.read_text():
+        assert time.monotonic() < deadline, f"no {text!r} after two minutes"
+        process.join(0.05)
+        assert process.exitcode is None, "it ended before it could be killed"
+
+
 @pytest.mark.slow
 def test_killed_and_started_again_it_ends_with_the_same_bits(tmp_path: Path) -> None:
-    """In the middle of the second epoch, with dropout. Weights, moments and the lines of the updates are the same."""
+    """In the middle of the second epoch, with dropout. Weights, Adam's moments, and the numbers of the updates are the same."""
     changes = {"dropout": 0.3, "save_interval_updates": 2}
     whole = train(tmp_path / "whole", **changes)
     process = forked.Process(target=_write, args=(tmp_path / "parts", tmp_path / "log", changes), daemon=True)
     process.start()
-    while "epoch 002:      3" not in (tmp_path / "log").read_text() if (tmp_path / "log").exists() else True:
-        process.join(0.05)
-        assert process.exitcode is None, "it ended before it could be killed"
-    os.kill(process.pid or 0, signal.SIGKILL)
-    process.join()
+    try:
+        wait_for(process, tmp_path / "log", "epoch 002:      3")
+    finally:
+        process.kill()
+        process.join()
+    assert process.exitcode == -signal.SIGKILL
     rest = train(tmp_path / "parts", **changes)
 
     steps = [line for line in whole.splitlines() if "train_inner | epoch 002" in line]
     assert 0 < len(numbers_of(rest, "loss")) < len(steps)
     for name in ("loss", "gnorm", "lr", "num_updates"):
         assert numbers_of(rest, name) == numbers_of(whole, name)[-len(numbers_of(rest, name)) :]
-    ends = [average_checkpoints(tmp_path / part, last=1) for part in ("whole", "parts")]
-    assert bit_by_bit(ends[0]) == bit_by_bit(ends[1])
-    assert re.findall("^generate.*", whole, re.MULTILINE) == re.findall("^generate.*", rest, re.MULTILINE)
+    for entry in ("model", "optimizer"):
+        ends = []
+        for part in ("whole", "parts"):
+            consolidate(tmp_path / part, tmp_path / "entry.pt", entry=entry)
+            ends.append(bit_by_bit(torch.load(tmp_path / "entry.pt")))
+        assert ends[0] == ends[1]
+    generated = re.findall("^generate.*", whole, re.MULTILINE)
+    assert len(generated) == 3
+    assert re.findall("^generate.*", rest, re.MULTILINE) == generated
 
 
 @pytest.mark.slow
@@ -354,7 +377,7 @@ def test_the_average_is_that_of_the_last_checkpoints(alone: tuple[str, Path]) ->
     parts = script.read_standard_library(TINY["max_pairs"])
     vocabulary = script.Vocabulary(parts["train"], TINY["vocabulary"])
     settings = script.Settings(width=32, decoder_layers=1)
-    model = script.Transformer(len(vocabulary.tokens), settings).eval()
+    model = script.make_transformer(len(vocabulary.tokens), settings).eval()
     model.load_state_dict({name: (weights[0][name] + weights[1][name]) / 2 for name in weights[0]})
     pairs = script.Pairs(parts["test"], vocabulary)
     nll, tokens = script.forward(model, pairs.collate(pairs), settings=settings).logs["nll_loss"]
@@ -383,3 +406,20 @@ def test_limits_end_the_run_and_again_add_nothing(limit: str, tmp_path: Path) ->
     again = train(tmp_path, samples=0, **changes)
     assert numbers_of(again, "num_updates") == []
     assert re.findall("^generate.*", again, re.MULTILINE) == re.findall("^generate.*", printed, re.MULTILINE)
+
+
+MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
+    "width": ({"width": 48}, "--width must be a multiple of 32, the width of a head; got 48"),
+    "text": ({"update_freq": "2,x"}, "--update-freq must be numbers with commas between them, got '2,x'"),
+    "ranks": ({"update_freq": "4,3", "nproc": 2}, "--update-freq must be multiples of 2, the processes; got 4,3"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_options_that_do_not_fit_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is read, in one line."""
+    monkeypatch.delenv("RANK", raising=False)
+    options, says = MISTAKES[name]
+    with pytest.raises(typer.BadParameter) as raised:
+        recipe().main(**options)
+    assert str(raised.value) == says

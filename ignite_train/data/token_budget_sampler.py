@@ -186,7 +186,7 @@ def _checked_lengths(lengths: Any) -> NDArray[np.int64]:
 
     Raises:
         TypeError: they are not whole numbers, one for each sample.
-        ValueError: there are no lengths, or one is below 1.
+        ValueError: the sequence is empty, or a length is below 1.
     """
     array = np.asarray(lengths)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):

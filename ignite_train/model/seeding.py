@@ -48,7 +48,7 @@ class Seeding:
         return f"{type(self).__name__}({self.seed}, rank={self._rank})"
 
     def begin(self, update: int) -> None:
-        """Keeps the generators as they are, until `end`."""
+        """Keeps the states that the generators have now, until `end`."""
         self._update = update
         self._before = RandomState(self._device), get_bit_generator()
         set_bit_generator(self._numpy)

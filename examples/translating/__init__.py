@@ -1,0 +1,1 @@
+"""Parts of translation.py: the pairs with their vocabulary, and the network with its beam search."""
