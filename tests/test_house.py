@@ -258,6 +258,7 @@ def test_importing_the_package_imports_no_handler():
     assert [name for name in _loaded_at_start() if name.startswith("ignite_train.handlers")] == []
 
 
+@pytest.mark.slow
 def test_importing_the_package_imports_nothing_slow():
     """What takes long is imported by the function that uses it, and so is each package but torch, Ignite and NumPy."""
     found = [name for name in _loaded_at_start() if f"{name}.".startswith(tuple(f"{slow}." for slow in SLOW_TO_IMPORT))]

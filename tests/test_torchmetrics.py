@@ -14,8 +14,6 @@ from torch.nn.functional import cross_entropy
 from ignite_train import ForwardOutput, TrainEvents, create_evaluator, create_trainer
 from ranks import run_ranks
 
-torchmetrics = pytest.importorskip("torchmetrics")
-
 Batch = tuple[Tensor, Tensor]
 
 
@@ -49,6 +47,7 @@ def attach(metrics: Any, engine: Engine, on_trainer: bool) -> list[dict[str, Any
 def collection() -> Any:
     """One that adds up, one that adds up by class, and one that gathers all predictions."""
     of_all = {"num_classes": 3}
+    torchmetrics = pytest.importorskip("torchmetrics")  # slow to import, so not where tests are collected
     return torchmetrics.MetricCollection(
         {
             "accuracy": torchmetrics.classification.MulticlassAccuracy(average="micro", **of_all),

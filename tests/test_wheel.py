@@ -108,6 +108,7 @@ def test_the_readme_comes_along(wheel: Path):
     assert (ROOT / "README.md").read_text(encoding="utf-8").strip() in described
 
 
+@pytest.mark.slow
 def test_the_source_distribution_holds_handlers_once(checkout: Path, wheel: Path):
     """The source distribution holds handlers/ as the checkout does: in its own folder, not through the link too."""
     (sdist,) = wheel.parent.glob("*.tar.gz")
