@@ -3,10 +3,10 @@
     python benchmarks/outer_optimizer.py                    # trains, and writes
     python benchmarks/outer_optimizer.py --seeds 1 --print  # only shows the table
 
-Two ranks learn scikit-learn's handwritten digits, with AdamW on each rank and DiLoCo's outer optimizer (Nesterov's momentum 0.9
-at the rate 0.7) every H updates, beside a run that reduces the gradients in each update. All runs of a seed have the same first
-weights and the same samples in the same order. Bytes are those that a rank gives to collectives in training, as `count_traffic`
-counts them.
+Two ranks learn scikit-learn's handwritten digits, with AdamW on each rank, beside a run that reduces the gradients in each
+update. Every H updates the ranks take the mean of the replicas (local SGD), or make the step of DiLoCo's outer optimizer, which
+has Nesterov's momentum 0.9 and the rate 0.7. All runs of a seed have the same first weights and the same samples in the same
+order. Bytes are those that a rank gives to collectives in training, as `count_traffic` counts them.
 """
 
 import json
@@ -41,7 +41,8 @@ HEAD = (
     "bytes of weights or gradients",
     "all bytes",
 )
-INTERVALS = (0, 1, 8, 32)  # H; 0: gradients are reduced in each update
+MEAN, DILOCO = "the mean of the replicas", "DiLoCo"
+SETTINGS = ((0, ""), (1, MEAN), (8, MEAN), (32, MEAN), (8, DILOCO), (32, DILOCO))  # H; 0: gradients are reduced in each update
 UPDATES, BATCH_SIZE, WEIGHTS = 128, 32, 10_000  # a collective of more bytes than WEIGHTS carries weights or gradients
 
 
@@ -60,7 +61,14 @@ def forward(model: nn.Module, batch: Any) -> ForwardOutput:
     return ForwardOutput(F.cross_entropy(logits, y, reduction="sum"), len(y), {"accuracy": (logits.argmax(-1) == y).sum()})
 
 
-def train(every: int, seed: int) -> dict[str, float]:
+def outer_optimizer(method: str, model: nn.Module) -> torch.optim.Optimizer:
+    """That of a method."""
+    if method == MEAN:
+        return torch.optim.SGD(model.parameters(), lr=1.0)
+    return torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+
+
+def train(every: int, method: str, seed: int) -> dict[str, float]:
     """One run, by all ranks, and what it came to."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Dropout(0.1), nn.Linear(256, 10))
@@ -68,8 +76,7 @@ def train(every: int, seed: int) -> dict[str, float]:
     inner = torch.optim.AdamW(model.parameters(), lr=3e-3)
     trainer = create_trainer(model, inner, forward, seed=seed, options=options, protect=False)
     if every:
-        outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
-        OuterOptimizer(outer, every=every).attach(trainer)
+        OuterOptimizer(outer_optimizer(method, model), every=every).attach(trainer)
     train_set, test_set = data()
     counting = count_traffic("cpu") if seed == 1 else nullcontext(Traffic())  # counting takes time, and seeds send the same
     with counting as traffic:
@@ -92,12 +99,12 @@ def train_all(_local_rank: int, seeds: int, result: str) -> None:
     """All runs, one after the other, on each of the ranks; rank 0 writes what they came to."""
     torch.set_num_threads(1)
     logging.getLogger("ignite_train").setLevel(logging.ERROR)
-    found = [[train(every, seed) for seed in range(1, seeds + 1)] for every in INTERVALS]
+    found = [[train(every, method, seed) for seed in range(1, seeds + 1)] for every, method in SETTINGS]
     if idist.get_rank() == 0:
         Path(result).write_text(json.dumps(found), encoding="utf-8")
 
 
-def row(every: int, runs: list[dict[str, float]]) -> list[str]:
+def row(every: int, method: str, runs: list[dict[str, float]]) -> list[str]:
     """The means over the seeds, and the range of the losses."""
 
     def mean(name: str, digits: int) -> str:
@@ -105,7 +112,7 @@ def row(every: int, runs: list[dict[str, float]]) -> list[str]:
         spread = f" ({min(values):.{digits}f} to {max(values):.{digits}f})" if len(values) > 1 else ""
         return f"{statistics.mean(values):.{digits}f}{spread}"
 
-    what = 'in each update (`reduction="explicit"`)' if every == 0 else f"every H = {every} updates"
+    what = 'in each update (`reduction="explicit"`)' if every == 0 else f"every H = {every} updates: {method}"
     bytes_of = [f"{runs[0][name]:,.0f}" for name in ("weights", "all")]
     return [what, mean("training loss", 4), mean("test loss", 3), mean("accuracy", 3), *bytes_of]
 
@@ -121,7 +128,7 @@ def main(
         with idist.Parallel(backend="gloo", nproc_per_node=2) as parallel:
             parallel.run(train_all, seeds, str(result))
         found = json.loads(result.read_text(encoding="utf-8"))
-    text = table(HEAD, [row(every, runs) for every, runs in zip(INTERVALS, found, strict=True)])
+    text = table(HEAD, [row(*setting, runs) for setting, runs in zip(SETTINGS, found, strict=True)])
     print(text)
     if not only_print:
         before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
