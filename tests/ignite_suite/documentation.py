@@ -136,6 +136,7 @@ def main() -> None:
     import torch
     import trainer_as_engine
 
+    torch.set_num_threads(1)  # several threads that spin on a busy machine take seconds for what takes milliseconds
     trackers = install_trackers()
     trainer_as_engine.pytest_configure(None)
     mpl.use("Agg")
