@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from ignite_train.ranks import collectives
+from ignite_train.ranks.buckets import buckets
 
 __all__ = ["mean_over_ranks"]
-
-_BUCKET_BYTES = 25 * 2**20  # as much as a gradient's bucket
 
 
 def mean_over_ranks(tensors: Sequence[Tensor]) -> None:
@@ -27,22 +26,11 @@ def mean_over_ranks(tensors: Sequence[Tensor]) -> None:
     if world_size == 1:
         return
     with torch.no_grad():
-        buckets = [(bucket, torch.cat([tensor.reshape(-1) for tensor in bucket])) for bucket in _buckets(tensors)]
-        for work in [collectives.start_sum(flat) for _, flat in buckets]:
+        flats = [(bucket, torch.cat([tensor.reshape(-1) for tensor in bucket])) for bucket in buckets(tensors)]
+        for work in [collectives.start_sum(flat) for _, flat in flats]:
             if work is not None:
                 work.wait()
-        for bucket, flat in buckets:
+        for bucket, flat in flats:
             parts = torch.split(flat.div_(world_size), [tensor.numel() for tensor in bucket])
             for tensor, part in zip(bucket, parts, strict=True):
                 tensor.copy_(part.view(tensor.shape))
-
-
-def _buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """The tensors, put together by dtype and device and cut where a bucket is full."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[list[Tensor]]] = {}
-    for tensor in tensors:
-        same = kinds.setdefault((tensor.dtype, tensor.device), [[]])
-        if same[-1] and sum(one.nbytes for one in same[-1]) + tensor.nbytes > _BUCKET_BYTES:
-            same.append([])
-        same[-1].append(tensor)
-    return [bucket for same in kinds.values() for bucket in same]

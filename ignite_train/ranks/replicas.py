@@ -17,6 +17,7 @@ from ignite_train.model.gradients import Gradients
 from ignite_train.model.memory_layout import as_gradient_of
 from ignite_train.model.sparse_parameters import sparse_parameters
 from ignite_train.ranks import collectives
+from ignite_train.ranks.buckets import buckets
 from ignite_train.ranks.messages import Outgoing
 from ignite_train.ranks.reduction import PlainReduction
 from ignite_train.ranks.sparse_rows import SparseRows
@@ -24,7 +25,6 @@ from ignite_train.ranks.statistics import Statistics
 
 __all__ = ["ExplicitReduction", "SmallReplicas"]
 
-_BUCKET_BYTES = 25 * 2**20  # DDP's default
 _TAIL_ELEMENTS = 2**14  # how much of the gradient travels beside the statistics, in float64
 
 
@@ -54,8 +54,8 @@ class ExplicitReduction(PlainReduction):
         self._make_plan(gradients, statistics.device)
         vector = statistics.pack(*outgoing)
         assert vector is not None  # noqa: S101  # there are several ranks
-        buckets = (*self._buckets, *self._tails)
-        here = [parameter.grad is not None for parameter in chain(*buckets)]
+        groups = (*self._buckets, *self._tails)
+        here = [parameter.grad is not None for parameter in chain(*groups)]
         ranks_with_gradient = torch.tensor(here, dtype=vector.dtype).to(vector.device, non_blocking=True)
         announced = () if self._sparse is None else (self._sparse.announcement().to(vector),)
         large, small = [_flatten(bucket) for bucket in self._buckets], [_flatten(tail) for tail in self._tails]
@@ -69,7 +69,7 @@ class ExplicitReduction(PlainReduction):
         vector.copy_(sums)
         anywhere = here if all(here) else (ranks_with_gradient > 0).tolist()  # sync, only if one is missing on this rank
         exists = iter(anywhere)
-        for bucket, flat in zip(buckets, (*large, *small), strict=True):
+        for bucket, flat in zip(groups, (*large, *small), strict=True):
             _unflatten(bucket, flat, exists)
         return gradients.norm()
 
@@ -92,14 +92,8 @@ class ExplicitReduction(PlainReduction):
                 break
             tails.setdefault(_dtype(parameter), []).append(parameter)
             in_tails.add(id(parameter))
-        buckets: dict[tuple[torch.dtype, torch.device], list[list[nn.Parameter]]] = {}
-        for parameter in trainable:
-            if id(parameter) not in in_tails:
-                same = buckets.setdefault((_dtype(parameter), parameter.device), [[]])
-                if same[-1] and sum(map(_num_bytes, same[-1])) + _num_bytes(parameter) > _BUCKET_BYTES:
-                    same.append([])
-                same[-1].append(parameter)
-        self._buckets = tuple(tuple(bucket) for same in buckets.values() for bucket in same)
+        whole = (parameter for parameter in trainable if id(parameter) not in in_tails)
+        self._buckets = tuple(map(tuple, buckets(whole, _dtype)))
         self._tails = tuple(map(tuple, tails.values()))
 
 
@@ -164,11 +158,6 @@ def _dtype(parameter: nn.Parameter) -> torch.dtype:
     """That of its gradient, which may be wider than its own."""
     dtype: torch.dtype | None = parameter.grad_dtype
     return parameter.dtype if dtype is None else dtype
-
-
-def _num_bytes(parameter: nn.Parameter) -> int:
-    """Of its gradient."""
-    return parameter.numel() * _dtype(parameter).itemsize
 
 
 def _sum_over_ranks(*vectors: Tensor) -> None:
