@@ -147,7 +147,7 @@ def chosen_checkpoint(path: str | Path, *, best: bool = False) -> Path:
     """One checkpoint: `path` itself if it is one; of a directory of them the newest whole one, or the one with the best score.
 
     Raises:
-        CheckpointError: there is no such checkpoint.
+        CheckpointError: `path` holds no whole checkpoint, or none with a score.
     """
     path = Path(path)
     if (path / MANIFEST).exists() and not best:
