@@ -346,6 +346,7 @@ def main() -> int:
 
     with tempfile.TemporaryDirectory() as there:
         results, workers = Path(there) / "results", list[int]()
+        results.touch()
         for job in range(options.jobs):
             if (worker := os.fork()) == 0:
                 judge(mutants[job :: options.jobs], tests, results)
