@@ -158,6 +158,18 @@ def test_the_run_has_the_bits_of_one_without_a_search(name: str, searches: str, 
     assert job(name, tmp_path / "with", searches=searches) == job(name, tmp_path / "without", searches=None)
 
 
+def test_without_a_number_it_takes_the_epochs_of_the_run() -> None:
+    """Two epochs of six updates; the last of them has the last rate."""
+    model = net()[0]
+    trainer = make(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    finder = LearningRateFinder()
+    with finder.attach(trainer, start_lr=1e-4, end_lr=1e-2) as searching:
+        searching.run(MICRO_BATCHES, max_epochs=2)
+    rates = finder.get_results()["lr"]
+    assert len(rates) == 12
+    assert rates[-1] == pytest.approx(1e-2)
+
+
 def test_infinite_losses_end_it() -> None:
     """A rate that is far too high gives no error, and what is not finite is not in the results."""
     model = net()[0].float()

@@ -79,6 +79,22 @@ def test_only_the_latest_updates_are_kept(monkeypatch: pytest.MonkeyPatch) -> No
     assert timer.summary()["forward"] == pytest.approx((2, 5.5, 5.5, 5.9, 5.99, 6.0))
 
 
+def test_a_section_that_is_entered_late_took_no_time_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is entered in update 5 only, for 3 seconds, and has six times as every other section."""
+    clock, timer = Clock(monkeypatch), StepTimer()
+
+    def forward(model: nn.Module, micro_batch: Any) -> Any:
+        if trainer.state.iteration == 5:
+            with timer.section("rare"):
+                clock.take(3.0)
+        return cuts.forward(model, micro_batch)
+
+    trainer = make(forward)
+    timer.attach(trainer)
+    trainer.run(DATA, max_epochs=1)
+    assert timer.summary()["rare"] == pytest.approx((6, 0.5, 0.0, 1.5, 2.85, 3.0))
+
+
 def test_an_exception_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not in the sections of the user and not in those of the update; the next run measures its own updates only."""
     clock, timer, failures = Clock(monkeypatch), StepTimer(), [RuntimeError("once")]
