@@ -245,6 +245,19 @@ def test_what_a_step_needs_must_be_there(has_names: bool, tmp_path: Path) -> Non
     assert "the state of 0.weight has no exp_avg_sq" in refusal(build(tmp_path))
 
 
+def test_a_state_that_is_no_mapping_is_refused(tmp_path: Path) -> None:
+    """Of an optimizer of torch's, also where a step needs nothing of it."""
+    optimizer: Build = lambda model: torch.optim.SGD(model.parameters(), lr=0.01)  # noqa: E731
+    saved(tmp_path, optimizer)
+
+    def change(index: Any, data: bytearray) -> None:
+        state = next(pair[1] for pair in index["objects"]["optimizer"]["dict"] if pair[0] == "state")
+        state["dict"] = [[0, 7]]
+
+    forge(tmp_path, change)
+    assert "the state of 0.weight is 7" in refusal(build(tmp_path, optimizer))
+
+
 FORMS: dict[str, Build] = {
     "adadelta": lambda model: torch.optim.Adadelta(model.parameters()),
     "adafactor": lambda model: torch.optim.Adafactor(model.parameters()),
