@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from ignite_train.model.optimizers import OneOrSeveralOptimizers
 from ignite_train.ranks.wrapping import unwrap
 
-__all__ = ["copies_of", "each_optimizer", "set_fused", "set_memory_layout"]
+__all__ = ["copies_of", "each_optimizer", "empty_copies", "set_fused", "set_memory_layout"]
 
 
 def copies_of(
@@ -59,6 +59,18 @@ def _copy_of(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
         if name not in vars(twin) and not callable(value):
             setattr(twin, name, copy.deepcopy(value, memo))
     return twin
+
+
+def empty_copies(model: nn.Module, optimizer: OneOrSeveralOptimizers) -> None:
+    """Gives the memory of their tensors back, whatever still refers to the objects."""
+
+    def empty(one: Optimizer) -> Optimizer:
+        one.state.clear()
+        return one
+
+    each_optimizer(optimizer, empty)
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data, tensor.grad = tensor.data.new_empty(0), None
 
 
 def set_fused(optimizer: Optimizer, *, fused: bool | None) -> Optimizer:

@@ -19,8 +19,8 @@ from ignite_train.events import TrainEvents
 from ignite_train.forward import is_declared
 from ignite_train.ranks import collectives
 from ignite_train.trainer import Creation, Trainer
-from ignite_train.tuning.alone import slowest
-from ignite_train.tuning.copies import copies_of, each_optimizer, set_fused, set_memory_layout
+from ignite_train.tuning.alone import TrialError, slowest
+from ignite_train.tuning.copies import copies_of, each_optimizer, empty_copies, set_fused, set_memory_layout
 from ignite_train.tuning.fixed_samples import FixedSamples
 from ignite_train.tuning.settings import Settings
 from ignite_train.update.options import UpdateOptions
@@ -74,6 +74,7 @@ class Trial:
             slowest(lambda: self._begin(creation, loss_scaling, present, samples))
         except BaseException:
             self.close()
+            gc.collect()  # of what the failed forward left
             raise
 
     def seconds(self) -> float:
@@ -82,15 +83,19 @@ class Trial:
         Raises:
             TrialError: it failed on some rank.
         """
-        return slowest(self._window)
+        try:
+            return slowest(self._window)
+        except TrialError:
+            gc.collect()  # as above
+            raise
 
     def close(self) -> None:
-        """Ends its workers and gives its memory back."""
-        loader, self._loader, self._trainer = self._loader, (), None
+        """Ends its workers and gives its memory back; the objects are left to Python's garbage collection, which is slow."""
+        loader, trainer, self._loader, self._trainer = self._loader, self._trainer, (), None
         if isinstance(loader, DataLoader) and isinstance(loader._iterator, _MultiProcessingDataLoaderIter):
             loader._iterator._shutdown_workers()
-        del loader
-        gc.collect()
+        if trainer is not None and trainer._creation is not None:
+            empty_copies(trainer._creation.arguments["model"], trainer._creation.arguments["optimizer"])
         if torch.accelerator.is_available():
             torch.accelerator.empty_cache()
 
