@@ -11,7 +11,7 @@ __all__ = ["Race", "Verdict", "race", "spread"]
 Verdict = Literal["faster", "slower", "no difference"]
 
 _LEAST_GAIN = 0.02  # a gain below this is not worth a change, however certain it is
-_EARLY = 3  # rounds after which one that was slower in each of them is out
+_HOPELESS = 0.5  # one with such a ratio in two rounds is out
 
 
 class Race(NamedTuple):
@@ -59,16 +59,17 @@ def race(before: Callable[[], float], after: Callable[[], float], *, rounds: int
         before: measures the settings that are to be beaten, in seconds.
         after: measures the others.
         rounds: how often, at least 2.
-        ends_early: stop after 3 rounds in each of which the others were slower.
+        ends_early: stop where the others cannot win any more, or are half as fast in each of two rounds.
 
     Returns:
         The measurements.
     """
-    found = Race([], [])
+    found, losses = Race([], []), (rounds - 1) // 4 + 2  # this many, and the lower quartile is below a gain
     for number in range(rounds):
         for is_after in (number % 2 == 1, number % 2 == 0):
             (found.after if is_after else found.before).append(after() if is_after else before())
-        if ends_early and number + 1 == _EARLY and max(found.ratios) < 1.0:
+        lost = sum(ratio <= 1.0 + _LEAST_GAIN for ratio in found.ratios)
+        if ends_early and number >= 1 and (lost >= losses or max(found.ratios) < _HOPELESS):
             break
     return found
 

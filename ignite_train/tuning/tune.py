@@ -31,7 +31,7 @@ from ignite_train.update.loss_declaration import LossDeclarationWarning
 
 __all__ = ["tune"]
 
-_WINDOW = 1 / 150  # of the time in all: about 7 rounds of two windows for each of 8 candidates, and the last race
+_WINDOW = 1 / 200  # of the time in all: at most 7 rounds of two windows for each candidate, and 9 at the end
 _LONGEST_WINDOW = 1.0  # seconds
 _FIRST_UPDATES, _MOST_UPDATES = 3, 200
 _SEARCH = 0.8  # of the time is for the search, the rest for the last race
