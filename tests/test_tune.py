@@ -5,7 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import random
 from collections.abc import Callable, Iterator
-from itertools import cycle
+from copy import deepcopy
+from itertools import accumulate, cycle
 from typing import Any
 
 import ignite.distributed as idist
@@ -21,6 +22,7 @@ from bits import bit_by_bit
 from ignite_train import ForwardOutput, ResumableLoader, Trainer, Tuned, create_supervised_trainer, create_trainer, tune
 from ignite_train.model.random_state import capture_random_state
 from ignite_train.tuning.alone import TrialError
+from ignite_train.tuning.copies import copies_of
 from ignite_train.tuning.dimensions import Dimension
 from ignite_train.tuning.race import race
 from ignite_train.tuning.search import Search
@@ -135,7 +137,7 @@ def test_the_run_after_it_is_the_run_without_it(kind: str, clock: Clock) -> None
             seed(7)
         loader, trainer = LOADERS[kind](), make(costing(clock, lambda size: 4.0 / size), noisy=True)
         model, optimizer = trainer._stateful_parts["model"], trainer._stateful_parts["optimizer"]
-        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 100)  # it puts a step of its own in the place of the optimizer's
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 100)
         trainer.run(loader, max_iters=2)
         if tunes:
             found = tuned(trainer, loader, fused=[True], micro_batch=[8, 2], threads=[1])
@@ -228,31 +230,62 @@ def test_each_candidate_computes_the_updates_of_one_large_batch(clock: Clock, mo
     forward = costing(clock, lambda size: size)
     trainer = create_trainer(model, optimizer, forward, accumulation_steps=3, max_grad_norm=0.5)
     loader = DataLoader(IMAGES, batch_size=4, shuffle=True)  # type: ignore[arg-type]
+    torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)  # it puts a step of its own in the place of the optimizer's
+    trainer.run(loader, max_iters=2)  # so that the optimizer has a state
     tuned(trainer, loader, micro_batch=[12, 2], fused=[True], channels_last=[True])
     del ends[0]  # of the calibration
 
     assert {(s.micro_batch, s.accumulation_steps) for s, _ in ends} == {(4, 3), (12, 1), (2, 6)}
     assert {s.channels_last for s, _ in ends} == {False, True}
     assert {s.fused for s, _ in ends} == {None, True}
-    expected = by_hand(model, ends[0][1][0])
+    expected = by_hand(model, optimizer, ends[0][1][0])
     for settings, (samples, *weights) in ends:
         assert torch.equal(samples, ends[0][1][0]), settings
         for weight, reference in zip(weights, expected, strict=True):
             torch.testing.assert_close(weight, reference, rtol=1e-9, atol=1e-9)
 
 
-def by_hand(model: nn.Module, samples: Tensor) -> list[Tensor]:
+def by_hand(model: nn.Module, before: torch.optim.Optimizer, samples: Tensor) -> list[Tensor]:
     """A plain loop of torch over updates of 12 samples."""
-    torch.manual_seed(4)
     copy = ConvNet().double()
     copy.load_state_dict(model.state_dict())
     optimizer = torch.optim.AdamW(copy.parameters(), lr=0.1)
+    optimizer.load_state_dict(deepcopy(before.state_dict()))
     for x in samples.split(12):
         optimizer.zero_grad()
         (copy(x) - 2.0).square().mean().backward()
         nn.utils.clip_grad_norm_(copy.parameters(), 0.5)
         optimizer.step()
     return list(copy.parameters())
+
+
+class Remembering(torch.optim.SGD):
+    """Keeps what it did in an attribute of its own, which torch does not copy."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr)
+        self.history: list[str] = ["made"]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.history.append("stepped")
+        super().step(closure)
+
+
+def test_a_copy_shares_nothing() -> None:
+    """Stepping it leaves the user's optimizer and weights alone, with what its class keeps."""
+    model = net()
+    first, second = (Remembering(part.parameters(), lr=0.1) for part in (model[0], model[2]))  # type: ignore[index]
+    before = bit_by_bit(model.state_dict())
+    twin, optimizers = copies_of(model, {"first": first, "second": second}, compiled=False)
+    twin(X).sum().backward()
+    for optimizer in optimizers.values():  # type: ignore[union-attr]
+        optimizer.step()
+
+    assert bit_by_bit(model.state_dict()) == before
+    assert all(p.grad is None for p in model.parameters())
+    assert (first.history, second.history) == (["made"], ["made"])
+    assert [o.history for o in optimizers.values()] == [["made", "stepped"]] * 2  # type: ignore[union-attr, attr-defined]
+    assert all(not torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
 
 
 # --- what is found ----------------------------------------------------------------------------------------------------------
@@ -359,9 +392,10 @@ def test_noise_is_no_winner() -> None:
     """Times that differ by a third at random, the same for all: many candidates, none of them faster."""
     draw = random.Random(2)  # noqa: S311
     noisy = {threads: [1.0 + draw.random() / 3 for _ in range(101)] for threads in range(1, 20)}
-    search, _ = searched(noisy)
+    search, log = searched(noisy)
 
     assert len(search.rows) >= 19
+    assert max(accumulate(1 if what == "made" else -1 for what, _ in log)) == 2  # in memory together
     assert search.fastest == PRESENT
 
 

@@ -174,7 +174,6 @@ class _Trials:
                 "rank would leave the others waiting; tune in a single process"
             )
         self._made.clear()  # what it was trained on is not what the others are
-        restore_random_state(self._random_state)  # a sampler may draw its order from it
         updates = 1 + min(_MOST_UPDATES, max(2, round(seconds / max(taken, 1e-9))))
         self.samples = FixedSamples(self._loader, self.present.accumulation_steps, int(collectives.largest(updates)[0]))
 
