@@ -16,7 +16,6 @@ import copy
 import inspect
 import math
 import os
-import socket
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -45,6 +44,7 @@ from ignite_train import (
     parameter_groups,
 )
 from ignite_train.handlers import Checkpoint, Freeze, MomentumTeacher, ProgressLog, StepTimer, StopOnSignal, TrainingMetrics
+from launching import launch, number_of_processes
 from self_supervision.crops import LARGE, Crops, Digits, Sample, read_digits
 from self_supervision.lars import LARS
 from self_supervision.prototypes import PrototypeNet, normalise, sinkhorn, swapped_loss
@@ -325,21 +325,10 @@ def train(_local_rank: int, settings: Settings) -> None:
 def main(**options: Any) -> None:
     """Learn features of handwritten digits without labels, and test them."""
     settings = Settings(**options)
-    started = "RANK" in os.environ  # by torchrun or another launcher
-    processes = int(os.environ.get("WORLD_SIZE", 1)) if started else settings.nproc
+    processes = number_of_processes(settings.nproc)
     if settings.batch_size % processes:
         raise typer.BadParameter(f"--batch-size must be a multiple of {processes}, the processes; got {settings.batch_size}")
-    backend = ("nccl" if torch.cuda.is_available() else "gloo") if started or processes > 1 else None
-    spawn: dict[str, Any] = {} if started or processes == 1 else {"nproc_per_node": processes, "master_port": free_port()}
-    with idist.Parallel(backend=backend, **spawn) as parallel:
-        parallel.run(train, settings)
-
-
-def free_port() -> int:
-    """A free port, so that two runs on one machine do not connect to each other."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    launch(train, settings, processes)
 
 
 main.__signature__ = inspect.signature(Settings)  # typer takes the options of the command line from here
