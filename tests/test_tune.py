@@ -166,14 +166,10 @@ class Interrupt(BaseException):
 def test_all_is_put_back_when_it_is_interrupted(threads: int, clock: Clock) -> None:
     """Also what a forward changes that uses the model, or another module, from outside."""
     model, queue = net(noisy=True), nn.BatchNorm1d(3).double()
-    calls = 0
 
     def forward(_model: nn.Module, x: Tensor) -> Tensor:
-        nonlocal calls
-        calls += 1
         clock.now += 0.1
-        if calls == 64:
-            assert torch.get_num_threads() == 2  # of the candidate
+        if torch.get_num_threads() == 2:  # it is the candidate
             raise Interrupt
         return _model(queue(x)).sum() + model(x).sum()
 
@@ -343,6 +339,23 @@ def test_a_candidate_that_fails_is_a_row(clock: Clock) -> None:
     assert (failed.settings.micro_batch, failed.outcome) == (16, "failed: OutOfMemoryError: too large for this device")
     assert "failed: OutOfMemoryError" in str(found)
     assert found.rows[-2].settings.fused is True
+
+
+def test_a_window_of_a_very_slow_candidate_ends_early(clock: Clock) -> None:
+    """Windows of 26 updates of 0.04 seconds; one with updates of 1 second has 5 in each of three, and its rate is right."""
+    calls: list[int] = []
+
+    def forward(model: nn.Module, x: Tensor) -> ForwardOutput:
+        calls.append(len(x))
+        clock.now += 0.01 if len(x) == 4 else 0.5
+        return summed(model, x)
+
+    found = tuned(make(forward), loader_of(), micro_batch=[8])
+
+    assert calls.count(4) % (26 * 4) == 3 * 2 * 4  # but for two of the calibration
+    assert calls.count(8) == 3 * 5 * 2
+    assert found.rows[1].samples_per_second == pytest.approx(16 / 1.0)
+    assert found.rows[1].outcome == "slower"
 
 
 def test_the_time_is_kept(clock: Clock) -> None:

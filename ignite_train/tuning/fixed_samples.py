@@ -18,6 +18,9 @@ from ignite_train.tuning.settings import Settings
 __all__ = ["FixedSamples"]
 
 
+_MOST_FETCHED = 64  # updates whose micro-batches are held in memory
+
+
 class FixedSamples:
     """The samples of the first updates over a loader, read again by each candidate.
 
@@ -50,7 +53,7 @@ class FixedSamples:
         self.why_fixed: dict[str, str] = {}
         number, kind = accumulation_steps * updates, type(loader).__name__
         if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
-            self._fetched = _first(_fetch(loader, number), number)
+            self._fetched = _first(_fetch(loader, min(number, _MOST_FETCHED * accumulation_steps)), number)
             self.why_fixed["micro_batch"] = f"what a {kind} without an order of indices gives cannot be cut otherwise"
             self.why_fixed["workers"] = "the micro-batches were fetched beforehand, so that no figure contains loading"
             return

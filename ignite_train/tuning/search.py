@@ -14,7 +14,7 @@ from ignite_train.tuning.tuned import Measured
 
 __all__ = ["Measurable", "Search"]
 
-_ROUNDS, _LAST_ROUNDS = 7, 9
+_ROUNDS, _LAST_ROUNDS = 5, 9
 
 
 class Measurable(Protocol):

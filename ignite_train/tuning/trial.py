@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import logging
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 from time import perf_counter
@@ -43,6 +44,7 @@ class Trial:
         settings: for the copy.
         present: those of the user's trainer.
         samples: what it is trained on, at least 2 updates.
+        patience: seconds after which a window ends with the updates that it has.
 
     Raises:
         TrialError: it cannot be made, or its first window fails, on some rank. Collective.
@@ -58,7 +60,14 @@ class Trial:
     """
 
     def __init__(
-        self, creation: Creation, loss_scaling: Any, settings: Settings, present: Settings, samples: FixedSamples
+        self,
+        creation: Creation,
+        loss_scaling: Any,
+        settings: Settings,
+        present: Settings,
+        samples: FixedSamples,
+        *,
+        patience: float = math.inf,
     ) -> None:
         self.settings, self._updates = settings, samples.updates
         self.samples = settings.accumulation_steps * (settings.micro_batch or 1)
@@ -66,7 +75,8 @@ class Trial:
         self.first_loss = self.first_norm = 0.0
         self.declares = True
         self.num_collectives = 0
-        self._count = 0  # of the updates in the running window
+        self._patience = patience
+        self._count = self._measured = 0  # updates of the running window, and those of them that are timed
         self._begun = self._ended = 0.0
         self._trainer: Trainer | None = None
         self._loader: Iterable[Any] = ()
@@ -125,14 +135,22 @@ class Trial:
             torch.set_num_threads(self.settings.threads)
         self._count = 0
         self._trainer.run(self._loader, max_epochs=self._trainer.state.epoch + 1)
-        return (self._ended - self._begun) / (self._updates - 1)
+        return (self._ended - self._begun) / self._measured
 
-    def _mark(self) -> None:
+    def _mark(self, trainer: Trainer) -> None:
+        """Takes the times after the first and the last update."""
         self._count += 1
-        if self._count in (1, self._updates):
-            if torch.accelerator.is_available():
-                torch.accelerator.synchronize()
-            self._begun, self._ended = (self._ended, perf_counter()) if self._count > 1 else (0.0, perf_counter())
+        is_last = self._count == self._updates or (self._count > 1 and perf_counter() - self._begun > self._patience)
+        if not is_last and self._count > 1:
+            return
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+        if not is_last:
+            self._begun = perf_counter()
+            return
+        self._ended, self._measured = perf_counter(), self._count - 1
+        if self._count < self._updates:
+            trainer.terminate_epoch()
 
     def _look(self, trainer: Trainer) -> None:
         output = trainer.state.update_output

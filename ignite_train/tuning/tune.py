@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,9 +32,10 @@ from ignite_train.update.loss_declaration import LossDeclarationWarning
 
 __all__ = ["tune"]
 
-_WINDOW = 1 / 200  # of the time in all: at most 7 rounds of two windows for each candidate, and 9 at the end
+_WINDOW = 1 / 100  # of the time in all: at most 5 rounds of two windows for each candidate, and 9 at the end
 _LONGEST_WINDOW = 1.0  # seconds
-_FIRST_UPDATES, _MOST_UPDATES = 3, 200
+_FIRST_UPDATES, _MOST_UPDATES = 3, 1000
+_PATIENCE = 3.0  # windows of the present settings, after which one of another candidate ends
 _SEARCH = 0.8  # of the time is for the search, the rest for the last race
 
 
@@ -145,12 +147,13 @@ class _Trials:
             compile=creation.arguments["compile"],
         )
         self._random_state = capture_random_state()
+        self._patience = math.inf
         self._made: list[Trial] = []
 
     def __call__(self, settings: Settings) -> Trial:
         """A trial of these settings, which begins with the weights and random numbers of all others. Collective."""
         restore_random_state(self._random_state)
-        trial = Trial(self._creation, self._loss_scaling, settings, self.present, self.samples)
+        trial = Trial(self._creation, self._loss_scaling, settings, self.present, self.samples, patience=self._patience)
         self._made.append(trial)
         return trial
 
@@ -174,6 +177,7 @@ class _Trials:
                 "rank would leave the others waiting; tune in a single process"
             )
         self._made.clear()  # what it was trained on is not what the others are
+        self._patience = _PATIENCE * max(seconds, 2 * taken)
         updates = 1 + min(_MOST_UPDATES, max(2, round(seconds / max(taken, 1e-9))))
         self.samples = FixedSamples(self._loader, self.present.accumulation_steps, int(collectives.largest(updates)[0]))
 
