@@ -3,6 +3,7 @@
     python examples/digits.py                                          # one process
     python examples/digits.py --nproc 2                                # two, started by the script itself
     torchrun --nproc_per_node=2 examples/digits.py                     # two, started by torchrun
+    python examples/digits.py --tune 60                                # which settings are fastest here? nothing is trained
 
 `language_model.py` beside this file is the longer tutorial.
 """
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from typer import Option
 
-from ignite_train import ForwardOutput, ShardedSampler, create_evaluator, create_supervised_trainer
+from ignite_train import ForwardOutput, ShardedSampler, create_evaluator, create_supervised_trainer, tune
 from ignite_train.handlers import ProgressLog, TensorBoard, TrainingMetrics, Validation
 
 
@@ -66,8 +67,8 @@ def mistakes(model: nn.Module, test_set: TensorDataset) -> dict[str, str | Tenso
     return {"mistakes/images": torch.cat([*images[wrong]], dim=-1), "mistakes/text": words}
 
 
-def train(_local_rank: int, epochs: int, batch_size: int, seed: int, log_dir: str) -> None:
-    """The run: what each process does."""
+def train(_local_rank: int, epochs: int, batch_size: int, seed: int, log_dir: str, tuning_seconds: float) -> None:
+    """The run, or the search for its fastest settings: what each process does."""
     processes = idist.get_world_size()
     torch.set_num_threads(1)  # the operations are too small for threads to share
     torch.manual_seed(seed)
@@ -82,6 +83,11 @@ def train(_local_rank: int, epochs: int, batch_size: int, seed: int, log_dir: st
     test_loader = DataLoader(test_set, batch_size=128, sampler=ShardedSampler(test_set, shuffle=False))
 
     trainer = create_supervised_trainer(model, optimizer, nn.CrossEntropyLoss())
+    if tuning_seconds:
+        found = tune(trainer, loader, seconds=tuning_seconds)
+        if idist.get_rank() == 0:
+            print(found)
+        return
     evaluator = create_evaluator(model, test_forward)
     TrainingMetrics().attach(trainer, Events.EPOCH_COMPLETED)
     ProgressLog().attach(trainer, Events.EPOCH_COMPLETED(every=5))
@@ -102,13 +108,16 @@ def main(
     batch_size: Annotated[int, Option(min=1, help="Images to an update, over all processes.")] = 64,
     seed: Annotated[int, Option(min=0, help="Of the initial weights and the order of the images.")] = 0,
     log_dir: Annotated[str, Option(help="For TensorBoard: curves, and images that are taken for another digit.")] = "",
+    tuning_seconds: Annotated[
+        float, Option("--tune", min=0.0, help="Seconds to search for the fastest settings, in place of training.")
+    ] = 0.0,
 ) -> None:
     """Learn scikit-learn's handwritten digits."""
     started = "RANK" in os.environ  # by torchrun or another launcher
     backend = ("nccl" if torch.cuda.is_available() else "gloo") if started or nproc > 1 else None
     spawn: dict[str, Any] = {} if started or nproc == 1 else {"nproc_per_node": nproc, "master_port": free_port()}
     with idist.Parallel(backend=backend, **spawn) as parallel:
-        parallel.run(train, epochs, batch_size, seed, log_dir)
+        parallel.run(train, epochs, batch_size, seed, log_dir, tuning_seconds)
 
 
 def free_port() -> int:

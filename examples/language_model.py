@@ -13,7 +13,6 @@ import inspect
 import math
 import os
 import signal
-import socket
 import sysconfig
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -43,6 +42,7 @@ from ignite_train.handlers import (
     TrainingMetrics,
     Validation,
 )
+from launching import launch, number_of_processes
 
 # Left out of the training text: what is not the library itself, and tables of data that look like source.
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
@@ -248,21 +248,10 @@ def print_first_line(trainer: Trainer) -> None:
 def main(**options: Any) -> None:
     """Train a small GPT on the source text of Python's standard library, byte by byte."""
     settings = Settings(**options)
-    started = "RANK" in os.environ  # by torchrun or another launcher
-    processes = int(os.environ.get("WORLD_SIZE", 1)) if started else settings.nproc
+    processes = number_of_processes(settings.nproc)
     if settings.micro_batch % processes:
         raise typer.BadParameter(f"--micro-batch must be a multiple of {processes}, the processes; got {settings.micro_batch}")
-    backend = ("nccl" if torch.cuda.is_available() else "gloo") if started or processes > 1 else None
-    spawn: dict[str, Any] = {} if started or processes == 1 else {"nproc_per_node": processes, "master_port": free_port()}
-    with idist.Parallel(backend=backend, **spawn) as parallel:
-        parallel.run(train, settings)
-
-
-def free_port() -> int:
-    """A free port, so that two runs on one machine do not connect to each other."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    launch(train, settings, processes)
 
 
 main.__signature__ = inspect.signature(Settings)  # typer takes the options of the command line from here

@@ -1,7 +1,7 @@
-"""Learns features of handwritten digits without their labels, as users of VISSL know it: SwAV, or a teacher as in DINO.
+"""Learns features of handwritten digits without their labels, as users of VISSL know it: SwAV, DINO or BYOL.
 
     python examples/self_supervised.py                                 # one process
-    python examples/self_supervised.py --method dino                   # with a momentum teacher
+    python examples/self_supervised.py --method dino                   # with a momentum teacher; or --method byol
     python examples/self_supervised.py --nproc 2                       # two, started by the script itself
     torchrun --nproc_per_node=2 examples/self_supervised.py            # two, started by torchrun
 
@@ -16,7 +16,6 @@ import copy
 import inspect
 import math
 import os
-import socket
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -45,9 +44,11 @@ from ignite_train import (
     parameter_groups,
 )
 from ignite_train.handlers import Checkpoint, Freeze, MomentumTeacher, ProgressLog, StepTimer, StopOnSignal, TrainingMetrics
+from launching import launch, number_of_processes
 from self_supervision.crops import LARGE, Crops, Digits, Sample, read_digits
 from self_supervision.lars import LARS
-from self_supervision.prototypes import PrototypeNet, normalise, sinkhorn, swapped_loss
+from self_supervision.prediction import PredictorNet, prediction_loss
+from self_supervision.prototypes import ProjectionNet, PrototypeNet, normalise, sinkhorn, swapped_loss
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Settings:
     """What the command line can change. Counts of images are over all processes together."""
 
     nproc: Annotated[int, Option(min=1, help="Processes to start; leave at 1 under torchrun.")] = 1
-    method: Annotated[Literal["swav", "dino"], Option(help="Targets by prototypes, or by a teacher.")] = "swav"
+    method: Annotated[Literal["swav", "dino", "byol"], Option(help="Targets by prototypes, or by a teacher.")] = "swav"
     epochs: Annotated[int, Option(min=1, help="Passes over the images.")] = 30
     batch_size: Annotated[int, Option(min=1, help="Images to an update.")] = 128
     prototypes: Annotated[int, Option(min=2, help="Prototypes of SwAV; size of DINO's answers.")] = 60
@@ -77,7 +78,7 @@ class Views(NamedTuple):
     Attributes:
         large: the large crops that count, (rows, 1, height, width).
         projected: (crops, images, dimensions).
-        scores: (crops, images, prototypes).
+        scores: (crops, images, prototypes); of BYOL predictions, (crops, images, dimensions).
         valid: which count, (crops, images).
     """
 
@@ -88,17 +89,19 @@ class Views(NamedTuple):
 
 
 class SelfSupervised:
-    """The forward of both methods: it makes targets of the large crops, and has all other crops predict them.
+    """The forward of all methods: it makes targets of the large crops, and has all other crops predict them.
 
     Args:
         settings: of the run.
         net: the network that is trained, not wrapped.
-        teacher: of DINO.
+        teacher: of DINO and BYOL.
         timer: times its sections.
     """
 
-    def __init__(self, settings: Settings, net: PrototypeNet, teacher: PrototypeNet | None, timer: StepTimer) -> None:
+    def __init__(self, settings: Settings, net: ProjectionNet, teacher: ProjectionNet | None, timer: StepTimer) -> None:
         self.settings, self.net, self.teacher, self.timer = settings, net, teacher, timer
+        self.make_targets = {"swav": self.assignments, "dino": self.answers, "byol": self.projections}[settings.method]
+        self.loss = prediction_loss if settings.method == "byol" else swapped_loss
 
     def __call__(self, model: nn.Module, sample: Sample, state: TrainState) -> ForwardOutput:
         """The loss of a micro-batch is that of its pairs of crops: the sum over those that count, and their number."""
@@ -107,9 +110,8 @@ class SelfSupervised:
         projected, scores = (scattered(rows, valid) for rows in model(large, small))
         with self.timer.section("loss_compute"):
             with torch.no_grad():
-                make_targets = self.assignments if self.teacher is None else self.answers
-                targets = make_targets(Views(large, projected, scores, valid), state)
-            loss, pairs = swapped_loss(scores, targets, valid)
+                targets = self.make_targets(Views(large, projected, scores, valid), state)
+            loss, pairs = self.loss(scores, targets, valid)
         return ForwardOutput(loss, pairs, logs={"valid": (valid.sum(), valid.numel())}, outputs=(scores, targets))
 
     def assignments(self, views: Views, state: TrainState) -> Tensor:
@@ -132,6 +134,10 @@ class SelfSupervised:
         if sums[-1] > 0:
             state.carried["centre"] = 0.9 * centre + 0.1 * sums[:-1] / sums[-1]
         return ((scores - centre) / teacher_temperature(state.progress)).softmax(2)
+
+    def projections(self, views: Views, _state: TrainState) -> Tensor:
+        """BYOL's targets: the teacher's projections."""
+        return scattered(self.teacher(views.large)[0], views.valid[:LARGE])
 
 
 def scattered(rows: Tensor, valid: Tensor) -> Tensor:
@@ -232,8 +238,8 @@ class Run(NamedTuple):
     """What each process makes before it trains."""
 
     trainer: Trainer
-    net: PrototypeNet
-    teacher: PrototypeNet | None
+    net: ProjectionNet
+    teacher: ProjectionNet | None
     optimizer: LARS
     loader: ResumableLoader
     timer: StepTimer
@@ -242,8 +248,8 @@ class Run(NamedTuple):
 def build(settings: Settings, train_set: Digits) -> Run:
     """The trainer, with all that makes a method of it."""
     torch.manual_seed(settings.seed)
-    net = PrototypeNet(settings.prototypes).to(idist.device())
-    teacher = copy.deepcopy(net) if settings.method == "dino" else None
+    net = (PredictorNet() if settings.method == "byol" else PrototypeNet(settings.prototypes)).to(idist.device())
+    teacher = None if settings.method == "swav" else copy.deepcopy(net)
     processes = idist.get_world_size()
     model = idist.auto_model(net) if processes > 1 else net
     matrices, others = parameter_groups(model, weight_decay=1e-4)
@@ -259,9 +265,11 @@ def build(settings: Settings, train_set: Digits) -> Run:
     timer.attach(trainer)
     if teacher is not None:
         MomentumTeacher(teacher, net, lambda state: teacher_momentum(state.progress)).attach(trainer)
-    if settings.frozen:
-        Freeze(net.prototypes, until=settings.frozen).attach(trainer)
-    trainer.prepend_event_handler(TrainEvents.STEP_COMPLETED, lambda: normalise(net.prototypes))  # before the teacher follows
+    if isinstance(net, PrototypeNet):
+        if settings.frozen:
+            Freeze(net.prototypes, until=settings.frozen).attach(trainer)
+        # Before the teacher follows.
+        trainer.prepend_event_handler(TrainEvents.STEP_COMPLETED, lambda: normalise(net.prototypes))
 
     @trainer.on(Events.ITERATION_STARTED)
     def set_rate(trainer: Trainer) -> None:
@@ -276,7 +284,8 @@ def build(settings: Settings, train_set: Digits) -> Run:
 
 def watch(run: Run, settings: Settings) -> None:
     """Attaches what shows the run and saves it."""
-    PrototypesInUse(run.timer).attach(run.trainer)
+    if isinstance(run.net, PrototypeNet):
+        PrototypesInUse(run.timer).attach(run.trainer)
     TrainingMetrics().attach(run.trainer, Events.EPOCH_COMPLETED)
     ProgressLog().attach(run.trainer, Events.EPOCH_COMPLETED(every=5))
     Checkpoint(settings.log_dir, every=settings.save_every, config=asdict(settings)).attach(run.trainer)
@@ -284,7 +293,7 @@ def watch(run: Run, settings: Settings) -> None:
 
 
 @torch.no_grad()
-def features(net: PrototypeNet, images: Tensor) -> Tensor:
+def features(net: ProjectionNet, images: Tensor) -> Tensor:
     """Of whole images, at the size of large crops."""
     device = next(net.parameters()).device
     return net.encoder(nn.functional.interpolate(images.to(device), 10, mode="bilinear", align_corners=False)).cpu()
@@ -325,21 +334,10 @@ def train(_local_rank: int, settings: Settings) -> None:
 def main(**options: Any) -> None:
     """Learn features of handwritten digits without labels, and test them."""
     settings = Settings(**options)
-    started = "RANK" in os.environ  # by torchrun or another launcher
-    processes = int(os.environ.get("WORLD_SIZE", 1)) if started else settings.nproc
+    processes = number_of_processes(settings.nproc)
     if settings.batch_size % processes:
         raise typer.BadParameter(f"--batch-size must be a multiple of {processes}, the processes; got {settings.batch_size}")
-    backend = ("nccl" if torch.cuda.is_available() else "gloo") if started or processes > 1 else None
-    spawn: dict[str, Any] = {} if started or processes == 1 else {"nproc_per_node": processes, "master_port": free_port()}
-    with idist.Parallel(backend=backend, **spawn) as parallel:
-        parallel.run(train, settings)
-
-
-def free_port() -> int:
-    """A free port, so that two runs on one machine do not connect to each other."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    launch(train, settings, processes)
 
 
 main.__signature__ = inspect.signature(Settings)  # typer takes the options of the command line from here

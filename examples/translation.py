@@ -19,7 +19,6 @@ import platform
 import re
 import shlex
 import signal
-import socket
 import sys
 from collections import Counter
 from dataclasses import asdict, dataclass
@@ -59,6 +58,7 @@ from ignite_train.handlers import (
     TrainingMetrics,
     Validation,
 )
+from launching import launch, number_of_processes
 from translating.pairs import (
     PAD,
     SOURCE_TOKENS,
@@ -447,25 +447,14 @@ def show(transformer: Transformer, pairs: Pairs, vocabulary: Vocabulary, setting
 def main(**options: Any) -> None:
     """Learn to write the first line of a function's docstring, on the functions of Python's standard library."""
     settings = Settings(**options)
-    started = "RANK" in os.environ  # by torchrun or another launcher
-    processes = int(os.environ.get("WORLD_SIZE", 1)) if started else settings.nproc
+    processes = number_of_processes(settings.nproc)
     if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", settings.update_freq):
         raise typer.BadParameter(f"--update-freq must be numbers with commas between them, got {settings.update_freq!r}")
     if settings.width % HEAD_WIDTH:
         raise typer.BadParameter(f"--width must be a multiple of {HEAD_WIDTH}, the width of a head; got {settings.width}")
     if any(int(number) % processes for number in settings.update_freq.split(",")):
         raise typer.BadParameter(f"--update-freq must be multiples of {processes}, the processes; got {settings.update_freq}")
-    backend = ("nccl" if torch.cuda.is_available() else "gloo") if started or processes > 1 else None
-    spawn: dict[str, Any] = {} if started or processes == 1 else {"nproc_per_node": processes, "master_port": free_port()}
-    with idist.Parallel(backend=backend, **spawn) as parallel:
-        parallel.run(train, settings)
-
-
-def free_port() -> int:
-    """A free port, so that two runs on one machine do not connect to each other."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    launch(train, settings, processes)
 
 
 main.__signature__ = inspect.signature(Settings)  # typer takes the options of the command line from here

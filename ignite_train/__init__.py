@@ -33,6 +33,8 @@ from ignite_train.ranks.messages import Piggyback
 from ignite_train.state import TrainState, UpdateOutput
 from ignite_train.traffic import Counted, Traffic, count_traffic
 from ignite_train.trainer import Trainer
+from ignite_train.tuning.tune import tune
+from ignite_train.tuning.tuned import Tuned
 from ignite_train.update.attach_metric import attach_metric
 from ignite_train.update.loss_declaration import LossDeclarationWarning
 from ignite_train.update.loss_scaling import (
@@ -83,6 +85,7 @@ __all__ = [
     "TrainState",
     "Trainer",
     "TrainingError",
+    "Tuned",
     "UnreadableCheckpointError",
     "UpdateOptions",
     "UpdateOutput",
@@ -96,4 +99,5 @@ __all__ = [
     "deterministic",
     "model_summary",
     "parameter_groups",
+    "tune",
 ]

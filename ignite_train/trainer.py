@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import MethodType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ignite.engine import Events, RemovableEventHandle
 from ignite.engine import State as IgniteState
@@ -35,7 +35,7 @@ from ignite_train.ranks import collectives
 from ignite_train.ranks.messages import Outgoing, Piggyback, RankRequests
 from ignite_train.state import TrainState, UpdateOutput
 
-__all__ = ["DefaultHandler", "OutputTransform", "Process", "Trainer"]
+__all__ = ["Creation", "DefaultHandler", "OutputTransform", "Process", "Trainer"]
 
 _COUNTERS = ("iteration", "num_steps", "num_skipped", "num_micro_batches")
 _LIMITS = ("epoch_length", "max_epochs", "max_iters")
@@ -62,6 +62,24 @@ class Process(Protocol):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes it over."""
+
+
+class Creation(NamedTuple):
+    """How a trainer was made, so that another one can be made of copies.
+
+    Attributes:
+        function: `create_trainer` or `create_supervised_trainer`.
+        arguments: all of its arguments, by name.
+    """
+
+    function: Callable[..., Trainer]
+    arguments: Mapping[str, Any]
+
+    @property
+    def accumulation_argument(self) -> str:
+        """What the function calls the micro-batches to an update."""
+        names = ("accumulation_steps", "gradient_accumulation_steps")
+        return next(name for name in names if name in self.arguments)
 
 
 class DefaultHandler(Protocol):
@@ -104,6 +122,7 @@ class Trainer(SessionLoop):
         self._description = dict(settings or {})
         self._max_micro_batches: int | None = None  # of the rank that has the most in this update; None if unknown
         self._resume_with: Callable[[str | Path], AbstractContextManager[None]] | None = None  # of a `Checkpoint`
+        self._creation: Creation | None = None
         self._defaults: list[DefaultHandler] = []  # attached by default and not by the user
         self._update, self._grouping = update, grouping
         self._output_transform = output_transform

@@ -35,6 +35,7 @@ ROWS = (
     ("handlers",),
     ("protection",),  # attaches handlers by default, and so may import them
     ("create", "defaults", "plot"),
+    ("tuning",),  # makes trainers again
 )
 VOCABULARY = ("arguments", "carried", "errors", "events", "forward", "metrics", "state", "traffic")
 # Files whose public names do not contain the name of the file: each is a collection, and is called what it collects.

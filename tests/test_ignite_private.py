@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import ignite
+import ignite.distributed
 import pytest
 import torch
+from ignite.distributed.comp_models.base import _SerialModel
 from ignite.engine import Engine, Events, State, _prepare_batch
 from ignite.metrics import EpochMetric, Precision
 
@@ -128,6 +130,22 @@ def device_of_a_metric() -> bool:
     return Precision(device="cpu")._device == torch.device("cpu")
 
 
+def computation_model() -> bool:
+    """`ignite.distributed.utils._model` answers for the ranks, and is not looked up again where `_need_to_sync` is False."""
+
+    class Two(_SerialModel):
+        def get_world_size(self) -> int:
+            return 2
+
+    module = ignite.distributed.utils
+    before = module._model, module._need_to_sync
+    module._model, module._need_to_sync = Two(), False
+    try:
+        return bool(ignite.distributed.get_world_size() == 2)
+    finally:
+        module._model, module._need_to_sync = before
+
+
 # Each part: what is looked for in the library, the one file that may have it, and what must be true of Ignite.
 PARTS: dict[str, tuple[str, str, Callable[[], bool]]] = {
     "_event_handlers": (r"\._event_handlers\b", "loop/dispatch.py", event_handlers),
@@ -142,6 +160,7 @@ PARTS: dict[str, tuple[str, str, Callable[[], bool]]] = {
     "_predictions": (r'"_predictions"', "evaluation/uneven_metrics.py", predictions),
     "_num_classes": (r'"_num_classes"', "evaluation/uneven_metrics.py", learnt_by_classification),
     "_device": (r"metric\._device\b", "evaluation/uneven_metrics.py", device_of_a_metric),
+    "_model": (r"\b_SerialModel\b|\b_need_to_sync\b", "tuning/alone.py", computation_model),
     "_prepare_batch": (r"import .*\b_prepare_batch\b", "create.py", prepare_batch),
 }
 

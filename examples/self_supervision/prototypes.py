@@ -23,18 +23,17 @@ class Standardised(nn.Module):
         return (rows - mean) * (square - mean.square() + 1e-5).rsqrt()
 
 
-class PrototypeNet(nn.Module):
-    """Compares images of any size with prototypes: an encoder, a projection to unit length, and a product with each prototype.
+class ProjectionNet(nn.Module):
+    """Projects images of any size to a small space, behind an encoder.
 
     The encoder normalises each image by itself, so that its features do not depend on the other images.
 
     Args:
-        prototypes: how many.
         width: channels of the encoder's last layer.
-        dimensions: of the space that prototypes and projections are in.
+        dimensions: of the space that projections are in.
     """
 
-    def __init__(self, prototypes: int = 60, width: int = 64, dimensions: int = 32) -> None:
+    def __init__(self, width: int = 64, dimensions: int = 32) -> None:
         super().__init__()
         self.encoder = nn.Sequential(
             *(nn.Conv2d(1, width // 2, 3, padding=1), nn.GroupNorm(4, width // 2), nn.ReLU(), nn.MaxPool2d(2)),
@@ -45,6 +44,24 @@ class PrototypeNet(nn.Module):
         self.projection = nn.Sequential(
             nn.Linear(4 * width, 2 * width), Standardised(), nn.ReLU(), nn.Linear(2 * width, dimensions)
         )
+
+    def project(self, *inputs: Tensor) -> Tensor:
+        """The projections of images of several sizes, one size after the other, (all rows, dimensions)."""
+        projected: Tensor = self.projection(torch.cat([self.encoder(images) for images in inputs]))
+        return projected
+
+
+class PrototypeNet(ProjectionNet):
+    """Compares images with prototypes: an encoder, a projection to unit length, and a product with each prototype.
+
+    Args:
+        prototypes: how many.
+        width: as for `ProjectionNet`.
+        dimensions: as for `ProjectionNet`.
+    """
+
+    def __init__(self, prototypes: int = 60, width: int = 64, dimensions: int = 32) -> None:
+        super().__init__(width, dimensions)
         self.prototypes = nn.Linear(dimensions, prototypes, bias=False)
         normalise(self.prototypes)
 
@@ -57,7 +74,7 @@ class PrototypeNet(nn.Module):
         Returns:
             Their projections, (all rows, dimensions), and their scores in [-1, 1], (all rows, prototypes).
         """
-        projected = F.normalize(self.projection(torch.cat([self.encoder(images) for images in inputs])), dim=1)
+        projected = F.normalize(self.project(*inputs), dim=1)
         return projected, self.prototypes(projected)
 
 

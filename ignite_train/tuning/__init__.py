@@ -1,0 +1,1 @@
+"""Measuring which settings compute the same update in the least time."""
