@@ -234,6 +234,114 @@ def test_a_copy_lies_in_memory_as_the_tensor_does():
         assert torch.equal(copy.data, weight)
 
 
+class SlowRemoval(QuickDisk):
+    """Removes an old checkpoint only when it is told to; it may be full until then."""
+
+    def __init__(self) -> None:
+        self.removing, self.released = threading.Event(), threading.Event()
+        self.is_full = False
+        self.attempts = 0
+
+    def remove_tree(self, path: Path) -> None:
+        self.removing.set()
+        assert self.released.wait(100)
+        self.is_full = False
+        super().remove_tree(path)
+
+    def create(self, path: Path) -> int:
+        self.attempts += path.suffix == ".bin"
+        if self.is_full:
+            self.released.set()
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return super().create(path)
+
+
+def removals() -> int:
+    return len([thread for thread in threading.enumerate() if thread.name == "CheckpointRemoval"])
+
+
+def writer_removing(writer: CheckpointWriter) -> tuple[CheckpointWriter, SlowRemoval]:
+    """Of which one checkpoint stays: it has saved the second, and is removing the first."""
+    disk = SlowRemoval()
+    writer.disk = disk
+    for number in (1, 2):
+        writer.save(contents(number, "run"), manifest(number))
+        writer.wait()
+    assert disk.removing.wait(100)
+    return writer, disk
+
+
+def test_a_save_does_not_wait_for_a_removal(tmp_path):
+    """It is durable while the old checkpoint is still there, under a name that no start takes for a checkpoint."""
+    directory = tmp_path / "runs"
+    writer = saver(directory, last=1)
+    with writer.holding():
+        writer, disk = writer_removing(writer)
+        writer.save(contents(3, "run"), manifest(3))
+        writer.wait()
+        assert writer.latest == directory / "update-00000003"
+        assert loaded(writer.latest) == digest(3)
+        assert [name.partition("-")[0] for name in names(directory) if name.startswith(".r")] == [".removed"]
+        assert not disk.released.is_set()
+        disk.released.set()
+    assert (names(directory), removals()) == (["update-00000003"], 0)
+
+
+def test_the_disk_holds_one_batch_that_is_being_removed(tmp_path):
+    """A save that is faster than the removal before the last one waits for that, in its thread, before it renames others."""
+    writer = saver(tmp_path, last=1)
+    with writer.holding():
+        writer, disk = writer_removing(writer)
+        for number in (3, 4):
+            writer.save(contents(number, "run"), manifest(number))
+            if number == 3:
+                writer.wait()
+        assert len([name for name in names(tmp_path) if name.startswith(".removed")]) == 1
+        assert not writer._durable.is_set()
+        disk.released.set()
+        writer.wait()
+    assert names(tmp_path) == ["update-00000004"]
+
+
+def test_a_full_disk_waits_for_what_is_being_removed(tmp_path):
+    """Then the save is done again, and succeeds."""
+    writer = saver(tmp_path, last=1)
+    with writer.holding():
+        writer, disk = writer_removing(writer)
+        disk.is_full = True
+        writer.save(contents(3, "run"), manifest(3))
+        writer.wait()
+        assert (disk.attempts, writer.latest) == (4, tmp_path / "update-00000003")
+    assert names(tmp_path) == ["update-00000003"]
+
+
+def test_a_removal_that_fails_is_a_warning(tmp_path, caplog):
+    """As where the save waits for it; the next save tries again."""
+    writer = saver(tmp_path, last=1)
+    with writer.holding():
+        writer.disk.remove_tree = lambda path: Full().create(path) and None  # type: ignore[method-assign]
+        for number in (1, 2):
+            writer.save(contents(number, "run"), manifest(number))
+            writer.wait()
+    assert "an old checkpoint could not be removed" in caplog.text
+    writer.disk = QuickDisk()
+    writer.save(contents(3, "run"), manifest(3))
+    writer.wait()
+    assert names(tmp_path) == ["update-00000003"]
+
+
+def test_a_copy_that_fails_leaves_nothing_waiting(tmp_path, monkeypatch):
+    """The error is raised by the save, and the next one works."""
+    writer = saver(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(Snapshot, "take", lambda self, pieces: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            writer.save(contents(1, "run"), manifest(1))
+    writer.save(contents(2, "run"), manifest(2))
+    writer.wait()
+    assert names(tmp_path) == ["update-00000002"]
+
+
 # --- which checkpoints stay ---
 
 _saves = st.lists(
