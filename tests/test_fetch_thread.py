@@ -375,7 +375,7 @@ STOPS = {"terminate": stop_by_terminate, "interrupt": stop_by_interrupt, "error"
 
 
 def stopped_and_resumed(stop: str, event: Any, directory: Path | None, limits: dict[str, Any]) -> Any:
-    """The end of a run that stops at its third update, by a checkpoint or in the same process."""
+    """The end of a run that stops in the middle of a pass, resumed from a checkpoint or in the same process."""
     loader = loader_of(Noisy(), prefetch_factor=3)
     model, trainer = make()
     trainer.interrupt_resume_enabled = True
@@ -384,8 +384,8 @@ def stopped_and_resumed(stop: str, event: Any, directory: Path | None, limits: d
     armed = [stop]
 
     @trainer.on(event)
-    def at_third() -> None:
-        if trainer.state.iteration == 3 and armed:
+    def stop_once() -> None:
+        if trainer.state.iteration == (3 if limits["epoch_length"] is None else 2) and armed:
             STOPS[armed.pop()](trainer)
 
     if stop in ("error", "ctrl-c"):
