@@ -28,8 +28,9 @@ class Removal:
         """
         self.wait()
         self.names = frozenset(names)
-        self._thread = threading.Thread(target=self._remove, args=(tuple(names), remove), name="CheckpointRemoval", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._remove, args=(tuple(names), remove), name="CheckpointRemoval", daemon=True)
+        thread.start()
+        self._thread = thread  # not before: one that has not started cannot be joined
 
     def wait(self, patience_seconds: float | None = None) -> bool:
         """Returns when nothing is being removed, or when that took too long.

@@ -28,7 +28,7 @@ __all__ = ["GIVE_UP_AFTER", "CheckpointWriter"]
 
 GIVE_UP_AFTER = 5
 _PATIENCE_SECONDS = 30.0  # for a removal that is under way, when the run breaks off
-_NICENESS = 5  # of the threads beside training, more than that of the process
+_NICENESS = 7  # of the threads beside training, more than that of the process
 _NO_SPACE = tuple(f"[Errno {code}]" for code in (errno.ENOSPC, errno.EDQUOT))  # in the text of an error, of whichever rank
 
 _logger = logging.getLogger(__name__)
