@@ -2,8 +2,12 @@
 
     python benchmarks/checkpoint.py
 
-The state is that of AdamW: parameters and two moments. Ratios are to one copy of it into memory that is there already, before
-and after. A contestant that is durable at once holds the run until then.
+The state is that of AdamW: parameters and two moments. What holds the run is compared with one copy of the state into memory
+that is there already, before and after. What passes until the state is durable is compared with the disk's own limit: a plain
+write of the same bytes and an fsync, in the same round. A contestant that is durable at once holds the run until then. Files of
+the round before are removed outside of what is measured; `Checkpoint` removes its own, and saves once more meanwhile.
+
+Then updates of a small model are timed alone and beside a save of a state of that size, in turns.
 """
 
 import os
@@ -11,7 +15,8 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,6 +33,8 @@ from interleaving import MIN_REPETITIONS, Spread, interleave, table
 
 Timing = tuple[float, float]  # seconds: held, until durable
 MATRIX = 1024
+COPY, PLAIN, OURS, AGAIN = "one copy in memory", "plain write + fsync", "Checkpoint", "Checkpoint, beside a removal"
+CHUNK_BYTES = 16 * 2**20
 
 
 def trained(megabytes: float) -> tuple[nn.Module, torch.optim.Optimizer, Trainer]:
@@ -48,12 +55,29 @@ def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch
     return [*model.parameters(), *moments]
 
 
-def contestants(megabytes: float, directory: Path) -> dict[str, Callable[[], Timing]]:
+def save_in_run(checkpoint: Checkpoint, trainer: Trainer) -> Timing:
+    """Saves at the end of an update."""
+    checkpoint.save()
+    trainer.update([0])
+    updated = time.perf_counter()
+    checkpoint.saver.wait()
+    return checkpoint.held_seconds, checkpoint.held_seconds + time.perf_counter() - updated
+
+
+@contextmanager
+def contestants(megabytes: float, directory: Path) -> Iterator[dict[str, Callable[[], Timing]]]:
     """What saves, or copies, a state of so many megabytes."""
     model, optimizer, trainer = trained(megabytes)
     checkpoint = Checkpoint(directory / "ours", every=10**9, keep=1)
     checkpoint.attach(trainer)
-    trainer.run([0], max_iters=1)
+    with trainer.session():
+        trainer.update([0])
+        yield _contestants(model, optimizer, trainer, checkpoint, directory)
+
+
+def _contestants(
+    model: nn.Module, optimizer: torch.optim.Optimizer, trainer: Trainer, checkpoint: Checkpoint, directory: Path
+) -> dict[str, Callable[[], Timing]]:
     tensors = [tensor.detach() for tensor in tensors_of(model, optimizer)]
     buffers = [torch.empty_like(tensor) for tensor in tensors]
 
@@ -65,14 +89,29 @@ def contestants(megabytes: float, directory: Path) -> dict[str, Callable[[], Tim
             held.append(time.perf_counter() - started)
         return statistics.median(held), statistics.median(held)
 
-    def ours() -> Timing:
+    def plain() -> Timing:
+        with suppress(FileNotFoundError):
+            (directory / "plain").unlink()
         started = time.perf_counter()
-        checkpoint.save()
-        held = time.perf_counter() - started
-        checkpoint.saver.wait()
-        return held, time.perf_counter() - started
+        with (directory / "plain").open("wb", buffering=0) as file:
+            for buffer in buffers:
+                data = memoryview(buffer.view(-1).numpy()).cast("B")
+                for begin in range(0, len(data), CHUNK_BYTES):
+                    file.write(data[begin : begin + CHUNK_BYTES])
+            os.fsync(file.fileno())
+        return (held := time.perf_counter() - started), held
+
+    def ours() -> Timing:
+        checkpoint.saver.directory.removal.wait()
+        return save_in_run(checkpoint, trainer)
+
+    def again() -> Timing:
+        ours()
+        return save_in_run(checkpoint, trainer)
 
     def torch_save() -> Timing:
+        with suppress(FileNotFoundError):
+            (directory / "torch.pt").unlink()
         started = time.perf_counter()
         with (directory / "torch.pt").open("wb") as file:
             torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
@@ -81,6 +120,7 @@ def contestants(megabytes: float, directory: Path) -> dict[str, Callable[[], Tim
         return (held := time.perf_counter() - started), held
 
     def dcp_async() -> Timing:
+        shutil.rmtree(directory / "dcp", ignore_errors=True)
         started = time.perf_counter()
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         future = dcp.async_save(state, checkpoint_id=str(directory / "dcp"), no_dist=True)
@@ -89,8 +129,10 @@ def contestants(megabytes: float, directory: Path) -> dict[str, Callable[[], Tim
         return held, time.perf_counter() - started
 
     return {
-        "one copy in memory": copy,
-        "Checkpoint": ours,
+        COPY: copy,
+        PLAIN: plain,
+        OURS: ours,
+        AGAIN: again,
         "torch.save + fsync": torch_save,
         "DCP async_save": dcp_async,
     }
@@ -98,26 +140,67 @@ def contestants(megabytes: float, directory: Path) -> dict[str, Callable[[], Tim
 
 def measure(megabytes: float, repetitions: int, directory: Path) -> str:
     """Times all contestants on one size and returns the table."""
-    everyone = contestants(megabytes, directory)
-    until_durable: dict[str, list[float]] = {name: [] for name in everyone}
+    with contestants(megabytes, directory) as everyone:
+        until_durable: dict[str, list[float]] = {name: [] for name in everyone}
 
-    def held(name: str) -> float:
-        seconds, durable = everyone[name]()
-        until_durable[name].append(durable)
-        return seconds
+        def held(name: str) -> float:
+            seconds, durable = everyone[name]()
+            until_durable[name].append(durable)
+            return seconds
 
-    rounds = interleave({name: partial(held, name) for name in everyone}, repetitions=repetitions)
-    reference, *savers = everyone
-    rows = [[reference, "1", "1"]]
-    for name in savers:
+        rounds = interleave({name: partial(held, name) for name in everyone}, repetitions=repetitions)
+    rows = [[COPY, "1", "", f"{rounds.typical(COPY) * 1000:.1f} ms", ""]]
+    _warm_up, *plain = until_durable[PLAIN]
+    for name in list(rounds.pairs)[1:]:
         _warm_up, *seconds = until_durable[name]
-        durable = Spread.of([mine / copy for mine, (_, copy) in zip(seconds, rounds.pairs[name], strict=True)])
-        rows.append([name, rounds.ratios(name).show(), durable.show()])
-    return table(["", "the run is held", "until durable"], rows)
+        durable = Spread.of([mine / limit for mine, limit in zip(seconds, plain, strict=True)])
+        times = [f"{value * 1000:.1f} ms" for value in (rounds.typical(name), statistics.median(seconds))]
+        rows.append([name, rounds.ratios(name).show(), durable.show(), *times])
+    head = ["", "the run is held, in copies", "until durable, in plain writes", "held", "until durable"]
+    return table(head, rows)
+
+
+def measure_updates(megabytes: float, repetitions: int, directory: Path) -> str:
+    """Times updates of a small model alone and beside a save, in turns, and returns the table."""
+    frozen = max(1, round(megabytes * 1e6 / (4 * MATRIX * MATRIX)))
+    small = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
+    state = nn.ParameterList([nn.Parameter(torch.randn(MATRIX, MATRIX), requires_grad=False) for _ in range(frozen)])
+    model, micro_batch = nn.ModuleList([small, state]), torch.randn(64, 256)
+    optimizer = torch.optim.SGD(small.parameters(), lr=1e-6)
+    trainer = create_trainer(model, optimizer, lambda _, x: ForwardOutput(small(x).square().sum(), len(x)))
+    checkpoint = Checkpoint(directory / "beside", every=10**9, keep=1)
+    checkpoint.attach(trainer)
+    alone, beside, longest, durable = list[float](), list[float](), list[float](), list[float]()
+
+    def update() -> float:
+        started = time.perf_counter()
+        trainer.update([micro_batch])
+        return time.perf_counter() - started
+
+    with trainer.session():
+        for number in range(repetitions + 2):  # two that do not count: the first has nothing to remove
+            checkpoint.save()
+            update()
+            started, times = time.perf_counter(), list[float]()
+            saving, removal = checkpoint.saver, checkpoint.saver.directory.removal
+            while saving.is_writing or not removal.wait(0):
+                times.append(update())
+                if not saving.is_writing and len(durable) < number + 1:
+                    durable.append(time.perf_counter() - started)
+            durable += [time.perf_counter() - started] * (len(durable) < number + 1)
+            quiet = [update() for _ in range(max(50, len(times)))]
+            if number >= 2:
+                alone.append(statistics.mean(quiet))
+                beside.append(statistics.mean(times))
+                longest.append(max(times) / alone[-1])
+    ratio = Spread.of([one / other for one, other in zip(beside, alone, strict=True)])
+    row = [f"{statistics.median(alone) * 1000:.2f} ms", ratio.show(), Spread.of(longest).show(1)]
+    head = ["update alone (mean)", "beside a save and a removal", "the longest one beside", "until durable"]
+    return table(head, [[*row, f"{statistics.median(durable[2:]) * 1000:.0f} ms"]])
 
 
 def main(
-    megabytes: Annotated[list[float], Option(min=1, help="Of the state; may be given several times.")] = [100, 1000],  # noqa: B006
+    megabytes: Annotated[list[float], Option(min=1, help="Of the state; may be given several times.")] = [8, 100, 1000],  # noqa: B006
     repetitions: Annotated[int, Option(min=1, help="Rounds; all contestants run in each of them.")] = MIN_REPETITIONS,
 ) -> None:
     """Measure how long each way to save holds the run, and how long until the state is durable."""
@@ -125,9 +208,10 @@ def main(
         directory = Path(tempfile.mkdtemp(dir="."))
         try:
             shown = measure(size, repetitions, directory)
+            updates = measure_updates(size, repetitions, directory)
         finally:
             shutil.rmtree(directory)
-        print(f"\nA state of {size:g} MB, {repetitions} repetitions, in copies of the state:\n\n{shown}")
+        print(f"\nA state of {size:g} MB, {repetitions} repetitions:\n\n{shown}\n\nUpdates:\n\n{updates}")
 
 
 if __name__ == "__main__":

@@ -195,8 +195,18 @@ class Trainer(SessionLoop):
                 )
                 return state
             self._requests = RankRequests(stop_epoch=self._epoch_open and self._requests.stop_epoch)
-            self._run(loader)
+            try:
+                self._run(loader)
+            finally:
+                self._pause_reading()
         return state
+
+    def _pause_reading(self) -> None:
+        """Ends the thread of a loader of which the next run reads on; a pass that is over has ended its own."""
+        if self._stream is not None:
+            self._stream.pause()
+        if self._kept is not None:
+            self._kept[1].pause()
 
     @contextmanager
     def session(self, *, max_iters: int | None = None, resume: str | Path = "auto") -> Iterator[TrainState]:

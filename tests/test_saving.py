@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import os
 import stat
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -21,10 +23,13 @@ from ignite.engine import Events
 from torch import Tensor
 
 from ignite_train import CheckpointError, checkpoint, create_trainer
+from ignite_train.checkpoint import disk as disk_module
+from ignite_train.checkpoint import tree
+from ignite_train.checkpoint.disk import Disk
 from ignite_train.checkpoint.reader import CheckpointReader
 from ignite_train.checkpoint.retention import Retention
 from ignite_train.checkpoint.tensor_files import Snapshot
-from ignite_train.checkpoint.tree import dtype_name
+from ignite_train.checkpoint.tree import TreeEncoder, decode, dtype_name
 from ignite_train.checkpoint.writer import CheckpointWriter
 from ignite_train.handlers import Checkpoint
 from small_checkpoints import QuickDisk, contents, keep, manifest, names
@@ -232,6 +237,191 @@ def test_a_copy_lies_in_memory_as_the_tensor_does():
         (copy,) = snapshot.take(contents(tensor).pieces).values()
         assert copy.data.stride() == tensor.stride()
         assert torch.equal(copy.data, weight)
+
+
+class SlowRemoval(QuickDisk):
+    """Removes an old checkpoint only when it is told to; it may be full until then."""
+
+    def __init__(self) -> None:
+        self.removing, self.released = threading.Event(), threading.Event()
+        self.is_full = False
+        self.attempts = 0
+
+    def remove_tree(self, path: Path) -> None:
+        self.removing.set()
+        assert self.released.wait(100)
+        self.is_full = False
+        super().remove_tree(path)
+
+    def create(self, path: Path) -> int:
+        self.attempts += path.suffix == ".bin"
+        if self.is_full:
+            self.released.set()
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return super().create(path)
+
+
+def removals() -> int:
+    return len([thread for thread in threading.enumerate() if thread.name == "CheckpointRemoval"])
+
+
+def writer_removing(writer: CheckpointWriter) -> tuple[CheckpointWriter, SlowRemoval]:
+    """Of which one checkpoint stays: it has saved the second, and is removing the first."""
+    disk = SlowRemoval()
+    writer.disk = disk
+    for number in (1, 2):
+        writer.save(contents(number, "run"), manifest(number))
+        writer.wait()
+    assert disk.removing.wait(100)
+    return writer, disk
+
+
+def test_a_save_does_not_wait_for_a_removal(tmp_path):
+    """It is durable while the old checkpoint is still there, under a name that no start takes for a checkpoint."""
+    directory = tmp_path / "runs"
+    writer = saver(directory, last=1)
+    with writer.holding():
+        writer, disk = writer_removing(writer)
+        writer.save(contents(3, "run"), manifest(3))
+        writer.wait()
+        assert writer.latest == directory / "update-00000003"
+        assert loaded(writer.latest) == digest(3)
+        assert [name.partition("-")[0] for name in names(directory) if name.startswith(".r")] == [".removed"]
+        assert not disk.released.is_set()
+        disk.released.set()
+    assert (names(directory), removals()) == (["update-00000003"], 0)
+
+
+def test_the_disk_holds_one_batch_that_is_being_removed(tmp_path):
+    """A save that is faster than the removal before the last one waits for that, in its thread, before it renames others."""
+    writer = saver(tmp_path, last=1)
+    with writer.holding():
+        writer, disk = writer_removing(writer)
+        for number in (3, 4):
+            writer.save(contents(number, "run"), manifest(number))
+            if number == 3:
+                writer.wait()
+        assert len([name for name in names(tmp_path) if name.startswith(".removed")]) == 1
+        assert not writer._durable.is_set()
+        disk.released.set()
+        writer.wait()
+    assert names(tmp_path) == ["update-00000004"]
+
+
+def test_a_full_disk_waits_for_what_is_being_removed(tmp_path):
+    """Then the save is done again, and succeeds."""
+    writer = saver(tmp_path, last=1)
+    with writer.holding():
+        writer, disk = writer_removing(writer)
+        disk.is_full = True
+        writer.save(contents(3, "run"), manifest(3))
+        writer.wait()
+        assert (disk.attempts, writer.latest) == (4, tmp_path / "update-00000003")
+    assert names(tmp_path) == ["update-00000003"]
+
+
+def test_a_removal_that_fails_is_a_warning(tmp_path, caplog):
+    """As where the save waits for it; the next save tries again."""
+    writer = saver(tmp_path, last=1)
+    with writer.holding():
+        writer.disk.remove_tree = lambda path: Full().create(path) and None  # type: ignore[method-assign]
+        for number in (1, 2):
+            writer.save(contents(number, "run"), manifest(number))
+            writer.wait()
+    assert "an old checkpoint could not be removed" in caplog.text
+    writer.disk = QuickDisk()
+    writer.save(contents(3, "run"), manifest(3))
+    writer.wait()
+    assert names(tmp_path) == ["update-00000003"]
+
+
+def test_a_copy_that_fails_leaves_nothing_waiting(tmp_path, monkeypatch):
+    """The error is raised by the save, and the next one works."""
+    writer = saver(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(Snapshot, "take", lambda self, pieces: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            writer.save(contents(1, "run"), manifest(1))
+    writer.save(contents(2, "run"), manifest(2))
+    writer.wait()
+    assert names(tmp_path) == ["update-00000002"]
+
+
+class Noting(Disk):
+    """Writes down what it is asked for about the bytes of one file."""
+
+    def __init__(self) -> None:
+        self.log: list[tuple[Any, ...]] = []
+
+    def begin_sync(self, descriptor: int, start: int, length: int) -> None:
+        self.log.append(("begin", start, length))
+        super().begin_sync(descriptor, start, length)
+
+    def sync(self, descriptor: int) -> None:
+        self.log.append(("sync", os.fstat(descriptor).st_size))
+        super().sync(descriptor)
+
+
+def test_the_disk_begins_to_write_before_the_file_is_complete(tmp_path):
+    """With each 8 MB, of whatever pieces; the end waits for all bytes, as it would without."""
+    disk, piece = Noting(), memoryview(bytes(range(256)) * 12288)  # 3 MB
+    disk.write_file(tmp_path / "file", iter([piece] * 7))
+    large = 3 * len(piece)
+    assert disk.log == [("begin", 0, large), ("begin", large, large), ("sync", 7 * len(piece))]
+    assert (tmp_path / "file").read_bytes() == bytes(piece) * 7
+
+
+def test_a_file_system_that_cannot_begin_is_no_error(tmp_path):
+    """The hint fails for what is no file, and without the call nothing happens."""
+    Disk().begin_sync(-1, 0, 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(disk_module, "_sync_file_range", None)
+        Disk().write_file(tmp_path / "file", iter([memoryview(bytes(9 * 2**20))]))
+    assert (tmp_path / "file").stat().st_size == 9 * 2**20
+
+
+@pytest.mark.parametrize("value", [(1, 2**70, -3), [1, 2], (True, 1), [1, None], (), [], (1.0, 2), ((1, 2), [3])], ids=str)
+def test_integers_are_encoded_as_one_by_one(value, monkeypatch):
+    """All at once, which is several times as fast for the 625 of Python's generator, and counted."""
+    at_once = TreeEncoder()
+    found = at_once.encode(value, ("run",))
+    monkeypatch.setattr(TreeEncoder, "_are_integers", lambda *_: False)
+    one_by_one = TreeEncoder()
+    assert json.dumps(found) == json.dumps(one_by_one.encode(value, ("run",)))
+    assert at_once._nodes == one_by_one._nodes
+    assert decode(found, ("run",)) == value
+
+
+def test_too_many_integers_are_refused(monkeypatch):
+    """By their number, as any values are, and by their depth."""
+    monkeypatch.setattr(tree, "MAX_NODES", 10)
+    assert TreeEncoder().encode([1] * 9, ("run",)) == [1] * 9
+    with pytest.raises(CheckpointError, match="more than 10 values"):
+        TreeEncoder().encode([1] * 10, ("run",))
+    monkeypatch.setattr(tree, "MAX_DEPTH", 2)
+    assert TreeEncoder().encode([[1]], ("run",)[:0]) == [[1]]
+    with pytest.raises(CheckpointError, match="nested deeper than 2"):
+        TreeEncoder().encode([[1]], ("run",))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a thread has a priority of its own on Linux only")
+def test_the_thread_beside_training_gives_way(tmp_path):
+    """The thread alone; where the run waits for the save it does not."""
+    found: list[int] = []
+
+    class Asking(QuickDisk):
+        def create(self, path: Path) -> int:
+            found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+            return super().create(path)
+
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    for asynchronous in (True, False):
+        writer = saver(tmp_path, asynchronous=asynchronous)
+        writer.disk = Asking()
+        writer.save(contents(1, "run"), manifest(1))
+        writer.wait()
+    assert {*found[:3]} == {min(19, own + 7)}
+    assert {*found[3:]} == {own} == {os.getpriority(os.PRIO_PROCESS, 0)}
 
 
 # --- which checkpoints stay ---

@@ -36,6 +36,7 @@ from ignite_train.checkpoint.manifest import (
     read_manifest,
     seal,
 )
+from ignite_train.checkpoint.removal import Removal
 from ignite_train.checkpoint.retention import Retention
 from ignite_train.checkpoint.shards import Piece
 from ignite_train.checkpoint.tensor_files import Entry, holds, write_tensors
@@ -111,11 +112,15 @@ class CheckpointDirectory:
 
     Attributes:
         written: what this rank has written to the checkpoint that was committed last.
+        removal: removes old checkpoints beside what follows.
+        removes_later: whether it does; else `prune` removes them itself. True only while the lock is held until `removal` is
+            done.
     """
 
     def __init__(self, path: Path, disk: Disk, lock: DirectoryLock | None = None) -> None:
         self.path, self.disk, self.lock = path, disk, lock
         self.written: Written | None = None
+        self.removal, self.removes_later = Removal(), False
         self._manifests: dict[str, Manifest] = {}
         self._warned_about: set[str] = set()
 
@@ -162,8 +167,10 @@ class CheckpointDirectory:
         writer, own = writer_of(self.path), "" if self.lock is None else self.lock.token
         foreign = f"{_UNFINISHED}{writer}-" if writer and writer != own else None
         left = (_UNFINISHED, _REMOVED, f"{LOCK}-") if own else (_UNFINISHED, _REMOVED)
+        being_removed = self.removal.names  # by this run
         for name in self.disk.names(self.path):
-            if name.startswith(left) and not (foreign is not None and name.startswith(foreign)):
+            is_foreign = foreign is not None and name.startswith(foreign)
+            if name.startswith(left) and not is_foreign and name not in being_removed:
                 try:
                     self._remove(name)
                 except (OSError, RecursionError) as error:
@@ -234,7 +241,8 @@ class CheckpointDirectory:
     def prune(self, retention: Retention, *, newest: Path | None = None) -> None:
         """Removes the checkpoints that `retention` does not keep. Each is renamed first, so that none is read half removed.
 
-        A failure is logged.
+        A failure is logged. With `removes_later` it returns when they are renamed, and what the call before has renamed is
+        removed; so the disk holds one batch more than is kept, at most.
 
         Args:
             retention: which of them stay.
@@ -250,16 +258,32 @@ class CheckpointDirectory:
             return
         if newest is not None and (not found or self.path / found[-1][0] != newest):
             return
+        self.removal.wait()
+        later: dict[str, str] = {}
         for index in retention.surplus([manifest for _, manifest in found]):
             name = found[index][0]
             removed = f"{_REMOVED}{name}-{os.urandom(4).hex()}"
             try:
                 self.disk.rename(self.path / name, self.path / removed)
                 self.disk.sync_directory(self.path)
-                self.disk.remove_tree(self.path / removed)
             except OSError as error:
-                self._warned_about.add(removed)
-                self._warn_once(name, f"an old checkpoint could not be removed: {error}")
+                self._warn_of(name, removed, error)
+                continue
+            later[removed] = name
+            if not self.removes_later:
+                self._remove_renamed(removed, name)
+        if later and self.removes_later:
+            self.removal.begin(later, lambda removed: self._remove_renamed(removed, later[removed]))
+
+    def _remove_renamed(self, removed: str, name: str) -> None:
+        try:
+            self.disk.remove_tree(self.path / removed)
+        except OSError as error:
+            self._warn_of(name, removed, error)
+
+    def _warn_of(self, name: str, removed: str, error: OSError) -> None:
+        self._warned_about.add(removed)
+        self._warn_once(name, f"an old checkpoint could not be removed: {error}")
 
     def set_aside(self, name: str) -> bool:
         """Renames a damaged checkpoint, so that no later start tries it again. Returns whether that was possible."""
@@ -288,9 +312,14 @@ class CheckpointDirectory:
 
 
 def commit(
-    directory: CheckpointDirectory, contents: Contents, manifest: Manifest, retention: Retention, exchange: Exchange
+    directory: CheckpointDirectory,
+    contents: Contents,
+    manifest: Manifest,
+    retention: Retention,
+    exchange: Exchange,
+    on_durable: Callable[[Path], None] = lambda _: None,
 ) -> Path:
-    """Writes a checkpoint. Collective over the ranks of `exchange`; returns once it is durable.
+    """Writes a checkpoint, and then removes older ones. Collective over the ranks of `exchange`.
 
     Args:
         directory: where.
@@ -298,6 +327,7 @@ def commit(
         manifest: without the files and the serial number, which are found here.
         retention: which of the older ones stay.
         exchange: between the ranks.
+        on_durable: called with the checkpoint once it is durable, before older ones are removed.
 
     Raises:
         CheckpointError: it failed, on all ranks alike. The older checkpoints are untouched.
@@ -316,6 +346,7 @@ def commit(
             directory.abandon(unfinished)
         raise
     directory.written = Written(manifest.update, directory.path / name / f"{_stem()}.bin", entries)
+    on_durable(directory.path / name)
     if main:
         directory.prune(retention)
     return directory.path / name

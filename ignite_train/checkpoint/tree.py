@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -92,6 +92,8 @@ class TreeEncoder:
     def _encode_container(self, value: Any, path: KeyPath) -> Any:
         if isinstance(value, Mapping):
             return {"dict": [[self._encode_key(key, path), self.encode(entry, (*path, key))] for key, entry in value.items()]}
+        if type(value) in (list, tuple) and self._are_integers(value, path):  # the state of Python's generator: 625 of them
+            return list(value) if type(value) is list else {"tuple": list(value)}
         if type(value) is list:
             return [self.encode(entry, (*path, index)) for index, entry in enumerate(value)]
         if type(value) in (tuple, torch.Size):
@@ -109,6 +111,13 @@ class TreeEncoder:
             f"{path_name(path)} cannot be stored: {describe(value)}; state_dict() must give numbers, strings, tensors, arrays, "
             "and lists, tuples, sets and dicts of them"
         )
+
+    def _are_integers(self, values: Sequence[Any], path: KeyPath) -> bool:
+        """Whether all of them are plain integers, which stand for themselves; then they are counted."""
+        if not values or {*map(type, values)} != {int} or len(path) >= MAX_DEPTH or self._nodes + len(values) > MAX_NODES:
+            return False
+        self._nodes += len(values)
+        return True
 
     def _encode_key(self, key: Any, path: KeyPath) -> Any:
         if isinstance(key, Tensor):

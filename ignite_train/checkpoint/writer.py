@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 from ignite_train.checkpoint.directory import CheckpointDirectory, Contents, commit, together, try_out
@@ -23,6 +27,9 @@ from ignite_train.ranks import collectives
 __all__ = ["GIVE_UP_AFTER", "CheckpointWriter"]
 
 GIVE_UP_AFTER = 5
+_PATIENCE_SECONDS = 30.0  # for a removal that is under way, when the run breaks off
+_NICENESS = 7  # of the threads beside training, more than that of the process
+_NO_SPACE = tuple(f"[Errno {code}]" for code in (errno.ENOSPC, errno.EDQUOT))  # in the text of an error, of whichever rank
 
 _logger = logging.getLogger(__name__)
 
@@ -53,7 +60,9 @@ class CheckpointWriter:
         self._failures = 0  # in a row
         self._snapshot = Snapshot()
         self._group: Any = None
-        self._thread: threading.Thread | None = None
+        self._thread: threading.Thread | None = None  # of a save that may not be durable yet
+        self._durable = threading.Event()  # or failed
+        self._removing: threading.Thread | None = None  # that of the save before, which may be busy with older ones
         self._error: BaseException | None = None
 
     @property
@@ -74,13 +83,23 @@ class CheckpointWriter:
         Raises:
             CheckpointError: another run writes to it.
         """
-        self._is_held = True
+        self._is_held, patience = True, _PATIENCE_SECONDS
         try:
             together(collectives.gather_objects, "taking the directory of the checkpoints", self._hold)
             yield
+            patience = threading.TIMEOUT_MAX
         finally:
+            self._await_removal(patience)
             self._is_held = False
             self._release()
+
+    def _await_removal(self, patience_seconds: float) -> None:
+        """Returns when the old checkpoints are removed, or when that took too long: the next start removes what is left."""
+        for thread in (self._removing, self._thread if self._durable.is_set() else None):
+            if thread is not None:
+                thread.join(patience_seconds)
+        if not self.directory.removal.wait(patience_seconds):
+            _logger.warning(f"an old checkpoint in {self.directory.path} is still being removed; the next start continues")
 
     def _hold(self) -> None:
         if collectives.is_main_rank():
@@ -128,17 +147,27 @@ class CheckpointWriter:
             CheckpointError: the save before failed; or this one, if it is not asynchronous or is the last.
         """
         self.wait()
-        if self.asynchronous and not is_last:
-            contents = replace(contents, pieces=self._snapshot.take(contents.pieces))
-        else:
-            await_devices(contents.pieces)  # the thread that writes does not know the streams of this one
-        self._thread = threading.Thread(target=self._write, args=(contents, manifest), name="Checkpoint", daemon=True)
-        self._thread.start()
-        if not self.asynchronous or is_last:
+        is_beside = self.asynchronous and not is_last
+        handover: SimpleQueue[Contents | None] = SimpleQueue()
+        self._durable = threading.Event()
+        write = partial(self._write, handover, manifest, self._durable, self._removing, is_held=self._is_held, calm=is_beside)
+        thread = threading.Thread(target=write, name="Checkpoint", daemon=True)
+        try:
+            thread.start()  # before the copy: a thread that begins keeps the interpreter from this one for milliseconds
+            self._thread = thread
+            if is_beside:
+                contents = replace(contents, pieces=self._snapshot.take(contents.pieces))
+            else:
+                await_devices(contents.pieces)  # the thread that writes does not know the streams of this one
+            handover.put(contents)
+        except BaseException:
+            handover.put(None)
+            raise
+        if not is_beside:
             self.wait(is_last=is_last)
 
     def wait(self, *, is_last: bool = False) -> None:
-        """Returns when nothing is being written any more.
+        """Returns when nothing is being written any more. While a run holds the directory, older ones may still be removed.
 
         Args:
             is_last: the run is over, and a failure is always raised.
@@ -148,8 +177,10 @@ class CheckpointWriter:
         """
         if self._thread is None:
             return
-        self._thread.join()
-        self._thread, error, self._error = None, self._error, None
+        self._durable.wait()
+        if not self._is_held:
+            self._thread.join()
+        self._removing, self._thread, error, self._error = self._thread, None, self._error, None
         if error is None:
             self._failures = 0
         else:
@@ -169,26 +200,83 @@ class CheckpointWriter:
         if collectives.is_main_rank():
             _logger.warning(f"{error}; training continues, and the older checkpoints are untouched")
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether the latest save is not durable yet, and has not failed."""
+        return self._thread is not None and not self._durable.is_set()
+
     def abandon(self, patience_seconds: float) -> None:
         """After an exception: waits for a save that is still being written; its failure is only logged."""
-        if self._thread is not None:
-            self._thread.join(patience_seconds)
-            if self._thread.is_alive() or self._error is not None:
-                _logger.warning(f"the last checkpoint was not written: {self._error or 'the other ranks do not answer'}")
+        if self._thread is not None and (not self._durable.wait(patience_seconds) or self._error is not None):
+            _logger.warning(f"the last checkpoint was not written: {self._error or 'the other ranks do not answer'}")
 
-    def _write(self, contents: Contents, manifest: Manifest) -> None:
-        exchange = partial(collectives.gather_objects, group=self._group)
+    def _write(
+        self,
+        handover: SimpleQueue[Contents | None],
+        manifest: Manifest,
+        durable: threading.Event,
+        before: threading.Thread | None,
+        *,
+        is_held: bool,
+        calm: bool,
+    ) -> None:
+        """What the thread of a save does.
+
+        Args:
+            handover: gives what is written; None if it could not be copied.
+            manifest: see `commit`.
+            durable: set when the checkpoint is durable, or has failed; the next save waits for this and for nothing after it.
+            before: the thread of the save before, which may still rename older ones.
+            is_held: whether a run holds the directory, until all older ones are removed.
+            calm: whether training continues beside it.
+        """
         try:
+            if calm:
+                _give_way()
+            if before is not None:
+                before.join()
+            contents = handover.get()
+            if contents is None:
+                return
+            self.directory.removes_later = is_held
             self._remove_what_is_left()
-            self.latest = commit(self.directory, contents, manifest, self.retention, exchange)
+            self._commit(contents, manifest, on_durable=lambda path: self._note_durable(path, durable if is_held else None))
         except BaseException as error:
             self._error = error
         finally:
             if not self._is_held:
                 self._release()
+            durable.set()
+
+    def _note_durable(self, path: Path, durable: threading.Event | None) -> None:
+        self.latest = path
+        if durable is not None:
+            durable.set()
+
+    def _commit(self, contents: Contents, manifest: Manifest, *, on_durable: Callable[[Path], None]) -> None:
+        """Writes a checkpoint; once more, if the disk was full while an older one was still being removed. Collective."""
+        exchange = partial(collectives.gather_objects, group=self._group)
+        write = partial(commit, self.directory, contents, manifest, self.retention, exchange, on_durable)
+        removal = self.directory.removal
+        is_removing = not removal.wait(0)
+        try:
+            write()
+        except CheckpointError as error:  # the same on all ranks
+            if not any(text in str(error) for text in _NO_SPACE) or not any(exchange(is_removing)):
+                raise
+            removal.wait()
+            write()
 
     def _remove_what_is_left(self) -> None:
         """Once: removes what the process before was killed too early to remove. Each save does so at its end."""
         if self._is_taken_over and collectives.is_main_rank():
             self.directory.prune(self.retention, newest=self.latest)
         self._is_taken_over = False
+
+
+def _give_way() -> None:
+    """Lets training go first where there are fewer processors than threads. Linux alone has this for a single thread."""
+    if sys.platform == "linux":
+        thread = threading.get_native_id()
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _NICENESS)

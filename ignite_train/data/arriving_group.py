@@ -1,4 +1,4 @@
-"""A group of micro-batches that worker processes are still preparing while its first ones are computed."""
+"""A group of micro-batches that worker processes, or a thread, still prepare while its first ones are computed."""
 
 from __future__ import annotations
 

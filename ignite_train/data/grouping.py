@@ -14,7 +14,9 @@ from torch.utils.data import DataLoader
 from ignite_train.arguments import one_of, positive_int
 from ignite_train.data.arriving_group import ArrivingGroup
 from ignite_train.data.description import length_of
+from ignite_train.data.fetch_thread import FetchThread
 from ignite_train.data.position import DataPosition, open_loader
+from ignite_train.data.resumable_loader import ResumableLoader
 from ignite_train.data.samplers import set_epoch
 from ignite_train.data.stream import Stream
 from ignite_train.ranks import collectives
@@ -42,8 +44,8 @@ class MicroBatchGrouping:
     zero. Without a known length each rank reads one micro-batch ahead, and whether any rank has more travels with the
     statistics of the update.
 
-    The group of a DataLoader with worker processes is an `ArrivingGroup`, so that its first micro-batches are computed while
-    the others are prepared; otherwise it is a list.
+    The group of a DataLoader with worker processes, or with a thread that reads ahead, is an `ArrivingGroup`, so that its
+    first micro-batches are computed while the others are prepared; otherwise it is a list.
 
     Args:
         accumulation_steps: see `AccumulationSteps`.
@@ -230,8 +232,7 @@ class MicroBatchPass:
         self.more = 1
         self._fills_up = collectives.world_size() > 1  # with empty groups, while other ranks have more
         self._looks_ahead = self._fills_up and self.length is None
-        has_workers = isinstance(loader, DataLoader) and loader.num_workers > 0
-        self._groups_arrive = has_workers and not (needs_whole_groups or self._looks_ahead)
+        self._groups_arrive = _reads_ahead(loader) and not (needs_whole_groups or self._looks_ahead)
         self._ahead: list[Any] = []
         self._nothing_behind = False  # the look ahead has found no other group
         self._read = self.num_read = 0  # micro-batches since the position was found, and in the latest group
@@ -317,7 +318,13 @@ class MicroBatchPass:
                     f"{'the surplus is left out of the epoch' if surplus else 'the epoch was shorter'}; correct its __len__",
                     stacklevel=2,
                 )
+        self.pause()
         self._micro_batches = iter(())
+
+    def pause(self) -> None:
+        """Ends the thread that reads the loader, if there is one; reading on starts another."""
+        if isinstance(self._micro_batches, FetchThread):
+            self._micro_batches.pause()
 
     def _has_surplus(self) -> bool:
         if self._surplus is None:
@@ -417,6 +424,13 @@ class MicroBatchPass:
         if length == 0:
             self._refuse_no_group(micro_batches)
         return length
+
+
+def _reads_ahead(loader: Iterable[Any]) -> bool:
+    """Whether worker processes or a thread prepare micro-batches while earlier ones are computed."""
+    if isinstance(loader, ResumableLoader) and loader.fetches_in_thread:
+        return True
+    return isinstance(loader, DataLoader) and loader.num_workers > 0
 
 
 def _count_updates(micro_batches: int, size: Callable[[int], int], done: int, *, drops_last_group: bool) -> int:

@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from ignite_train.data.description import Seekable, changes, describe_data, length_of
+from ignite_train.data.resumable_loader import ResumableLoader
 from ignite_train.model.random_state import (
     capture_random_state,
     generators_within,
@@ -275,10 +276,13 @@ class DataPosition:
                 set_generator_state(found[name], state)
 
     def _find_own_generators(self) -> dict[str, Any]:
-        """The generators of the loader, its samplers and its dataset, unless they are in its own state."""
+        """The generators of the loader, its samplers and its dataset, unless its own state or the seed of a sample has them."""
         if self._stateful is not None and not isinstance(self._loader, DataLoader):
             return {}
-        return generators_within(self._loader)
+        found = generators_within(self._loader)
+        if isinstance(self._loader, ResumableLoader) and self._loader.seeds_generators:
+            return {name: generator for name, generator in found.items() if not name.startswith("dataset.")}
+        return found
 
 
 def _is_stream(loader: Iterable[Any]) -> bool:

@@ -2,20 +2,38 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from itertools import repeat
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
 from ignite_train.arguments import describe, positive_int
+from ignite_train.data.fetch_thread import FetchThread
 from ignite_train.data.samplers import HasEpoch, ShardedSampler
 from ignite_train.data.token_budget_sampler import TokenBudgetSampler
-from ignite_train.model.random_state import capture_random_state, restore_random_state, seed_random_state
+from ignite_train.model.random_state import (
+    capture_random_state,
+    generators_within,
+    restore_random_state,
+    seed_of,
+    seed_random_state,
+)
 from ignite_train.ranks import collectives
 
-__all__ = ["ResumableLoader"]
+__all__ = ["HasSampleSeed", "ResumableLoader"]
+
+_READ_AHEAD = 2  # micro-batches, as for each worker of torch's DataLoader
+
+
+@runtime_checkable
+class HasSampleSeed(Protocol):
+    """A dataset that draws from generators of its own."""
+
+    def seed_sample(self, seed: int) -> None:
+        """Seeds them for the sample that is fetched next, with a number of 64 bits."""
 
 
 class ResumableLoader(DataLoader[Any]):
@@ -25,7 +43,16 @@ class ResumableLoader(DataLoader[Any]):
     sample is fetched, Python's, NumPy's and torch's generators are seeded with (seed, epoch, index of the sample), and
     afterwards they get their state back: random augmentation is the same with any number of workers, and does not draw from
     the generators that the model uses. This does not cover a random `collate_fn`. It takes about 50 µs a sample;
-    `seed_samples=False` saves that if a dataset draws no random numbers.
+    `seed_samples=False` saves that if a dataset draws no random numbers. A dataset that has a method `seed_sample(seed)`, for
+    generators of its own, is told a number of 64 bits before each sample, a function of the same key.
+
+    With `fetch_in_thread` a thread of this process reads the next micro-batches while the model computes. That helps where a
+    sample waits (for a disk, a network) or is made by code that releases Python's lock, as reading and decoding in C does. A
+    dataset that computes in Python needs worker processes. The thread leaves the generators of the process alone, since
+    forward draws from them at the same time; a dataset that draws from them is refused, and one with generators of its own
+    must have `seed_sample`. So the numbers of a run are the same with and without the thread, and a run that is interrupted
+    resumes bitwise, at what was trained on and not at what was read. The dataset and `collate_fn` are called by the thread,
+    also while handlers run: an object that they share with these, or with another loader, must be safe for that.
 
     Args:
         dataset: map-style.
@@ -35,10 +62,14 @@ class ResumableLoader(DataLoader[Any]):
         drop_last: leave out a last micro-batch that is not full.
         seed_samples: seed the generators for each sample, see above.
         batches: makes the micro-batches, in place of `batch_size`, `shuffle` and `drop_last`; `seed` is that of the samples.
-        options: `num_workers`, `collate_fn`, `pin_memory` and other options of a DataLoader, except those about order.
+        fetch_in_thread: read ahead in a thread, see above.
+        options: `num_workers`, `collate_fn`, `pin_memory` and other options of a DataLoader, except those about order. With
+            `fetch_in_thread` `prefetch_factor` is how many micro-batches are read ahead at most; 2 by default.
 
     Raises:
-        ValueError: one of `options` is about order or seeds, or `batches` is of another number of samples.
+        ValueError: one of `options` is about order or seeds, or `batches` is of another number of samples; or
+            `fetch_in_thread` is asked for with worker processes, without `seed_samples`, or with a dataset that has generators
+            and no `seed_sample`. A pass raises it where a dataset draws from the generators of the process.
         TypeError: the dataset has no length, or `shuffle` or `batches` is missing or has the wrong type.
 
     Example:
@@ -59,6 +90,7 @@ class ResumableLoader(DataLoader[Any]):
         drop_last: bool = False,
         seed_samples: bool = True,
         batches: TokenBudgetSampler | None = None,
+        fetch_in_thread: bool = False,
         **options: Any,
     ) -> None:
         refused = sorted({"sampler", "batch_sampler", "generator", "worker_init_fn"} & options.keys())
@@ -75,8 +107,13 @@ class ResumableLoader(DataLoader[Any]):
         else:
             _check_batches(batches, dataset, batch_size=batch_size, shuffle=shuffle, drop_last=drop_last or None)
             self._order, options["batch_sampler"] = batches, _KeyBatches(batches)
+        self._ahead = 0
+        if fetch_in_thread:
+            given = options.pop("prefetch_factor", None)
+            self._ahead = positive_int("prefetch_factor", _READ_AHEAD if given is None else given)
+            _check_thread(dataset, seed_samples=seed_samples, num_workers=options.get("num_workers", 0))
         super().__init__(
-            _Samples(dataset, seed, seed_samples=seed_samples),
+            _Samples(dataset, seed, seed_samples=seed_samples, in_thread=fetch_in_thread),
             generator=torch.Generator(),  # for the seeds of the workers, so that the model's generator is not used
             **options,
         )
@@ -87,6 +124,16 @@ class ResumableLoader(DataLoader[Any]):
             return f"{type(self).__name__}(batches={self._order!r}, seed={self._seed})"
         samples = f"{self._order.describe()['samples']} samples, batch_size={self.batch_size}"
         return f"{type(self).__name__}({samples}, shuffle={self._order.describe()['shuffle']}, seed={self._seed})"
+
+    @property
+    def fetches_in_thread(self) -> bool:
+        """Whether a thread reads ahead."""
+        return self._ahead > 0
+
+    @property
+    def seeds_generators(self) -> bool:
+        """Whether the generators that the dataset holds are seeded for each sample, so that their states mean nothing."""
+        return isinstance(self.dataset, _Samples) and self.dataset.seeds_generators
 
     @property
     def samples_per_round(self) -> int:
@@ -106,7 +153,9 @@ class ResumableLoader(DataLoader[Any]):
 
     def __iter__(self) -> Any:
         self.generator.manual_seed(self._seed)
-        return super().__iter__()
+        if not self._ahead:
+            return super().__iter__()
+        return FetchThread(super().__iter__(), ahead=self._ahead, name=repr(self))
 
 
 def _check_batches(batches: Any, dataset: Any, **left_out: Any) -> None:
@@ -124,6 +173,31 @@ def _check_batches(batches: Any, dataset: Any, **left_out: Any) -> None:
     if batches.num_samples != len(dataset):
         raise ValueError(
             f"batches must have the length of each of the {len(dataset)} samples, got {batches.num_samples} lengths"
+        )
+
+
+def _check_thread(dataset: Any, *, seed_samples: bool, num_workers: int) -> None:
+    """Checks what a thread needs.
+
+    Raises:
+        ValueError: there are worker processes, or samples depend on the order in which they are read.
+    """
+    if num_workers:
+        raise ValueError(
+            f"num_workers must be 0 with fetch_in_thread=True, got {num_workers}: worker processes read ahead already, and to "
+            "fork them beside a thread that reads the dataset could copy a lock that it holds; pass one of the two"
+        )
+    if not seed_samples:
+        raise ValueError(
+            "seed_samples must be True with fetch_in_thread=True: samples that depend on the order in which they are read "
+            "would not be the same after resuming; leave it out"
+        )
+    held = next(iter(generators_within(dataset)), None)
+    if held is not None and not isinstance(dataset, HasSampleSeed):
+        raise ValueError(
+            f"fetch_in_thread=True needs samples that do not depend on the order in which they are read, got a "
+            f"{type(dataset).__name__} with the generator {held!r}; give it a method seed_sample(seed) that seeds it for the "
+            "sample that is fetched next, or pass num_workers=1 in place of fetch_in_thread"
         )
 
 
@@ -160,6 +234,16 @@ class _KeyBatches(Sampler[list[tuple[int, int]]]):
         return ([(epoch, index) for index in batch] for batch in iter(self._batches))
 
 
+class _Turn:
+    """A lock: one thread at a time calls the dataset, also if that of an earlier pass is not back yet. A copy has another."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), ()
+
+
 class _Samples(Dataset[Any]):
     """Fetches samples, each with the generators seeded for it.
 
@@ -167,10 +251,16 @@ class _Samples(Dataset[Any]):
         dataset: the user's.
         seed: the first part of each key.
         seed_samples: False leaves the generators alone.
+        in_thread: a thread calls it, and the generators of the process are left alone too.
+
+    Attributes:
+        seeds_generators: whether the generators of the dataset's own are seeded for each sample.
     """
 
-    def __init__(self, dataset: Any, seed: int, *, seed_samples: bool) -> None:
+    def __init__(self, dataset: Any, seed: int, *, seed_samples: bool, in_thread: bool) -> None:
         self._dataset, self._seed, self._seed_samples = dataset, seed, seed_samples
+        self._turn = _Turn() if in_thread else None
+        self.seeds_generators = seed_samples and isinstance(dataset, HasSampleSeed)
 
     def set_epoch(self, epoch: int) -> None:
         """Passes it on to a dataset that has `set_epoch`."""
@@ -178,15 +268,19 @@ class _Samples(Dataset[Any]):
             self._dataset.set_epoch(epoch)
 
     def __getitems__(self, keys: Sequence[tuple[int, int]]) -> list[Any]:
+        if self._turn is not None:
+            with self._turn.lock:
+                return [self._fetch(seed_of(self._seed, epoch, index), index) for epoch, index in keys]
         if not self._seed_samples:
             return [self._dataset[index] for _, index in keys]
         before = capture_random_state(accelerators=False) if get_worker_info() is None else None
         try:
-            return [self._fetch(epoch, index) for epoch, index in keys]
+            return [self._fetch(seed_random_state(self._seed, epoch, index), index) for epoch, index in keys]
         finally:
             if before is not None:
                 restore_random_state(before)
 
-    def _fetch(self, epoch: int, index: int) -> Any:
-        seed_random_state(self._seed, epoch, index)
+    def _fetch(self, seed: int, index: int) -> Any:
+        if self.seeds_generators:
+            self._dataset.seed_sample(seed)
         return self._dataset[index]

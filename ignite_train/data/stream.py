@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from ignite_train.data.description import length_of
+from ignite_train.data.fetch_thread import FetchThread
 from ignite_train.data.position import DataPosition, open_loader
 from ignite_train.data.samplers import set_epoch
 
@@ -51,9 +52,15 @@ class Stream:
 
     def replace(self, data: Iterable[Any]) -> None:
         """Continues with another iterable, from its beginning."""
+        self.pause()
         self.data, self._ended = data, False
         self._micro_batches = self._place = None
         self._given = self._since_found = 0
+
+    def pause(self) -> None:
+        """Ends the thread that reads the loader, if there is one; the next element starts another."""
+        if isinstance(self._micro_batches, FetchThread):
+            self._micro_batches.pause()
 
     def state_dict(self) -> dict[str, Any]:
         """The place in the stream, in plain types."""
@@ -79,6 +86,7 @@ class Stream:
                 f"data must be iterable again to repeat an update that was broken off, got an iterator "
                 f"({type(self.data).__name__}) that has been read past it; pass a DataLoader"
             )
+        self.pause()
         self._passes, self._given, self._ended = passes, given, False
         self._micro_batches = self._place = None
         if given:

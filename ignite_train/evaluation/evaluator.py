@@ -17,6 +17,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from ignite_train.arguments import describe, one_of, positive_int
 from ignite_train.data.description import length_of
+from ignite_train.data.fetch_thread import FetchThread
 from ignite_train.data.grouping import POLICIES, Uneven
 from ignite_train.data.position import open_loader
 from ignite_train.device.to_device import ToDevice
@@ -114,8 +115,11 @@ class Evaluator(Loop):
         return length if length is None or self._limit is None else min(length, self._limit)
 
     def _open(self, data: Iterable[Any]) -> _Whole:
-        micro_batches = islice(open_loader(data), self._limit)
-        return _Whole(micro_batches if self._uneven == "all" else _in_step(micro_batches, self._uneven, self._run_placeholder))
+        opened = open_loader(data)
+        micro_batches: Iterator[Any] = islice(opened, self._limit)
+        if self._uneven != "all":
+            micro_batches = _in_step(micro_batches, self._uneven, self._run_placeholder)
+        return _Whole(micro_batches, opened)
 
     def _run_placeholder(self, micro_batch: Any) -> None:
         """Runs forward only so that the others' collectives complete: nothing of it counts."""
@@ -155,18 +159,25 @@ class Evaluator(Loop):
 
 
 class _Whole:
-    """One pass over micro-batches, one at a time."""
+    """One pass over micro-batches, one at a time.
+
+    Args:
+        micro_batches: what is evaluated.
+        opened: the pass over the loader that gives them.
+    """
 
     length: int | None = None
 
-    def __init__(self, micro_batches: Iterator[Any]) -> None:
-        self._micro_batches = micro_batches
+    def __init__(self, micro_batches: Iterator[Any], opened: Iterator[Any]) -> None:
+        self._micro_batches, self._opened = micro_batches, opened
 
     def __next__(self) -> Any:
         return next(self._micro_batches)
 
-    def close(self, *, whole: bool) -> None:
-        """Nothing to do."""
+    def close(self, *, whole: bool) -> None:  # noqa: ARG002  # of the loop
+        """Ends the thread that reads the loader, if there is one."""
+        if isinstance(self._opened, FetchThread):
+            self._opened.pause()
 
 
 def _in_step(micro_batches: Iterator[Any], uneven: Uneven, run_placeholder: Callable[[Any], None]) -> Iterator[Any]:

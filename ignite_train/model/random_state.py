@@ -26,6 +26,7 @@ __all__ = [
     "get_generator_state",
     "restore_random_state",
     "seed_new_rank",
+    "seed_of",
     "seed_random_state",
     "set_generator_state",
 ]
@@ -173,13 +174,18 @@ def seed_new_rank(rank: int) -> None:
     torch.manual_seed(torch.initial_seed() + int(torch.randint(2**40, ())) + rank)
 
 
+def seed_of(*key: int | str) -> int:
+    """A hash of `key`, of 64 bits."""
+    return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "big")
+
+
 def seed_random_state(*key: int | str) -> int:
     """Seeds those of the CPU with a hash of `key`; fast enough for each sample, which `torch.manual_seed` is not.
 
     Returns:
         The hash, of 64 bits.
     """
-    seed = int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "big")
+    seed = seed_of(*key)
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.default_generator.manual_seed(seed)
