@@ -108,6 +108,7 @@ class ProgressLog(Handler):
         self._trainer: Trainer | None = None
         self._shown = _Shown()
         self._bar: Any = None
+        self._advances: RemovableEventHandle | None = None  # the handler that moves the bar, where there is one
         self._evaluation_bar: Any = None
         self._redirected = ExitStack()
         self._begin = 0
@@ -142,7 +143,6 @@ class ProgressLog(Handler):
             return None
         self._trainer = trainer
         trainer.on_enter.append(self._open)
-        trainer.add_event_handler(Events.ITERATION_COMPLETED, self._advance)
         trainer.add_event_handler(Events.COMPLETED, self._conclude)
         trainer.add_event_handler(Events.TERMINATE | Events.INTERRUPT, self._close)
         trainer.add_event_handler(Events.EXCEPTION_RAISED, self._close_at_exception)
@@ -169,11 +169,11 @@ class ProgressLog(Handler):
         if self.style == "bar" or (self.style == "auto" and _has_bars()):
             self._redirected.enter_context(logging_redirect_tqdm())
             self._bar = _make_bar(initial=state.iteration, unit="update", delay=_REFRESH_SECONDS)
+            # Behind what publishes metrics, and before handlers that may end the run.
+            self._advances = trainer.add_evaluation_handler(Events.ITERATION_COMPLETED, self._advance)
 
     def _advance(self, trainer: Trainer) -> None:
         bar = self._bar
-        if bar is None:
-            return
         bar.n += 1
         now = time.perf_counter()
         if now - self._refreshed >= _REFRESH_SECONDS or bar.n - 1 == self._begin:
@@ -206,6 +206,9 @@ class ProgressLog(Handler):
         if self._bar is not None:
             self._bar.close()
             self._bar = None
+        if self._advances is not None:
+            self._advances.remove()
+            self._advances = None
         self._redirected.close()
 
     def _close_evaluation(self) -> None:

@@ -279,6 +279,20 @@ def test_a_metric_that_is_not_one_number_does_not_end_the_run(
     assert "validation after update 12:  loss" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("style", ["simple", "bar"])
+def test_only_a_bar_is_moved_in_each_update(monkeypatch: pytest.MonkeyPatch, style: Any) -> None:
+    """Where there is none nothing is attached for it, and when it is closed its handler is gone."""
+    monkeypatch.setattr("ignite_train.handlers.progress.tqdm", ShownBar)
+    trainer, _, _ = make()
+    ProgressLog(style).attach(trainer, Events.EPOCH_COMPLETED)
+    seen: list[bool] = []
+    trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: seen.append(trainer._has_handlers(EVERY)))
+    for epochs in (1, 2):
+        trainer.run(DATA, max_epochs=epochs)
+        seen.append(trainer._has_handlers(EVERY))
+    assert seen == [style == "bar", False] * 2
+
+
 class ShownBar(tqdm):  # type: ignore[type-arg]
     """A bar that remembers whether it was closed."""
 

@@ -15,6 +15,7 @@ from torch import nn
 import cuts
 from ignite_train import Trainer, TrainEvents, UpdateOptions, count_traffic, create_evaluator, create_trainer
 from ignite_train.device.event_times import EventTimes
+from ignite_train.events import every
 from ignite_train.handlers import Profiler, StepTimer, TrainingMetrics, Validation
 from ignite_train.loop.sections import SECTIONS
 from ranks import run_ranks
@@ -136,6 +137,17 @@ def test_a_detached_timer_measures_nothing_more() -> None:
     trainer.run(DATA, max_iters=9)
     assert timer.summary()["forward"].updates == 4
     assert trainer._measured().open_range is None
+
+
+def test_handlers_that_are_not_due_are_no_section() -> None:
+    """Their event is over before time is counted as that of handlers; in an update in which one is due, all of them are."""
+    trainer, seen = make(), []
+    sections = trainer._measured()
+    sections.listeners.append(lambda _before, section: seen.append((trainer.state.iteration, section)))
+    for number in (2, 3):
+        trainer.add_event_handler(every(number, Events.ITERATION_COMPLETED), lambda: None)
+    trainer.run(DATA, max_iters=6)
+    assert [update for update, section in seen if section == "handler" and update > 1] == [2, 3, 4, 6]
 
 
 def test_nothing_is_attached_inside_the_update() -> None:

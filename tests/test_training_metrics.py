@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +27,7 @@ from ignite_train import (
 )
 from ignite_train.handlers import Checkpoint, TrainingMetrics, Validation, training_metrics
 from ignite_train.loop.progress import run_progress
+from ignite_train.loop.sections import SECTIONS
 from ignite_train.metrics import PUBLISHED_METRICS, TIMED_METRICS, grouped_metric, single_metrics
 from ranks import run_ranks
 from setups import InfiniteIn
@@ -163,6 +165,21 @@ def test_a_perplexity_beyond_floats_is_infinite() -> None:
     assert trainer.run(DATA, max_epochs=1).metrics["perplexity"] == math.inf
 
 
+@pytest.mark.parametrize("kept", [1, 4])
+def test_means_do_not_depend_on_when_records_are_added_up(monkeypatch: pytest.MonkeyPatch, kept: int) -> None:
+    """Bit by bit: an interval of 7 updates, of which at most 1 or 4 records are kept, and one is a skip."""
+
+    def job() -> dict[str, Any]:
+        forward = InfiniteIn(3)
+        trainer = forward.trainer = make(forward, on_nonfinite="skip", max_grad_norm=1.0)
+        TrainingMetrics().attach(trainer, EVERY(every=7))
+        return untimed(trainer.run(DATA, max_iters=7).metrics)
+
+    expected = job()
+    monkeypatch.setattr(training_metrics, "_MAX_PENDING", kept)
+    assert job() == expected
+
+
 # --- resumption ---
 
 
@@ -275,6 +292,22 @@ def test_time_is_put_into_sections(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert published[-1]["train_wall"] == 24.0
     assert published[-1]["wall"] == sum(sum(each[name] for name in names) for each in published)
     assert sum(metrics.seconds_by_section.values()) <= clock.now - begin
+
+
+def test_no_time_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that advances whenever it is read: what passes while the metrics are published is of the next interval."""
+    readings = itertools.count(0.0, 1.0)
+    trainer, published, metrics = make(), [], TrainingMetrics()
+    metrics.attach(trainer, EVERY(every=2))
+    trainer.add_event_handler(EVERY(every=2), lambda: published.append(dict(trainer.state.metrics)))
+    monkeypatch.setattr(time, "perf_counter", lambda: next(readings))
+    begin: list[float] = []
+    sections = trainer._measured()
+    trainer.on_enter.append(lambda _: begin.append(sections._since))
+    trainer.run(DATA, max_epochs=1)
+    walls = [sum(each[f"{name}_seconds"] for name in SECTIONS) for each in published]
+    assert [each["wall"] for each in published] == [*itertools.accumulate(walls)]
+    assert sum(metrics.seconds_by_section.values()) == sections._since - begin[0]
 
 
 class SlowBackward(torch.autograd.Function):
