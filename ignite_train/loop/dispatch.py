@@ -227,7 +227,7 @@ def _number_of(event_filter: Any) -> int | None:
     """The number of a filter `every=number`, of ours or Ignite's; None for other filters."""
     if isinstance(event_filter, EveryNth):
         return event_filter.number
-    if getattr(event_filter, "__code__", None) is _IGNITES_EVERY_NTH:
+    if isinstance(event_filter, types.FunctionType) and event_filter.__code__ is _IGNITES_EVERY_NTH:
         return inspect.getclosurevars(event_filter).nonlocals.get("every")
     return None
 
