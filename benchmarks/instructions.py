@@ -49,16 +49,17 @@ class Loop(NamedTuple):
 
 
 BARE = f"ignite_train, {FUSED}"
-WATCHED = "attach_defaults, between two lines", f"attach_defaults, a line in {LOG_EVERY} updates"
+WATCHED = "attach_defaults, updates between two lines", f"attach_defaults, a line in {LOG_EVERY} updates"
 # The loops of this file and of this library, which share a process.
 LOOPS: dict[str, Loop] = {
     REFERENCE: Loop(contestants.by_hand, fused=False),
     f"{REFERENCE}, {FUSED}": Loop(contestants.by_hand, fused=True),
     "ignite_train": Loop(contestants.ignite_train, fused=False),
     BARE: Loop(contestants.ignite_train, fused=True),
-    WATCHED[0]: Loop(contestants.ignite_train_with_defaults, fused=True, warm_up=LOG_EVERY + WARM_UP),
-    WATCHED[1]: Loop(contestants.ignite_train_with_defaults, fused=True, warm_up=LOG_EVERY + WARM_UP, updates=LOG_EVERY),
 }
+for name, number in zip(WATCHED, (UPDATES, LOG_EVERY), strict=True):  # each with the same updates of a bare trainer
+    LOOPS[name] = Loop(contestants.ignite_train_with_defaults, fused=True, warm_up=LOG_EVERY + WARM_UP, updates=number)
+    LOOPS[f"{BARE}, {number} later updates"] = LOOPS[name]._replace(run=contestants.ignite_train)
 PEERS: dict[str, Contestant] = peers.WITHOUT_LOGGING | {"Transformers Trainer, logging every 50": peers.transformers}
 STAGES = ("forward and loss", "backward", "norm, decision", "clipping, step, clearing", "all between updates")
 
@@ -216,8 +217,8 @@ def watching_table(counts: dict[tuple[str, str, str | None], int]) -> str:
     """What `attach_defaults` adds to a bare trainer."""
     rows = []
     for kind in OPTIMIZERS:
-        bare = counts[kind, BARE, None]
         for loop in WATCHED:
+            bare = counts[kind, f"{BARE}, {LOOPS[loop].updates} later updates", None]
             more = counts[kind, loop, None] - bare
             rows.append([kind, loop, f"{bare / 1e3:.0f}", f"{more / 1e3:.1f}", f"{1 + more / bare:.3f}"])
     return table(["optimizer", "loop", "bare: thousand instructions", "more with it", "ratio"], rows)

@@ -7,6 +7,7 @@
 `language_model.py` beside this file is the longer tutorial.
 """
 
+import logging
 import os
 import socket
 from functools import partial
@@ -107,6 +108,7 @@ def main(
     started = "RANK" in os.environ  # by torchrun or another launcher
     backend = ("nccl" if torch.cuda.is_available() else "gloo") if started or nproc > 1 else None
     spawn: dict[str, Any] = {} if started or nproc == 1 else {"nproc_per_node": nproc, "master_port": free_port()}
+    logging.getLogger("ignite.distributed.launcher.Parallel").disabled = True  # it would print how the processes are started
     with idist.Parallel(backend=backend, **spawn) as parallel:
         parallel.run(train, epochs, batch_size, seed, log_dir)
 

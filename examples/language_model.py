@@ -10,6 +10,7 @@ function that the trainer needs, and the run with its handlers.
 """
 
 import inspect
+import logging
 import math
 import os
 import signal
@@ -186,6 +187,9 @@ def train(_local_rank: int, settings: Settings) -> None:
 
     torch.manual_seed(settings.seed)
     gpt = GPT(context=settings.context, layers=settings.layers, width=settings.width).to(idist.device())
+    if idist.get_rank() == 0:
+        text, weights = len(texts[0]) / 1e6, sum(parameter.numel() for parameter in gpt.parameters()) / 1e6
+        print(f"{text:.1f} MB of text, {weights:.2f} million weights, {settings.max_updates} updates", flush=True)
     model = idist.auto_model(gpt) if processes > 1 else gpt  # with one process it would use DataParallel
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
 
@@ -253,6 +257,7 @@ def main(**options: Any) -> None:
     if settings.micro_batch % processes:
         raise typer.BadParameter(f"--micro-batch must be a multiple of {processes}, the processes; got {settings.micro_batch}")
     backend = ("nccl" if torch.cuda.is_available() else "gloo") if started or processes > 1 else None
+    logging.getLogger("ignite.distributed.launcher.Parallel").disabled = True  # it would print how the processes are started
     spawn: dict[str, Any] = {} if started or processes == 1 else {"nproc_per_node": processes, "master_port": free_port()}
     with idist.Parallel(backend=backend, **spawn) as parallel:
         parallel.run(train, settings)

@@ -240,8 +240,11 @@ class ProgressLog(Handler):
             _print(_json({"epoch": state.epoch, **counts, "seconds": seconds}))
             return
         epochs = f"{state.epoch} epoch" + "s" * (state.epoch != 1)
-        updates = f"{state.iteration} updates ({state.num_steps} steps, {state.num_skipped} skipped)"
-        _print(f"finished after {updates} in {epochs}, {seconds:.1f} s")
+        total, ending, number = _total(trainer), "finished", str(state.iteration)
+        if trainer.should_terminate and state.iteration != total:
+            ending, number = "stopped", number if total is None else f"{number} of {total}"
+        updates = f"{number} updates ({state.num_steps} steps, {state.num_skipped} skipped)"
+        _print(f"{ending} after {updates} in {epochs}, {seconds:.1f} s")
         for name, text in _table(trainer):
             _print(f"  {name:<8}{text}")
 
@@ -375,11 +378,12 @@ def _table(trainer: Trainer) -> Iterator[tuple[str, str]]:
             yield "best", f"{validation.score} {validation.best:.6g} at update {validation.best_update}"
     memory = {name: value for name, value in trainer.state.metrics.items() if "memory" in name and name in PUBLISHED_METRICS}
     if memory:
-        yield "memory", ", ".join(f"{name.replace('_', ' ')} {value:.2f} GiB" for name, value in memory.items())
-    files = [saver.directory] if isinstance(saver, _HasCheckpoints) else []
-    files += [path for handler in handlers if isinstance(handler, _HasFiles) for path in handler.files]
-    for index, path in enumerate(files):
-        yield "files" if index == 0 else "", str(path)
+        kinds = {name.replace("memory", "").strip("_"): value for name, value in memory.items()}
+        yield "memory", ", ".join(f"{kind} {value:.2f} GiB" for kind, value in kinds.items())
+    files = [(saver.directory, saver)] if isinstance(saver, _HasCheckpoints) else []
+    files += [(path, handler) for handler in handlers if isinstance(handler, _HasFiles) for path in handler.files]
+    for index, (path, writer) in enumerate(files):
+        yield "files" if index == 0 else "", f"{path} ({type(writer).__name__})"
 
 
 def _wrapped(parts: list[str]) -> Iterator[str]:

@@ -255,7 +255,7 @@ class TensorBoard(RecordingHandler):
             table = "".join(f"| {name} | `{value}` |\n" for name, value in entries.items())
             file.add(text(tag, f"| name | value |\n| --- | --- |\n{table}"), 0)  # type: ignore[no-untyped-call]
         results = dict.fromkeys([grouped_metric("loss"), *(f"{tag}/loss" for tag in self.tags)], 0.0)
-        for summary in hparams(settings, results):  # type: ignore[no-untyped-call]
+        for summary in hparams({**settings, **dict(_flat("environment", environment))}, results):  # type: ignore[no-untyped-call]
             file.add(summary, 0)
 
     def _lay_out(self, file: EventFile, names: list[str], update: int) -> None:

@@ -210,7 +210,8 @@ def test_the_run_is_described(tmp_path: Path) -> None:
     assert f"| torch | `{torch.__version__}` |" in make_ndarray(text.tensor_proto).item().decode()
     metadata = events.summary_metadata["_hparams_/session_start_info"].plugin_data
     assert metadata.plugin_name == "hparams"
-    assert b"optimizer.name" in metadata.content
+    for name in (b"optimizer.name", b"trainer.precision", b"environment.torch"):
+        assert name in metadata.content
 
 
 def test_the_end_of_the_run_is_there(tmp_path: Path) -> None:
