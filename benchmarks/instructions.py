@@ -1,6 +1,6 @@
 """How many instructions the processor executes in an update, counted by callgrind: other processes cannot disturb a count.
 
-    python benchmarks/instructions.py            # counts, and writes the budget of the stages into docs/performance.md
+    python benchmarks/instructions.py            # counts, and writes two of its tables into docs/performance.md
     python benchmarks/instructions.py --print    # only shows the tables
 
 Needs valgrind (`apt-get install valgrind`). The loops of `overhead.py` train its tiny network, with clipping, on one thread;
@@ -232,7 +232,7 @@ def stages_table(counts: dict[tuple[str, str, str | None], int]) -> str:
 
 
 def write(text: str) -> None:
-    """Puts the budget of the stages into its page."""
+    """Puts the tables of the stages and of what `attach_defaults` adds into their page."""
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     PAGE.write_text(before + BEGIN + "\n" + text + "\n" + END + rest.partition(END)[2], encoding="utf-8")
 
@@ -258,11 +258,12 @@ def main(
             counts |= count(name)
     print("Ratios are to the loop by hand with torch's default optimizer; peers have a fused one.\n")
     print(loops_table(counts))
-    print(f"\nWhat `attach_defaults` adds to an update.\n\n{watching_table(counts)}")
-    budget = stages_table(counts)
+    watching, budget = watching_table(counts), stages_table(counts)
+    print(f"\nWhat `attach_defaults` adds to an update.\n\n{watching}")
     print(f"\nThousand instructions of each stage.\n\n{budget}")
     if not show:
-        write(f"Thousand instructions of an update of three small linear layers; torch {torch.__version__}.\n\n{budget}\n")
+        network = f"an update of three small linear layers; torch {torch.__version__}"
+        write(f"Thousand instructions of {network}.\n\n{budget}\n\nWhat `attach_defaults` adds to it.\n\n{watching}\n")
 
 
 if __name__ == "__main__":

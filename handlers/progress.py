@@ -380,7 +380,7 @@ def _table(trainer: Trainer) -> Iterator[tuple[str, str]]:
     if memory:
         kinds = {name.replace("memory", "").strip("_"): value for name, value in memory.items()}
         yield "memory", ", ".join(f"{kind} {value:.2f} GiB" for kind, value in kinds.items())
-    files = [(saver.directory, saver)] if isinstance(saver, _HasCheckpoints) else []
+    files: list[tuple[Path, object]] = [(saver.directory, saver)] if isinstance(saver, _HasCheckpoints) else []
     files += [(path, handler) for handler in handlers if isinstance(handler, _HasFiles) for path in handler.files]
     for index, (path, writer) in enumerate(files):
         yield "files" if index == 0 else "", f"{path} ({type(writer).__name__})"

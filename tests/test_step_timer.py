@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import ignite.distributed as idist
@@ -13,6 +12,7 @@ from ignite.engine import Events
 from torch import nn
 
 import cuts
+from clock import Clock
 from ignite_train import Trainer, TrainEvents, UpdateOptions, count_traffic, create_evaluator, create_trainer
 from ignite_train.device.event_times import EventTimes
 from ignite_train.events import every
@@ -22,22 +22,6 @@ from ranks import run_ranks
 
 DATA = cuts.cut(cuts.samples(), [4, 12, 7, 9, 16, 16])  # six micro-batches
 EVERY = Events.ITERATION_COMPLETED
-
-
-class Clock:
-    """Time that moves only when somebody takes it."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 100.0
-        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
-
-    def take(self, seconds: float) -> None:
-        self.now += seconds
-
-    def loader(self, seconds: float) -> Iterator[Any]:
-        for batch in DATA:
-            self.take(seconds)
-            yield batch
 
 
 def make(forward: Any = cuts.forward, **options: Any) -> Trainer:
@@ -62,7 +46,7 @@ def test_percentiles_of_the_updates(monkeypatch: pytest.MonkeyPatch) -> None:
 
     trainer = make(forward)
     timer.attach(trainer, EVERY(every=2))
-    trainer.run(clock.loader(3.0), max_epochs=1)
+    trainer.run(clock.loader(DATA, 3.0), max_epochs=1)
     summary = timer.summary()
     assert {*summary} == {"data", "forward", "outer", "outer/inner"}
     assert summary["forward"] == pytest.approx((6, 3.5, 3.5, 5.5, 5.95, 6.0))
