@@ -123,6 +123,14 @@ def job(name: str, directory: Path, *, searches: str | None) -> Any:
     return bit_by_bit([*states, metrics, torch.get_rng_state()]), sorted(trainer._stateful)
 
 
+def test_metrics_do_not_count_the_search() -> None:
+    """The interval that begins before it has no update afterwards."""
+    trainer, metrics = make(net()), TrainingMetrics()
+    metrics.attach(trainer, Events.ITERATION_COMPLETED(every=100))
+    search(trainer, MICRO_BATCHES, num_iter=3)
+    assert set(metrics.state_dict()["sums"].values()) == {0.0}
+
+
 def test_a_search_before_a_resumed_run(tmp_path: Path) -> None:
     """The search begins with the script's model, and not with the checkpoint, from which the run then continues."""
 
