@@ -3,12 +3,15 @@
     python benchmarks/handler_costs.py
 
 An averaging of `ModelEMA` is timed against one `torch._foreach_lerp_` over the same tensors, which it cannot be quicker than.
-Updates of a small model with `GradientMonitor` attached, none of which it looks at, are timed against updates without it. All
-in interleaved rounds.
+Updates of a small model with `GradientMonitor` attached, none of which it looks at, are timed against updates without it. Last
+comes what `TensorBoard` takes to write the scalars of an update. All in interleaved rounds.
 """
 
 import time
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import torch
@@ -17,7 +20,7 @@ from torch import nn
 from typer import Option
 
 from ignite_train import create_trainer
-from ignite_train.handlers import GradientMonitor, ModelEMA
+from ignite_train.handlers import GradientMonitor, ModelEMA, TensorBoard
 from interleaving import MIN_REPETITIONS, interleave, table
 
 
@@ -70,6 +73,26 @@ def updates(number: int) -> dict[str, Callable[[], float]]:
     }
 
 
+def points(directory: Path, *numbers: int) -> dict[str, Callable[[], float]]:
+    """Seconds of a call of `TensorBoard`, which writes this many scalars: the mean of 200 calls."""
+
+    def seconds(number: int) -> float:
+        model = nn.Linear(1, 1)
+        trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.0), mean_square)
+        trainer.state.metrics = {f"log {index}": index / 3 for index in range(number)}
+        tensorboard = TensorBoard(directory / f"{len(list(directory.iterdir()))}")
+        tensorboard.attach(trainer)
+        for update in range(1_000, 1_220):
+            if update == 1_020:
+                started = time.perf_counter()
+            trainer.state.iteration = update
+            tensorboard(trainer)
+        return (time.perf_counter() - started) / 200
+
+    once_more = {f"{numbers[0]} scalars, once more (the noise)": partial(seconds, numbers[0])}
+    return {f"{number} scalars": partial(seconds, number) for number in numbers} | once_more
+
+
 def main(
     millions: Annotated[int, Option(help="Million parameters of the averaged model.")] = 50,
     number: Annotated[int, Option(help="Updates in a measurement of the monitor.")] = 300,
@@ -78,18 +101,20 @@ def main(
     """Time an averaging against one `_foreach_lerp_`, and updates with a monitor that does not look against those without."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    for title, contestants, unit in (
-        (f"One averaging of {millions} M parameters", averagings(millions), "ms"),
-        (f"One of {number} updates of a small model", updates(number), "µs"),
-    ):
-        rounds = interleave(contestants, repetitions=repetitions, quiet=True)
-        scale = 1e3 if unit == "ms" else 1e6
-        rows = [
-            (name, f"{rounds.typical(name) * scale:.1f}", rounds.ratios(name).show(3), rounds.difference(name).show(1))
-            for name in contestants
-        ]
-        print(f"\n{title}, on one thread:\n")
-        print(table(("", unit, "ratio", "difference, µs"), rows))
+    with TemporaryDirectory() as directory:
+        for title, contestants, unit in (
+            (f"One averaging of {millions} M parameters", averagings(millions), "ms"),
+            (f"One of {number} updates of a small model", updates(number), "µs"),
+            ("Writing the scalars of an update", points(Path(directory), 24, 8, 240), "µs"),
+        ):
+            rounds = interleave(contestants, repetitions=repetitions, quiet=True)
+            scale = 1e3 if unit == "ms" else 1e6
+            rows = [
+                (name, f"{rounds.typical(name) * scale:.1f}", rounds.ratios(name).show(3), rounds.difference(name).show(1))
+                for name in contestants
+            ]
+            print(f"\n{title}, on one thread:\n")
+            print(table(("", unit, "ratio", "difference, µs"), rows))
 
 
 if __name__ == "__main__":

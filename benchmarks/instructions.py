@@ -1,11 +1,12 @@
 """How many instructions the processor executes in an update, counted by callgrind: other processes cannot disturb a count.
 
-    python benchmarks/instructions.py            # counts, and writes the budget of the stages into docs/performance.md
+    python benchmarks/instructions.py            # counts, and writes two of its tables into docs/performance.md
     python benchmarks/instructions.py --print    # only shows the tables
 
 Needs valgrind (`apt-get install valgrind`). The loops of `overhead.py` train its tiny network, with clipping, on one thread;
 loss and norm of each update are kept. Loops and peers run in processes under valgrind, where the processor is a simple one
 without AVX-512: a ratio of instructions says how much work is spared, not how much time. Garbage is not collected meanwhile.
+A table of its own says what `attach_defaults` adds to the same loop, in updates without a line and over a whole interval.
 """
 
 import gc
@@ -18,7 +19,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
@@ -26,7 +27,7 @@ from typer import Option
 
 import contestants
 import peers
-from contestants import REFERENCE, Contestant, MicroBatches, Outcome, Work
+from contestants import LOG_EVERY, REFERENCE, Contestant, MicroBatches, Outcome, Work
 from ignite_train import TrainEvents
 from interleaving import table
 from overhead import forward, mean_loss
@@ -36,13 +37,29 @@ BEGIN, END = "<!-- written by benchmarks/instructions.py -->\n", "<!-- end -->\n
 WARM_UP, UPDATES = 8, 10
 OPTIMIZERS: dict[str, Any] = {"SGD": partial(torch.optim.SGD, lr=0.05), "AdamW": partial(torch.optim.AdamW, lr=1e-3)}
 FUSED = "fused=True"
-# The loops of this file and of this library, which share a process, and whether their optimizer is a fused one.
-LOOPS: dict[str, tuple[Contestant, bool]] = {
-    REFERENCE: (contestants.by_hand, False),
-    f"{REFERENCE}, {FUSED}": (contestants.by_hand, True),
-    "ignite_train": (contestants.ignite_train, False),
-    f"ignite_train, {FUSED}": (contestants.ignite_train, True),
+
+
+class Loop(NamedTuple):
+    """A loop, whether its optimizer is a fused one, the updates before those that count, and how many count."""
+
+    run: Contestant
+    fused: bool
+    warm_up: int = WARM_UP
+    updates: int = UPDATES
+
+
+BARE = f"ignite_train, {FUSED}"
+WATCHED = "attach_defaults, updates between two lines", f"attach_defaults, a line in {LOG_EVERY} updates"
+# The loops of this file and of this library, which share a process.
+LOOPS: dict[str, Loop] = {
+    REFERENCE: Loop(contestants.by_hand, fused=False),
+    f"{REFERENCE}, {FUSED}": Loop(contestants.by_hand, fused=True),
+    "ignite_train": Loop(contestants.ignite_train, fused=False),
+    BARE: Loop(contestants.ignite_train, fused=True),
 }
+for name, number in zip(WATCHED, (UPDATES, LOG_EVERY), strict=True):  # each with the same updates of a bare trainer
+    LOOPS[name] = Loop(contestants.ignite_train_with_defaults, fused=True, warm_up=LOG_EVERY + WARM_UP, updates=number)
+    LOOPS[f"{BARE}, {number} later updates"] = LOOPS[name]._replace(run=contestants.ignite_train)
 PEERS: dict[str, Contestant] = peers.WITHOUT_LOGGING | {"Transformers Trainer, logging every 50": peers.transformers}
 STAGES = ("forward and loss", "backward", "norm, decision", "clipping, step, clearing", "all between updates")
 
@@ -79,13 +96,13 @@ class Counter:
         torch._C._valgrind_toggle_and_dump_stats()
 
 
-def work_for(optimizer: str, counter: Counter, *, fused: bool) -> Work:
+def work_for(optimizer: str, counter: Counter, *, fused: bool, warm_up: int = WARM_UP, updates: int = UPDATES) -> Work:
     """The tiny network, whose loader tells `counter` which updates count."""
     torch.manual_seed(0)
     nn = torch.nn
     model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
     batches = [(torch.randn(16, 32), torch.randint(8, (16,))) for _ in range(64)]
-    loader = MicroBatches(batches, steps=1, stretch=UPDATES, stretches=1, warm_up=WARM_UP, before_note=counter.note)
+    loader = MicroBatches(batches, steps=1, stretch=updates, stretches=1, warm_up=warm_up, before_note=counter.note)
     kind = OPTIMIZERS[optimizer](model.parameters(), fused=fused)
     return Work(model=model, optimizer=kind, micro_batches=loader, mean_loss=mean_loss, forward=forward, accumulation_steps=1)
 
@@ -133,8 +150,15 @@ def whole(name: str) -> list[tuple[str, str, str | None]]:
     return loops if name else loops + [(kind, loop, stage) for kind in OPTIMIZERS for loop in STAGED for stage in STAGES]
 
 
+def loop_of(name: str) -> Loop:
+    """One of ours, or a peer."""
+    return LOOPS[name] if name in LOOPS else Loop(PEERS[name], fused=True)
+
+
 def count_here(name: str) -> None:
     """Runs under valgrind: each count goes into a file of its own, in the order of `whole`."""
+    import torch.utils.tensorboard.summary  # what `TensorBoard` imports with its first points
+
     torch.set_num_threads(1)
     gc.disable()
     control = subprocess.Popen(["callgrind_control", "-i", "on", str(os.getpid())], stdout=subprocess.DEVNULL)  # noqa: S607
@@ -146,8 +170,8 @@ def count_here(name: str) -> None:
             run, fused = STAGED[loop]
             contestants.run(partial(run, mark=counter.mark), work_for(kind, counter, fused=fused))
         else:
-            contestant, fused = LOOPS[loop] if loop in LOOPS else (PEERS[loop], True)
-            contestants.run(contestant, work_for(kind, counter, fused=fused))
+            contestant, fused, warm_up, updates = loop_of(loop)
+            contestants.run(contestant, work_for(kind, counter, fused=fused, warm_up=warm_up, updates=updates))
         counter.write()
         gc.collect()
 
@@ -173,7 +197,8 @@ def count(name: str) -> dict[tuple[str, str, str | None], int]:
             print(f"left out: {name}, which did not run under valgrind (status {ended.returncode})", file=sys.stderr)
             return {}
         found = [re.search(r"^totals: (\d+)", text.read_text(encoding="utf-8"), re.MULTILINE) for text in texts]
-    return {what: int(match[1]) // UPDATES for what, match in zip(whole(name), found, strict=True) if match}
+    updates = [UPDATES if stage is not None else loop_of(loop).updates for _, loop, stage in whole(name)]
+    return {what: int(match[1]) // each for what, match, each in zip(whole(name), found, updates, strict=True) if match}
 
 
 def loops_table(counts: dict[tuple[str, str, str | None], int]) -> str:
@@ -188,6 +213,17 @@ def loops_table(counts: dict[tuple[str, str, str | None], int]) -> str:
     return table(["loop", *(text for kind in OPTIMIZERS for text in (f"{kind}: thousand instructions", "ratio"))], rows)
 
 
+def watching_table(counts: dict[tuple[str, str, str | None], int]) -> str:
+    """What `attach_defaults` adds to a bare trainer."""
+    rows = []
+    for kind in OPTIMIZERS:
+        for loop in WATCHED:
+            bare = counts[kind, f"{BARE}, {LOOPS[loop].updates} later updates", None]
+            more = counts[kind, loop, None] - bare
+            rows.append([kind, loop, f"{bare / 1e3:.0f}", f"{more / 1e3:.1f}", f"{1 + more / bare:.3f}"])
+    return table(["optimizer", "loop", "bare: thousand instructions", "more with it", "ratio"], rows)
+
+
 def stages_table(counts: dict[tuple[str, str, str | None], int]) -> str:
     """What each stage takes, in thousand instructions."""
     columns = [(kind, loop) for kind in OPTIMIZERS for loop in STAGED]
@@ -196,7 +232,7 @@ def stages_table(counts: dict[tuple[str, str, str | None], int]) -> str:
 
 
 def write(text: str) -> None:
-    """Puts the budget of the stages into its page."""
+    """Puts the tables of the stages and of what `attach_defaults` adds into their page."""
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     PAGE.write_text(before + BEGIN + "\n" + text + "\n" + END + rest.partition(END)[2], encoding="utf-8")
 
@@ -222,10 +258,12 @@ def main(
             counts |= count(name)
     print("Ratios are to the loop by hand with torch's default optimizer; peers have a fused one.\n")
     print(loops_table(counts))
-    budget = stages_table(counts)
+    watching, budget = watching_table(counts), stages_table(counts)
+    print(f"\nWhat `attach_defaults` adds to an update.\n\n{watching}")
     print(f"\nThousand instructions of each stage.\n\n{budget}")
     if not show:
-        write(f"Thousand instructions of an update of three small linear layers; torch {torch.__version__}.\n\n{budget}\n")
+        network = f"an update of three small linear layers; torch {torch.__version__}"
+        write(f"Thousand instructions of {network}.\n\n{budget}\n\nWhat `attach_defaults` adds to it.\n\n{watching}\n")
 
 
 if __name__ == "__main__":

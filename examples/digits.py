@@ -8,10 +8,8 @@
 `language_model.py` beside this file is the longer tutorial.
 """
 
-import os
-import socket
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated
 
 import ignite.distributed as idist
 import torch
@@ -26,6 +24,7 @@ from typer import Option
 
 from ignite_train import ForwardOutput, ShardedSampler, create_evaluator, create_supervised_trainer, tune
 from ignite_train.handlers import ProgressLog, TensorBoard, TrainingMetrics, Validation
+from launching import launch, number_of_processes
 
 
 def read_digits() -> tuple[TensorDataset, TensorDataset]:
@@ -113,18 +112,7 @@ def main(
     ] = 0.0,
 ) -> None:
     """Learn scikit-learn's handwritten digits."""
-    started = "RANK" in os.environ  # by torchrun or another launcher
-    backend = ("nccl" if torch.cuda.is_available() else "gloo") if started or nproc > 1 else None
-    spawn: dict[str, Any] = {} if started or nproc == 1 else {"nproc_per_node": nproc, "master_port": free_port()}
-    with idist.Parallel(backend=backend, **spawn) as parallel:
-        parallel.run(train, epochs, batch_size, seed, log_dir, tuning_seconds)
-
-
-def free_port() -> int:
-    """A free port, so that two runs on one machine do not connect to each other."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    launch(train, number_of_processes(nproc), epochs, batch_size, seed, log_dir, tuning_seconds)
 
 
 if __name__ == "__main__":

@@ -186,6 +186,9 @@ def train(_local_rank: int, settings: Settings) -> None:
 
     torch.manual_seed(settings.seed)
     gpt = GPT(context=settings.context, layers=settings.layers, width=settings.width).to(idist.device())
+    if idist.get_rank() == 0:
+        text, weights = len(texts[0]) / 1e6, sum(parameter.numel() for parameter in gpt.parameters()) / 1e6
+        print(f"{text:.1f} MB of text, {weights:.2f} million weights, {settings.max_updates} updates", flush=True)
     model = idist.auto_model(gpt) if processes > 1 else gpt  # with one process it would use DataParallel
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
 
@@ -251,7 +254,7 @@ def main(**options: Any) -> None:
     processes = number_of_processes(settings.nproc)
     if settings.micro_batch % processes:
         raise typer.BadParameter(f"--micro-batch must be a multiple of {processes}, the processes; got {settings.micro_batch}")
-    launch(train, settings, processes)
+    launch(train, processes, settings)
 
 
 main.__signature__ = inspect.signature(Settings)  # typer takes the options of the command line from here

@@ -1,5 +1,6 @@
 """How many processes a script trains in, and starting them: the scripts with `--nproc` use it, under torchrun too."""
 
+import logging
 import os
 import socket
 from collections.abc import Callable
@@ -14,13 +15,14 @@ def number_of_processes(nproc: int) -> int:
     return int(os.environ.get("WORLD_SIZE", 1)) if "RANK" in os.environ else nproc
 
 
-def launch(train: Callable[[int, Any], None], settings: Any, processes: int) -> None:
-    """Calls `train(local_rank, settings)` in each of `processes` processes, and starts those that no launcher has started."""
+def launch(train: Callable[..., None], processes: int, *arguments: Any) -> None:
+    """Calls `train(local_rank, *arguments)` in each of `processes` processes; starts those that no launcher has started."""
     started = "RANK" in os.environ
     backend = ("nccl" if torch.cuda.is_available() else "gloo") if started or processes > 1 else None
     spawn: dict[str, Any] = {} if started or processes == 1 else {"nproc_per_node": processes, "master_port": free_port()}
+    logging.getLogger("ignite.distributed.launcher.Parallel").disabled = True  # it would print how the processes are started
     with idist.Parallel(backend=backend, **spawn) as parallel:
-        parallel.run(train, settings)
+        parallel.run(train, *arguments)
 
 
 def free_port() -> int:

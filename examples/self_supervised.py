@@ -337,7 +337,7 @@ def main(**options: Any) -> None:
     processes = number_of_processes(settings.nproc)
     if settings.batch_size % processes:
         raise typer.BadParameter(f"--batch-size must be a multiple of {processes}, the processes; got {settings.batch_size}")
-    launch(train, settings, processes)
+    launch(train, processes, settings)
 
 
 main.__signature__ = inspect.signature(Settings)  # typer takes the options of the command line from here

@@ -454,7 +454,7 @@ def main(**options: Any) -> None:
         raise typer.BadParameter(f"--width must be a multiple of {HEAD_WIDTH}, the width of a head; got {settings.width}")
     if any(int(number) % processes for number in settings.update_freq.split(",")):
         raise typer.BadParameter(f"--update-freq must be multiples of {processes}, the processes; got {settings.update_freq}")
-    launch(train, settings, processes)
+    launch(train, processes, settings)
 
 
 main.__signature__ = inspect.signature(Settings)  # typer takes the options of the command line from here

@@ -32,7 +32,7 @@ from ignite_train.trainer import Trainer
 __all__ = ["LearningRateFinder"]
 
 _SET_ASIDE: Mapping[str, Callable[[], Any]] = {
-    **dict.fromkeys(("on_enter", "on_exit", "piggybacks", "_on_backward", "_defaults"), list),
+    **dict.fromkeys(("on_enter", "on_exit", "piggybacks", "_on_backward", "_on_record", "_defaults"), list),
     **dict.fromkeys(("_stateful", "_stages"), dict),
 }
 """Attributes of a trainer that belong to its handlers, and what stands in their place during the search."""

@@ -108,6 +108,7 @@ class ProgressLog(Handler):
         self._trainer: Trainer | None = None
         self._shown = _Shown()
         self._bar: Any = None
+        self._advances: RemovableEventHandle | None = None  # the handler that moves the bar, where there is one
         self._evaluation_bar: Any = None
         self._redirected = ExitStack()
         self._begin = 0
@@ -142,7 +143,6 @@ class ProgressLog(Handler):
             return None
         self._trainer = trainer
         trainer.on_enter.append(self._open)
-        trainer.add_event_handler(Events.ITERATION_COMPLETED, self._advance)
         trainer.add_event_handler(Events.COMPLETED, self._conclude)
         trainer.add_event_handler(Events.TERMINATE | Events.INTERRUPT, self._close)
         trainer.add_event_handler(Events.EXCEPTION_RAISED, self._close_at_exception)
@@ -169,11 +169,11 @@ class ProgressLog(Handler):
         if self.style == "bar" or (self.style == "auto" and _has_bars()):
             self._redirected.enter_context(logging_redirect_tqdm())
             self._bar = _make_bar(initial=state.iteration, unit="update", delay=_REFRESH_SECONDS)
+            # Behind what publishes metrics, and before handlers that may end the run.
+            self._advances = trainer.add_evaluation_handler(Events.ITERATION_COMPLETED, self._advance)
 
     def _advance(self, trainer: Trainer) -> None:
         bar = self._bar
-        if bar is None:
-            return
         bar.n += 1
         now = time.perf_counter()
         if now - self._refreshed >= _REFRESH_SECONDS or bar.n - 1 == self._begin:
@@ -206,6 +206,9 @@ class ProgressLog(Handler):
         if self._bar is not None:
             self._bar.close()
             self._bar = None
+        if self._advances is not None:
+            self._advances.remove()
+            self._advances = None
         self._redirected.close()
 
     def _close_evaluation(self) -> None:
@@ -237,8 +240,11 @@ class ProgressLog(Handler):
             _print(_json({"epoch": state.epoch, **counts, "seconds": seconds}))
             return
         epochs = f"{state.epoch} epoch" + "s" * (state.epoch != 1)
-        updates = f"{state.iteration} updates ({state.num_steps} steps, {state.num_skipped} skipped)"
-        _print(f"finished after {updates} in {epochs}, {seconds:.1f} s")
+        total, ending, number = _total(trainer), "finished", str(state.iteration)
+        if trainer.should_terminate and state.iteration != total:
+            ending, number = "stopped", number if total is None else f"{number} of {total}"
+        updates = f"{number} updates ({state.num_steps} steps, {state.num_skipped} skipped)"
+        _print(f"{ending} after {updates} in {epochs}, {seconds:.1f} s")
         for name, text in _table(trainer):
             _print(f"  {name:<8}{text}")
 
@@ -372,11 +378,12 @@ def _table(trainer: Trainer) -> Iterator[tuple[str, str]]:
             yield "best", f"{validation.score} {validation.best:.6g} at update {validation.best_update}"
     memory = {name: value for name, value in trainer.state.metrics.items() if "memory" in name and name in PUBLISHED_METRICS}
     if memory:
-        yield "memory", ", ".join(f"{name.replace('_', ' ')} {value:.2f} GiB" for name, value in memory.items())
-    files = [saver.directory] if isinstance(saver, _HasCheckpoints) else []
-    files += [path for handler in handlers if isinstance(handler, _HasFiles) for path in handler.files]
-    for index, path in enumerate(files):
-        yield "files" if index == 0 else "", str(path)
+        kinds = {name.replace("memory", "").strip("_"): value for name, value in memory.items()}
+        yield "memory", ", ".join(f"{kind} {value:.2f} GiB" for kind, value in kinds.items())
+    files: list[tuple[Path, object]] = [(saver.directory, saver)] if isinstance(saver, _HasCheckpoints) else []
+    files += [(path, handler) for handler in handlers if isinstance(handler, _HasFiles) for path in handler.files]
+    for index, (path, writer) in enumerate(files):
+        yield "files" if index == 0 else "", f"{path} ({type(writer).__name__})"
 
 
 def _wrapped(parts: list[str]) -> Iterator[str]:

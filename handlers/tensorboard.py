@@ -172,7 +172,7 @@ class TensorBoard(RecordingHandler):
 
     def named(self, numbers: Mapping[str, float]) -> Mapping[str, float]:
         """Groups of ours are in the section of the training, where they stand behind the loss."""
-        return {_in_train(name): value for name, value in numbers.items()}
+        return dict(zip(_in_train(tuple(numbers)), numbers.values(), strict=True))
 
     def record(self, trainer: Trainer, numbers: Mapping[str, float]) -> None:
         """Writes `numbers` as one event."""
@@ -255,7 +255,7 @@ class TensorBoard(RecordingHandler):
             table = "".join(f"| {name} | `{value}` |\n" for name, value in entries.items())
             file.add(text(tag, f"| name | value |\n| --- | --- |\n{table}"), 0)  # type: ignore[no-untyped-call]
         results = dict.fromkeys([grouped_metric("loss"), *(f"{tag}/loss" for tag in self.tags)], 0.0)
-        for summary in hparams(settings, results):  # type: ignore[no-untyped-call]
+        for summary in hparams({**settings, **dict(_flat("environment", environment))}, results):  # type: ignore[no-untyped-call]
             file.add(summary, 0)
 
     def _lay_out(self, file: EventFile, names: list[str], update: int) -> None:
@@ -326,9 +326,9 @@ class TensorBoard(RecordingHandler):
             file.close()
 
 
-@functools.lru_cache(maxsize=4096)
-def _in_train(name: str) -> str:
-    return f"train/{name}" if name.partition("/")[0] in _GROUPS else name
+@functools.lru_cache(maxsize=64)  # of a log that is there in each update the names are the same
+def _in_train(names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(f"train/{name}" if name.partition("/")[0] in _GROUPS else name for name in names)
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, bool | int | float | str]]:

@@ -58,7 +58,6 @@ def is_published_metric(name: str) -> bool:
     return name in PUBLISHED_METRICS or is_one_of_several or name.endswith(_PER_SECOND)
 
 
-@functools.lru_cache(maxsize=4096)  # a log that is there in each update asks for the same names again
 def grouped_metric(name: str) -> str:
     """The name under which loggers show a metric of the trainer.
 
@@ -90,7 +89,12 @@ def grouped_metrics(metrics: Mapping[str, Any], left_out: set[str], tag: str | N
         tag: the group of all of them, for those of an evaluator; None for those of the trainer, see `grouped_metric`.
     """
     numbers = single_metrics(metrics, left_out)
-    return {grouped_metric(name) if tag is None else f"{tag}/{name}": value for name, value in numbers.items()}
+    return dict(zip(_grouped(tuple(numbers), tag), numbers.values(), strict=True))
+
+
+@functools.lru_cache(maxsize=64)  # of a log that is there in each update the names are the same
+def _grouped(names: tuple[str, ...], tag: str | None) -> tuple[str, ...]:
+    return tuple(grouped_metric(name) if tag is None else f"{tag}/{name}" for name in names)
 
 
 def single_metrics(metrics: Mapping[str, Any], left_out: set[str]) -> dict[str, float]:
@@ -107,9 +111,11 @@ def single_metrics(metrics: Mapping[str, Any], left_out: set[str]) -> dict[str, 
     Returns:
         The numbers by name, in the order of `metrics`.
     """
+    if {*map(type, metrics.values())} == {float} and {*map(type, metrics)} == {str}:  # as most are; else it takes far longer
+        return dict(metrics)
     numbers: dict[str, float] = {}
     for name, value in metrics.items():
-        if type(value) is float and type(name) is str:  # as most are; what follows takes ten times as long
+        if type(value) is float and type(name) is str:
             numbers[name] = value
             continue
         try:

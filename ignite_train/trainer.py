@@ -117,6 +117,7 @@ class Trainer(SessionLoop):
         self._on_backward: list[Callable[[ForwardOutput], None]] = []  # called when a forward's backward is done
         self._before_norm: list[Callable[[Trainer], None]] = []  # called after an update's last backward, on every rank
         self._after_update: list[Callable[[Trainer], None]] = []  # called when an update is counted, before its last events
+        self._on_record: list[Callable[[UpdateOutput], None]] = []  # called after that with its record, which does not change
         self._ranks_are_alike = True  # False while replicas that train locally differ
         self._stateful_parts: dict[str, Stateful] = dict(parts or {})
         self._description = dict(settings or {})
@@ -389,11 +390,14 @@ class Trainer(SessionLoop):
         self.state.num_skipped += not applied
         for callback in self._after_update:
             callback(self)
+        state, output = self.state, self.state.update_output
+        assert output is not None  # noqa: S101  # published before
+        for record in self._on_record:
+            record(output)
         if applied:
             self.fire_event(TrainEvents.STEP_COMPLETED)
             return
-        state, output = self.state, self.state.update_output
-        if output is not None and state.num_skipped & (state.num_skipped - 1) == 0:  # the 1st, 2nd, 4th, 8th, ...
+        if state.num_skipped & (state.num_skipped - 1) == 0:  # the 1st, 2nd, 4th, 8th, ...
             self.logger.warning(
                 f"update {state.iteration} was skipped ({output.skipped_reason}): gradient norm {output.grad_norm:g}, "
                 f"loss scale {output.loss_scale:g}; skipped so far: {state.num_skipped}"

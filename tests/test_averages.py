@@ -22,6 +22,7 @@ from bits import bit_by_bit
 from ignite_train import ForwardOutput, Trainer, TrainEvents, UpdateOptions, create_evaluator, create_trainer
 from ignite_train.checkpoint import consolidate, latest
 from ignite_train.handlers import Checkpoint, MomentumTeacher, StochasticWeightAveraging, TensorBoard, Validation
+from mistakes import Mistake, assert_one_line
 from ranks import run_ranks
 
 DATA = [torch.randn(4, 3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) for seed in range(4)]
@@ -248,7 +249,7 @@ def teach_itself() -> None:
     MomentumTeacher(model, model).attach(make(model))
 
 
-MISTAKES: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
+MISTAKES: dict[str, Mistake] = {
     "start": (ValueError, "start must be at least 0", lambda: StochasticWeightAveraging(-1)),
     "half": (TypeError, "start must be a number of steps", lambda: StochasticWeightAveraging(0.75)),  # type: ignore[arg-type]
     "teacher": (TypeError, "teacher must be a torch.nn.Module", lambda: attach_teacher("net")),  # type: ignore[arg-type]
@@ -263,7 +264,4 @@ MISTAKES: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
 @pytest.mark.parametrize("name", list(MISTAKES))
 def test_mistakes(name: str) -> None:
     """Each is answered in one line."""
-    error, says, call = MISTAKES[name]
-    with pytest.raises(error, match=says) as raised:
-        call()
-    assert "\n" not in str(raised.value)
+    assert_one_line(MISTAKES[name])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import json
 import logging
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 import torch
 from ignite.engine import Events
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import Tensor, nn
 
 import cuts
 from ignite_train import UpdateOptions, attach_defaults, count_traffic, create_evaluator, create_trainer
@@ -137,6 +140,33 @@ def test_on_two_ranks_nothing_is_exchanged_for_it(tmp_path: Path) -> None:
     assert first[1:] == second[1:] == [1] * 5
     assert [counts for counts, _ in run_ranks(of_a_rank, tmp_path / "bare", False)] == [first, second]
     assert files == ["metrics.jsonl", "tensorboard"]
+
+
+def calls_of_an_update(directory: Path | None) -> float:
+    """Calls of functions of Python's in an update between two lines, of which the 20 that count have none."""
+    model, calls = nn.Linear(3, 1), 0
+
+    def count(_frame: Any, event: str, _argument: Any) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    def loader() -> Iterator[Tensor]:
+        for index in range(30):
+            if index in (5, 25):
+                sys.setprofile(count if index == 5 else None)
+            yield torch.ones(2, 3)
+
+    nn.init.ones_(model.weight)  # and no norm is so small that it is taken again
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=1e-4), lambda model, x: model(x).square().mean())
+    if directory is not None:
+        attach_defaults(trainer, directory=directory, evaluator=create_evaluator(model, lambda model, x: model(x).mean()))
+    trainer.run(loader(), max_iters=30)
+    return calls / 20
+
+
+def test_an_update_between_two_lines_costs_few_calls(tmp_path: Path) -> None:
+    """Six marks, one record that is kept, and one look at which handlers are due."""
+    assert calls_of_an_update(tmp_path) - calls_of_an_update(None) <= 8
 
 
 # --- python -m ignite_train.plot ---

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 from bits import bit_by_bit
 from ignite_train import create_trainer, deterministic
 from ignite_train.model.random_state import capture_random_state
+from mistakes import Mistake, assert_one_line
 from tiers import slow
 
 
@@ -79,7 +79,7 @@ def test_put_back_after_an_exception_and_inside_another() -> None:
     assert settings() == before
 
 
-MISTAKES: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
+MISTAKES: dict[str, Mistake] = {
     "negative": (ValueError, "seed must be from 0", lambda: deterministic(-1)),
     "large": (ValueError, "seed must be from 0", lambda: deterministic(2**32)),
     "none": (TypeError, "seed must be an integer", lambda: deterministic(None)),  # type: ignore[arg-type]
@@ -89,11 +89,8 @@ MISTAKES: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
 @pytest.mark.parametrize("name", list(MISTAKES))
 def test_mistakes(name: str) -> None:
     """Each is answered in one line, and changes nothing."""
-    error, says, call = MISTAKES[name]
     before = settings()
-    with pytest.raises(error, match=says) as raised:
-        call()
-    assert "\n" not in str(raised.value)
+    assert_one_line(MISTAKES[name])
     assert settings() == before
 
 

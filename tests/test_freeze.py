@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from bits import bit_by_bit
 from ignite_train import NoGradientError, Trainer, UpdateOptions, create_trainer
 from ignite_train.handlers import Checkpoint, Freeze
+from mistakes import Mistake, assert_one_line
 from ranks import run_ranks
 
 DATA = [torch.randn(4, 3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) for seed in range(12)]
@@ -165,7 +166,7 @@ def freeze_all_in_two() -> None:
     trainer.run(DATA)
 
 
-MISTAKES: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
+MISTAKES: dict[str, Mistake] = {
     "zero": (ValueError, "until must be at least 1", lambda: Freeze(net(), until=0)),
     "text": (TypeError, "module must be", lambda: Freeze("encoder")),  # type: ignore[arg-type]
     "other": (ValueError, "module must have parameters that the optimizer trains", lambda: Freeze(net()).attach(make(net()))),
@@ -181,7 +182,4 @@ MISTAKES: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
 @pytest.mark.parametrize("name", list(MISTAKES))
 def test_mistakes(name: str) -> None:
     """Each is answered in one line."""
-    error, says, call = MISTAKES[name]
-    with pytest.raises(error, match=says) as raised:
-        call()
-    assert "\n" not in str(raised.value)
+    assert_one_line(MISTAKES[name])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from bits import bit_by_bit
 from ignite_train import Trainer, TrainEvents, UpdateOptions, count_traffic, create_trainer
 from ignite_train.handlers import Checkpoint, Freeze, GradientMonitor
+from mistakes import Mistake, assert_one_line
 from ranks import run_ranks
 
 DATA = [torch.randn(4, 3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) for seed in range(8)]
@@ -237,7 +237,7 @@ def test_resumed_between_two_looks(tmp_path: Path) -> None:
     assert after[0] != {}
 
 
-MISTAKES: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
+MISTAKES: dict[str, Mistake] = {
     "every": (ValueError, "every must be at least 1", lambda: GradientMonitor(0)),
     "depth": (TypeError, "depth must be a positive integer", lambda: GradientMonitor(depth=1.5)),  # type: ignore[arg-type]
     "trainer": (TypeError, "trainer must be a Trainer", lambda: GradientMonitor().attach(net())),  # type: ignore[arg-type]
@@ -247,7 +247,4 @@ MISTAKES: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
 @pytest.mark.parametrize("name", list(MISTAKES))
 def test_mistakes(name: str) -> None:
     """Each is answered in one line."""
-    error, says, call = MISTAKES[name]
-    with pytest.raises(error, match=says) as raised:
-        call()
-    assert "\n" not in str(raised.value)
+    assert_one_line(MISTAKES[name])

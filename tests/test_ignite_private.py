@@ -14,7 +14,7 @@ import ignite.distributed
 import pytest
 import torch
 from ignite.distributed.comp_models.base import _SerialModel
-from ignite.engine import Engine, Events, State, _prepare_batch
+from ignite.engine import CallableEventWithFilter, Engine, Events, State, _prepare_batch
 from ignite.metrics import EpochMetric, Precision
 
 ROOT = Path(__file__).parent.parent
@@ -54,6 +54,13 @@ def handler_wrapper() -> bool:
     engine._handler_wrapper = lambda *arguments: seen.append(arguments) or arguments[0]  # type: ignore[method-assign]
     engine.add_event_handler(Events.STARTED(once=1), len, ())
     return names == ["self", "handler", "event_name", "event_filter"] and seen[0][:2] == (len, Events.STARTED)
+
+
+def every_event_filter() -> bool:
+    """`CallableEventWithFilter.every_event_filter(number)` makes a function whose one nonlocal is `every`, the number."""
+    first, second = CallableEventWithFilter.every_event_filter(2), Events.STARTED(every=3).filter
+    numbers = [inspect.getclosurevars(made).nonlocals for made in (first, second)]
+    return first.__code__ is second.__code__ and numbers == [{"every": 2}, {"every": 3}]  # type: ignore[attr-defined]
 
 
 def parent() -> bool:
@@ -151,6 +158,7 @@ PARTS: dict[str, tuple[str, str, Callable[[], bool]]] = {
     "_event_handlers": (r"\._event_handlers\b", "loop/dispatch.py", event_handlers),
     "remove_event_handler": (r"super\(\)\.remove_event_handler", "loop/dispatch.py", new_list_where_one_is_removed),
     "_handler_wrapper": (r"\b_handler_wrapper\b", "loop/dispatch.py", handler_wrapper),
+    "every_event_filter": (r"\bevery_event_filter\b", "loop/dispatch.py", every_event_filter),
     "_parent": (r"\._parent\b", "loop/dispatch.py", parent),
     "_fire_event": (r"def _fire_event\b", "loop/dispatch.py", fire_event),
     "_assert_allowed_event": (r"\b_assert_allowed_event\b", "loop/dispatch.py", assert_allowed_event),

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 from bits import bit_by_bit
 from ignite_train import ResumableLoader, Trainer, UpdateOptions, create_trainer
 from ignite_train.handlers import Checkpoint, Freeze, LearningRateFinder, ModelEMA, TrainingMetrics
+from mistakes import Mistake, assert_one_line
 from ranks import run_ranks
 
 ROWS = torch.randn(24, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -120,6 +121,14 @@ def job(name: str, directory: Path, *, searches: str | None) -> Any:
     metrics = {name: value for name, value in trainer.state.metrics.items() if name in ("loss", "grad_norm")}
     states = [model.state_dict(), optimizer.state_dict(), trainer.state_dict(), ema.state_dict()]
     return bit_by_bit([*states, metrics, torch.get_rng_state()]), sorted(trainer._stateful)
+
+
+def test_metrics_do_not_count_the_search() -> None:
+    """The interval that begins before it has no update afterwards."""
+    trainer, metrics = make(net()), TrainingMetrics()
+    metrics.attach(trainer, Events.ITERATION_COMPLETED(every=100))
+    search(trainer, MICRO_BATCHES, num_iter=3)
+    assert set(metrics.state_dict()["sums"].values()) == {0.0}
 
 
 def test_a_search_before_a_resumed_run(tmp_path: Path) -> None:
@@ -262,7 +271,7 @@ def of_another() -> None:
     begin(to_save={"optimizer": torch.optim.SGD(net().parameters())})
 
 
-MISTAKES: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
+MISTAKES: dict[str, Mistake] = {
     "trainer": (TypeError, "trainer must be a Trainer", lambda: LearningRateFinder().attach(net()).__enter__()),  # type: ignore[arg-type]
     "order": (ValueError, "start_lr must be less than end_lr, got 1 and 0.5", lambda: begin(start_lr=1.0, end_lr=0.5)),
     "zero": (ValueError, "start_lr must be greater than 0", lambda: begin(start_lr=0.0)),
@@ -282,10 +291,7 @@ MISTAKES: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
 @pytest.mark.parametrize("name", list(MISTAKES))
 def test_mistakes(name: str) -> None:
     """Each is answered in one line."""
-    error, says, call = MISTAKES[name]
-    with pytest.raises(error, match=says) as raised:
-        call()
-    assert "\n" not in str(raised.value)
+    assert_one_line(MISTAKES[name])
 
 
 def test_it_warns_where_the_loss_does_not_diverge() -> None:

@@ -22,6 +22,7 @@ from ignite_train import CheckpointError, ForwardOutput, NoLossScaling, Trainer,
 from ignite_train.checkpoint.inspection import consolidate, latest, main
 from ignite_train.checkpoint.reader import CheckpointReader
 from ignite_train.handlers import Checkpoint, ModelEMA, Validation
+from mistakes import Mistake, assert_one_line
 from ranks import run_ranks
 from update_options import with_options
 
@@ -340,7 +341,7 @@ def test_shards_are_averaged_as_the_whole(tmp_path: Path) -> None:
 # --- mistakes ---
 
 
-MISTAKES: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
+MISTAKES: dict[str, Mistake] = {
     "one": (ValueError, "decay must be less than 1, got 1.0", lambda: ModelEMA(1.0)),
     "negative": (ValueError, "decay must be at least 0", lambda: ModelEMA(-0.1)),
     "text": (TypeError, "decay must be a number", lambda: ModelEMA("0.9")),  # type: ignore[arg-type]
@@ -369,10 +370,7 @@ def load_another() -> None:
 @pytest.mark.parametrize("name", list(MISTAKES))
 def test_mistakes(name: str) -> None:
     """Each is answered in one line."""
-    error, says, make_it = MISTAKES[name]
-    with pytest.raises(error, match=says) as raised:
-        make_it()
-    assert "\n" not in str(raised.value)
+    assert_one_line(MISTAKES[name])
 
 
 def test_a_schedule_that_gives_nonsense() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import ignite.distributed as idist
@@ -13,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from ignite_train import model_summary
+from mistakes import Mistake, assert_one_line
 from ranks import run_ranks
 
 
@@ -75,7 +75,7 @@ def test_shards_count_as_the_whole() -> None:
     assert run_ranks(_sharded_on_this_rank) == [EXPECTED, EXPECTED]
 
 
-MISTAKES: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
+MISTAKES: dict[str, Mistake] = {
     "model": (TypeError, "model must be a torch.nn.Module", lambda: model_summary([nn.Linear(1, 1)])),  # type: ignore[arg-type]
     "depth": (ValueError, "depth must be at least 1", lambda: model_summary(Net(), depth=0)),
     "lazy": (ValueError, "got the lazy parameter '0.weight'", lambda: model_summary(nn.Sequential(nn.LazyLinear(3)))),
@@ -85,7 +85,4 @@ MISTAKES: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
 @pytest.mark.parametrize("name", list(MISTAKES))
 def test_mistakes(name: str) -> None:
     """Each is answered in one line."""
-    error, says, call = MISTAKES[name]
-    with pytest.raises(error, match=says) as raised:
-        call()
-    assert "\n" not in str(raised.value)
+    assert_one_line(MISTAKES[name])

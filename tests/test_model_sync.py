@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import ignite.distributed as idist
@@ -14,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ignite_train import ForwardOutput, Trainer, UpdateOptions, create_evaluator, create_trainer
 from ignite_train.handlers import ModelEMA, ModelSync, StochasticWeightAveraging, Validation
+from mistakes import Mistake, assert_one_line
 from ranks import run_ranks
 
 DATA = [torch.randn(6, 3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) + seed for seed in range(6)]
@@ -141,7 +141,7 @@ def test_alone_it_does_nothing() -> None:
     assert scores[0] == scores[1]
 
 
-MISTAKES: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
+MISTAKES: dict[str, Mistake] = {
     "statistics": (ValueError, "statistics must be one of 'mean', 'first'", lambda: ModelSync("all")),  # type: ignore[arg-type]
     "evaluator": (TypeError, "evaluator must be what", lambda: ModelSync().attach(make(net()), evaluator=make(net()))),
 }
@@ -150,7 +150,4 @@ MISTAKES: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
 @pytest.mark.parametrize("name", list(MISTAKES))
 def test_mistakes(name: str) -> None:
     """Each is answered in one line."""
-    error, says, call = MISTAKES[name]
-    with pytest.raises(error, match=says) as raised:
-        call()
-    assert "\n" not in str(raised.value)
+    assert_one_line(MISTAKES[name])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import cuts
 from bits import bit_by_bit
 from ignite_train import create_evaluator, create_trainer
 from ignite_train.handlers import Checkpoint, OptimizerModes, Validation
+from mistakes import Mistake, assert_one_line
 
 DATA = cuts.cut(cuts.samples(), [8] * 4)
 BETA = 0.7
@@ -133,7 +133,7 @@ def of_another_model() -> ScheduleFreeSGD:
     return ScheduleFreeSGD(cuts.linear().parameters(), lr=0.1)
 
 
-MISTAKES: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
+MISTAKES: dict[str, Mistake] = {
     "plain": (TypeError, r"must have train\(\) and eval\(\)", lambda: attach_to(torch.optim.SGD(cuts.linear().parameters()))),
     "module": (TypeError, r"must have train\(\) and eval\(\)", lambda: OptimizerModes(nn.Linear(1, 1))),  # type: ignore[arg-type]
     "other": (
@@ -147,7 +147,4 @@ MISTAKES: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
 @pytest.mark.parametrize("name", list(MISTAKES))
 def test_mistakes(name: str) -> None:
     """Each is answered in one line."""
-    error, says, make = MISTAKES[name]
-    with pytest.raises(error, match=says) as raised:
-        make()
-    assert "\n" not in str(raised.value)
+    assert_one_line(MISTAKES[name])

@@ -36,6 +36,7 @@ from ignite_train.handlers import (
     StateConsistency,
     StateMismatchError,
 )
+from mistakes import Mistake, assert_one_line
 from ranks import RanksFailedError, run_ranks
 from tiers import slow
 
@@ -596,7 +597,7 @@ def _limits() -> None:
     make(inner=lambda parameters: {"all": torch.optim.SGD(parameters, lr=RATE)}, max_grad_norm={"all": 1.0})
 
 
-MISTAKES: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
+MISTAKES: dict[str, Mistake] = {
     "optimizer": (TypeError, "optimizer must be a torch.optim.Optimizer", lambda: OuterOptimizer(linear(), every=2)),  # type: ignore[arg-type]
     "every": (ValueError, "every must be at least 1", lambda: OuterOptimizer(_sgd(), every=0)),
     "count": (ValueError, "count must be one of", lambda: OuterOptimizer(_sgd(), every=2, count="epochs")),  # type: ignore[arg-type]
@@ -617,7 +618,4 @@ MISTAKES: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
 @pytest.mark.parametrize("name", list(MISTAKES))
 def test_mistakes(name: str) -> None:
     """Each is answered in one line."""
-    error, says, call = MISTAKES[name]
-    with pytest.raises(error, match=says) as raised:
-        call()
-    assert "\n" not in str(raised.value)
+    assert_one_line(MISTAKES[name])

@@ -15,6 +15,7 @@ from ignite.engine import Events
 import cuts
 from ignite_train import Trainer, UpdateOptions, create_trainer
 from ignite_train.handlers import EmptyCache, GarbageCollection
+from mistakes import Mistake, assert_one_line
 from ranks import run_ranks
 
 DATA = cuts.cut(cuts.samples(), [8] * 6)
@@ -127,7 +128,7 @@ def test_all_ranks_pause_together() -> None:
     assert first == second == ([3, 5], [0, 2, 4, 6])
 
 
-MISTAKES: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
+MISTAKES: dict[str, Mistake] = {
     "zero": (ValueError, "fragmentation must be greater than 0", lambda: EmptyCache(fragmentation=0.0)),
     "percent": (ValueError, "fragmentation must be at most 1, got 30", lambda: EmptyCache(fragmentation=30)),
     "text": (TypeError, "fragmentation must be a number", lambda: EmptyCache(fragmentation="0.3")),  # type: ignore[arg-type]
@@ -138,7 +139,4 @@ MISTAKES: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
 @pytest.mark.parametrize("name", list(MISTAKES))
 def test_mistakes(name: str) -> None:
     """Each is answered in one line."""
-    error, says, call = MISTAKES[name]
-    with pytest.raises(error, match=says) as raised:
-        call()
-    assert "\n" not in str(raised.value)
+    assert_one_line(MISTAKES[name])

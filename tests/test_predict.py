@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 import cuts
 from ignite_train import ForwardOutput, ResumableLoader, ShardedSampler, create_evaluator, create_trainer
 from ignite_train.handlers import EarlyStopping, ModelEMA, Validation, predict
+from mistakes import Mistake, assert_one_line
 from ranks import run_ranks
 from tiers import slow
 
@@ -179,7 +180,7 @@ def run_with(outputs: Callable[[Tensor], Any], loader: Any = None) -> Any:
     return predict(create_evaluator(cuts.linear(), forward), loader or DataLoader(ROWS, batch_size=4))  # type: ignore[arg-type]
 
 
-MISTAKES: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
+MISTAKES: dict[str, Mistake] = {
     "gather": (ValueError, "gather must be", lambda: predict(create_evaluator(cuts.linear(), forward), [ROWS], gather="some")),  # type: ignore[arg-type]
     "evaluator": (TypeError, "evaluator must be what", lambda: predict(cuts.linear(), [ROWS])),  # type: ignore[arg-type]
     "none": (ValueError, "forward must return outputs", lambda: run_with(lambda x: None)),
@@ -195,7 +196,4 @@ MISTAKES: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
 @pytest.mark.parametrize("name", list(MISTAKES))
 def test_mistakes(name: str) -> None:
     """Each is answered in one line."""
-    error, says, call = MISTAKES[name]
-    with pytest.raises(error, match=says) as raised:
-        call()
-    assert "\n" not in str(raised.value)
+    assert_one_line(MISTAKES[name])

@@ -204,7 +204,28 @@ def test_a_table_ends_the_run(capsys: pytest.CaptureFixture[str], tmp_path: Path
         assert re.search(rf"{section} \d+\.\d s \(\d+%\)", table["time"])
     assert max(len(line) for line in lines[begin:] if str(tmp_path) not in line) <= 80
     assert f"loss {validation.best:.6g} at update 12" in table["best"]
-    assert str(tmp_path) in table["files"]
+    assert table["files"] == f"{tmp_path} (Checkpoint)"
+    assert re.fullmatch(r"host \d+\.\d\d GiB", table["memory"])
+
+
+@pytest.mark.parametrize(
+    ("data", "stop_after", "expected"),
+    [
+        (DATA, 4, "stopped after 4 of 12 updates (4 steps"),
+        (cuts.Unsized(DATA), 4, "stopped after 4 updates (4 steps"),
+        (DATA, 12, "finished after 12 updates (12 steps"),
+    ],
+    ids=["within", "no-length", "at-the-end"],
+)
+def test_a_run_that_is_stopped_has_not_finished(
+    capsys: pytest.CaptureFixture[str], data: Any, stop_after: int, expected: str
+) -> None:
+    """It says how far it was; one that is asked to stop in its last update has finished."""
+    trainer, _, _ = make()
+    ProgressLog().attach(trainer)
+    trainer.add_event_handler(EVERY(once=stop_after), lambda: trainer.terminate())
+    trainer.run(data, max_epochs=2)
+    assert expected in capsys.readouterr().out
 
 
 def test_without_training_metrics_it_shows_the_loss(capsys: pytest.CaptureFixture[str]) -> None:
@@ -277,6 +298,20 @@ def test_a_metric_that_is_not_one_number_does_not_end_the_run(
         "the metric 'confusion' has 81 numbers, and 32 may be shown (Tensor); it is left out of the logs",
     ]
     assert "validation after update 12:  loss" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("style", ["simple", "bar"])
+def test_only_a_bar_is_moved_in_each_update(monkeypatch: pytest.MonkeyPatch, style: Any) -> None:
+    """Where there is none nothing is attached for it, and when it is closed its handler is gone."""
+    monkeypatch.setattr("ignite_train.handlers.progress.tqdm", ShownBar)
+    trainer, _, _ = make()
+    ProgressLog(style).attach(trainer, Events.EPOCH_COMPLETED)
+    seen: list[bool] = []
+    trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: seen.append(trainer._has_handlers(EVERY)))
+    for epochs in (1, 2):
+        trainer.run(DATA, max_epochs=epochs)
+        seen.append(trainer._has_handlers(EVERY))
+    assert seen == [style == "bar", False] * 2
 
 
 class ShownBar(tqdm):  # type: ignore[type-arg]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import ignite.distributed as idist
@@ -13,30 +12,16 @@ from ignite.engine import Events
 from torch import nn
 
 import cuts
+from clock import Clock
 from ignite_train import Trainer, TrainEvents, UpdateOptions, count_traffic, create_evaluator, create_trainer
 from ignite_train.device.event_times import EventTimes
+from ignite_train.events import every
 from ignite_train.handlers import Profiler, StepTimer, TrainingMetrics, Validation
 from ignite_train.loop.sections import SECTIONS
 from ranks import run_ranks
 
 DATA = cuts.cut(cuts.samples(), [4, 12, 7, 9, 16, 16])  # six micro-batches
 EVERY = Events.ITERATION_COMPLETED
-
-
-class Clock:
-    """Time that moves only when somebody takes it."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 100.0
-        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
-
-    def take(self, seconds: float) -> None:
-        self.now += seconds
-
-    def loader(self, seconds: float) -> Iterator[Any]:
-        for batch in DATA:
-            self.take(seconds)
-            yield batch
 
 
 def make(forward: Any = cuts.forward, **options: Any) -> Trainer:
@@ -61,7 +46,7 @@ def test_percentiles_of_the_updates(monkeypatch: pytest.MonkeyPatch) -> None:
 
     trainer = make(forward)
     timer.attach(trainer, EVERY(every=2))
-    trainer.run(clock.loader(3.0), max_epochs=1)
+    trainer.run(clock.loader(DATA, 3.0), max_epochs=1)
     summary = timer.summary()
     assert {*summary} == {"data", "forward", "outer", "outer/inner"}
     assert summary["forward"] == pytest.approx((6, 3.5, 3.5, 5.5, 5.95, 6.0))
@@ -152,6 +137,17 @@ def test_a_detached_timer_measures_nothing_more() -> None:
     trainer.run(DATA, max_iters=9)
     assert timer.summary()["forward"].updates == 4
     assert trainer._measured().open_range is None
+
+
+def test_handlers_that_are_not_due_are_no_section() -> None:
+    """Their event is over before time is counted as that of handlers; in an update in which one is due, all of them are."""
+    trainer, seen = make(), []
+    sections = trainer._measured()
+    sections.listeners.append(lambda _before, section: seen.append((trainer.state.iteration, section)))
+    for number in (2, 3):
+        trainer.add_event_handler(every(number, Events.ITERATION_COMPLETED), lambda: None)
+    trainer.run(DATA, max_iters=6)
+    assert [update for update, section in seen if section == "handler" and update > 1] == [2, 3, 4, 6]
 
 
 def test_nothing_is_attached_inside_the_update() -> None:

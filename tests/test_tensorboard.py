@@ -30,7 +30,8 @@ from torch.utils.tensorboard.summary import text
 
 import cuts
 from ignite_train import Evaluator, Trainer, TrainEvents, UpdateOptions, create_evaluator, create_trainer
-from ignite_train.handler.event_file import EventFile, _checksum
+from ignite_train.handler.crc32c import ChangingBytes, crc32c, masked
+from ignite_train.handler.event_file import EventFile
 from ignite_train.handlers import Checkpoint, TensorBoard, TrainingMetrics, Validation
 from ignite_train.metrics import TIMED_METRICS
 from ranks import run_ranks
@@ -95,6 +96,11 @@ def events_of(directory: Path) -> list[Event]:
     return [Event.FromString(record) for record in RawEventFileLoader(str(path)).Load()]
 
 
+def event_in(record: bytes) -> Event:
+    """What stands between the length and the checksum."""
+    return Event.FromString(bytes(record[12:-4]))
+
+
 def test_points_of_one_update_are_one_event(tmp_path: Path) -> None:
     """Those of the training; an evaluation adds one of its own."""
     trainer, evaluator = make()
@@ -115,7 +121,34 @@ def test_points_of_one_update_are_one_event(tmp_path: Path) -> None:
 def test_a_checksum_is_that_of_tensorboard(length: int) -> None:
     """For any length of an event, also where its parts are shorter than the four bytes that a register adds to."""
     data = np.random.RandomState(length).bytes(length)
-    assert _checksum(data) == struct.pack("<I", masked_crc32c(data))
+    assert struct.pack("<I", masked(crc32c(data))) == struct.pack("<I", masked_crc32c(data))
+
+
+@pytest.mark.parametrize("length", [1, 3, 300, 2048, 2049, 7000])
+def test_a_checksum_of_data_that_changes_in_some_bytes(length: int) -> None:
+    """It is that of the whole data, wherever the bytes are, and whatever they were before."""
+    random = np.random.RandomState(length)
+    data = np.frombuffer(random.bytes(length), np.uint8).copy()
+    places = sorted({0, length - 1, *random.randint(0, length, 20).tolist()})
+    data[places] = 0
+    changing = ChangingBytes(data.tobytes(), places)
+    for _ in range(3):
+        data[places] = values = np.frombuffer(random.bytes(len(places)), np.uint8)
+        assert masked(changing.crc32c(values)) == masked_crc32c(data.tobytes())
+
+
+@pytest.mark.parametrize("number", [1, 24, 300], ids=["one", "24", "more than a block"])
+def test_records_of_many_numbers(tmp_path: Path, number: int) -> None:
+    """Updates of any number of digits, and tags that come and go, of more kinds than the file keeps records of."""
+    file, expected = EventFile(tmp_path, 0), []
+    for index, update in enumerate([0, 1, 127, 128, 16_383, 16_384, 2**21 - 1, 2**21, 2**40]):
+        for tags in range(number, number + 4):
+            numbers = {f"train/{tag}": (-1.5) ** (tag % 60) + index for tag in range(tags)}
+            file.add_numbers(numbers, update)
+            expected.append((update, {tag: float(np.float32(value)) for tag, value in numbers.items()}))
+    file.close()
+    _, _, *events = events_of(tmp_path)
+    assert [(event.step, {value.tag: value.simple_value for value in event.summary.value}) for event in events] == expected
 
 
 def test_an_event_file_is_what_torch_writes(tmp_path: Path) -> None:
@@ -177,7 +210,8 @@ def test_the_run_is_described(tmp_path: Path) -> None:
     assert f"| torch | `{torch.__version__}` |" in make_ndarray(text.tensor_proto).item().decode()
     metadata = events.summary_metadata["_hparams_/session_start_info"].plugin_data
     assert metadata.plugin_name == "hparams"
-    assert b"optimizer.name" in metadata.content
+    for name in (b"optimizer.name", b"trainer.precision", b"environment.torch"):
+        assert name in metadata.content
 
 
 def test_the_end_of_the_run_is_there(tmp_path: Path) -> None:
@@ -436,11 +470,11 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: py
     TrainingMetrics().attach(trainer, EVERY(every=2))
     write, full = EventFile._write, [FullDiskError()]
 
-    def fail(self: Any, event: bytes) -> None:
-        if Event.FromString(event).step == 4 and full:
+    def fail(self: Any, record: bytes) -> None:
+        if event_in(record).step == 4 and full:
             self._file.write(b"part")  # of a record
             raise full.pop()
-        write(self, event)
+        write(self, record)
 
     monkeypatch.setattr(EventFile, "_write", fail)
     if on_error == "raise":
@@ -457,10 +491,10 @@ def test_a_disk_that_stays_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """It collects no files, for whose names later ones would have to wait; and the next file hides what the first one would."""
     write, full = EventFile._write, range(1, 5)
 
-    def fail(self: Any, event: bytes) -> None:
+    def fail(self: Any, record: bytes) -> None:
         if trainer.state.iteration in full:
             raise FullDiskError
-        write(self, event)
+        write(self, record)
 
     for _ in range(2):
         trainer, _ = make()
@@ -480,10 +514,10 @@ def test_a_disk_on_which_a_new_file_has_room_and_its_points_have_not(tmp_path: P
     TrainingMetrics().attach(trainer, EVERY(every=1))
     write = EventFile._write
 
-    def fail(self: Any, event: bytes) -> None:
-        if 2 <= trainer.state.iteration < 6 and Event.FromString(event).HasField("summary"):
+    def fail(self: Any, record: bytes) -> None:
+        if 2 <= trainer.state.iteration < 6 and event_in(record).HasField("summary"):
             raise FullDiskError
-        write(self, event)
+        write(self, record)
 
     monkeypatch.setattr(EventFile, "_write", fail)
     trainer.run(DATA, max_epochs=1)

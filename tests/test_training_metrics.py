@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from ignite.engine import Events
 from torch import nn
 
 import cuts
+from clock import Clock
 from ignite_train import (
     ForwardOutput,
     NoLossScaling,
@@ -26,6 +28,7 @@ from ignite_train import (
 )
 from ignite_train.handlers import Checkpoint, TrainingMetrics, Validation, training_metrics
 from ignite_train.loop.progress import run_progress
+from ignite_train.loop.sections import SECTIONS
 from ignite_train.metrics import PUBLISHED_METRICS, TIMED_METRICS, grouped_metric, single_metrics
 from ranks import run_ranks
 from setups import InfiniteIn
@@ -163,6 +166,21 @@ def test_a_perplexity_beyond_floats_is_infinite() -> None:
     assert trainer.run(DATA, max_epochs=1).metrics["perplexity"] == math.inf
 
 
+@pytest.mark.parametrize("kept", [1, 4])
+def test_means_do_not_depend_on_when_records_are_added_up(monkeypatch: pytest.MonkeyPatch, kept: int) -> None:
+    """Bit by bit: an interval of 7 updates, of which at most 1 or 4 records are kept, and one is a skip."""
+
+    def job() -> dict[str, Any]:
+        forward = InfiniteIn(3)
+        trainer = forward.trainer = make(forward, on_nonfinite="skip", max_grad_norm=1.0)
+        TrainingMetrics().attach(trainer, EVERY(every=7))
+        return untimed(trainer.run(DATA, max_iters=7).metrics)
+
+    expected = job()
+    monkeypatch.setattr(training_metrics, "_MAX_PENDING", kept)
+    assert job() == expected
+
+
 # --- resumption ---
 
 
@@ -217,21 +235,8 @@ def test_intervals_survive_an_interruption_bit_by_bit(tmp_path: Path, stop_after
 # --- time ---
 
 
-class Clock:
-    """Time that moves only when somebody takes it."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 100.0
-        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
-        monkeypatch.setattr(time, "monotonic", lambda: self.now)
-
-    def take(self, seconds: float) -> None:
-        self.now += seconds
-
-    def loader(self, seconds: float) -> Iterator[Any]:
-        for batch in DATA:
-            self.take(seconds)
-            yield batch
+class SlowForward(Clock):
+    """A clock by which forward takes a second."""
 
     def forward(self, model: nn.Module, micro_batch: Any) -> ForwardOutput:
         self.take(1.0)
@@ -241,7 +246,7 @@ class Clock:
 @pytest.mark.parametrize("evaluates_first", [True, False], ids=["evaluation-first", "metrics-first"])
 def test_time_is_put_into_sections(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, evaluates_first: bool) -> None:
     """By a clock that loader (3 s), forward (1 s), a handler (50 s), evaluation (6 s) and saving (20 s) move."""
-    clock = Clock(monkeypatch)
+    clock = SlowForward(monkeypatch)
     trainer, metrics = make(clock.forward), TrainingMetrics(flops_per_sample=10.0, peak_flops=1e3)
     evaluator = create_evaluator(trainer._stateful_parts["model"], clock.forward)  # type: ignore[arg-type]
     validation = Validation(evaluator, DATA)
@@ -258,7 +263,7 @@ def test_time_is_put_into_sections(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     published: list[dict[str, float]] = []
     trainer.add_event_handler(EVERY(every=2), lambda: published.append(dict(trainer.state.metrics)))
     begin = clock.now
-    trainer.run(clock.loader(3.0))
+    trainer.run(clock.loader(DATA, 3.0))
 
     names = [f"{name}_seconds" for name in ("data", "update", "evaluation", "checkpoint", "handler")]
     # What comes in an update after the metrics are published is of the next interval. They are published first in any case.
@@ -277,6 +282,22 @@ def test_time_is_put_into_sections(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert sum(metrics.seconds_by_section.values()) <= clock.now - begin
 
 
+def test_no_time_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that advances whenever it is read: what passes while the metrics are published is of the next interval."""
+    readings = itertools.count(0.0, 1.0)
+    trainer, published, metrics = make(), [], TrainingMetrics()
+    metrics.attach(trainer, EVERY(every=2))
+    trainer.add_event_handler(EVERY(every=2), lambda: published.append(dict(trainer.state.metrics)))
+    monkeypatch.setattr(time, "perf_counter", lambda: next(readings))
+    begin: list[float] = []
+    sections = trainer._measured()
+    trainer.on_enter.append(lambda _: begin.append(sections._since))
+    trainer.run(DATA, max_epochs=1)
+    walls = [sum(each[f"{name}_seconds"] for name in SECTIONS) for each in published]
+    assert [each["wall"] for each in published] == [*itertools.accumulate(walls)]
+    assert sum(metrics.seconds_by_section.values()) == sections._since - begin[0]
+
+
 class SlowBackward(torch.autograd.Function):
     """The identity; its backward takes time of a clock."""
 
@@ -293,7 +314,7 @@ class SlowBackward(torch.autograd.Function):
 
 def test_the_update_has_sections(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward (1 s), backward (2 s), norm (8 s), step (4 s), the loader (3 s); handlers inside the update (16 s) are apart."""
-    clock = Clock(monkeypatch)
+    clock = SlowForward(monkeypatch)
 
     def forward(model: nn.Module, micro_batch: Any) -> ForwardOutput:
         output = clock.forward(model, micro_batch)
@@ -307,7 +328,7 @@ def test_the_update_has_sections(monkeypatch: pytest.MonkeyPatch) -> None:
     for event in ("MICRO_BATCH_STARTED", "FORWARD_COMPLETED", "BACKWARD_COMPLETED", "GRADIENTS_READY"):
         trainer.add_event_handler(TrainEvents[event], clock.take, 16.0)
     TrainingMetrics().attach(trainer, EVERY(every=2))
-    metrics = trainer.run(clock.loader(3.0), max_epochs=1).metrics
+    metrics = trainer.run(clock.loader(DATA, 3.0), max_epochs=1).metrics
     names = ("data", "forward", "backward", "reduction", "optimizer", "update", "handler", "evaluation", "checkpoint")
     assert [metrics[f"{name}_seconds"] for name in names] == [18.0, 6.0, 12.0, 16.0, 8.0, 42.0, 20 * 16.0, 0.0, 0.0]
     assert metrics["train_wall"] == 60.0
@@ -315,7 +336,7 @@ def test_the_update_has_sections(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_time_of_a_session_outside_of_updates_is_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """It counts as that of handlers; an update that fails leaves nothing running."""
-    clock = Clock(monkeypatch)
+    clock = SlowForward(monkeypatch)
 
     def forward(model: nn.Module, micro_batch: Any) -> ForwardOutput:
         output = clock.forward(model, DATA[0])
@@ -339,7 +360,7 @@ def test_the_time_of_a_session_outside_of_updates_is_apart(monkeypatch: pytest.M
 
 def test_rates_of_logs(monkeypatch: pytest.MonkeyPatch) -> None:
     """A log that counts something is published per second of data and update."""
-    clock = Clock(monkeypatch)
+    clock = SlowForward(monkeypatch)
 
     def forward(model: nn.Module, micro_batch: Any) -> ForwardOutput:
         output = clock.forward(model, micro_batch)
@@ -355,7 +376,7 @@ def test_rates_of_logs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_time_to_go_counts_evaluation_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Updates take 1 s, then 3 s; an evaluation of 6 s comes every 2 of them."""
-    clock = Clock(monkeypatch)
+    clock = SlowForward(monkeypatch)
 
     def forward(model: nn.Module, micro_batch: Any) -> ForwardOutput:
         clock.take(3.0 if trainer.state.iteration > 2 else 1.0)

@@ -12,13 +12,16 @@ from collections.abc import Callable, Iterator
 from enum import IntEnum
 from typing import Any, Protocol, runtime_checkable
 
-from ignite.engine import Engine, EventEnum, EventsList, RemovableEventHandle
+from ignite.engine import CallableEventWithFilter, Engine, EventEnum, EventsList, RemovableEventHandle
 
 from ignite_train.arguments import did_you_mean
 from ignite_train.events import Event, EveryNth
 from ignite_train.loop.sections import Sections, unmeasured
 
 __all__ = ["Attachable", "Dispatcher", "Stage", "Stateful", "attached", "call", "stateful_handlers"]
+
+
+_IGNITES_EVERY_NTH = CallableEventWithFilter.every_event_filter(1).__code__
 
 
 class Stage(IntEnum):
@@ -153,12 +156,16 @@ class Dispatcher(Engine):
         handlers = self._event_handlers.get(event_name)
         self.last_event_name = event_name
         if handlers:
+            state = self.state
+            place = _first_due(handlers, state)
+            if place == len(handlers):
+                return
             if self._sections is None:
-                _call_all(handlers, (), {})
+                _call_all(handlers, state, (), {}, place)
                 return
             before = self._sections.switch("handler")
             try:
-                _call_all(handlers, (), {})
+                _call_all(handlers, state, (), {}, place)
             finally:
                 self._sections.switch(before)
         elif handlers is None:
@@ -167,7 +174,7 @@ class Dispatcher(Engine):
 
     def _fire_event(self, event_name: Any, *event_args: Any, **event_kwargs: Any) -> None:
         self.last_event_name = event_name
-        _call_all(self._event_handlers.get(event_name, []), event_args, event_kwargs)
+        _call_all(self._event_handlers.get(event_name, []), self.state, event_args, event_kwargs)
 
     def _assert_allowed_event(self, event_name: Any) -> None:
         name = event_name if isinstance(event_name, str) else getattr(event_name, "name", repr(event_name))
@@ -183,23 +190,46 @@ class Dispatcher(Engine):
         self._assert_allowed_event(event_name)
         self.state.get_event_attrib_value(event_name)  # raises an error if the event has no counter
         engine, attribute = weakref.proxy(self), self.state.event_to_attr[event_name]
+        if (number := _number_of(event_filter)) is not None:
+            return _EveryNthHandler(handler, engine, attribute, number)
 
-        if isinstance(event_filter, EveryNth):  # of which most updates have several
-            number = event_filter.number
-
-            @functools.wraps(handler)
-            def filtered(*args: Any, **kwargs: Any) -> None:
-                if getattr(engine.state, attribute) % number == 0:
-                    handler(*args, **kwargs)
-        else:
-
-            @functools.wraps(handler)
-            def filtered(*args: Any, **kwargs: Any) -> None:
-                if event_filter(engine, getattr(engine.state, attribute)):
-                    handler(*args, **kwargs)
+        @functools.wraps(handler)
+        def filtered(*args: Any, **kwargs: Any) -> None:
+            if event_filter(engine, getattr(engine.state, attribute)):
+                handler(*args, **kwargs)
 
         filtered._parent = weakref.ref(handler)  # type: ignore[attr-defined]  # by which Ignite finds the handler
         return filtered
+
+
+class _EveryNthHandler:
+    """A handler that is due in every n-th of the events. Most updates have several that are not, and need not call them.
+
+    Args:
+        handler: what is called.
+        engine: a proxy, so that engine and handler do not form a cycle.
+        attribute: the counter, an attribute of the engine's state.
+        number: n.
+    """
+
+    def __init__(self, handler: Callable[..., Any], engine: Any, attribute: str, number: int) -> None:
+        functools.update_wrapper(self, handler, updated=())
+        self.engine, self.attribute, self.number = engine, attribute, number
+        self._parent = weakref.ref(handler)  # by which Ignite finds the handler
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        """Calls the handler if it is due."""
+        if getattr(self.engine.state, self.attribute) % self.number == 0:
+            self.__wrapped__(*args, **kwargs)  # type: ignore[attr-defined]  # set by `update_wrapper`
+
+
+def _number_of(event_filter: Any) -> int | None:
+    """The number of a filter `every=number`, of ours or Ignite's; None for other filters."""
+    if isinstance(event_filter, EveryNth):
+        return event_filter.number
+    if isinstance(event_filter, types.FunctionType) and event_filter.__code__ is _IGNITES_EVERY_NTH:
+        return inspect.getclosurevars(event_filter).nonlocals.get("every")
+    return None
 
 
 def attached(engine: Engine) -> Iterator[tuple[Any, Any, tuple[Any, ...]]]:
@@ -254,13 +284,29 @@ def _refuse_unattached(handler: Any) -> None:
         )
 
 
-def _call_all(handlers: list[Any], event_args: tuple[Any, ...], event_kwargs: Any) -> None:
+def _first_due(handlers: list[Any], state: Any, place: int = 0) -> int:
+    """The place of the first handler that is to be called, from `place` on; behind the last if there is none."""
+    for index in range(place, len(handlers)):
+        handler = handlers[index][0]
+        if type(handler) is not _EveryNthHandler or getattr(state, handler.attribute) % handler.number == 0:
+            return index
+    return len(handlers)
+
+
+def _call_all(handlers: list[Any], state: Any, event_args: tuple[Any, ...], event_kwargs: Any, place: int = 0) -> None:
     """Calls `handlers` as they are when each has its turn, as in Ignite: one may add others, or replace those that follow.
 
     One that removes itself hides no other, because Ignite's `remove_event_handler` makes a new list.
+
+    Args:
+        handlers: as Ignite stores them.
+        state: that of their engine, which has the counters.
+        event_args: given to each, behind the engine.
+        event_kwargs: likewise, by name.
+        place: that of the first one; those before it are not due.
     """
-    place, known = 0, tuple(handlers)
-    while place < len(handlers):
+    known = tuple(handlers)
+    while (place := _first_due(handlers, state, place)) < len(handlers):
         entry, length = handlers[place], len(handlers)
         call(entry, event_args, event_kwargs)
         if len(handlers) > length and handlers[place] is not entry:  # it has added some that stand before it

@@ -46,7 +46,7 @@ class Sections:
         self.listeners: list[Callable[[str | None, str | None], None]] = []
         self.open_range: Callable[[str], Callable[[], None]] | None = None
         self._close_range: Callable[[], None] | None = None
-        self._seconds = dict.fromkeys(SECTIONS, 0.0)
+        self._seconds: dict[str | None, float] = dict.fromkeys((*SECTIONS, None), 0.0)  # None: between runs, and not asked for
         self._since = 0.0
 
     def switch(self, section: str | None) -> str | None:
@@ -59,16 +59,10 @@ class Sections:
             The section before, to go back to.
         """
         now, before = time.perf_counter(), self.current
-        if before is not None:
-            self._seconds[before] += now - self._since
+        self._seconds[before] += now - self._since
         self._since, self.current = now, section
-        if self._close_range is not None:
-            self._close_range()
-            self._close_range = None
-        for listener in self.listeners:
-            listener(before, section)
-        if self.open_range is not None and section is not None:
-            self._close_range = self.open_range(section)
+        if self.listeners or self.open_range is not None:
+            self._tell(before, section)
         return before
 
     def set_ranges(self, open_range: Callable[[str], Callable[[], None]] | None) -> None:
@@ -89,10 +83,20 @@ class Sections:
 
     def seconds(self) -> dict[str, float]:
         """The seconds of each section up to now."""
-        now, seconds = time.perf_counter(), dict(self._seconds)
+        now, seconds = time.perf_counter(), {section: self._seconds[section] for section in SECTIONS}
         if self.current is not None:
             seconds[self.current] += now - self._since
         return seconds
+
+    def _tell(self, before: str | None, section: str | None) -> None:
+        """Ends the range of the section before, tells the listeners, and begins the range of this one."""
+        if self._close_range is not None:
+            self._close_range()
+            self._close_range = None
+        for listener in self.listeners:
+            listener(before, section)
+        if self.open_range is not None and section is not None:
+            self._close_range = self.open_range(section)
 
 
 def _record_function(name: str) -> Callable[[], None]:
