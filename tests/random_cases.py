@@ -92,8 +92,13 @@ class Case:
 def draw(seed: int, world_size: int, *, local: bool = False) -> Case:
     """The case of this number; with `local` one whose replicas train on their own, which is another program."""
     rng = random.Random(seed)  # noqa: S311
-    reduction = "auto" if world_size == 1 else rng.choice(("ddp", "auto", "explicit", "fsdp"))
-    reduction = "local" if local else reduction
+    drawn = "auto" if world_size == 1 else rng.choice(("ddp", "auto", "explicit", "fsdp"))
+    case = _draw(seed, rng, world_size, "local" if local else drawn)
+    case = _with_traits(_with_shape(case, _numbers("shape", seed)), _numbers("traits", seed))
+    return _with_outer_optimizer(case, _numbers("outer", seed)) if local else case
+
+
+def _draw(seed: int, rng: random.Random, world_size: int, reduction: str) -> Case:
     optimizer = rng.choice(sorted(OPTIMIZERS))
     implementations, choices = OPTIMIZERS[optimizer]
     implementation = rng.choice(implementations)
@@ -111,7 +116,7 @@ def draw(seed: int, world_size: int, *, local: bool = False) -> Case:
     rank = counts.index(longest)
     may_drop_micro_batches = reduction in ("explicit", "local") or world_size == 1
     goes_wrong = rng.random()
-    case = Case(
+    return Case(
         seed=seed,
         reduction=reduction,
         dtype=rng.choice((torch.float64, torch.float32)),
@@ -131,8 +136,6 @@ def draw(seed: int, world_size: int, *, local: bool = False) -> Case:
         on_out_of_memory=rng.choice(("skip", "split")) if may_drop_micro_batches and goes_wrong > 0.75 else "raise",
         too_large=(rank, rng.randrange(longest)) if may_drop_micro_batches and goes_wrong > 0.75 else None,
     )
-    case = _with_traits(_with_shape(case, _numbers("shape", seed)), _numbers("traits", seed))
-    return _with_outer_optimizer(case, _numbers("outer", seed)) if local else case
 
 
 def _numbers(what: str, seed: int) -> random.Random:
@@ -150,8 +153,8 @@ def _with_shape(case: Case, rng: random.Random) -> Case:
         kinds = ("forloop", "foreach") if case.reduction == "fsdp" or "complex" in case.pieces else ("foreach", "fused")
         kind = rng.choice(("SGD", "AdamW"))
         options = {"lr": 0.02, **({"momentum": 0.9} if kind == "SGD" else {"eps": 1e-2})}
-        limits_each = rng.random() < 0.5 and case.reduction != "local"
-        return replace(case, second=(kind, rng.choice(kinds), options), limits_each=limits_each)
+        case = replace(case, second=(kind, rng.choice(kinds), options), limits_each=rng.random() < 0.5)
+        return replace(case, limits_each=case.limits_each and case.reduction != "local")
     if shape == "sparse" and case.reduction != "fsdp":
         second: dict[str, dict[str, Any]] = {"SGD": {"lr": 0.1}, "Adagrad": {"lr": 0.1, "eps": 1e-2}}
         kind = rng.choice(sorted(second))
@@ -386,12 +389,7 @@ def train(case: Case) -> tuple[dict[str, Tensor], list[tuple[float, float, float
         seed=case.seed if SEEDED in case.traits else None,
         options=_options(case),
     )
-    if "changed" in case.traits:
-        trainer.add_event_handler(TrainEvents.GRADIENTS_REDUCED, lambda: change(model))
-    if case.outer is not None:
-        every, momentum = case.outer
-        outer = torch.optim.SGD(model.parameters(), lr=OUTER_RATE, momentum=momentum, nesterov=momentum > 0)
-        OuterOptimizer(outer, every=every).attach(trainer)
+    _attach_handlers(case, trainer, model)
     records: list[tuple[float, float, float, bool]] = []
 
     @trainer.on(Events.ITERATION_COMPLETED)
@@ -406,6 +404,15 @@ def train(case: Case) -> tuple[dict[str, Tensor], list[tuple[float, float, float
         raise RuntimeError("the seeds of the updates have moved the generator of the process")
     whole = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in model.named_parameters()}
     return {name: parameter.detach() for name, parameter in whole.items()}, records
+
+
+def _attach_handlers(case: Case, trainer: Trainer, model: nn.Module) -> None:
+    if "changed" in case.traits:
+        trainer.add_event_handler(TrainEvents.GRADIENTS_REDUCED, lambda: change(model))
+    if case.outer is not None:
+        every, momentum = case.outer
+        outer = torch.optim.SGD(model.parameters(), lr=OUTER_RATE, momentum=momentum, nesterov=momentum > 0)
+        OuterOptimizer(outer, every=every).attach(trainer)
 
 
 def _run(case: Case, trainer: Trainer, mine: list[Any]) -> None:
