@@ -10,8 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from ignite_train import UpdateOptions, count_traffic, create_trainer
+from ignite_train.ranks import collectives
 from ignite_train.ranks.joint_message import JointMessage
+from ignite_train.ranks.messages import RankRequests
 from ignite_train.ranks.small_sum import SmallSum
+from ignite_train.ranks.statistics import Statistics
 from ranks import run_ranks
 
 STATISTICS = torch.tensor([3.0, 0.1], dtype=torch.float64)
@@ -96,6 +99,22 @@ def test_a_small_sum_is_that_of_an_all_reduce(ranks: int, small: str) -> None:
     assert all(other == first for other in others)
     assert [equal for equal, _, _ in first] == [True] * 4
     assert [names for _, names, _ in first] == [[small]] * 3 + [["allreduce_"]]
+
+
+@pytest.mark.parametrize("beside", [-1, 0, 1], ids=str)
+def test_ranks_that_send_more_than_others_are_an_error(beside: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is made of the sums: a gathering takes the shorter vector of another rank as it is."""
+    monkeypatch.setattr(collectives, "world_size", lambda: 2)
+    mine, theirs = Statistics(torch.device("cpu")), Statistics(torch.device("cpu"))
+    vector, other = mine.pack(RankRequests(), beside=4), theirs.pack(RankRequests(), beside=4 + beside)
+    assert vector is not None
+    assert other is not None
+    vector.add_(other)
+    if beside == 0:
+        assert mine.finish(1.0).num_micro_batches == 0
+        return
+    with pytest.raises(ValueError, match=r"alike on all ranks, got 15 numbers of an update on this rank, and on average 1[45]"):
+        mine.finish(1.0)
 
 
 def _frozen_later() -> tuple[list[float], list[float]]:

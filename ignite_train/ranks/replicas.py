@@ -50,6 +50,7 @@ class ExplicitReduction(PlainReduction):
         self._sparse: SparseRows | None = None
         self._buckets: tuple[tuple[nn.Parameter, ...], ...] = ()
         self._tail: tuple[nn.Parameter, ...] = ()  # whose gradients travel beside the statistics
+        self._num_small = 0  # how many elements they have
         self._planned: list[nn.Parameter] = []
         self._message: JointMessage | None = None
 
@@ -62,10 +63,11 @@ class ExplicitReduction(PlainReduction):
             flat = _flatten(bucket)
             under_way.append((bucket, flat, collectives.start_sum(flat)))
 
-        vector = statistics.pack(*outgoing)
-        assert vector is not None  # noqa: S101  # there are several ranks
         announced = None if self._sparse is None else self._sparse.announcement()
-        message = self._message_like(vector, len(here), 0 if announced is None else len(announced))
+        num_announced = 0 if announced is None else len(announced)
+        vector = statistics.pack(*outgoing, beside=len(here) + num_announced + self._num_small)
+        assert vector is not None  # noqa: S101  # there are several ranks
+        message = self._message_like(vector, len(here), num_announced)
         message.pack(vector, here, announced, [parameter.grad for parameter in self._tail])
         self._sum(message.vector)
         vector.copy_(message.statistics)
@@ -107,6 +109,7 @@ class ExplicitReduction(PlainReduction):
         in_tail = {*map(id, tail)}
         whole = (parameter for parameter in trainable if id(parameter) not in in_tail)
         self._buckets, self._tail = tuple(map(tuple, buckets(whole, gradient_dtype))), tuple(tail)
+        self._num_small = sum(map(Tensor.numel, tail))
 
 
 class SmallReplicas(ExplicitReduction):
