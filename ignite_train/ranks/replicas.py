@@ -64,7 +64,7 @@ class ExplicitReduction(PlainReduction):
             under_way.append((bucket, flat, collectives.start_sum(flat)))
 
         announced = None if self._sparse is None else self._sparse.announcement()
-        num_announced = 0 if announced is None else len(announced)
+        num_announced = 0 if announced is None else announced.numel()
         vector = statistics.pack(*outgoing, beside=len(here) + num_announced + self._num_small)
         assert vector is not None  # noqa: S101  # there are several ranks
         message = self._message_like(vector, len(here), num_announced)
@@ -85,7 +85,7 @@ class ExplicitReduction(PlainReduction):
 
     def _message_like(self, statistics: Tensor, num_flags: int, num_announced: int) -> JointMessage:
         """The message of the update before; another one where other parameters have become trainable, or names are logged."""
-        if self._message is None or len(self._message.statistics) != len(statistics):
+        if self._message is None or self._message.statistics.numel() != statistics.numel():
             self._message = JointMessage(statistics, num_flags, num_announced, self._tail)
         return self._message
 

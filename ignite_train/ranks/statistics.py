@@ -280,7 +280,7 @@ class Statistics:
             ValueError: the others have sent more or less than this rank.
         """
         assert self._vector is not None  # noqa: S101  # it was sent
-        own = len(self._vector) + self._num_beside
+        own = self._vector.numel() + self._num_beside
         if total != own * self._num_ranks:
             raise ValueError(
                 f"the trainer must be alike on all ranks, got {own} numbers of an update on this rank, and on average "
@@ -337,7 +337,7 @@ class Statistics:
     def _read(self) -> tuple[_Head, list[float], list[float]]:
         """The head of the vector, what follows it there, and the numbers that were sent behind the vector."""
         assert self._vector is not None  # noqa: S101  # it was sent
-        numbers, length = self._reading.receive(), len(self._vector)
+        numbers, length = self._reading.receive(), self._vector.numel()
         return *_Head.split(numbers[:length]), numbers[length:]
 
 
