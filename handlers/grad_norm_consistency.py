@@ -104,12 +104,13 @@ class GradNormConsistency(PiggybackHandler):
 
     def __init__(self, *, tolerance: float = 1e-6) -> None:
         self.tolerance = real_number("tolerance", tolerance, above=0)
+        self._rank = 0
         self._due: tuple[int, float] | None = None  # update and norm, not yet sent
         self._sent: tuple[int, float] | None = None  # on its way
 
     def attach(self, trainer: Trainer, event: Event = Events.ITERATION_COMPLETED) -> RemovableEventHandle:
         """Compares the norm of each update in which `event` fires, which must be the same updates on all ranks."""
-        self.payload_size = collectives.world_size()
+        self.payload_size, self._rank = collectives.world_size(), collectives.rank()
         return super().attach(trainer, event)
 
     def __call__(self, trainer: Trainer) -> None:
@@ -122,7 +123,7 @@ class GradNormConsistency(PiggybackHandler):
         if self._due is not None:
             self._sent, self._due = self._due, None
         words = [0.0] * self.payload_size
-        words[collectives.rank()] = _NO_CHECK if self._sent is None else self._sent[1]
+        words[self._rank] = _NO_CHECK if self._sent is None else self._sent[1]
         return words
 
     def vetoes(self, sums: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ignite_train.arguments import check_state_dict, describe, one_of, positive_int
+from ignite_train.arguments import check_same_model, check_state_dict, describe, one_of, positive_int
 from ignite_train.errors import NonFiniteError
 from ignite_train.handler import Handler
 from ignite_train.model.optimizers import parts_as_optimizers
@@ -41,6 +41,9 @@ class OuterOptimizer(Handler):
     - BMUF (ICASSP 2016, doi:10.1109/ICASSP.2016.7472805): `SGD(parameters, lr=ζ, momentum=η)`, for its Nesterov block momentum
       with `nesterov=True`; `count="steps"` as in fairseq.
     - Lookahead (arXiv:1907.08610), in a single process: `SGD(parameters, lr=α)`.
+
+    If an outer step raises, the replicas keep the weights that they have, and the next one is made H updates later; what the
+    outer optimizer has changed of its own state before it raised stays changed.
 
     The outer step is made at the end of an update, before its `STEP_COMPLETED`, so that all handlers of that update and of
     `ITERATION_COMPLETED` see equal weights. Validate, average (`ModelEMA`) and save there: at
@@ -150,9 +153,7 @@ class OuterOptimizer(Handler):
         """
         check_state_dict("OuterOptimizer", state_dict, ("optimizer", "weights", "num_outer_steps"), ("num_outer_steps",))
         saved = state_dict["weights"]
-        wrong = [name for name, value in self._weights.items() if name not in saved or saved[name].shape != value.shape]
-        if wrong:
-            raise ValueError(f"state_dict must be of the same model, got one without a fitting {wrong[0]!r}")
+        check_same_model(saved, self._weights)
         self.optimizer.load_state_dict(state_dict["optimizer"])
         self.num_outer_steps = state_dict["num_outer_steps"]
         for name, value in self._weights.items():
@@ -218,15 +219,33 @@ class OuterOptimizer(Handler):
 
     @torch.no_grad()
     def _step(self, trainer: Trainer) -> None:
-        """The outer step. Collective; reads one number."""
+        """The outer step. Collective; reads one number. If it raises, each replica has the weights that it had before."""
         parameters, weights, rates = [*self._parameters.values()], [*self._weights.values()], self._rates()
         differences = [weight - parameter for weight, parameter in zip(weights, parameters, strict=True)]
         mean_over_ranks(differences)
-        norms = [torch.linalg.vector_norm(one, dtype=torch.float64).cpu() for one in differences]
-        self.grad_norm = float(torch.stack(norms).norm())  # sync
+        norms = [torch.linalg.vector_norm(one, dtype=torch.promote_types(one.dtype, torch.float64)) for one in differences]
+        self.grad_norm = float(torch.stack([norm.cpu() for norm in norms]).norm())  # sync
         if not math.isfinite(self.grad_norm):
             raise NonFiniteError(trainer.state.iteration, math.nan, self.grad_norm, ("in the outer gradient",))
-        kept = [parameter.grad for parameter in parameters]
+        kept = [(parameter.grad, parameter.clone()) for parameter in parameters]
+        try:
+            self._step_along(differences, parameters, weights, rates)
+        except BaseException:
+            for parameter, (_, own) in zip(parameters, kept, strict=True):
+                parameter.copy_(own)
+            raise
+        finally:
+            for parameter, (gradient, _) in zip(parameters, kept, strict=True):
+                parameter.grad = gradient
+        for parameter, weight in zip(parameters, weights, strict=True):
+            weight.copy_(parameter)
+        self._num_updates, trainer._ranks_are_alike = 0, True
+        self.num_outer_steps += 1
+
+    def _step_along(
+        self, differences: list[Tensor], parameters: list[nn.Parameter], weights: list[Tensor], rates: list[Any]
+    ) -> None:
+        """Moves the parameters from the weights of the latest outer step along their mean differences, which it changes."""
         for parameter, weight, difference in zip(parameters, weights, differences, strict=True):
             parameter.copy_(weight)
             parameter.grad = difference if parameter.requires_grad else None  # momentum would move a frozen one
@@ -235,11 +254,6 @@ class OuterOptimizer(Handler):
         self.optimizer.step()
         for parameter, weight, rate in zip(parameters, weights, rates, strict=False):
             parameter.copy_(weight + (parameter - weight) * rate)
-        for parameter, weight, gradient in zip(parameters, weights, kept, strict=True):
-            parameter.grad = gradient
-            weight.copy_(parameter)
-        self._num_updates, trainer._ranks_are_alike = 0, True
-        self.num_outer_steps += 1
 
 
 class _Replica:

@@ -224,15 +224,16 @@ class StateConsistency(PiggybackHandler):
             ValueError: the states agree, and yet some rank had no digest.
         """
         sent, self._sent = self._sent, None
-        present, world_size = round(sums[-1]), collectives.world_size()
-        if present < world_size:
-            if present:
-                self._compare(self._check(self._trainer))
-                raise ValueError(
-                    f"event must fire in the same updates on all ranks, got one in which StateConsistency had a digest on "
-                    f"{present} of {world_size} ranks: attach it alike on all ranks, to an event with the same counter on all"
-                )
+        present = round(sums[-1])
+        if not present:
             return
+        world_size = collectives.world_size()
+        if present < world_size:
+            self._compare(self._check(self._trainer))
+            raise ValueError(
+                f"event must fire in the same updates on all ranks, got one in which StateConsistency had a digest on "
+                f"{present} of {world_size} ranks: attach it alike on all ranks, to an event with the same counter on all"
+            )
         words, squares, of_shards = sums[:_WORDS], sums[_WORDS : 2 * _WORDS], sums[2 * _WORDS : -1]
         agree = all(int(word) ** 2 == world_size * int(square) for word, square in zip(words, squares, strict=True))
         if not agree or any(of_shards):

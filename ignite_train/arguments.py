@@ -8,7 +8,16 @@ from collections.abc import Iterable, Mapping
 from numbers import Integral, Real
 from typing import Any
 
-__all__ = ["check_state_dict", "describe", "did_you_mean", "one_of", "positive_int", "real_number", "whole_number"]
+__all__ = [
+    "check_same_model",
+    "check_state_dict",
+    "describe",
+    "did_you_mean",
+    "one_of",
+    "positive_int",
+    "real_number",
+    "whole_number",
+]
 
 
 def check_state_dict(owner: str, state_dict: Any, keys: Iterable[str], counters: Iterable[str]) -> None:
@@ -26,6 +35,17 @@ def check_state_dict(owner: str, state_dict: Any, keys: Iterable[str], counters:
     for key in counters:
         if isinstance(state_dict[key], bool) or not isinstance(state_dict[key], int) or state_dict[key] < 0:
             raise ValueError(f"state_dict[{key!r}] must be an integer of at least 0, got {state_dict[key]!r}")
+
+
+def check_same_model(saved: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
+    """Checks that the tensors of a state are of the model whose `tensors` it is to replace, by their names and shapes.
+
+    Raises:
+        ValueError: one is missing, or has another shape.
+    """
+    wrong = [name for name, value in tensors.items() if name not in saved or saved[name].shape != value.shape]
+    if wrong:
+        raise ValueError(f"state_dict must be of the same model, got one without a fitting {wrong[0]!r}")
 
 
 def positive_int(name: str, value: Any) -> int:

@@ -3,15 +3,17 @@
 A case is drawn from a number. It fixes a model made of several kinds of layers and layouts, an optimizer of torch's with random
 options, how the samples are cut into micro-batches, updates and ranks, and what goes wrong on the way. The reference holds
 contiguous copies of the parameters, computes each update's gradient over all samples at once, and steps with torch's for-loop
-implementation, so that it shares neither layout nor kernel nor accumulation with what is under test.
+implementation, so that it shares neither layout nor kernel nor accumulation with what is under test. With `reduction="local"`
+it does so for the samples of each rank apart, and makes outer steps by the formula of SGD.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import ignite.distributed as idist
@@ -24,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ignite_train import ForwardOutput, StaticLossScaling, Trainer, TrainEvents, UpdateOptions, create_trainer
+from ignite_train.handlers import OuterOptimizer
 
 FEATURES = 8
 PIECES = ("linear", "conv", "transposed", "gain", "shared", "unused", "frozen", "complex", "embedding")
@@ -51,6 +54,7 @@ TRAITS = (
     "whole",  # what is not a whole group is left out
 )
 SEEDED = "seeded"  # one more: `seed=` is given. Drawn by numbers of its own, so that the others stay what they were
+OUTER_RATE = 0.7
 TOLERANCES = {torch.float64: 1e-8, torch.float32: 2e-3}
 
 
@@ -82,12 +86,19 @@ class Case:
     closure: Literal[False, True, "replay"] = False  # the optimizer is inside one that evaluates the loss again, elsewhere
     empty: frozenset[tuple[int, int]] = frozenset()  # rank and micro-batch in whose place the loader gives None
     traits: frozenset[str] = frozenset()  # see `TRAITS`
+    outer: tuple[int, float] | None = None  # with local replicas: updates to an outer step, and its momentum
 
 
-def draw(seed: int, world_size: int) -> Case:
-    """The case of this number."""
+def draw(seed: int, world_size: int, *, local: bool = False) -> Case:
+    """The case of this number; with `local` one whose replicas train on their own, which is another program."""
     rng = random.Random(seed)  # noqa: S311
-    reduction = "auto" if world_size == 1 else rng.choice(("ddp", "auto", "explicit", "fsdp"))
+    drawn = "auto" if world_size == 1 else rng.choice(("ddp", "auto", "explicit", "fsdp"))
+    case = _draw(seed, rng, world_size, "local" if local else drawn)
+    case = _with_traits(_with_shape(case, _numbers("shape", seed)), _numbers("traits", seed))
+    return _with_outer_optimizer(case, _numbers("outer", seed)) if local else case
+
+
+def _draw(seed: int, rng: random.Random, world_size: int, reduction: str) -> Case:
     optimizer = rng.choice(sorted(OPTIMIZERS))
     implementations, choices = OPTIMIZERS[optimizer]
     implementation = rng.choice(implementations)
@@ -103,9 +114,9 @@ def draw(seed: int, world_size: int) -> Case:
     rng.shuffle(counts)
     sizes = tuple(tuple(rng.choice((1, 2, 3, 5)) for _ in range(count)) for count in counts)
     rank = counts.index(longest)
-    may_drop_micro_batches = reduction == "explicit" or world_size == 1
+    may_drop_micro_batches = reduction in ("explicit", "local") or world_size == 1
     goes_wrong = rng.random()
-    case = Case(
+    return Case(
         seed=seed,
         reduction=reduction,
         dtype=rng.choice((torch.float64, torch.float32)),
@@ -125,7 +136,6 @@ def draw(seed: int, world_size: int) -> Case:
         on_out_of_memory=rng.choice(("skip", "split")) if may_drop_micro_batches and goes_wrong > 0.75 else "raise",
         too_large=(rank, rng.randrange(longest)) if may_drop_micro_batches and goes_wrong > 0.75 else None,
     )
-    return _with_traits(_with_shape(case, _numbers("shape", seed)), _numbers("traits", seed))
 
 
 def _numbers(what: str, seed: int) -> random.Random:
@@ -143,13 +153,14 @@ def _with_shape(case: Case, rng: random.Random) -> Case:
         kinds = ("forloop", "foreach") if case.reduction == "fsdp" or "complex" in case.pieces else ("foreach", "fused")
         kind = rng.choice(("SGD", "AdamW"))
         options = {"lr": 0.02, **({"momentum": 0.9} if kind == "SGD" else {"eps": 1e-2})}
-        return replace(case, second=(kind, rng.choice(kinds), options), limits_each=rng.random() < 0.5)
+        case = replace(case, second=(kind, rng.choice(kinds), options), limits_each=rng.random() < 0.5)
+        return replace(case, limits_each=case.limits_each and case.reduction != "local")
     if shape == "sparse" and case.reduction != "fsdp":
         second: dict[str, dict[str, Any]] = {"SGD": {"lr": 0.1}, "Adagrad": {"lr": 0.1, "eps": 1e-2}}
         kind = rng.choice(sorted(second))
         pieces = tuple(sorted({*case.pieces, "embedding"}))
         return replace(case, pieces=pieces, second=(kind, rng.choice(("forloop", "foreach")), second[kind]), is_sparse=True)
-    if shape == "closure" and case.reduction != "fsdp" and case.implementation != "fused":
+    if shape == "closure" and case.reduction not in ("fsdp", "local") and case.implementation != "fused":
         return replace(case, closure=rng.choice((True, "replay")), on_out_of_memory="raise", too_large=None)
     return case
 
@@ -163,7 +174,7 @@ def _with_traits(case: Case, rng: random.Random) -> Case:
         traits -= {"carried"}  # the second half finds what the first has left
     if "demanded" in traits:
         traits -= {"whole"}  # which is about the last group of an epoch
-    if case.reduction != "explicit" and len(case.sizes) > 1:
+    if case.reduction not in ("explicit", "local") and len(case.sizes) > 1:
         traits -= {"outside"}
     if "whole" in traits and case.accumulation_steps > 1:
         longest = max(map(len, case.sizes))
@@ -172,6 +183,11 @@ def _with_traits(case: Case, rng: random.Random) -> Case:
     if "summed" in traits:  # a step that is not clipped would be far too long
         case = replace(case, max_grad_norm=rng.choice((0.1, 0.5)))
     return replace(case, traits=frozenset(traits))
+
+
+def _with_outer_optimizer(case: Case, rng: random.Random) -> Case:
+    """The case with outer steps, or with replicas that are never made equal."""
+    return replace(case, outer=rng.choice((None, (1, 0.0), (2, 0.9), (3, 0.9))))
 
 
 def _draw_pieces(rng: random.Random, *, complex_too: bool, sharded: bool) -> set[str]:
@@ -351,7 +367,7 @@ def train(case: Case) -> tuple[dict[str, Tensor], list[tuple[float, float, float
     if case.reduction == "fsdp":
         fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
         named = list(model.named_parameters())
-    elif world_size > 1 and case.reduction != "explicit":
+    elif world_size > 1 and case.reduction not in ("explicit", "local"):
         wrapped = DistributedDataParallel(model, find_unused_parameters=True)
     optimizers = make_optimizers(case, named)
 
@@ -373,8 +389,7 @@ def train(case: Case) -> tuple[dict[str, Tensor], list[tuple[float, float, float
         seed=case.seed if SEEDED in case.traits else None,
         options=_options(case),
     )
-    if "changed" in case.traits:
-        trainer.add_event_handler(TrainEvents.GRADIENTS_REDUCED, lambda: change(model))
+    _attach_handlers(case, trainer, model)
     records: list[tuple[float, float, float, bool]] = []
 
     @trainer.on(Events.ITERATION_COMPLETED)
@@ -389,6 +404,15 @@ def train(case: Case) -> tuple[dict[str, Tensor], list[tuple[float, float, float
         raise RuntimeError("the seeds of the updates have moved the generator of the process")
     whole = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in model.named_parameters()}
     return {name: parameter.detach() for name, parameter in whole.items()}, records
+
+
+def _attach_handlers(case: Case, trainer: Trainer, model: nn.Module) -> None:
+    if "changed" in case.traits:
+        trainer.add_event_handler(TrainEvents.GRADIENTS_REDUCED, lambda: change(model))
+    if case.outer is not None:
+        every, momentum = case.outer
+        outer = torch.optim.SGD(model.parameters(), lr=OUTER_RATE, momentum=momentum, nesterov=momentum > 0)
+        OuterOptimizer(outer, every=every).attach(trainer)
 
 
 def _run(case: Case, trainer: Trainer, mine: list[Any]) -> None:
@@ -428,23 +452,65 @@ class _Unsized:
 
 def reference(case: Case) -> tuple[dict[str, Tensor], list[tuple[float, float, float, bool]]]:
     """What `train` must come to: all samples of an update at once, contiguous, in float64, by torch's for-loops."""
-    model = make_model(case)
-    for parameter in model.parameters():
-        wide = torch.complex128 if parameter.is_complex() else torch.float64
-        parameter.data = parameter.data.to(wide).clone(memory_format=torch.contiguous_format)
-    named = list(model.named_parameters())
-    by_hand = _ByHand(case, model, make_optimizers(case, named, by_for_loops=True))
+    by_hand = _ByHand(case, range(len(case.sizes)))
     records = [by_hand.update(number) for number in range(1, _num_updates(case) + 1)]
-    return {name: parameter.detach() for name, parameter in named}, records
+    return by_hand.parameters, records
+
+
+def local_reference(case: Case, rank: int) -> tuple[dict[str, Tensor], list[tuple[float, float, float, bool]]]:
+    """What `train` must come to on this rank with `reduction="local"`: that of each rank on its own, and the outer steps.
+
+    What is recorded is Σloss / Σsample_size over the ranks that have stepped, and the root of the mean square of their norms.
+    """
+    replicas = [_ByHand(case, [one]) for one in range(len(case.sizes))]
+    outer = _OuterByHand(replicas)
+    records: list[tuple[float, float, float, bool]] = []
+    for number in range(1, _num_updates(case) + 1):
+        own = [one for one in (replica.update(number) for replica in replicas) if one[3]]
+        size = sum(one[1] for one in own)
+        loss = sum(one[0] * one[1] for one in own) / size if own else math.nan
+        norm = math.sqrt(sum(one[2] ** 2 for one in own) / len(own)) if own else math.nan
+        records.append((loss, size, norm, bool(own)))
+        if case.outer is not None and number % case.outer[0] == 0:
+            outer.step(case.outer[1])
+    return replicas[rank].parameters, records
+
+
+class _OuterByHand:
+    """Outer steps along Δ = x - mean(x_r): m ← βm + Δ, and x ← x - α(Δ + βm), which is Nesterov's momentum where β > 0."""
+
+    def __init__(self, replicas: list[_ByHand]) -> None:
+        self._replicas = replicas
+        self._weights = {name: value.clone() for name, value in replicas[0].parameters.items()}
+        self._momenta = {name: torch.zeros_like(value) for name, value in self._weights.items()}
+
+    def step(self, momentum: float) -> None:
+        for name, weight in self._weights.items():
+            values = [replica.parameters[name] for replica in self._replicas]
+            difference = weight - torch.stack(values).mean(0)
+            self._momenta[name] = momentum * self._momenta[name] + difference
+            weight -= OUTER_RATE * (difference + momentum * self._momenta[name])
+            for value in values:
+                value.copy_(weight)
 
 
 class _ByHand:
-    """The updates of the reference, one by one."""
+    """The updates of the reference, one by one, over the samples of some ranks."""
 
-    def __init__(self, case: Case, model: nn.Module, optimizers: dict[str, Any]) -> None:
-        self._case, self._model, self._optimizers = case, model, optimizers
-        self._ranks = [micro_batches(case, rank) for rank in range(len(case.sizes))]
+    def __init__(self, case: Case, ranks: Sequence[int]) -> None:
+        self._case, self._model = case, make_model(case)
+        for parameter in self._model.parameters():
+            wide = torch.complex128 if parameter.is_complex() else torch.float64
+            parameter.data = parameter.data.to(wide).clone(memory_format=torch.contiguous_format)
+        named = list(self._model.named_parameters())
+        self._optimizers = make_optimizers(case, named, by_for_loops=True)
+        self._ranks = [micro_batches(case, rank) for rank in ranks]
         self._carried: list[dict[str, Any]] = [{} for _ in self._ranks]
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        """By name, sharing the memory of the model's."""
+        return {name: parameter.detach() for name, parameter in self._model.named_parameters()}
 
     def update(self, number: int) -> tuple[float, float, float, bool]:
         """Loss, sample size, norm, and whether it stepped."""
@@ -503,7 +569,8 @@ def _clip(case: Case, model: nn.Module, optimizers: dict[str, Any], norm: float)
 
 def difference(case: Case) -> str:
     """What is wrong with the case on this rank; empty if nothing is."""
-    (found, records), (expected, expected_records) = train(case), reference(case)
+    by_hand = partial(local_reference, rank=idist.get_rank()) if case.reduction == "local" else reference
+    (found, records), (expected, expected_records) = train(case), by_hand(case)
     tolerance = TOLERANCES[case.dtype]
     if len(records) != len(expected_records):
         return f"{len(records)} updates and not {len(expected_records)}"
@@ -527,11 +594,11 @@ def _same(found: tuple[float, ...], expected: tuple[float, ...], tolerance: floa
     return all(same(one, other) for one, other in zip(found, expected, strict=True))
 
 
-def failures(seeds: range, world_size: int, run: Callable[[Case], str] = difference) -> list[str]:
+def failures(seeds: range, world_size: int, run: Callable[[Case], str] = difference, *, local: bool = False) -> list[str]:
     """Runs the cases of these numbers on this rank: a line for each that fails."""
     lines = []
     for seed in seeds:
-        case = draw(seed, world_size)
+        case = draw(seed, world_size, local=local)
         try:
             found = run(case)
         except Exception as error:  # the other cases are still of interest, where there is one rank

@@ -104,15 +104,19 @@ def count_collectives(way: str, accumulation_steps: int) -> dict[str, Any]:
 def test_an_update_is_its_gradients_and_one_small_all_reduce(way: str, accumulation_steps: int) -> None:
     """Three updates, whatever the accumulation and whatever is attached: the gradients, and at most one small vector each."""
     for collectives in run_ranks(count_collectives, way, accumulation_steps):
-        reductions = collectives.pop("gloo:all_reduce")  # gloo scatters FSDP's gradients by an all-reduce
+        reductions = collectives.pop("gloo:all_reduce", [])  # gloo scatters FSDP's gradients by an all-reduce
+        gathers = collectives.pop("gloo:all_gather", [])
         if way in ("explicit", "auto"):
-            assert len(reductions) == 3  # the statistics are in the gradients' own bucket, also those of a small DDP
+            assert reductions == []
+            assert len(gathers) == 3  # of the statistics with the gradients, also those of a small DDP: two ranks add them up
+            assert max(gathers) <= 64  # numbers of 8 bytes
         else:
             assert len(reductions) == 6
             assert set(reductions[:3]) == {8 if way == "fsdp" else 4}  # three weights and a bias; FSDP pads the bias
-        assert max(reductions) <= 64  # numbers of 8 bytes
-        gathers = len(collectives.pop("gloo:all_gather", []))
-        assert gathers == (3 * accumulation_steps if way == "fsdp" else 0)  # FSDP's parameters, which a root keeps for backward
+            assert max(reductions) <= 64
+            assert len(gathers) == (
+                3 * accumulation_steps if way == "fsdp" else 0
+            )  # parameters, which a root keeps for backward
         assert collectives == {}
 
 

@@ -175,6 +175,18 @@ def test_one_process_is_the_formula(method: str) -> None:
         assert found["outer"] == updates // H
 
 
+def test_complex_weights() -> None:
+    """Lookahead by its formula; a gradient of |w|² is 2w, so that each inner step multiplies w by 1 - 2 · rate."""
+    model = nn.ParameterDict({"w": nn.Parameter(torch.tensor([1.0 + 2.0j, -0.5j], dtype=torch.complex64))})
+    trainer, outer = make("lookahead", every=2, model=model, forward=lambda model, _: model["w"].abs().square().sum())
+    trainer.run([torch.zeros(1)] * 4, max_epochs=1)
+    factor = 1 + 0.5 * ((1 - 2 * RATE) ** 2 - 1)
+    assert torch.view_as_real(model["w"]).flatten().tolist() == pytest.approx(
+        [factor**2 * value for value in (1.0, 2.0, 0.0, -0.5)], rel=1e-6
+    )
+    assert outer.grad_norm == pytest.approx(factor * (1 - (1 - 2 * RATE) ** 2) * 5.25**0.5, rel=1e-6)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("updates", [3 * H, 3 * H + 2], ids=["equal", "between"])
 @pytest.mark.parametrize("method", [name for name in METHODS if name != "lookahead"])
@@ -526,7 +538,72 @@ def test_what_handlers_make_of_the_gradients_decides() -> None:
     assert both[0][1] == pytest.approx(_skipping_by_hand({2: (1,)}), rel=1e-12)
 
 
+# --- an outer step that fails ---
+
+
+class _Failing(torch.optim.SGD):
+    """Raises in its first step, once it has moved a parameter."""
+
+    failures = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if self.failures:
+            super().step(closure)
+            return
+        self.failures = 1
+        with torch.no_grad():
+            self.param_groups[0]["params"][0].add_(5.0)
+        raise OSError("the outer step has failed")
+
+
+def _after_a_failed_step() -> dict[str, Any]:
+    """A run that goes on after its first outer step has raised; `before` is what the replica had when it raised."""
+    model = linear()
+    inner = torch.optim.SGD(model.parameters(), lr=RATE)
+    trainer = create_trainer(model, inner, forward, options=UpdateOptions(reduction="local"), protect=False)
+    outer = OuterOptimizer(_Failing(model.parameters(), lr=1.0), every=H)
+    outer.attach(trainer)
+    loader = share()[: 2 * H]
+    with trainer.session():
+        for number, x in enumerate(loader, start=1):
+            try:
+                trainer.update([x])
+            except OSError:
+                failed = {"update": number, "weights": weight_of(trainer), "gradient": model.weight.grad}
+    return {"failed": failed, "weights": weight_of(trainer), "outer": outer.num_outer_steps, "steps": trainer.state.num_steps}
+
+
+def _by_hand_after_a_failed_step(ranks: int) -> tuple[list[list[float]], list[float]]:
+    """What each replica has when the outer step fails, and all of them after the second one, which is a mean."""
+    replicas = [linear().weight.detach()[0].clone() for _ in range(ranks)]
+    found: list[list[float]] = []
+    for update in range(2 * H):
+        for rank in range(ranks):
+            replicas[rank] = replicas[rank] - RATE * gradient(replicas[rank], DATA[rank::ranks][update])
+        if update == H - 1:
+            found = [replica.tolist() for replica in replicas]
+    return found, torch.stack(replicas).mean(0).tolist()
+
+
+@pytest.mark.parametrize("ranks", [1, slow(2)], ids=str)
+def test_an_outer_step_that_raises_loses_no_update(ranks: int) -> None:
+    """Each replica keeps its weights of that moment, without the outer gradient; the next outer step has all updates in it."""
+    both = [_after_a_failed_step()] if ranks == 1 else run_ranks(_after_a_failed_step)
+    before, after = _by_hand_after_a_failed_step(ranks)
+    for rank, found in enumerate(both):
+        assert found["failed"]["update"] == H
+        assert found["failed"]["weights"] == pytest.approx(before[rank], rel=1e-12)
+        assert found["failed"]["gradient"] is None
+        assert found["weights"] == pytest.approx(after, rel=1e-12)
+        assert (found["outer"], found["steps"]) == (1, 2 * H)
+
+
 # --- what is refused ---
+
+
+def _other_model() -> None:
+    _, outer = make()
+    outer.load_state_dict({**outer.state_dict(), "weights": {"weight": torch.zeros(2, 3)}})
 
 
 def _mistake(name: str) -> str:
@@ -609,6 +686,7 @@ MISTAKES: dict[str, Mistake] = {
         _other_parameters,
     ),
     "more": (ValueError, "got 1 that are not trained", _too_many_parameters),
+    "state": (ValueError, "state_dict must be of the same model, got one without a fitting 'weight'", _other_model),
     "closure": (ValueError, "closure must be left out with reduction='local'", _closure),
     "replay": (ValueError, "uneven must be left out with reduction='local'", _replay),
     "limits": (ValueError, "max_grad_norm must be one number with reduction='local'", _limits),

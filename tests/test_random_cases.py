@@ -27,6 +27,16 @@ def test_some_programs_on_two_ranks():
     assert run_ranks(on_rank, range(10_000, 10_030), timeout_seconds=90) == [[], []]
 
 
+def on_local_rank(seeds: range) -> list[str]:
+    return failures(seeds, world_size=2, local=True)
+
+
+@pytest.mark.slow
+def test_some_programs_of_replicas_that_train_on_their_own():
+    """Each rank comes to what its own samples come to, with and without outer steps; what is recorded is of all ranks."""
+    assert run_ranks(on_local_rank, range(20_000, 20_030), timeout_seconds=90) == [[], []]
+
+
 @pytest.mark.slow
 def test_a_program_whose_dense_layer_was_divided_twice():
     """DistributedDataParallel divides sparse gradients in place, and their rows are the gradient of the layer beside, too."""
@@ -47,3 +57,11 @@ def test_many_programs_on_one_rank(start):
 def test_many_programs_on_two_ranks(start):
     """As above: 500 more."""
     assert run_ranks(on_rank, range(start, start + 50), timeout_seconds=600) == [[], []]
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("start", range(300_000, 300_200, 50))
+def test_many_programs_of_replicas_that_train_on_their_own(start):
+    """As above: 200 more."""
+    assert run_ranks(on_local_rank, range(start, start + 50), timeout_seconds=600) == [[], []]

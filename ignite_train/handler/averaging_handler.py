@@ -12,7 +12,7 @@ from ignite.engine import RemovableEventHandle
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ignite_train.arguments import describe
+from ignite_train.arguments import check_same_model, describe
 from ignite_train.evaluation.evaluator import Evaluator
 from ignite_train.events import Event, TrainEvents
 from ignite_train.handler.handler import Handler
@@ -141,9 +141,7 @@ class AveragingHandler(Handler):
         """
         self._attached()
         saved = state_dict["model"]
-        wrong = [name for name, value in self._averages.items() if name not in saved or saved[name].shape != value.shape]
-        if wrong:
-            raise ValueError(f"state_dict must be of the same model, got one without a fitting {wrong[0]!r}")
+        check_same_model(saved, self._averages)
         self.num_updates = state_dict["num_updates"]
         with torch.no_grad():
             for name, average in self._averages.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["as_bytes", "as_gradient_of", "is_dense", "pairs_with"]
+__all__ = ["as_bytes", "as_gradient_of", "empty_gradient_of", "gradient_dtype", "is_dense", "pairs_with"]
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
@@ -38,12 +38,24 @@ def pairs_with(tensor: Tensor, other: Tensor) -> bool:
     return all(one == another or size == 1 for one, another, size in strides)
 
 
-def as_gradient_of(values: Tensor, parameter: Tensor) -> Tensor:
-    """`values`, in the order of the indices, with the shape and the strides that backward gives a gradient of `parameter`.
+def gradient_dtype(parameter: Tensor) -> torch.dtype:
+    """That of the gradients of `parameter`, which may be wider than its own."""
+    dtype: torch.dtype | None = parameter.grad_dtype
+    return parameter.dtype if dtype is None else dtype
+
+
+def empty_gradient_of(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor without values, with the shape and the strides that backward gives a gradient of `parameter`.
 
     Those are the strides of the parameter; or, where the parameter has gaps in memory, those of a contiguous tensor.
     """
+    layout = torch.preserve_format if is_dense(parameter) else torch.contiguous_format
+    return torch.empty_like(parameter, dtype=dtype, requires_grad=False, memory_format=layout)
+
+
+def as_gradient_of(values: Tensor, parameter: Tensor) -> Tensor:
+    """`values`, in the order of the indices, with the shape and the strides of `empty_gradient_of`."""
     gradient = values.view_as(parameter)
     if parameter.is_contiguous() or not is_dense(parameter):
         return gradient
-    return torch.empty_like(parameter, dtype=values.dtype, requires_grad=False).copy_(gradient)
+    return empty_gradient_of(parameter, values.dtype).copy_(gradient)

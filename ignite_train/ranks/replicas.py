@@ -7,19 +7,21 @@ import operator
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ignite_train.model.gradients import Gradients
-from ignite_train.model.memory_layout import as_gradient_of
+from ignite_train.model.memory_layout import as_gradient_of, gradient_dtype
 from ignite_train.model.sparse_parameters import sparse_parameters
 from ignite_train.ranks import collectives
 from ignite_train.ranks.buckets import buckets
+from ignite_train.ranks.joint_message import JointMessage
 from ignite_train.ranks.messages import Outgoing
 from ignite_train.ranks.reduction import PlainReduction
+from ignite_train.ranks.small_sum import SmallSum
 from ignite_train.ranks.sparse_rows import SparseRows
 from ignite_train.ranks.statistics import Statistics
 
@@ -44,61 +46,74 @@ class ExplicitReduction(PlainReduction):
         super().__init__(model)
         for tensor in chain(model.parameters(), model.buffers()) if synchronise else ():
             collectives.broadcast(tensor)
+        self._sum = SmallSum()
         self._sparse: SparseRows | None = None
         self._buckets: tuple[tuple[nn.Parameter, ...], ...] = ()
-        self._tails: tuple[tuple[nn.Parameter, ...], ...] = ()  # by dtype
+        self._tail: tuple[nn.Parameter, ...] = ()  # whose gradients travel beside the statistics
+        self._num_small = 0  # how many elements they have
         self._planned: list[nn.Parameter] = []
+        self._message: JointMessage | None = None
 
     def end(self, outgoing: Outgoing, statistics: Statistics, gradients: Gradients) -> float | Tensor:
         """Sums gradients and statistics; a parameter that no rank has a gradient for keeps none."""
         self._make_plan(gradients, statistics.device)
-        vector = statistics.pack(*outgoing)
+        here = [parameter.grad is not None for parameter in chain(self._tail, *self._buckets)]
+        under_way = []
+        for bucket in self._buckets:
+            flat = _flatten(bucket)
+            under_way.append((bucket, flat, collectives.start_sum(flat)))
+
+        announced = None if self._sparse is None else self._sparse.announcement()
+        num_announced = 0 if announced is None else announced.numel()
+        vector = statistics.pack(*outgoing, beside=len(here) + num_announced + self._num_small)
         assert vector is not None  # noqa: S101  # there are several ranks
-        groups = (*self._buckets, *self._tails)
-        here = [parameter.grad is not None for parameter in chain(*groups)]
-        ranks_with_gradient = torch.tensor(here, dtype=vector.dtype).to(vector.device, non_blocking=True)
-        announced = () if self._sparse is None else (self._sparse.announcement().to(vector),)
-        large, small = [_flatten(bucket) for bucket in self._buckets], [_flatten(tail) for tail in self._tails]
+        message = self._message_like(vector, len(here), num_announced)
+        message.pack(vector, here, announced, [parameter.grad for parameter in self._tail])
+        self._sum(message.vector)
+        vector.copy_(message.statistics)
 
-        message = _Message.pack(vector, ranks_with_gradient, *announced, *small)
-        _sum_over_ranks(*large, message.flat)
-        sums, ranks_with_gradient, *small = message.unpack()
+        exists = here if all(here) else (message.flags > 0).tolist()  # sync, only if one is missing on this rank
+        message.unpack(exists[: len(self._tail)])
+        of_buckets = iter(exists[len(self._tail) :])
+        for bucket, flat, work in under_way:
+            if work is not None:
+                work.wait()
+            _unflatten(bucket, flat, of_buckets)
         if self._sparse is not None:
-            self._sparse.add_over_ranks(small.pop(0))
-
-        vector.copy_(sums)
-        anywhere = here if all(here) else (ranks_with_gradient > 0).tolist()  # sync, only if one is missing on this rank
-        exists = iter(anywhere)
-        for bucket, flat in zip(groups, (*large, *small), strict=True):
-            _unflatten(bucket, flat, exists)
+            self._sparse.add_over_ranks(message.announced)
         return gradients.norm()
+
+    def _message_like(self, statistics: Tensor, num_flags: int, num_announced: int) -> JointMessage:
+        """The message of the update before; another one where other parameters have become trainable, or names are logged."""
+        if self._message is None or self._message.statistics.numel() != statistics.numel():
+            self._message = JointMessage(statistics, num_flags, num_announced, self._tail)
+        return self._message
 
     def _make_plan(self, gradients: Gradients, device: torch.device) -> None:
         """Cuts the trainable parameters into buckets; again only when others have become trainable."""
         trainable = [parameter for parameter in gradients.parameters() if parameter.requires_grad]
         if len(trainable) == len(self._planned) and all(map(operator.is_, trainable, self._planned)):
             return
-        self._planned = trainable
+        self._planned, self._message = trainable, None
         known = sparse_parameters(self.module)
         sparse = [parameter for parameter in trainable if parameter in known]
         trainable = [parameter for parameter in trainable if parameter not in known]
         self._sparse = SparseRows(sparse) if sparse else None
-        tails: dict[torch.dtype, list[nn.Parameter]] = {}
-        in_tails: set[int] = set()
+        tail: list[nn.Parameter] = []
         elements = 0
         for parameter in sorted((p for p in trainable if p.is_floating_point() and p.device == device), key=Tensor.numel):
             elements += parameter.numel()
             if elements > _TAIL_ELEMENTS:
                 break
-            tails.setdefault(_dtype(parameter), []).append(parameter)
-            in_tails.add(id(parameter))
-        whole = (parameter for parameter in trainable if id(parameter) not in in_tails)
-        self._buckets = tuple(map(tuple, buckets(whole, _dtype)))
-        self._tails = tuple(map(tuple, tails.values()))
+            tail.append(parameter)
+        in_tail = {*map(id, tail)}
+        whole = (parameter for parameter in trainable if id(parameter) not in in_tail)
+        self._buckets, self._tail = tuple(map(tuple, buckets(whole, gradient_dtype))), tuple(tail)
+        self._num_small = sum(map(Tensor.numel, tail))
 
 
 class SmallReplicas(ExplicitReduction):
-    """A `DistributedDataParallel` so small that all of its gradients travel beside the statistics, in one all-reduce.
+    """A `DistributedDataParallel` so small that all of its gradients travel beside the statistics, in one collective.
 
     DDP would reduce them in one bucket at the end of backward, which overlaps nothing, and the statistics would need a
     collective of their own, which on so small a network costs as much again.
@@ -114,7 +129,7 @@ class SmallReplicas(ExplicitReduction):
         super().__init__(ddp.module if model is ddp else model, synchronise=False)  # DDP has done so
         self._ddp = ddp
         logging.getLogger("ignite_train").info(
-            "the gradients are so small that they cross the ranks with the statistics, in one all-reduce, and not by the hooks "
+            "the gradients are so small that they cross the ranks with the statistics, in one collective, and not by the hooks "
             "of DistributedDataParallel; reduction='ddp' insists on those"
         )
 
@@ -140,41 +155,16 @@ class SmallReplicas(ExplicitReduction):
         return context
 
 
-class _Message(NamedTuple):
-    """Several vectors end to end, in the widest of their dtypes, to cross the ranks in one collective."""
-
-    flat: Tensor
-    lengths: list[int]
-
-    @classmethod
-    def pack(cls, *parts: Tensor) -> _Message:
-        return cls(torch.cat(parts), [len(part) for part in parts])
-
-    def unpack(self) -> tuple[Tensor, ...]:
-        return torch.split(self.flat, self.lengths)
-
-
-def _dtype(parameter: nn.Parameter) -> torch.dtype:
-    """That of its gradient, which may be wider than its own."""
-    dtype: torch.dtype | None = parameter.grad_dtype
-    return parameter.dtype if dtype is None else dtype
-
-
-def _sum_over_ranks(*vectors: Tensor) -> None:
-    """Sums each over the ranks, in place; all are under way at once."""
-    for work in [collectives.start_sum(vector) for vector in vectors]:
-        if work is not None:
-            work.wait()
-
-
 def _flatten(parameters: tuple[nn.Parameter, ...]) -> Tensor:
     """The gradients end to end, each in the order of its indices, whatever its strides; zeros for those that are missing."""
-    return torch.cat([(torch.zeros_like(p, dtype=_dtype(p)) if p.grad is None else p.grad).reshape(-1) for p in parameters])
+    return torch.cat(
+        [(torch.zeros_like(p, dtype=gradient_dtype(p)) if p.grad is None else p.grad).reshape(-1) for p in parameters]
+    )
 
 
 def _unflatten(parameters: tuple[nn.Parameter, ...], flat: Tensor, present: Iterator[bool]) -> None:
     """Gives each parameter its part of `flat` for a gradient, with the strides of the parameter, unless no rank has one."""
-    parts = torch.split(flat.to(_dtype(parameters[0])), [p.numel() for p in parameters])
+    parts = torch.split(flat, [p.numel() for p in parameters])
     for parameter, part in zip(parameters, parts, strict=True):
         if next(present):
             contiguous = parameter.is_contiguous()  # asked here because a call for each parameter would cost more

@@ -24,6 +24,7 @@ _SUM, _WEIGHT = "\0sum", "\0weight"  # behind the names under which the two numb
 class _Head(NamedTuple):
     """The numbers that the vector of every update begins with, each summed over the ranks."""
 
+    length: Any  # of all that a rank sends in this collective
     sample_size: Any
     loss: Any
     num_micro_batches: Any
@@ -117,6 +118,7 @@ class Statistics:
         self._norm_squared: float | Tensor = 0.0
         self._piggybacks: Sequence[Piggyback] = ()
         self._payload: list[float] = []
+        self._num_ranks, self._num_beside = 1, 0
         self._vector: Tensor | None = None
         self._work: dist.Work | None = None
         self._reading.forget()
@@ -160,16 +162,19 @@ class Statistics:
         norm_squared: float | Tensor = 0.0,
         *,
         alone: bool = False,
+        beside: int = 0,
     ) -> Tensor | None:
         """The vector to sum over the ranks, in place; None if a single rank has its sums on the host. Nothing is added later.
 
-        A caller that knows that there is one rank passes `alone=True`: to ask costs as much as all the rest.
+        A caller that knows that there is one rank passes `alone=True`: to ask costs as much as all the rest. `beside` is how
+        many numbers cross in the same collective.
         """
-        self._norm_squared = norm_squared
+        self._norm_squared, self._num_beside = norm_squared, beside
         self._requests = RankRequests(requests.stop, requests.stop_epoch, requests.more_data, requests.interrupt)  # as of now
         self._piggybacks = piggybacks
         self._payload = [float(number) for piggyback in piggybacks for number in piggyback.payload()]
-        alone = alone or collectives.world_size() == 1
+        self._num_ranks = 1 if alone else collectives.world_size()
+        alone = self._num_ranks == 1
         if alone and not self.on_host:
             self._names = tuple(sorted({*self._names, *self._logs}))
         if not (alone and self.on_host):
@@ -248,6 +253,7 @@ class Statistics:
         if not self._reading.under_way:
             self.send(norm)
         head, rest, behind = self._read()
+        self._check_length(head.length)
         while head.has_new_names > 0:
             self._exchange_names()
             head, rest, _ = self._read()
@@ -267,6 +273,20 @@ class Statistics:
             more=behind,
         ), payload
 
+    def _check_length(self, total: float) -> None:
+        """Sees to it that the ranks have sent vectors of one length: some backends take a shorter one as it is.
+
+        Raises:
+            ValueError: the others have sent more or less than this rank.
+        """
+        assert self._vector is not None  # noqa: S101  # it was sent
+        own = self._vector.numel() + self._num_beside
+        if total != own * self._num_ranks:
+            raise ValueError(
+                f"the trainer must be alike on all ranks, got {own} numbers of an update on this rank, and on average "
+                f"{total / self._num_ranks:g}; attach the same handlers, and freeze the same parameters, on all ranks"
+            )
+
     def _exchange_names(self) -> None:
         """A log has a name that some rank did not know: all ranks learn it, and repeat the reduction. Collective."""
         known = collectives.gather_objects(sorted({*self._names, *self._logs}))
@@ -284,6 +304,7 @@ class Statistics:
     def _entries(self) -> list[float | Tensor]:
         sample_size, loss = self._sums
         head = _Head(
+            length=float(len(_Head._fields) + len(self._payload) + len(self._names) + self._num_beside),
             sample_size=sample_size,
             loss=loss,
             num_micro_batches=float(self._count),
@@ -299,6 +320,8 @@ class Statistics:
 
     def _as_vector(self) -> Tensor:
         entries = self._entries()
+        if self.on_host and not isinstance(self._norm_squared, Tensor):
+            return torch.tensor(entries, dtype=self._dtype)  # numbers all of them
         vector = torch.tensor([0.0 if isinstance(e, Tensor) else e for e in entries], dtype=self._dtype)
         vector = vector.to(self.device, non_blocking=True)
         for index, entry in enumerate(entries):
@@ -314,7 +337,7 @@ class Statistics:
     def _read(self) -> tuple[_Head, list[float], list[float]]:
         """The head of the vector, what follows it there, and the numbers that were sent behind the vector."""
         assert self._vector is not None  # noqa: S101  # it was sent
-        numbers, length = self._reading.receive(), len(self._vector)
+        numbers, length = self._reading.receive(), self._vector.numel()
         return *_Head.split(numbers[:length]), numbers[length:]
 
 

@@ -1,0 +1,78 @@
+"""The statistics of a rank and the gradients of its smallest parameters as one vector, to cross the ranks in one collective."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ignite_train.model.memory_layout import empty_gradient_of, gradient_dtype
+
+__all__ = ["JointMessage"]
+
+
+class JointMessage:
+    """One vector for what the ranks sum at the end of an update, and a view of it for each thing that it carries.
+
+    The vector and its views are made once and filled in each update, because to make them costs more than to fill them. On all
+    ranks a gradient lies in it in the order of its indices, whatever its strides are there.
+
+    Args:
+        like: a vector of statistics, of the length, dtype and device that those of all updates have.
+        num_flags: for how many parameters it says whether this rank has a gradient.
+        num_announced: how many numbers about sparse gradients there are.
+        parameters: whose gradients it carries. They are of a dtype that that of the statistics can hold.
+
+    Attributes:
+        vector: what the ranks sum.
+        statistics: the part of it with the statistics.
+        flags: the part with a number for each parameter, 1 where this rank has a gradient.
+        announced: the part with the numbers about sparse gradients.
+    """
+
+    def __init__(self, like: Tensor, num_flags: int, num_announced: int, parameters: Sequence[nn.Parameter]) -> None:
+        lengths = [len(like), num_flags, num_announced, *(parameter.numel() for parameter in parameters)]
+        self.vector = like.new_zeros(sum(lengths))
+        self.statistics, self.flags, self.announced, *parts = torch.split(self.vector, lengths)
+        self._parameters = tuple(parameters)
+        self._parts = [part.view(parameter.shape) for part, parameter in zip(parts, parameters, strict=True)]
+
+    def pack(
+        self, statistics: Tensor, flags: Sequence[bool], announced: Tensor | None, gradients: Sequence[Tensor | None]
+    ) -> None:
+        """Fills the vector. A gradient that is missing counts as zero."""
+        self.statistics.copy_(statistics)
+        if all(flags):
+            self.flags.fill_(1.0)
+        else:
+            self.flags.copy_(torch.tensor(flags, dtype=self.flags.dtype), non_blocking=True)
+        if announced is not None:
+            self.announced.copy_(announced)
+        present = [gradient for gradient in gradients if gradient is not None]
+        parts = self._parts
+        if len(present) < len(parts):
+            torch._foreach_zero_(parts)
+            parts = [part for part, gradient in zip(parts, gradients, strict=True) if gradient is not None]
+        if present:
+            torch._foreach_copy_(parts, present)
+
+    def unpack(self, exists: Sequence[bool]) -> None:
+        """Gives each parameter its part of the vector for a gradient, with the strides of the parameter.
+
+        A gradient that this rank has, and that lies in memory in the order of its indices, is written over.
+
+        Args:
+            exists: for each parameter whether some rank has a gradient; or else it keeps none.
+        """
+        gradients, parts = [], []
+        for parameter, part, is_anywhere in zip(self._parameters, self._parts, exists, strict=True):
+            if is_anywhere:
+                gradient = parameter.grad
+                if gradient is None or not gradient.is_contiguous() or not parameter.is_contiguous():
+                    dtype = gradient_dtype(parameter) if gradient is None else gradient.dtype
+                    parameter.grad = gradient = empty_gradient_of(parameter, dtype)
+                gradients.append(gradient)
+                parts.append(part)
+        if gradients:
+            torch._foreach_copy_(gradients, parts)

@@ -1,0 +1,36 @@
+"""Summing a small vector over the ranks as fast as it goes."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ignite_train.ranks import collectives
+
+__all__ = ["SmallSum"]
+
+_MOST_BYTES = 2**18  # of a vector that is gathered, which needs memory for those of both ranks
+
+
+class SmallSum:
+    """Sums a small vector over the ranks, in place, and waits for it: one collective.
+
+    Two processes over gloo gather the vectors of both, and each adds them up: as many bytes as an all-reduce, but one message
+    each way, where gloo's all-reduce sends pieces twice, and each piece wakes other threads. Everywhere else it is an
+    all-reduce. The bits are the same in both ways, and on both ranks, because a + b is b + a.
+    """
+
+    def __init__(self) -> None:
+        self._gathers = collectives.world_size() == 2 and dist.get_backend() == "gloo"
+
+    def __call__(self, vector: Tensor) -> None:
+        """Sums. Collective; the vectors of all ranks are contiguous and of one length."""
+        if not self._gathers or not vector.is_cpu or vector.nbytes > _MOST_BYTES:
+            dist.all_reduce(vector)
+            return
+        first, second = torch.empty_like(vector), torch.empty_like(vector)
+        group = dist.group.WORLD
+        assert group is not None  # noqa: S101  # there are two ranks
+        group.allgather([[first, second]], [vector]).wait()  # as torch's function does, whose checks take as long as the rest
+        torch.add(first, second, out=vector)

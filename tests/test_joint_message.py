@@ -1,0 +1,141 @@
+"""What crosses the ranks with the statistics: one vector, whatever the layout of gradients, and its sum over the ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ignite.distributed as idist
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ignite_train import UpdateOptions, count_traffic, create_trainer
+from ignite_train.ranks import collectives
+from ignite_train.ranks.joint_message import JointMessage
+from ignite_train.ranks.messages import RankRequests
+from ignite_train.ranks.small_sum import SmallSum
+from ignite_train.ranks.statistics import Statistics
+from ranks import run_ranks
+
+STATISTICS = torch.tensor([3.0, 0.1], dtype=torch.float64)
+
+
+def parameters() -> list[nn.Parameter]:
+    """A contiguous one, a transposed one, one with gaps, one without dimensions, and one in bfloat16."""
+    transposed, gaps = torch.ones(3, 2).t(), torch.ones(4, 2)[:, 0]
+    return [nn.Parameter(value) for value in (torch.ones(2, 2), transposed, gaps, torch.ones(()), torch.ones(3).bfloat16())]
+
+
+def message_of(owners: list[nn.Parameter]) -> JointMessage:
+    return JointMessage(STATISTICS, len(owners), 0, owners)
+
+
+def backward(owners: list[nn.Parameter]) -> list[Tensor]:
+    """Leaves gradients that count upwards in the order of the indices, and returns them."""
+    for owner in owners:
+        values = torch.arange(1.0, owner.numel() + 1).view(owner.shape).to(owner.dtype)
+        (owner * values).sum().backward()  # type: ignore[no-untyped-call]
+    return [owner.grad for owner in owners if owner.grad is not None]
+
+
+def test_a_gradient_travels_in_the_order_of_its_indices() -> None:
+    """Behind the statistics and the flags, in float64; what comes back has the strides that backward gave it."""
+    owners = parameters()
+    gradients, message = backward(owners), message_of(owners)
+    strides, values = [one.stride() for one in gradients], [one.clone() for one in gradients]
+    message.pack(STATISTICS, [True] * 5, None, gradients)
+    in_order = [float(number) for one in owners for number in range(1, one.numel() + 1)]
+    assert message.vector.tolist() == [3.0, 0.1, *[1.0] * 5, *in_order]
+
+    message.vector.mul_(2)
+    message.unpack([True] * 5)
+    for owner, stride, value in zip(owners, strides, values, strict=True):
+        assert owner.grad is not None
+        assert (owner.grad.stride(), owner.grad.dtype) == (stride, value.dtype)
+        assert torch.equal(owner.grad, 2 * value)
+    assert owners[0].grad is gradients[0]  # written over, without memory for another one
+
+
+def test_what_is_missing_is_zero_and_may_come_back() -> None:
+    """Also after an update in which it was not missing; a gradient that no rank has stays missing."""
+    owners = parameters()
+    message = message_of(owners)
+    message.pack(STATISTICS, [True] * 5, None, backward(owners))
+    for owner in owners[1:]:
+        owner.grad = None
+    here = [True, False, False, False, False]
+    message.pack(STATISTICS, here, None, [owner.grad for owner in owners])
+    assert message.flags.tolist() == [1.0, 0.0, 0.0, 0.0, 0.0]
+    assert message.vector[7:].tolist() == [1.0, 2.0, 3.0, 4.0, *[0.0] * 14]
+
+    message.vector[11:] += 5
+    message.unpack([True, True, True, False, True])
+    assert owners[3].grad is None
+    for owner in (owners[1], owners[2], owners[4]):
+        assert owner.grad is not None
+        assert (owner.grad == 5).all()
+    assert [owner.grad.stride() for owner in owners[1:3] if owner.grad is not None] == [(1, 2), (1,)]
+
+
+def _sums() -> list[Any]:
+    """Small vectors and one that is too large to be gathered: summed in both ways, and the names of the collectives."""
+    found: list[Any] = []
+    generator = torch.Generator().manual_seed(idist.get_rank())
+    for length, dtype in ((1, torch.float64), (5000, torch.float64), (300, torch.float32), (2**15 + 1, torch.float64)):
+        mine = torch.randn(length, generator=generator, dtype=dtype)
+        expected = mine.clone()
+        torch.distributed.all_reduce(expected)
+        with count_traffic("cpu") as traffic:
+            SmallSum()(mine)
+        found.append((torch.equal(mine, expected), [one.name for one in traffic.collectives], mine[:300].tolist()))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "small"), [(2, "allgather_"), (3, "allreduce_")], ids=["two", "three"])
+def test_a_small_sum_is_that_of_an_all_reduce(ranks: int, small: str) -> None:
+    """Bit by bit, and the same on all ranks; one collective."""
+    first, *others = run_ranks(_sums, world_size=ranks)
+    assert all(other == first for other in others)
+    assert [equal for equal, _, _ in first] == [True] * 4
+    assert [names for _, names, _ in first] == [[small]] * 3 + [["allreduce_"]]
+
+
+@pytest.mark.parametrize("beside", [-1, 0, 1], ids=str)
+def test_ranks_that_send_more_than_others_are_an_error(beside: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is made of the sums: a gathering takes the shorter vector of another rank as it is."""
+    monkeypatch.setattr(collectives, "world_size", lambda: 2)
+    mine, theirs = Statistics(torch.device("cpu")), Statistics(torch.device("cpu"))
+    vector, other = mine.pack(RankRequests(), beside=4), theirs.pack(RankRequests(), beside=4 + beside)
+    assert vector is not None
+    assert other is not None
+    vector.add_(other)
+    if beside == 0:
+        assert mine.finish(1.0).num_micro_batches == 0
+        return
+    with pytest.raises(ValueError, match=r"alike on all ranks, got 15 numbers of an update on this rank, and on average 1[45]"):
+        mine.finish(1.0)
+
+
+def _frozen_later() -> tuple[list[float], list[float]]:
+    """Updates with the second parameter, without it, and with it again, and with a log that is new in the second."""
+    model = nn.ParameterDict({"a": nn.Parameter(torch.zeros(3)), "b": nn.Parameter(torch.zeros(2))})
+    rank = idist.get_rank()
+
+    def forward(model: Any, x: Tensor) -> tuple[Tensor, float, dict[str, float]]:
+        loss = (model["a"] * x).sum() + (model["b"] * 2).sum() * (rank if trainer.state.iteration != 2 else 0)
+        return loss, 1.0, {"late": 1.0} if trainer.state.iteration > 1 else {}
+
+    options = UpdateOptions(reduction="explicit")
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=1.0), forward, options=options)
+    with trainer.session():
+        for update in (1, 2, 3):
+            model["b"].requires_grad_(update != 2)
+            trainer.update([torch.full((3,), float(update + rank))])
+    return model["a"].tolist(), model["b"].tolist()
+
+
+@pytest.mark.slow
+def test_the_message_follows_what_is_trained_and_logged() -> None:
+    """Mean over two ranks of x = update + rank, so a = -Σ(update + 1/2); b moves in the updates 1 and 3, by rank 1's 2 / 2."""
+    assert run_ranks(_frozen_later) == [([-7.5] * 3, [-2.0] * 2)] * 2
