@@ -16,20 +16,6 @@ from ignite_train.model.gradients import Gradients
 
 __all__ = ["GroupTensors", "SteppedGroup", "gather"]
 
-_SWITCHES = (  # options of a group that choose what its kernel computes; of its rate, only whether it is a tensor
-    "amsgrad",
-    "capturable",
-    "dampening",
-    "decoupled_weight_decay",
-    "differentiable",
-    "foreach",
-    "fused",
-    "lr_decay",
-    "maximize",
-    "momentum",
-    "nesterov",
-    "weight_decay",
-)
 _NOTHING = repeat(None)
 
 
@@ -55,7 +41,7 @@ class _Look(NamedTuple):
     """What was there at a look: nothing of it is kept alive by this."""
 
     kinds: set[tuple[torch.device, torch.dtype]]
-    switches: list[list[bool]]
+    options: list[dict[str, Any]]
     tensors: list[Callable[[], Any]]
 
 
@@ -101,11 +87,12 @@ class GroupTensors:
         tensors = _tensors(groups)
         if len(last.tensors) != len(tensors) or not all(map(is_, map(call, last.tensors), tensors)):
             return False
-        return last.switches == _switches(groups)
+        options = _options(groups)
+        return last.options == options or [*map(_switched, last.options)] == [*map(_switched, options)]
 
     def note(self, groups: Sequence[SteppedGroup]) -> None:
         """Remembers that somebody has looked at all of it."""
-        self._last = _Look({*self._gradients.kinds}, _switches(groups), [*map(_reference, _tensors(groups))])
+        self._last = _Look({*self._gradients.kinds}, _options(groups), [*map(_reference, _tensors(groups))])
         self.num_looks += 1
 
 
@@ -122,8 +109,14 @@ def _tensors(groups: Sequence[SteppedGroup]) -> list[Any]:
     return [*chain(*[(*group.parameters, *chain(*[state.values() for state in group.states])) for group in groups])]
 
 
-def _switches(groups: Sequence[SteppedGroup]) -> list[list[bool]]:
-    return [[isinstance(group.group.get("lr"), Tensor), *map(bool, map(group.group.get, _SWITCHES))] for group in groups]
+def _options(groups: Sequence[SteppedGroup]) -> list[dict[str, Any]]:
+    """All but the rates, which differ from step to step."""
+    return [{**group.group, "params": None, "lr": isinstance(group.group.get("lr"), Tensor)} for group in groups]
+
+
+def _switched(options: dict[str, Any]) -> list[tuple[str, bool]]:
+    """Which of them are switched on, or not zero: this chooses what a kernel computes."""
+    return [(name, bool(value)) for name, value in options.items()]
 
 
 def _reference(value: Any) -> Callable[[], Any]:
