@@ -646,8 +646,8 @@ class Trainer(SessionLoop):
         may_stop = self._has_handlers(Events.GET_BATCH_COMPLETED) or self._has_handlers(Events.ITERATION_STARTED)
         random_state = capture_random_state(accelerators=False) if may_stop else None
         group = super()._fetch(batches)
-        micro_batches = group if isinstance(group, Sequence) else None  # or else the pass has ended
-        if isinstance(group, ArrivingGroup) and self._sections is not None:
+        micro_batches = group if isinstance(group, (list, Sequence)) else None  # or else the pass has ended
+        if self._sections is not None and isinstance(group, ArrivingGroup):
             group.waiting = partial(self._sections.within, "data")
         if self._stream is not None and not micro_batches and not batches.num_read:
             refuse_ended_iterator(self.state, self._stream.data)
@@ -694,7 +694,8 @@ class Trainer(SessionLoop):
 
     def _sized(self, group: Sequence[Any]) -> Sequence[Any]:
         """The group, of which the state tells the size."""
-        self.state._group_size = group.known_size if isinstance(group, ArrivingGroup) else len(group)
+        arrives = not isinstance(group, (list, tuple)) and isinstance(group, ArrivingGroup)  # an abstract class is asked slowly
+        self.state._group_size = group.known_size if arrives else len(group)  # type: ignore[attr-defined]
         return group
 
     def _epoch_is_over(self, batches: Batches) -> bool:

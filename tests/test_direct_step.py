@@ -24,6 +24,7 @@ from ignite_train.model import direct_step
 from ignite_train.model.direct_step import DirectStep, is_direct_right
 from ignite_train.model.fused_kernels import is_kernel_right
 from ignite_train.model.gradients import Gradients
+from ignite_train.model.group_tensors import GroupTensors, gather
 from ranks import run_ranks
 from tiers import slow
 
@@ -53,8 +54,8 @@ def reasons(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
     found: list[str | None] = []
     original = DirectStep.__call__
 
-    def noted(self: DirectStep, **given: Tensor) -> str | None:
-        found.append(original(self, **given))
+    def noted(self: DirectStep, groups: Any, **given: Tensor) -> str | None:
+        found.append(original(self, groups, **given))
         return found[-1]
 
     monkeypatch.setattr(DirectStep, "__call__", noted)
@@ -182,7 +183,21 @@ def made(make: Callable[[Any], Optimizer] = KINDS["adamw"], *, stepped: bool = T
     gradients.note_kinds()
     if stepped:
         optimizer.step()
-    return SimpleNamespace(model=model, optimizer=optimizer, gradients=gradients, direct=DirectStep(optimizer, gradients))
+    return SimpleNamespace(model=model, optimizer=optimizer, gradients=gradients, direct=direct_step_of(optimizer, gradients))
+
+
+def direct_step_of(optimizer: Optimizer, gradients: Gradients) -> Callable[[], str | None]:
+    """A direct step of it, as `Stepping` makes it."""
+    tensors = GroupTensors(gradients)
+    direct = DirectStep(optimizer, gradients, tensors)
+
+    def step() -> str | None:
+        groups = gather(optimizer)
+        if not tensors.are_known(groups):
+            tensors.note(groups)
+        return direct(groups)
+
+    return step
 
 
 def of_group(**options: Any) -> Callable[[SimpleNamespace, pytest.MonkeyPatch], None]:
@@ -398,7 +413,7 @@ def _sharded() -> str | None:
     gradients = Gradients(model, optimizer)
     gradients.note_kinds()
     optimizer.step()
-    return DirectStep(optimizer, gradients)()
+    return direct_step_of(optimizer, gradients)()
 
 
 @pytest.mark.slow

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import functools
 import logging
-import weakref
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain, repeat
+from itertools import repeat
 from operator import attrgetter, is_, is_not
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -21,6 +20,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from ignite_train.model.gradients import Gradients
+from ignite_train.model.group_tensors import GroupTensors, SteppedGroup, gather
 from ignite_train.model.memory_layout import pairs_with
 
 __all__ = ["DirectStep", "is_direct_right"]
@@ -38,6 +38,7 @@ _PRIVATE = [(torch, f"_fused_{name}_") for name in ("sgd", "adam", "adamw", "ada
 _PRIVATE += [(torch.autograd, "_profiler_enabled"), (torch._C, "_set_grad_enabled")]
 _SETTABLE = {"grad_scale", "found_inf", "_init_group", "_optimizer_step_code"}  # attributes that change a step
 _NOTHING, _STRIDED, _LAYOUT = repeat(None), repeat(torch.strided), attrgetter("layout")
+_ONE = torch.ones((), dtype=torch.float32, device="cpu")
 
 
 class _Call(NamedTuple):
@@ -56,23 +57,12 @@ class _Call(NamedTuple):
     options: dict[str, Any]
 
 
-class _Seen(NamedTuple):
-    """Tensors and options of a group that were looked at, and what was found. The tensors may be freed meanwhile."""
-
-    tensors: list[weakref.ref[Tensor]]
-    options: dict[str, Any]
-    obstacle: str | None
-
-    def are(self, tensors: list[Tensor]) -> bool:
-        """Whether these are the tensors that were looked at."""
-        return len(self.tensors) == len(tensors) and all(map(is_, [tensor() for tensor in self.tensors], tensors))
-
-
 class DirectStep:
     """Makes the step of an optimizer whose groups are all fused by calling torch's kernel, where it is the very same step.
 
     In each step parameters, gradients, moments and options are gathered from the groups and the state of the optimizer, as its
-    `step` does: nothing is kept here but which tensors have been looked at. What was changed or loaded counts in the next step.
+    `step` does, by `gather`; what is remembered is which of them have been looked at. What was changed or loaded counts in the
+    next step.
     The optimizer's own `step` is called in each case in which it might do anything else:
 
     - it is another one than torch's own, of the class or of the object; that it counts calls for a scheduler is done here too;
@@ -86,10 +76,11 @@ class DirectStep:
     Args:
         optimizer: which to step.
         gradients: those of its parameters.
+        tensors: which of the groups' tensors have been looked at; noted by `FusedKernels`.
     """
 
-    def __init__(self, optimizer: Optimizer, gradients: Gradients) -> None:
-        self._optimizer, self._gradients = optimizer, gradients
+    def __init__(self, optimizer: Optimizer, gradients: Gradients, tensors: GroupTensors) -> None:
+        self._optimizer, self._gradients, self._tensors = optimizer, gradients, tensors
         kind = type(optimizer)
         self._class_step = kind.step
         self._never: str | None = None
@@ -101,35 +92,36 @@ class DirectStep:
             self._never = "this torch does not have the functions that are known here"
         elif unknown := sorted(optimizer.defaults.keys() - _KNOWN[kind]):
             self._never = f"it has the option {unknown[0]!r}, which is not known here"
-        self._seen: dict[int, _Seen] = {}  # by index of the group
-        self._kinds: set[tuple[torch.device, torch.dtype]] = set()  # of the gradients when the groups were looked at
-        self._devices: set[torch.device] = set()
+        self._seen = 0  # the number of the look at which the obstacle was found
+        self._obstacle: str | None = None
         self._on_cuda = False
 
-    def __call__(self, grad_scale: Tensor | None = None, found_inf: Tensor | None = None) -> str | None:
+    def __call__(
+        self, groups: Sequence[SteppedGroup], grad_scale: Tensor | None = None, found_inf: Tensor | None = None
+    ) -> str | None:
         """Steps, or gives the reason why `Optimizer.step` has to, and changes nothing.
 
         Only where `Stepping.why_not_fused` has found nothing.
 
         Args:
+            groups: what the step is about, as `gather` gave it, and noted in `tensors` if it was not known.
             grad_scale: what the gradients are divided by, on their device.
             found_inf: 1 if the step is not to be made, on their device.
         """
-        optimizer = self._optimizer
         if (reason := self._never or self._why_ordinary()) is not None:
             return reason
         calls = []
-        for index, group in enumerate(optimizer.param_groups):
-            call = _gather(optimizer, group)
-            if isinstance(call, str):
-                return call
-            if call is not None:
-                if (reason := self._obstacle(index, call)) is not None:
-                    return reason
+        for group in groups:
+            if group.parameters:
+                call = _call_for(type(self._optimizer), group)
+                if isinstance(call, str):
+                    return call
                 calls.append(call)
+        if (reason := self._why_not(calls)) is not None:
+            return reason
         _make(calls, grad_scale, found_inf)
-        if "step" in vars(optimizer):  # a scheduler counts the calls, as `Stepping` has seen
-            optimizer._opt_called = True  # type: ignore[attr-defined]
+        if "step" in vars(self._optimizer):  # a scheduler counts the calls, as `Stepping` has seen
+            self._optimizer._opt_called = True  # type: ignore[attr-defined]
         return None
 
     def _why_ordinary(self) -> str | None:
@@ -148,29 +140,22 @@ class DirectStep:
             return "its step has a hook"
         if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
             return "a profiler is running, which shows its step"
-        if self._gradients.kinds != self._kinds:
-            self._seen, self._kinds = {}, {*self._gradients.kinds}
-            self._devices = {device for device, _ in self._kinds}
-            self._on_cuda = any(device.type == "cuda" for device in self._devices)
-        if len(self._devices) > 1:
-            return "its gradients are on several devices, each of which needs the numbers"
-        if self._on_cuda and torch.cuda.is_current_stream_capturing():
-            return "a CUDA graph is being captured"
         return None
 
-    def _obstacle(self, index: int, call: _Call) -> str | None:
-        """What hinders a call for a group; looks again only if its tensors are others, or its options are switched."""
-        (parameters, _, *moments), seen = call.lists, self._seen.get(index)
-        tensors = [*parameters, *chain(*moments), *call.steps]
-        if seen is not None and seen.are(tensors):
-            if seen.options == call.options:
-                return seen.obstacle
-            if [*map(bool, seen.options.values())] == [*map(bool, call.options.values())]:
-                self._seen[index] = seen._replace(options=call.options)
-                return seen.obstacle
-        obstacle = _irregularity(call) or self._difference(call)
-        self._seen[index] = _Seen([*map(weakref.ref, tensors)], call.options, obstacle)
-        return obstacle
+    def _why_not(self, calls: Sequence[_Call]) -> str | None:
+        """What hinders these calls; looks again only after somebody has found other tensors, or options that are switched."""
+        if self._seen != self._tensors.num_looks:
+            self._seen, self._obstacle = self._tensors.num_looks, self._look(calls)
+        if self._on_cuda and torch.cuda.is_current_stream_capturing():
+            return "a CUDA graph is being captured"
+        return self._obstacle
+
+    def _look(self, calls: Sequence[_Call]) -> str | None:
+        devices = {device for device, _ in self._gradients.kinds}
+        self._on_cuda = any(device.type == "cuda" for device in devices)
+        if len(devices) > 1:
+            return "its gradients are on several devices, each of which needs the numbers"
+        return next((obstacle for call in calls if (obstacle := _irregularity(call) or self._difference(call))), None)
 
     def _difference(self, call: _Call) -> str | None:
         first, kind = call.lists[0][0], type(self._optimizer)
@@ -184,14 +169,9 @@ class DirectStep:
 # --- what each kernel is given ----------------------------------------------------------------------------------------------
 
 
-def _gather(optimizer: Optimizer, group: Mapping[str, Any]) -> _Call | str | None:
-    """The call for a group, or the reason against it; None if no parameter of the group has a gradient."""
-    parameters, gradients = group["params"], [parameter.grad for parameter in group["params"]]
-    if any(map(is_, gradients, _NOTHING)):
-        parameters = [parameter for parameter, gradient in zip(parameters, gradients, strict=True) if gradient is not None]
-        gradients = [parameter.grad for parameter in parameters]
-    if not parameters:
-        return None
+def _call_for(kind: type[Optimizer], stepped: SteppedGroup) -> _Call | str:
+    """The call for a group, or the reason against it."""
+    _, group, _, gradients, _ = stepped
     if any(map(is_not, map(_LAYOUT, gradients), _STRIDED)):
         return "a gradient is sparse"
     if group["foreach"] or group["differentiable"] or group.get("capturable"):
@@ -199,44 +179,41 @@ def _gather(optimizer: Optimizer, group: Mapping[str, Any]) -> _Call | str | Non
     if isinstance(group["lr"], Tensor):
         return "a learning rate is a tensor"
     try:
-        return _CALLS[type(optimizer)](group, optimizer.state, parameters, gradients)
+        return _CALLS[kind](*stepped[1:])
     except (KeyError, TypeError):  # a state that is empty, or none
         return "a parameter has no moments yet"
 
 
 _Tensors = list[Tensor]
 _Group = Mapping[str, Any]
-_States = Mapping[Tensor, Any]  # of an optimizer, by parameter
+_States = list[dict[str, Any]]
 
 
-def _sgd(group: _Group, states: _States, parameters: _Tensors, gradients: _Tensors) -> _Call | str:
+def _sgd(group: _Group, parameters: _Tensors, gradients: _Tensors, states: _States) -> _Call | str:
     options = {name: group[name] for name in ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")}
-    own: list[Any] = [] if group["momentum"] == 0 else [*map(states.get, parameters)]
-    moments = [state["momentum_buffer"] for state in own]
+    moments = [] if group["momentum"] == 0 else [state["momentum_buffer"] for state in states]
     if any(map(is_, moments, _NOTHING)):  # as in states of old versions of torch, which wrote None without momentum
         return "a parameter has no moments yet"
     return _Call(torch._fused_sgd_, (parameters, gradients, moments), [], options | {"is_first_step": False})
 
 
-def _adam(group: _Group, states: _States, parameters: _Tensors, gradients: _Tensors) -> _Call | str:
+def _adam(group: _Group, parameters: _Tensors, gradients: _Tensors, states: _States) -> _Call | str:
     options = {name: group[name] for name in ("lr", "weight_decay", "eps", "amsgrad", "maximize")}
     options["beta1"], options["beta2"] = beta1, beta2 = group["betas"]
     if isinstance(beta1, Tensor) or isinstance(beta2, Tensor):
         return "a beta is a tensor"
-    own: list[Any] = [*map(states.get, parameters)]
-    moments = [state["exp_avg"] for state in own], [state["exp_avg_sq"] for state in own]
-    largest = [state["max_exp_avg_sq"] for state in own] if options["amsgrad"] else []
+    moments = [state["exp_avg"] for state in states], [state["exp_avg_sq"] for state in states]
+    largest = [state["max_exp_avg_sq"] for state in states] if options["amsgrad"] else []
     kernel = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
-    return _Call(kernel, (parameters, gradients, *moments, largest), [state["step"] for state in own], options)
+    return _Call(kernel, (parameters, gradients, *moments, largest), [state["step"] for state in states], options)
 
 
-def _adagrad(group: _Group, states: _States, parameters: _Tensors, gradients: _Tensors) -> _Call:
+def _adagrad(group: _Group, parameters: _Tensors, gradients: _Tensors, states: _States) -> _Call:
     options = {name: group[name] for name in ("lr", "lr_decay", "weight_decay", "eps", "maximize")}
-    own: list[Any] = [*map(states.get, parameters)]
     return _Call(
         torch._fused_adagrad_,
-        (parameters, gradients, [state["sum"] for state in own]),
-        [state["step"] for state in own],
+        (parameters, gradients, [state["sum"] for state in states]),
+        [state["step"] for state in states],
         options,
     )
 
@@ -253,7 +230,10 @@ def _make(calls: Sequence[_Call], grad_scale: Tensor | None, found_inf: Tensor |
             if not steps:
                 kernel(*lists, **options, grad_scale=grad_scale, found_inf=found_inf)
                 continue
-            torch._foreach_add_(steps, 1)
+            if steps[0].is_cpu:
+                torch._foreach_add_(steps, _ONE, alpha=1.0)  # of a number torch would make a tensor for each of them
+            else:
+                torch._foreach_add_(steps, 1)
             kernel(*lists, steps, **options, grad_scale=grad_scale, found_inf=found_inf)
             if found_inf is not None:
                 torch._foreach_sub_(steps, [found_inf] * len(steps))
@@ -339,7 +319,7 @@ def _step_by_torch(optimizer: Optimizer, number: int, tensors: Mapping[str, Tens
 
 def _step_directly(optimizer: Optimizer, number: int, tensors: Mapping[str, Tensor]) -> None:
     _set_gradients(optimizer, number)
-    call = _gather(optimizer, optimizer.param_groups[0])
+    call = _call_for(type(optimizer), *gather(optimizer))
     if isinstance(call, _Call):
         _make([call], tensors.get("grad_scale"), tensors.get("found_inf"))
     elif number == 0:

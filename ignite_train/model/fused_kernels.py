@@ -17,6 +17,7 @@ from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
 from ignite_train.model.gradients import Gradients
+from ignite_train.model.group_tensors import GroupTensors, SteppedGroup
 from ignite_train.model.memory_layout import is_dense, pairs_with
 
 __all__ = ["FusedKernels", "can_step_shards", "is_kernel_right"]
@@ -42,7 +43,7 @@ class FusedKernels:
     - moments must have those strides too. Moments from a checkpoint that have others are laid out again.
 
     Each of these is said in the log once. It is all looked at when the trainer is made, as far as it is known then; at the
-    first step; and again when other parameters have gradients, when the optimizer has loaded a state, and when groups become
+    first step; and again when other parameters have gradients, when moments or options are others, and when groups become
     fused. A group that SGD's kernel cannot step, because some of its parameters have momentum and others have their first
     gradient, takes the unfused step this once.
 
@@ -51,29 +52,32 @@ class FusedKernels:
     Args:
         optimizer: which to step.
         gradients: those of its parameters.
+        tensors: which of the groups' tensors have been looked at.
     """
 
-    def __init__(self, optimizer: Optimizer, gradients: Gradients) -> None:
-        self._optimizer, self._gradients = optimizer, gradients
+    def __init__(self, optimizer: Optimizer, gradients: Gradients, tensors: GroupTensors) -> None:
+        self._optimizer, self._gradients, self._tensors = optimizer, gradients, tensors
         self._avoided: set[int] = set()  # indices of the groups whose kernel is not used any more
         self._unfused: list[dict[str, Any]] = []  # the groups whose kernel is not used in the step to come
         self._obstacle: str | None = None
         self._watches = False  # whether gradients are looked at in each step
-        self._has_first = False  # whether the step to come is unfused for the sake of a first gradient alone
         self._said: set[str] = set()
-        self._seen: tuple[Any, ...] = ()  # flags, state, number of gradients and parameters at the last look
-        self._present: list[bool] = []  # which parameters had a gradient then
-        for index, group in self._fused_groups():
-            self._check_kernel(index, group, [p for p in group["params"] if p.requires_grad])
+        for index, group in enumerate(optimizer.param_groups):
+            if group.get("fused"):
+                self._check_kernel(index, group, [p for p in group["params"] if p.requires_grad])
 
-    def why_not_fused(self) -> str | None:
-        """Why some group does not take its fused step; asked before each step."""
-        flags = [group.get("fused") for group in self._optimizer.param_groups]
-        if not any(flags):
+    def why_not_fused(self, groups: Sequence[SteppedGroup]) -> str | None:
+        """Why some fused group does not take its fused step; asked before each step.
+
+        Args:
+            groups: what the step is about, as `gather` gave it. A gradient that is copied is replaced there too.
+        """
+        if not groups:
             self._unfused = []
             return None
-        if self._has_changed(flags):
-            self._look(flags)
+        if self._watches or not self._tensors.are_known(groups):
+            self._look(groups)
+            self._tensors.note(groups)
         return self._obstacle
 
     def step(self) -> None:
@@ -86,31 +90,16 @@ class FusedKernels:
         finally:
             for group in unfused:
                 group["fused"] = True
-            if self._has_first:
-                self._seen = ()
 
-    def _has_changed(self, flags: list[Any]) -> bool:
-        """Whether there is anything to look at that was not there at the last look."""
-        if not self._seen or self._watches:
-            return True
-        then, state, count, total = self._seen
-        if then != flags or state is not self._optimizer.state or count != self._gradients.count:
-            return True
-        return count < total and self._present != [p.grad is not None for p in self._gradients.parameters()]
-
-    def _look(self, flags: list[Any]) -> None:
-        parameters = self._gradients.parameters()
-        self._seen = flags, self._optimizer.state, self._gradients.count, len(parameters)
-        self._present = [parameter.grad is not None for parameter in parameters]
-        self._unfused, self._obstacle, self._has_first = [], None, False
-        for index, group in self._fused_groups():
-            stepped = [parameter for parameter in group["params"] if parameter.grad is not None]
-            self._check_kernel(index, group, stepped)
-            self._check_gaps(index, stepped)
+    def _look(self, groups: Sequence[SteppedGroup]) -> None:
+        self._unfused, self._obstacle = [], None
+        for stepped in groups:
+            index, group, parameters, _, _ = stepped
+            self._check_kernel(index, group, parameters)
+            self._check_gaps(index, parameters)
             if index in self._avoided:
                 self._avoid(group, "the fused kernel would get it wrong, as logged before")
-            elif self._has_late(group, stepped):
-                self._has_first = True
+            elif self._has_late(stepped):
                 self._avoid(group, "a parameter has its first gradient later than others, which the fused kernel cannot step")
             else:
                 self._lay_out(stepped)
@@ -149,36 +138,31 @@ class FusedKernels:
                     f"write to; param_groups[{index}] takes the unfused step; build the parameter from a .clone()"
                 )
 
-    def _has_late(self, group: dict[str, Any], parameters: Sequence[nn.Parameter]) -> bool:
+    def _has_late(self, stepped: SteppedGroup) -> bool:
         """Whether some of the parameters have momentum and others, whose first gradient this is, do not."""
-        if not isinstance(self._optimizer, SGD) or group["momentum"] == 0:
+        if not isinstance(self._optimizer, SGD) or stepped.group["momentum"] == 0:
             return False
-        states = self._optimizer.state
-        have = {states.get(parameter, {}).get("momentum_buffer") is not None for parameter in parameters}
+        have = {state.get("momentum_buffer") is not None for state in stepped.states}
         return len(have) == 2
 
-    def _lay_out(self, parameters: Sequence[nn.Parameter]) -> None:
+    def _lay_out(self, stepped: SteppedGroup) -> None:
         """Copies what a kernel would pair wrongly into the strides of its parameter."""
-        for parameter in parameters:
-            gradient = parameter.grad
-            assert gradient is not None  # noqa: S101  # as the caller has seen
+        for place, (parameter, gradient) in enumerate(zip(stepped.parameters, stepped.gradients, strict=True)):
             if not pairs_with(_local(gradient), _local(parameter)):
-                parameter.grad = torch.empty_like(parameter, requires_grad=False).copy_(gradient)
+                parameter.grad = copied = torch.empty_like(parameter, requires_grad=False).copy_(gradient)
+                stepped.gradients[place] = copied
                 self._watches = True
                 self._say(
                     f"the gradient of {self._gradients.name(parameter)} does not have the strides of its parameter, which a "
                     "fused kernel takes for granted; such gradients are copied in each step; look for a hook or a handler that "
                     "sets .grad, and have it keep the strides"
                 )
-            moments = self._optimizer.state.get(parameter, {})
+            moments = stepped.states[place]
             for key, moment in moments.items():
                 alike = isinstance(moment, Tensor) and moment.shape == parameter.shape
                 if alike and not pairs_with(_local(moment), _local(parameter)):
                     moments[key] = torch.empty_like(parameter, dtype=moment.dtype, requires_grad=False).copy_(moment)
                     self._say("moments of the optimizer are laid out again, with the strides that the parameters have now")
-
-    def _fused_groups(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        return ((index, group) for index, group in enumerate(self._optimizer.param_groups) if group.get("fused"))
 
     def _say(self, what: str) -> None:
         if what not in self._said:

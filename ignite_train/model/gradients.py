@@ -213,12 +213,8 @@ class Gradients:
         return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
 
     def _existing(self) -> list[Tensor]:
-        return [
-            parameter.grad
-            for group in self._optimizer.param_groups
-            for parameter in group["params"]
-            if parameter.grad is not None
-        ]
+        groups = self._optimizer.param_groups
+        return [gradient for group in groups for parameter in group["params"] if (gradient := parameter.grad) is not None]
 
     def _values(self) -> list[Tensor]:
         """All of them, and of sparse ones the rows that are there. Rows that backward has left twice are added up first."""

@@ -61,7 +61,7 @@ class RandomState:
     """
 
     def __init__(self, device: torch.device, *, python: bool = True) -> None:
-        self._cpu = torch.get_rng_state()
+        self._cpu = torch.default_generator.get_state()
         self._python = random.getstate() if python else None
         self._device = device
         self._backend: ModuleType | None = None if device.type == "cpu" else torch.get_device_module(device)

@@ -24,17 +24,16 @@ class ReplayPoint:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._updates = 0
-        self._python_moves = False
+        self._python_moves = self._looks = False
         self._state: RandomState | None = None
 
     def mark(self) -> None:
         """Remembers the state as it is now."""
         self._updates += 1
-        before = self._state
-        if before is not None and not self._python_moves:
-            self._python_moves = before.python_has_moved()
-        looks = self._updates & (self._updates - 1) == 0
-        self._state = RandomState(self._device, python=looks or self._python_moves)
+        if not self._python_moves and self._state is not None and self._looks:
+            self._python_moves = self._state.python_has_moved()
+        self._looks = self._updates & (self._updates - 1) == 0
+        self._state = RandomState(self._device, python=self._looks or self._python_moves)
 
     def restore(self) -> None:
         """Goes back to where `mark` was last called."""

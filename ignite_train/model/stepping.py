@@ -15,6 +15,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from ignite_train.model.direct_step import DirectStep
 from ignite_train.model.fused_kernels import FusedKernels
 from ignite_train.model.gradients import Gradients
+from ignite_train.model.group_tensors import GroupTensors, SteppedGroup, gather
 
 __all__ = ["LARGEST_DIVISOR", "SMALLEST_DIVISOR", "Stepping", "SteppingTogether"]
 
@@ -46,19 +47,21 @@ class Stepping:
 
     def __init__(self, optimizer: Optimizer, gradients: Gradients, *, takes_closure: bool = False) -> None:
         self._optimizer, self._gradients, self._takes_closure = optimizer, gradients, takes_closure
-        self._kernels, self._direct = FusedKernels(optimizer, gradients), DirectStep(optimizer, gradients)
+        tensors = GroupTensors(gradients)
+        self._kernels, self._direct = FusedKernels(optimizer, gradients, tensors), DirectStep(optimizer, gradients, tensors)
         self._logged = False
 
     def __call__(self, mean_factor: float, clip_coefficient: float) -> None:
         """Steps along the gradients times `mean_factor`, which makes them a mean, times `clip_coefficient`."""
-        factor, obstacle = mean_factor * clip_coefficient, self.why_not_fused()
+        factor, groups = mean_factor * clip_coefficient, gather(self._optimizer)
+        obstacle = self._why_not_fused(groups)
         if not self._logged:
             self._say_how(obstacle)
         if obstacle is None and factor == 1.0:
-            self._step_with()
+            self._step_with(groups)
         elif obstacle is None and factor > 0 and SMALLEST_DIVISOR <= 1.0 / factor <= LARGEST_DIVISOR:
             device, _ = next(iter(self._gradients.kinds))  # torch copies it to the others
-            self._step_with(grad_scale=torch.full((), 1.0 / factor, dtype=torch.float32, device=device))
+            self._step_with(groups, grad_scale=torch.full((), 1.0 / factor, dtype=torch.float32, device=device))
         else:
             if factor != 1.0:
                 self._gradients.multiply(factor)
@@ -70,11 +73,11 @@ class Stepping:
         A step that is not made leaves parameters, gradients, moments and numbers of steps as they are. Only where there is no
         `why_not_fused`, and no `why_not_queued`.
         """
-        self._step_with(grad_scale=divisor, found_inf=1.0 - may_step)
+        self._step_with(gather(self._optimizer), grad_scale=divisor, found_inf=1.0 - may_step)
 
-    def _step_with(self, **given: Tensor) -> None:
+    def _step_with(self, groups: Sequence[SteppedGroup], **given: Tensor) -> None:
         """Has the kernel divide by `grad_scale`, and heed `found_inf`."""
-        if self._direct(**given) is None:
+        if self._direct(groups, **given) is None:
             return
         attributes: dict[str, Any] = vars(self._optimizer)
         attributes.update(given)
@@ -102,8 +105,11 @@ class Stepping:
 
     def why_not_fused(self) -> str | None:
         """Why the factor cannot be folded into the step; asked at each step, as hooks and groups come and go."""
+        return self._why_not_fused(gather(self._optimizer))
+
+    def _why_not_fused(self, groups: Sequence[SteppedGroup]) -> str | None:
         optimizer = self._optimizer
-        wrong = self._kernels.why_not_fused()  # looks at what a subclass has of them too
+        wrong = self._kernels.why_not_fused(groups)  # looks at what a subclass has of them too
         if type(optimizer) not in _FOLDING:
             return "it has no fused kernel that this library knows"
         for group in optimizer.param_groups:

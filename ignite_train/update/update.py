@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -262,9 +263,11 @@ class Update:
         trainer._publish(output)
         if totals.num_out_of_memory:
             trainer.fire_event(TrainEvents.OUT_OF_MEMORY)
-        with self.gradients.readable(decision.mean_factor):
+        has_handlers = trainer._has_handlers(TrainEvents.GRADIENTS_READY)
+        with self.gradients.readable(decision.mean_factor) if has_handlers else nullcontext():
             trainer.fire_event(TrainEvents.GRADIENTS_READY)
-        if (rates := self.learning_rates()) != output.learning_rates:
+        may_differ = has_handlers or totals.num_out_of_memory
+        if may_differ and (rates := self.learning_rates()) != output.learning_rates:
             output = trainer._amend(replace(output, learning_rates=rates))
         return output
 
