@@ -20,9 +20,9 @@ _KNOWN = {  # the options that each of them has in torch 2.13; one that is not h
     Adam: _EVERYWHERE | {"betas", "eps", "amsgrad", "capturable", "decoupled_weight_decay"},
 }
 _KNOWN[AdamW] = _KNOWN[Adam]
-_SWITCHES = ("amsgrad", "decoupled_weight_decay", "maximize", "momentum", "nesterov", "weight_decay")
+_SWITCHES_OF_SGD = ("maximize", "momentum", "nesterov", "weight_decay")
+_SWITCHES_OF_ADAM = ("amsgrad", "decoupled_weight_decay", "maximize", "weight_decay")
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-_NO_STATE: Mapping[str, Any] = {}
 
 
 class StepPlan(NamedTuple):
@@ -45,49 +45,40 @@ class StepTensors(NamedTuple):
     """What each call of the graph is given.
 
     Attributes:
-        moments: the tensors of the optimizer's state of each parameter, group by group; the graph changes them in place.
+        states: the tensors of the optimizer's state of each parameter, group by group; the graph changes them in place.
         numbers: those that the formula of each group takes, one group behind the other.
     """
 
-    moments: list[list[Tensor]]
+    states: list[list[Tensor]]
     numbers: list[float]
 
 
 class _Group(NamedTuple):
-    """A group in the update that runs.
+    """A group as it was found in an earlier update.
 
     Attributes:
-        place: its place in the optimizer.
+        listed: its parameters, all of them.
+        requires_grad: whether each of them did.
+        options: its switches, as they were.
         parameters: those that have a gradient.
-        moments: the tensors of the optimizer's state of each of them.
-        steps: the tensors in which the optimizer counts the steps of each.
-        is_fresh: whether these are not the optimizer's yet, because it has made no step.
+        keys: what the state of each has.
+        plan: for the graph.
     """
 
-    place: int
+    listed: list[nn.Parameter]
+    requires_grad: list[bool]
+    options: list[Any]
     parameters: list[nn.Parameter]
-    moments: list[list[Tensor]]
-    steps: list[Tensor]
-    is_fresh: bool = False
-
-
-class _Counted(NamedTuple):
-    """Tensors that count steps: what they said when they were read last, and their versions then."""
-
-    steps: list[Tensor]
-    versions: list[int]
-    number: int
+    keys: list[str]
+    plan: StepPlan
 
 
 class CompiledStep:
     """What a graph needs to make the step of torch's SGD, Adam or AdamW; the optimizer's own state stays the truth.
 
     Rates, betas and the like are read from the groups in each update and are numbers that the graph is given, so that a
-    schedule compiles nothing. The moments are those of the optimizer's state. Before its first step they are made as torch
-    makes them, and are the optimizer's once that step is made: a step that is withheld leaves none behind.
-
-    Nothing is kept here from update to update but the numbers of steps that were read from the state. They are read again
-    where the tensors that count them are others, or were changed.
+    schedule compiles nothing. Moments, and the tensors that count steps, are those of the optimizer's state. Before its first
+    step they are made as torch makes them, and are the optimizer's once that step is made: one that is withheld leaves none.
 
     Args:
         optimizer: which to step.
@@ -98,8 +89,12 @@ class CompiledStep:
         self._optimizer = optimizer
         self._is_adam = not isinstance(optimizer, SGD)
         self._names = {parameter: name for name, parameter in model.named_parameters()}
-        self._counted: dict[int, _Counted] = {}  # by index of the group
-        self._groups: list[_Group] = []
+        self._is_on_cpu = next(model.parameters()).device.type == "cpu"
+        self._groups: list[_Group] = []  # as they were in the latest update
+        self._plans: tuple[StepPlan, ...] = ()
+        self._own: list[dict[str, Any]] = []  # the states of all parameters, as the optimizer had them in the latest update
+        self._of_group: list[list[dict[str, Any]]] = []  # the same, of the parameters of each group
+        self._fresh: list[tuple[_Group, list[list[Tensor]]]] = []  # states that are not the optimizer's yet
 
     def why_never(self) -> str | None:
         """Why no graph can make the steps of this optimizer."""
@@ -129,12 +124,23 @@ class CompiledStep:
         if step is not None and not vars(step).get("_wrapped_by_lr_sched", False):
             return "the optimizer's step has been replaced"
         for group in optimizer.param_groups:
-            if group["differentiable"] or isinstance(group["lr"], Tensor):
+            rate = group["lr"]
+            if group["differentiable"] or (type(rate) is not float and isinstance(rate, Tensor)):
                 return "a group of the optimizer is differentiable, or has a tensor for its learning rate"
-            if self._is_adam and any(isinstance(beta, Tensor) for beta in group["betas"]):
-                return "a group of the optimizer has a tensor for a beta"
-            if not math.isfinite(group["lr"]):
+            if self._is_adam and (why := self._why_not_adam(group)) is not None:
+                return why
+            if not math.isfinite(rate):
                 return "a learning rate is not finite"
+        return None
+
+    def _why_not_adam(self, group: Mapping[str, Any]) -> str | None:
+        if any(type(beta) is not float and isinstance(beta, Tensor) for beta in group["betas"]):
+            return "a group of the optimizer has a tensor for a beta"
+        is_counted_on_device = group["fused"] or group["capturable"]
+        if group["capturable"] and self._is_on_cpu:
+            return "a group of the optimizer is capturable on the CPU"
+        if not (is_counted_on_device or self._is_on_cpu):
+            return "the optimizer counts its steps on the CPU; make it with fused=True"
         return None
 
     def begin(self, used: frozenset[str]) -> tuple[tuple[StepPlan, ...], StepTensors] | str:
@@ -143,118 +149,113 @@ class CompiledStep:
         Args:
             used: the names of the parameters that have a gradient.
         """
-        self._groups = []
-        plans: list[StepPlan] = []
+        self._find_groups(used)
+        self._find_states()
+        self._fresh = []
         tensors = StepTensors([], [])
-        for index, options in enumerate(self._optimizer.param_groups):
-            parameters = [p for p in options["params"] if p.requires_grad and self._names[p] in used]
-            group = self._gather(index, options, parameters)
-            if isinstance(group, str):
-                return group
-            number = 0 if group.is_fresh or not group.steps else self._number_of_steps(group)
-            if number is None:
-                return "parameters of one group have made different numbers of steps"
-            self._groups.append(group)
-            switches = frozenset([name for name in _SWITCHES if options.get(name)])
-            numbers = (_adam_numbers if self._is_adam else _sgd_numbers)(options, number + 1, is_first=group.is_fresh)
-            plans.append(StepPlan(self._is_adam, switches, tuple([self._names[p] for p in parameters]), len(numbers)))
-            tensors.moments.extend(group.moments)
-            tensors.numbers.extend(numbers)
-        return tuple(plans), tensors
+        for options, group, states in zip(self._optimizer.param_groups, self._groups, self._of_group, strict=True):
+            is_fresh = bool(group.keys) and not any(states)
+            if is_fresh:
+                made = [_new_state(parameter, options, group.keys) for parameter in group.parameters]
+                self._fresh.append((group, made))
+            else:
+                try:
+                    made = [[state[key] for key in group.keys] for state in states]
+                except KeyError:
+                    return "some parameters of a group have all of their moments and others do not"
+            if any(one and one[0] is None for one in made):  # as torch once wrote it for SGD
+                return "a parameter has None for a moment"
+            tensors.states.extend(made)
+            tensors.numbers.extend((_adam_numbers if self._is_adam else _sgd_numbers)(options, is_first=is_fresh))
+        return self._plans, tensors
 
     def commit(self) -> None:
-        """To be called once when the graph has made the step: it is counted, and new moments become the optimizer's."""
-        for group in self._groups:
-            if group.is_fresh:
-                self._install(group)
-            if group.steps:
-                torch._foreach_add_(group.steps, 1)
-                self._count(group, 1 if group.is_fresh else self._counted[group.place].number + 1)
+        """To be called once when the graph has made the step: states that are new become the optimizer's."""
+        for group, made in self._fresh:
+            for parameter, tensors in zip(group.parameters, made, strict=True):
+                self._optimizer.state[parameter].update(zip(group.keys, tensors, strict=True))
         if "step" in vars(self._optimizer):  # a scheduler looks whether there was one
             self._optimizer._opt_called = True  # type: ignore[attr-defined]
 
-    def _install(self, group: _Group) -> None:
-        """Puts new moments into the optimizer's state."""
-        keys = self._keys(self._optimizer.param_groups[group.place])
-        for place, (parameter, moments) in enumerate(zip(group.parameters, group.moments, strict=True)):
-            tensors = [group.steps[place], *moments] if group.steps else moments
-            self._optimizer.state[parameter].update(zip(keys, tensors, strict=True))
+    def _find_groups(self, used: frozenset[str]) -> None:
+        """Looks at the groups again where one of them is not what it was."""
+        groups = self._optimizer.param_groups
+        if len(groups) == len(self._groups):
+            for options, group in zip(groups, self._groups, strict=True):
+                listed = options["params"]
+                if (
+                    len(listed) != len(group.listed)
+                    or not all(map(is_, listed, group.listed))
+                    or [parameter.requires_grad for parameter in listed] != group.requires_grad
+                    or [bool(options[name]) for name in self._switches] != group.options
+                ):
+                    break
+            else:
+                return
+        self._groups = [self._look_at(options, used) for options in groups]
+        self._plans = tuple([group.plan for group in self._groups])
+        self._own = []
 
-    def _keys(self, options: Mapping[str, Any]) -> list[str]:
-        """What the state of each parameter of a group has, in torch's order."""
-        if not self._is_adam:
-            return ["momentum_buffer"] if options["momentum"] else []
-        return ["step", "exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * options["amsgrad"]
+    @property
+    def _switches(self) -> tuple[str, ...]:
+        return _SWITCHES_OF_ADAM if self._is_adam else _SWITCHES_OF_SGD
 
-    def _gather(self, index: int, options: Mapping[str, Any], parameters: list[nn.Parameter]) -> _Group | str:
-        keys = self._keys(options)
-        states = [self._optimizer.state.get(parameter, _NO_STATE) for parameter in parameters]
-        try:
-            entries = [[state[key] for key in keys] for state in states]
-        except KeyError:
-            if any(states):
-                return "some parameters of a group have all of their moments and others do not"
-            return _fresh(index, options, parameters, keys)
-        if any(entry is None for entry in entries for entry in entry):  # as torch once wrote it for SGD without momentum
-            return "a parameter has None for a moment"
+    def _look_at(self, options: Mapping[str, Any], used: frozenset[str]) -> _Group:
+        listed = options["params"]
+        on = [bool(options[name]) for name in self._switches]
+        switches = frozenset([name for name, is_on in zip(self._switches, on, strict=True) if is_on])
+        parameters = [p for p in listed if p.requires_grad and self._names[p] in used]
+        names, numbers = tuple([self._names[p] for p in parameters]), _NUM_OF_ADAM if self._is_adam else _NUM_OF_SGD
         if self._is_adam:
-            return _Group(index, parameters, [entry[1:] for entry in entries], [entry[0] for entry in entries])
-        return _Group(index, parameters, entries, [])
+            keys = ["step", "exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * ("amsgrad" in switches)
+        else:
+            keys = ["momentum_buffer"] * ("momentum" in switches)
+        plan = StepPlan(self._is_adam, switches, names, numbers)
+        return _Group([*listed], [p.requires_grad for p in listed], on, parameters, keys, plan)
 
-    def _number_of_steps(self, group: _Group) -> int | None:
-        """How many steps a group has made; None if its parameters differ. Synchronises only where it must read."""
-        counted = self._counted.get(group.place)
-        if (
-            counted is None
-            or len(counted.steps) != len(group.steps)
-            or not all(map(is_, counted.steps, group.steps))
-            or counted.versions != [step._version for step in group.steps]
-        ):
-            numbers = {float(step) for step in group.steps}  # sync
-            if len(numbers) > 1:
-                return None
-            self._count(group, int(numbers.pop()))
-        return self._counted[group.place].number
-
-    def _count(self, group: _Group, number: int) -> None:
-        self._counted[group.place] = _Counted(group.steps, [step._version for step in group.steps], number)
+    def _find_states(self) -> None:
+        """Looks up the states again where one of them is not what it was: a tensor takes long to look up."""
+        state = self._optimizer.state
+        own = [*state.values()]
+        if len(own) != len(self._own) or not all(map(is_, own, self._own)) or not self._own:
+            self._own = own
+            self._of_group = [[state.get(parameter, {}) for parameter in group.parameters] for group in self._groups]
 
 
-def _fresh(index: int, options: Mapping[str, Any], parameters: list[nn.Parameter], keys: Sequence[str]) -> _Group:
-    """Moments as torch makes them for a first step."""
-    count = sum(key != "step" for key in keys)
-    moments = [[torch.zeros_like(p, memory_format=torch.preserve_format) for _ in range(count)] for p in parameters]
-    steps: list[Tensor] = []
-    if "step" in keys:
-        on_device = options["fused"] or options["capturable"]
-        wide = torch.get_default_dtype() is torch.float64 and not options["fused"]
-        dtype = torch.float64 if wide else torch.float32
-        steps = [torch.zeros((), dtype=dtype, device=p.device if on_device else "cpu") for p in parameters]
-    return _Group(index, parameters, moments, steps, is_fresh=True)
+def _new_state(parameter: nn.Parameter, options: Mapping[str, Any], keys: Sequence[str]) -> list[Tensor]:
+    """The state that torch makes for a first step."""
+    tensors = []
+    for key in keys:
+        if key == "step":
+            on_device = options["fused"] or options["capturable"]
+            is_wide = torch.get_default_dtype() is torch.float64 and not options["fused"]
+            device = parameter.device if on_device else torch.device("cpu")
+            tensors.append(torch.zeros((), dtype=torch.float64 if is_wide else torch.float32, device=device))
+        else:
+            tensors.append(torch.zeros_like(parameter, memory_format=torch.preserve_format))
+    return tensors
 
 
-# --- the formulas: the numbers that the host computes, in float64 as torch does, and what the graph does with them -----------
+# --- the formulas: what the graph is given, and what it does with it ----------------------------------------------------------
+
+_NUM_OF_SGD, _NUM_OF_ADAM = 4, 5
 
 
-def _sgd_numbers(options: Mapping[str, Any], step: int, *, is_first: bool) -> list[float]:  # noqa: ARG001
-    """Weight decay, momentum, what of the gradient enters the momentum (all of it at first), and the rate."""
+def _sgd_numbers(options: Mapping[str, Any], *, is_first: bool) -> list[float]:
+    """Rate, weight decay, momentum, and how much of the gradient enters the momentum: all of it at first."""
     share = 1.0 if is_first else 1 - options["dampening"]
-    return [options["weight_decay"], options["momentum"], share, options["lr"]]
+    return [options["lr"], options["weight_decay"], options["momentum"], share]
 
 
-def _adam_numbers(options: Mapping[str, Any], step: int, *, is_first: bool) -> list[float]:  # noqa: ARG001
-    """Weight decay, or what it leaves; the weights of both averages, the length of the step, and what its divisor takes."""
-    rate, decay, (beta1, beta2) = options["lr"], options["weight_decay"], options["betas"]
-    if options["decoupled_weight_decay"]:
-        decay = 1 - rate * decay
-    root = math.sqrt(1 - beta2**step)
-    return [decay, 1 - beta1, beta2, 1 - beta2, rate / (1 - beta1**step), root, options["eps"]]
+def _adam_numbers(options: Mapping[str, Any], *, is_first: bool) -> list[float]:  # noqa: ARG001  # as for SGD
+    """Rate, weight decay, both betas and epsilon."""
+    return [options["lr"], options["weight_decay"], *options["betas"], options["eps"]]
 
 
 def stepped(
-    plan: StepPlan, numbers: Sequence[Tensor], parameter: Tensor, gradient: Tensor, moments: Sequence[Tensor]
+    plan: StepPlan, numbers: Sequence[Tensor], parameter: Tensor, gradient: Tensor, states: Sequence[Tensor]
 ) -> tuple[Tensor, list[Tensor]]:
-    """What a step makes of a parameter and its moments; nothing is changed in place. Runs inside a graph.
+    """What a step makes of a parameter and its state; nothing is changed in place. Runs inside a graph.
 
     The formulas are those of torch's documentation, in the order of operations of its for-loops. What is narrower than float32
     is computed in float32 and rounded once, as torch's fused kernels do.
@@ -264,39 +265,45 @@ def stepped(
         numbers: of its group, each a float64 tensor without dimensions.
         parameter: the parameter.
         gradient: of the mean loss, clipped.
-        moments: of the parameter.
+        states: of the parameter.
     """
     wide = torch.promote_types(parameter.dtype, torch.float32)
-    formula = _adam if plan.is_adam else _sgd
     along = -gradient.to(wide) if "maximize" in plan.switches else gradient.to(wide)
-    scalars = [number.to(wide) for number in numbers]
-    new, new_moments = formula(plan.switches, scalars, parameter.to(wide), along, [moment.to(wide) for moment in moments])
-    return new.to(parameter.dtype), [one.to(moment.dtype) for one, moment in zip(new_moments, moments, strict=True)]
+    formula = _adam if plan.is_adam else _sgd
+    new, new_states = formula(plan.switches, numbers, parameter.to(wide), along, states)
+    return new.to(parameter.dtype), [one.to(state.dtype) for one, state in zip(new_states, states, strict=True)]
 
 
 def _sgd(
-    switches: frozenset[str], numbers: Sequence[Tensor], parameter: Tensor, along: Tensor, moments: Sequence[Tensor]
+    switches: frozenset[str], numbers: Sequence[Tensor], parameter: Tensor, along: Tensor, states: Sequence[Tensor]
 ) -> tuple[Tensor, list[Tensor]]:
-    decay, momentum, share, rate = numbers
+    rate, decay, momentum, share = [number.to(parameter.dtype) for number in numbers]
     if "weight_decay" in switches:
         along = along + decay * parameter
-    new_moments: list[Tensor] = []
+    new_states: list[Tensor] = []
     if "momentum" in switches:
-        buffer = momentum * moments[0] + share * along
+        buffer = momentum * states[0].to(parameter.dtype) + share * along
         along = along + momentum * buffer if "nesterov" in switches else buffer
-        new_moments = [buffer]
-    return parameter - rate * along, new_moments
+        new_states = [buffer]
+    return parameter - rate * along, new_states
 
 
 def _adam(
-    switches: frozenset[str], numbers: Sequence[Tensor], parameter: Tensor, along: Tensor, moments: Sequence[Tensor]
+    switches: frozenset[str], numbers: Sequence[Tensor], parameter: Tensor, along: Tensor, states: Sequence[Tensor]
 ) -> tuple[Tensor, list[Tensor]]:
-    decay, weight1, beta2, weight2, length, root, eps = numbers
+    rate, decay, beta1, beta2, eps = numbers
+    wide = parameter.dtype
+    step = states[0] + 1
+    length = rate / (1 - beta1 ** step.to(torch.float64))  # in float64, as torch's for-loop computes it on the host
+    root = (1 - beta2 ** step.to(torch.float64)).sqrt()
     if "weight_decay" in switches:
-        decoupled = "decoupled_weight_decay" in switches
-        parameter, along = (parameter * decay, along) if decoupled else (parameter, along + decay * parameter)
-    first = moments[0] + weight1 * (along - moments[0])
-    second = beta2 * moments[1] + weight2 * along * along
+        if "decoupled_weight_decay" in switches:
+            parameter = parameter * (1 - rate * decay).to(wide)
+        else:
+            along = along + decay.to(wide) * parameter
+    moments = [state.to(wide) for state in states[1:]]
+    first = moments[0] + (1 - beta1).to(wide) * (along - moments[0])
+    second = beta2.to(wide) * moments[1] + (1 - beta2).to(wide) * along * along
     largest = [torch.maximum(moments[2], second)] if "amsgrad" in switches else []
-    divisor = [second, *largest][-1].sqrt() / root + eps
-    return parameter - length * first / divisor, [first, second, *largest]
+    divisor = [second, *largest][-1].sqrt() / root.to(wide) + eps.to(wide)
+    return parameter - length.to(wide) * first / divisor, [step, first, second, *largest]

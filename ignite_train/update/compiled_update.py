@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -74,7 +73,9 @@ class CompiledUpdate(Update):
     _obstacle: str | None = None  # why no later update of this process can be a graph
     _said: set[str] = field(default_factory=set)
     _stepped: list[nn.Parameter] = field(default_factory=list)  # the parameters of these plans
-    _numbers: Any = None  # the array behind the tensor of the numbers, on the CPU
+    _kinds: set[tuple[torch.device, torch.dtype]] = field(default_factory=set)  # of their gradients
+    _numbers: list[float] = field(default_factory=list)  # that the latest graph was given
+    _on_device: Tensor = field(default_factory=lambda: torch.empty(0))  # the same
     _result: _Result | None = None  # of the graphs of this update
     _begun: int | None = None  # the micro-batch that has begun, and for which there turned out to be no graph
 
@@ -157,9 +158,9 @@ class CompiledUpdate(Update):
             if plans not in self._graphs:
                 self._graphs[plans] = self._new_graphs(plans)
             self._current = plans, self._graphs[plans]
-            self._numbers = np.zeros(1 + len(tensors.numbers))
             self._stepped = [self.model.get_parameter(name) for plan in plans for name in plan.names]
-        self.gradients.kinds, self.gradients.count = {(one.device, one.dtype) for one in self._stepped}, len(self._stepped)
+            self._kinds = {(one.device, one.dtype) for one in self._stepped}
+        self.gradients.kinds, self.gradients.count = self._kinds, len(self._stepped)
         return self._current[1], tensors
 
     def _why_not_now(self, trainer: Trainer) -> str | None:
@@ -206,14 +207,14 @@ class CompiledUpdate(Update):
                     self.transfer.ahead(micro_batches[done + 1])
                 with self.recovery.attempt(micro_batch):
                     if num_micro_batches == 1:
-                        self._result = _Result(*graphs.whole(moved, numbers, tensors.moments), 1)
+                        self._result = _Result(*graphs.whole(moved, numbers, tensors.states), 1)
                     elif gathered is None:
                         gathered = graphs.first(moved, numbers)
                     else:
                         gathered = graphs.further(moved, numbers, gathered)
         except CannotCompileError as error:
             self._begun = done
-            self._hand_over(str(error), gathered, done)
+            self._hand_over(error, gathered, done)
             return done
         trainer.state.micro_batch_in_group = None
         if gathered is not None:
@@ -236,16 +237,16 @@ class CompiledUpdate(Update):
         """Makes the step, or withholds it, after several micro-batches."""
         trainer._begin_section("optimizer")
         try:
-            vector = graphs.end(gathered, numbers, tensors.moments)
+            vector = graphs.end(gathered, numbers, tensors.states)
         except CannotCompileError as error:
-            self._hand_over(str(error), gathered, num_micro_batches)
+            self._hand_over(error, gathered, num_micro_batches)
         else:
             self._result = _Result(vector, gathered.logs, num_micro_batches)
 
-    def _hand_over(self, reason: str, gathered: Gathered | None, done: int) -> None:
-        """Has this update, and all later ones, go the way of `Update`: leaves what was gathered where that finds it."""
-        self._obstacle = reason
-        self._say(reason)
+    def _hand_over(self, error: CannotCompileError, gathered: Gathered | None, done: int) -> None:
+        """Has this update go the way of `Update`, which finds what was gathered; and all later ones, if nothing will change."""
+        self._obstacle = None if error.is_passing else error.reason
+        self._say(error.reason)
         if gathered is None:
             return
         for parameter, gradient in zip(self._stepped, gathered.gradients, strict=True):
@@ -257,9 +258,11 @@ class CompiledUpdate(Update):
 
     def _as_tensor(self, numbers: list[float]) -> Tensor:
         """The loss scale and the numbers of the step, on the device."""
-        self._numbers[0], self._numbers[1:] = self.loss_scaling.scale, numbers
-        tensor = torch.from_numpy(self._numbers)
-        return tensor if self.statistics.on_host else tensor.to(self.statistics.device)
+        numbers = [self.loss_scaling.scale, *numbers]
+        if numbers != self._numbers:
+            self._numbers = numbers
+            self._on_device = torch.tensor(numbers, dtype=torch.float64, device=self.statistics.device)
+        return self._on_device
 
     @staticmethod
     def _logs(logs: tuple[tuple[str, bool], ...], numbers: list[float]) -> dict[str, Any]:

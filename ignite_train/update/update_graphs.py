@@ -20,7 +20,16 @@ _EPSILON = 1e-6  # as in torch's clip_grad_norm_
 
 
 class CannotCompileError(Exception):
-    """No graph can hold what was to be run, and nothing of it was run. Its text is the reason, in one line."""
+    """No graph can hold what was to be run, and nothing of it was run.
+
+    Args:
+        reason: why, in one line.
+        is_passing: whether a later update may be a graph again.
+    """
+
+    def __init__(self, reason: str, *, is_passing: bool = False) -> None:
+        super().__init__(reason)
+        self.reason, self.is_passing = reason, is_passing
 
 
 class Gathered(NamedTuple):
@@ -71,17 +80,17 @@ class UpdateGraphs:
     ) -> None:
         self._forward, self._model, self._plans, self._precision = forward, model, plans, precision
         self._max_grad_norm, self._normalize, self._scales_loss = max_grad_norm, normalize, scales_loss
-        self._settings = {**settings, "fullgraph": True, "dynamic": False}
+        self._settings = settings
         self._whole, self._first = self._compiled(UpdateGraphs._trace_whole), self._compiled(UpdateGraphs._trace_first)
         self._further, self._end = self._compiled(UpdateGraphs._trace_further), self._compiled(UpdateGraphs._trace_end)
 
-    def whole(self, micro_batch: Any, numbers: Tensor, moments: list[list[Tensor]]) -> tuple[Tensor, Any]:
+    def whole(self, micro_batch: Any, numbers: Tensor, states: list[list[Tensor]]) -> tuple[Tensor, Any]:
         """Does an update on one micro-batch.
 
         Args:
             micro_batch: on the device of the model.
             numbers: the loss scale, and those of each plan, in float64.
-            moments: of each parameter; changed in place.
+            states: of each parameter; changed in place.
 
         Returns:
             The norm of the accumulated gradients, 1 if the step was made, and the sums of `Gathered`, in one vector; and the
@@ -90,7 +99,7 @@ class UpdateGraphs:
         Raises:
             CannotCompileError: no graph can do it.
         """
-        returned: tuple[Tensor, Any] = self._whole(micro_batch, numbers, moments)
+        returned: tuple[Tensor, Any] = self._whole(micro_batch, numbers, states)
         return returned
 
     def first(self, micro_batch: Any, numbers: Tensor) -> Gathered:
@@ -101,9 +110,9 @@ class UpdateGraphs:
         """Runs forward and backward of another micro-batch, whose gradients are added in place; see `whole`."""
         return before._replace(sums=self._further(micro_batch, numbers, *before))
 
-    def end(self, gathered: Gathered, numbers: Tensor, moments: list[list[Tensor]]) -> Tensor:
+    def end(self, gathered: Gathered, numbers: Tensor, states: list[list[Tensor]]) -> Tensor:
         """Makes the step, or withholds it; see `whole`, also for what it returns."""
-        vector: Tensor = self._end(gathered.gradients, gathered.sums, numbers, moments)
+        vector: Tensor = self._end(gathered.gradients, gathered.sums, numbers, states)
         return vector
 
     def _compiled(self, traced: Callable[..., Any]) -> _Graph:
@@ -112,18 +121,21 @@ class UpdateGraphs:
         own = FunctionType(
             traced.__code__.replace(), traced.__globals__, traced.__name__, traced.__defaults__, traced.__closure__
         )
-        return _Graph(torch.compile(MethodType(own, self), **self._settings))
+        return _Graph(MethodType(own, self), self._settings)
 
     # --- what is traced: Python runs here while torch compiles, and not in an update ------------------------------------------
 
-    def _trace_whole(self, micro_batch: Any, numbers: Tensor, moments: list[list[Tensor]]) -> tuple[Tensor, Any]:
+    def _trace_whole(self, micro_batch: Any, numbers: Tensor, states: list[list[Tensor]]) -> tuple[Tensor, Any]:
+        _refuse_to_run()
         gradients, sums, logs = self._gather(micro_batch, numbers)
-        return self._finish(gradients, sums, numbers, moments), logs
+        return self._finish(gradients, sums, numbers, states), logs
 
     def _trace_first(self, micro_batch: Any, numbers: Tensor) -> tuple[list[Tensor], Tensor, Any]:
+        _refuse_to_run()
         return self._gather(micro_batch, numbers)
 
     def _trace_further(self, micro_batch: Any, numbers: Tensor, gradients: list[Tensor], sums: Tensor, logs: Any) -> Tensor:
+        _refuse_to_run()
         more, more_sums, more_logs = self._gather(micro_batch, numbers)
         if more_logs != logs:
             raise ForwardContractError("the names in logs differ between micro-batches of one group")
@@ -131,8 +143,9 @@ class UpdateGraphs:
             gradient.add_(one)
         return sums + more_sums
 
-    def _trace_end(self, gradients: list[Tensor], sums: Tensor, numbers: Tensor, moments: list[list[Tensor]]) -> Tensor:
-        return self._finish(gradients, sums, numbers, moments)
+    def _trace_end(self, gradients: list[Tensor], sums: Tensor, numbers: Tensor, states: list[list[Tensor]]) -> Tensor:
+        _refuse_to_run()
+        return self._finish(gradients, sums, numbers, states)
 
     def _gather(self, micro_batch: Any, numbers: Tensor) -> tuple[list[Tensor], Tensor, Any]:
         with self._precision.autocast():
@@ -152,11 +165,11 @@ class UpdateGraphs:
                 found.append(here)
         return found
 
-    def _finish(self, gradients: list[Tensor], sums: Tensor, numbers: Tensor, moments: list[list[Tensor]]) -> Tensor:
+    def _finish(self, gradients: list[Tensor], sums: Tensor, numbers: Tensor, states: list[list[Tensor]]) -> Tensor:
         with torch.no_grad():
             norm = _norm(gradients)
             may_step, factor = self._decide(norm, sums[0], sums[1], numbers[0])
-            self._step(gradients, factor, may_step, numbers, moments)
+            self._step(gradients, factor, may_step, numbers, states)
             return torch.cat([torch.stack([norm, may_step.to(norm.dtype)]), sums])
 
     def _decide(self, norm: Tensor, loss: Tensor, size: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -169,21 +182,21 @@ class UpdateGraphs:
         return may_step, mean_factor * torch.clamp(self._max_grad_norm / (norm + _EPSILON), max=1.0)
 
     def _step(
-        self, gradients: list[Tensor], factor: Tensor, may_step: Tensor, numbers: Tensor, moments: list[list[Tensor]]
+        self, gradients: list[Tensor], factor: Tensor, may_step: Tensor, numbers: Tensor, states: list[list[Tensor]]
     ) -> None:
-        """Changes parameters and moments in place, or writes what is there."""
+        """Changes parameters and states in place, or writes what is there."""
         parameters, scalars = self._parameters(), list(numbers.unbind())
         place, number = 0, 1
         for plan in self._plans:
             mine = scalars[number : number + plan.num_numbers]
             number += plan.num_numbers
             for _ in plan.names:
-                parameter, old = parameters[place], moments[place]
+                parameter, old = parameters[place], states[place]
                 gradient = gradients[place] * factor.to(torch.promote_types(parameter.dtype, torch.float32))
-                new, new_moments = stepped(plan, mine, parameter, gradient, old)
+                new, new_states = stepped(plan, mine, parameter, gradient, old)
                 parameter.copy_(torch.where(may_step, new, parameter))
-                for moment, one in zip(old, new_moments, strict=True):
-                    moment.copy_(torch.where(may_step, one, moment))
+                for state, one in zip(old, new_states, strict=True):
+                    state.copy_(torch.where(may_step, one, state))
                 place += 1
 
 
@@ -222,22 +235,37 @@ def _norm(gradients: list[Tensor]) -> Tensor:
 # --- calling what torch has compiled ----------------------------------------------------------------------------------------
 
 
-class _Graph:
-    """A compiled function, of which torch is to trace `torch.autograd.grad`.
+_WHILE_COMPILING = {
+    "trace_autograd_ops": True,  # or torch would not look into `torch.autograd.grad`
+    "automatic_dynamic_shapes": False,  # these two are `dynamic=False`
+    "assume_static_by_default": True,
+}
 
-    Torch does so where a switch is on while it compiles. To turn it takes as long as a small update, so that it is turned only
-    when the function has not been compiled yet for what it is called with.
+
+class _NotCompiledError(Exception):
+    """A function was about to run as it is."""
+
+
+class _Graph:
+    """A compiled function, whose calls cost little where it has been compiled for what it is called with.
+
+    What `torch.compile` returns sets and resets switches around each call, which takes as long as a small update. They matter
+    where it compiles. So it is asked to do that only where nothing fits: before, the function is called with torch looking up
+    what was compiled for it, and nothing else. What is private in torch about that stands here; without it, each call goes
+    through what `torch.compile` returns.
 
     Args:
-        compiled: the function.
+        function: what to compile; it calls `_refuse_to_run` first.
+        settings: arguments of `torch.compile`.
     """
 
-    def __init__(self, compiled: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any], settings: Mapping[str, Any]) -> None:
         from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
-        self._compiled = compiled
-        self._is_new = True
+        self._function, self._compiled = function, torch.compile(function, **{**settings, "fullgraph": True})
+        self._set_lookup: Callable[[Any], Any] | None = vars(torch._C._dynamo.eval_frame).get("set_eval_frame")
         self._refusals = (TorchDynamoException, FailOnRecompileLimitHit)
+        self._is_new = True
 
     def __call__(self, *arguments: Any) -> Any:
         """Calls it.
@@ -245,18 +273,32 @@ class _Graph:
         Raises:
             CannotCompileError: torch cannot compile it for these arguments; nothing has run.
         """
-        if not self._is_new:
+        if not self._is_new and self._set_lookup is not None:
+            before = self._set_lookup(_ONLY_LOOK_UP)
             try:
-                return self._compiled(*arguments)
-            except self._refusals:
+                return self._function(*arguments)
+            except _NotCompiledError:
                 pass  # what it was compiled for is not what it is called with
+            finally:
+                self._set_lookup(before)
         try:
-            with torch._dynamo.config.patch(trace_autograd_ops=True):
+            with torch._dynamo.config.patch(_WHILE_COMPILING):
                 returned = self._compiled(*arguments)
+        except _NotCompiledError as error:
+            raise CannotCompileError(str(error), is_passing=True) from error
         except self._refusals as error:
             raise CannotCompileError(_reason(error)) from error
         self._is_new = False
         return returned
+
+
+_ONLY_LOOK_UP = False  # for `set_eval_frame`: run what was compiled, and compile nothing
+
+
+def _refuse_to_run() -> None:
+    """Called first in what is traced: it is to be compiled, and not to run as it is."""
+    if not torch.compiler.is_compiling():
+        raise _NotCompiledError("torch compiles nothing while a mode of its dispatcher or another stance is active")
 
 
 def _reason(error: Exception) -> str:
