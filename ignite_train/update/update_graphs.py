@@ -302,8 +302,8 @@ def _refuse_to_run() -> None:
 
 
 def _reason(error: Exception) -> str:
-    """The first line of what torch says."""
-    if "recompile_limit" in str(error) or "recompile limit" in str(error):
+    """What torch says, in one line."""
+    if type(error).__name__ == "FailOnRecompileLimitHit":
         return "there are more sizes of micro-batches, or numbers in them, than torch._dynamo.config.recompile_limit"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     explained = [line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation: ")]
