@@ -346,7 +346,12 @@ def ignite_train_with_defaults(work: Work) -> Outcome:
         return run_trainer(work, trainer)
 
 
-def trainer_of(work: Work) -> Trainer:
+def ignite_train_compiled(work: Work) -> Outcome:
+    """`compile="update"`: forward, backward, norm, clipping and step as one graph, or a few."""
+    return run_trainer(work, trainer_of(work, compiled="update"))
+
+
+def trainer_of(work: Work, *, compiled: bool | Literal["update"] = False) -> Trainer:
     """A trainer with nothing attached."""
     return create_trainer(
         work.model if work.reduction == "explicit" else work.wrapped(),
@@ -355,6 +360,7 @@ def trainer_of(work: Work) -> Trainer:
         accumulation_steps=work.accumulation_steps,
         max_grad_norm=work.max_grad_norm,
         precision=work.precision,
+        compile=compiled,
         options=UpdateOptions(reduction=work.reduction),
     )
 

@@ -24,7 +24,8 @@ from ignite_train import ForwardOutput
 from interleaving import MIN_REPETITIONS, interleave, table
 
 WITH_LOGGING = {"by hand, with schedule, averages and a line every 50": contestants.by_hand_with_logging}
-CONTESTANTS = contestants.BY_HAND | WITH_LOGGING | contestants.IGNITE_TRAIN
+COMPILED = {'ignite_train, compile="update"': contestants.ignite_train_compiled}
+CONTESTANTS = contestants.BY_HAND | WITH_LOGGING | contestants.IGNITE_TRAIN | COMPILED
 PEERS = peers.WITHOUT_LOGGING | {
     "Lightning Trainer, logging every 50": peers.lightning_with_logging,
     "Transformers Trainer, logging every 50": peers.transformers,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields
-from functools import wraps
+from functools import partial, wraps
 from inspect import signature
 from typing import Any, Literal, ParamSpec
 
@@ -23,6 +23,7 @@ from ignite_train.data.grouping import AccumulationSteps, MicroBatchGrouping
 from ignite_train.device.to_device import ToDevice
 from ignite_train.events import TrainEvents
 from ignite_train.forward import Forward, ForwardOutput, bind_forward
+from ignite_train.model.compiled_step import CompiledStep
 from ignite_train.model.gradients import Gradients, PartedGradients
 from ignite_train.model.learning_rates import LearningRates
 from ignite_train.model.optimizers import (
@@ -45,7 +46,8 @@ from ignite_train.ranks.statistics import Statistics
 from ignite_train.ranks.wrapping import reduction_for
 from ignite_train.state import TrainState, UpdateOutput
 from ignite_train.trainer import Creation, OutputTransform, Trainer
-from ignite_train.update.compilation import Compile, compile_in_place
+from ignite_train.update.compilation import Compile, compile_in_place, of_model, of_update, why_no_graph
+from ignite_train.update.compiled_update import CompiledUpdate, say_why_not_compiled
 from ignite_train.update.gradient_loggers import warn_of_gradient_loggers
 from ignite_train.update.local_update import LocalUpdate
 from ignite_train.update.loss_declaration import warn_of_misdeclared_loss
@@ -115,7 +117,10 @@ def create_trainer(
             optimizers, a mapping of limits by their names clips the gradients of each by their own norm.
         precision: `"fp32"` computes in the model's own dtypes; `"bf16"` and `"fp16"` run `forward` under autocast.
         loss_scaling: the policy; None means `TorchLossScaling()` for `"fp16"` and none otherwise.
-        compile: compile the model in place: True, or a mapping of `torch.compile`'s options. Not with `create_graph`.
+        compile: compile the model in place: True, or a mapping of `torch.compile`'s options. `"update"` compiles forward,
+            backward and step of an update as one graph, or a few, in a single process; so does `{"update": True}` beside such
+            options. Whatever has to see what lies between, such as a handler of FORWARD_COMPLETED, has an update compiled as
+            with True instead; the log says why. Not with `create_graph`.
         protect: with several ranks, whether `FailureBoard`, `HangWatch`, `GradNormConsistency` (in each update) and
             `StateConsistency` (parameters, learning rates and counters, after the first 3 updates of a process and every 1000)
             are attached: True, False, or a mapping of their settings by name in snake_case, such as
@@ -142,17 +147,18 @@ def create_trainer(
     _check_transform(output_transform)
     limit, limits = _norm_limits(max_grad_norm, optimizers)
     _check_combinations(options, limits, compiled=compile is not False)
-    carried, device = state.carried, next(model.parameters()).device
+    carried, device, bound = state.carried, next(model.parameters()).device, bind_forward(forward, lambda: state)
     accumulates, replays = accumulation_steps != 1, options.uneven == "replay"
     reduction = reduction_for(model, options.reduction, accumulates=accumulates, in_step=replays, carried=carried)
     gradients, stepping = _gradients_and_stepping(reduction.module, optimizers, limits, options)
     rates, statistics = LearningRates(optimizers), Statistics(device)
-    update = (LocalUpdate if isinstance(reduction, LocalReduction) else Update)(
+    make_update = _kind_of_update(compile, model, optimizers, reduction, options, takes_state=bound is not forward)
+    update = make_update(
         model=model,
         optimizer=optimizers,
         state=state,
-        forward=bind_forward(forward, lambda: state),
-        backward=compile_in_place(model, compile, backward=options.compiled_autograd),
+        forward=bound,
+        backward=compile_in_place(model, of_model(compile, model), backward=options.compiled_autograd),
         transfer=ToDevice(device),
         precision=Precision(precision, device),
         loss_scaling=_loss_scaling(loss_scaling, precision),
@@ -169,12 +175,35 @@ def create_trainer(
         options=options,
         seeding=_seeding(seed, device),
     )
-    grouping = _grouping(accumulation_steps, options, model)
     parts = {"model": reduction.module, **optimizers_as_parts(optimizers, with_inner=bool(options.closure))}
     description = _description(accumulation_steps, max_grad_norm, precision, options.reduction, seed)
-    trainer = Trainer(update, grouping, parts, description, state, output_transform)
+    trainer = Trainer(update, _grouping(accumulation_steps, options, model), parts, description, state, output_transform)
     _complete(trainer, update, model, options)
     return protect_ranks(trainer, protect, model)
+
+
+def _kind_of_update(
+    compile: Compile,  # noqa: A002  # torch's name for it
+    model: nn.Module,
+    optimizers: Optimizer | Optimizers,
+    reduction: Reduction,
+    options: UpdateOptions,
+    *,
+    takes_state: bool,
+) -> Callable[..., Update]:
+    """What makes the update: one whose gradients stay on their rank, one that is compiled as a whole, or the ordinary one."""
+    kind = LocalUpdate if isinstance(reduction, LocalReduction) else Update
+    settings = of_update(compile, next(model.parameters()).device)
+    if settings is None:
+        return kind
+    number = 1 if isinstance(optimizers, Optimizer) else len(optimizers.named)
+    reason = why_no_graph(model, reduction, options, num_optimizers=number, takes_state=takes_state)
+    if reason is None and isinstance(optimizers, Optimizer):
+        reason = CompiledStep(optimizers, model).why_never()
+    if reason is None:
+        return partial(CompiledUpdate, settings=settings)
+    say_why_not_compiled(reason)
+    return kind
 
 
 def _complete(trainer: Trainer, update: Update, model: nn.Module, options: UpdateOptions) -> None:
@@ -182,7 +211,8 @@ def _complete(trainer: Trainer, update: Update, model: nn.Module, options: Updat
     if isinstance(update, LocalUpdate):
         update.join(trainer)
     warn_of_gradient_loggers(trainer, keeps_gradients=options.keep_gradients)
-    warn_of_misdeclared_loss(trainer)
+    if not isinstance(update, CompiledUpdate):  # which looks at it itself
+        warn_of_misdeclared_loss(trainer)
     refuse_sparse_gradients(trainer, model)
 
 

@@ -276,7 +276,7 @@ def micro_batches(case: Case, rank: int) -> list[tuple[Tensor, ...] | None]:
 def loss_and_weight(case: Case, model: Any, micro_batch: tuple[Tensor, ...], place: Place) -> tuple[Tensor, Tensor]:
     """The weighted sum of squared errors, and the sum of the weights. The model tells the dtype."""
     dtype = next(model.parameters()).dtype
-    dtype = dtype.to_real()
+    dtype = dtype if dtype.is_floating_point else dtype.to_real()
     x, token, y, weight, _ = micro_batch
     is_container = isinstance(model, nn.ModuleDict)
     out = model["net"](x.to(dtype), token) if is_container else model(x.to(dtype), token)
@@ -359,7 +359,10 @@ class Sharpness(torch.optim.Optimizer):
         self.inner.step()
 
 
-def train(case: Case) -> tuple[dict[str, Tensor], list[tuple[float, float, float, bool]]]:
+def train(
+    case: Case,
+    compile: Any = False,  # noqa: A002, FBT002
+) -> tuple[dict[str, Tensor], list[tuple[float, float, float, bool]]]:
     """What the library comes to on this rank: parameters; loss, sample size, norm and whether it stepped, an update."""
     model, rank, world_size = make_model(case, is_sparse=case.is_sparse), idist.get_rank(), idist.get_world_size()
     named = list(model.named_parameters())
@@ -378,11 +381,15 @@ def train(case: Case) -> tuple[dict[str, Tensor], list[tuple[float, float, float
         place = Place(state.iteration, state.micro_batch_in_group or 0, state.carried)
         return ForwardOutput(*loss_and_weight(case, model, micro_batch, place))
 
+    def forward_of_graph(model: nn.Module, micro_batch: tuple[Tensor, ...]) -> ForwardOutput:
+        return ForwardOutput(*loss_and_weight(case, model, micro_batch, Place(1, 0, {})))
+
     limit: Any = case.max_grad_norm
     trainer = create_trainer(
         wrapped,
         optimizers.get("", optimizers),
-        forward,
+        forward if compile is False else forward_of_graph,
+        compile=compile,
         accumulation_steps=case.accumulation_steps,
         max_grad_norm=dict.fromkeys(optimizers, limit) if limit is not None and case.limits_each else limit,
         loss_scaling=None if case.loss_scale is None else StaticLossScaling(case.loss_scale),
@@ -567,10 +574,36 @@ def _clip(case: Case, model: nn.Module, optimizers: dict[str, Any], norm: float)
                 parameter.grad.mul_(min(1.0, case.max_grad_norm / (own + 1e-6)))
 
 
-def difference(case: Case) -> str:
+def without_what_no_graph_can_hold(case: Case) -> Case:
+    """The case with one optimizer that has a formula, no lack of memory, and a forward that does not ask where it is."""
+    kind = case.optimizer if case.optimizer in ("SGD", "Adam", "AdamW") else "SGD"
+    options = case.options if kind == case.optimizer else {"lr": 0.05, "momentum": 0.9}
+    return replace(
+        case,
+        optimizer=kind,
+        implementation=case.implementation if case.implementation in OPTIMIZERS[kind][0] else "foreach",
+        options=options,
+        pieces=tuple(piece for piece in case.pieces if piece != "complex") or ("linear",),
+        second=None,
+        is_sparse=False,
+        limits_each=False,
+        closure=False,
+        on_out_of_memory="raise",
+        too_large=None,
+        traits=case.traits - {"carried", "changed", "placed"},
+    )
+
+
+def difference_of_graphs(case: Case) -> str:
+    """What is wrong where updates are graphs, which are run as they are; empty if nothing is."""
+    torch._dynamo.reset()
+    return difference(without_what_no_graph_can_hold(case), {"update": True, "backend": "eager"})
+
+
+def difference(case: Case, compile: Any = False) -> str:  # noqa: A002, FBT002
     """What is wrong with the case on this rank; empty if nothing is."""
     by_hand = partial(local_reference, rank=idist.get_rank()) if case.reduction == "local" else reference
-    (found, records), (expected, expected_records) = train(case), by_hand(case)
+    (found, records), (expected, expected_records) = train(case, compile), by_hand(case)
     tolerance = TOLERANCES[case.dtype]
     if len(records) != len(expected_records):
         return f"{len(records)} updates and not {len(expected_records)}"

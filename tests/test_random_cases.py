@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from random_cases import failures
+from random_cases import difference_of_graphs, failures
 from ranks import run_ranks
 
 # torch says so whenever its own optimizers make a sparse tensor
@@ -19,6 +19,16 @@ def on_rank(seeds: range) -> list[str]:
 def test_some_programs_on_one_rank():
     """Whatever the layers, layouts, optimizer, cuts and accidents, the parameters are those of one large float64 batch."""
     assert failures(range(60), world_size=1) == []
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+)  # torch looks while it traces
+def test_some_programs_with_compiled_updates(caplog):
+    """The same with `compile="update"`, where nothing stands in the way of a graph."""
+    assert failures(range(3), world_size=1, run=difference_of_graphs) == []
+    assert [record.message for record in caplog.records if record.message.startswith('compile="update"')] == []
 
 
 @pytest.mark.slow
@@ -49,6 +59,16 @@ def test_a_program_whose_dense_layer_was_divided_twice():
 def test_many_programs_on_one_rank(start):
     """As above: 700 more."""
     assert failures(range(start, start + 100), world_size=1) == []
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1200)
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+)  # torch looks while it traces
+def test_many_programs_with_compiled_updates():
+    """As above: 100 more."""
+    assert failures(range(300_000, 300_100), world_size=1, run=difference_of_graphs) == []
 
 
 @pytest.mark.nightly

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -190,16 +191,12 @@ class Update:
             self._closure_step.mark()
         self._num_placeholders = self.reduction.num_placeholders(micro_batches, trainer._max_micro_batches)
 
-    def _accumulate(self, trainer: Trainer, micro_batches: Sequence[Any]) -> None:
-        """Adds up the gradients of all micro-batches. They cross the ranks in the last backward, or after it."""
+    def _accumulate(self, trainer: Trainer, micro_batches: Sequence[Any], done: int = 0) -> None:
+        """Adds up gradients of micro-batches that are not `done`. They cross the ranks in the last backward, or after it."""
         state, fire, begin_section = trainer.state, trainer.fire_event, trainer._begin_section
-        for number, micro_batch in enumerate(micro_batches, start=1):
+        for number, micro_batch in enumerate(islice(micro_batches, done, None), start=done + 1):
             last = number == len(micro_batches) + self._num_placeholders  # whose number is right by now, see ArrivingGroup
-            state.num_micro_batches, state.micro_batch_in_group = state.num_micro_batches + 1, number - 1
-            begin_section("forward")
-            if self.seeding is not None:
-                self.seeding.micro_batch(number - 1)
-            fire(TrainEvents.MICRO_BATCH_STARTED)
+            self._begin_micro_batch(trainer, number - 1)
             with self.reduction.context(last=last):
                 for part in self.recovery.parts(micro_batch):  # one, unless it had to be cut to fit into memory
                     with self.recovery.attempt(part):
@@ -225,6 +222,15 @@ class Update:
         state.micro_batch_in_group = None
         for number in range(self._num_placeholders, 0, -1):
             self._run_placeholder(trainer, last=number == 1)
+
+    def _begin_micro_batch(self, trainer: Trainer, index: int) -> None:
+        """Counts the micro-batch of this index in the group, seeds what it draws, and tells handlers."""
+        state = trainer.state
+        state.num_micro_batches, state.micro_batch_in_group = state.num_micro_batches + 1, index
+        trainer._begin_section("forward")
+        if self.seeding is not None:
+            self.seeding.micro_batch(index)
+        trainer.fire_event(TrainEvents.MICRO_BATCH_STARTED)
 
     def _reduce(self, trainer: Trainer) -> tuple[Totals, bool]:
         """The update's numbers over all ranks, and whether the device has made the step already.

@@ -1,0 +1,273 @@
+"""An update whose forward, backward and step are one compiled graph, or a few."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ignite_train.events import TrainEvents
+from ignite_train.forward import ForwardOutput
+from ignite_train.model.compiled_step import CompiledStep, StepPlan, StepTensors
+from ignite_train.model.replay import SideEffects
+from ignite_train.ranks.statistics import Statistics, Totals
+from ignite_train.trainer import Trainer
+from ignite_train.update.loss_declaration import LossDeclarationWarning, misdeclared
+from ignite_train.update.update import Update
+from ignite_train.update.update_graphs import CannotCompileError, Gathered, UpdateGraphs
+
+__all__ = ["CompiledUpdate", "say_why_not_compiled"]
+
+_SEEING = (  # the events whose handlers stand between what is one graph here
+    TrainEvents.FORWARD_COMPLETED,
+    TrainEvents.BACKWARD_COMPLETED,
+    TrainEvents.GRADIENTS_REDUCED,
+    TrainEvents.GRADIENTS_READY,
+)
+
+
+class _Result(NamedTuple):
+    """What the graphs of an update have left on the device.
+
+    Attributes:
+        vector: norm of the accumulated gradients, 1 if the step was made, loss, sample size, and logs.
+        logs: see `Gathered`.
+        num_micro_batches: how many took part.
+    """
+
+    vector: Tensor
+    logs: tuple[tuple[str, bool], ...]
+    num_micro_batches: int
+
+
+def say_why_not_compiled(reason: str) -> None:
+    """Says in the log why updates are not compiled as a whole."""
+    logging.getLogger("ignite_train").warning(f'compile="update" compiles no more than compile=True here, since {reason}')
+
+
+@dataclass(kw_only=True)
+class CompiledUpdate(Update):
+    """An update of `compile="update"`: what `Update` does between its beginning and its decision is done by graphs.
+
+    The graphs add up the sums, take the norm, decide as `decide` does, and step or leave everything as it was. The host reads
+    one vector, decides from the same numbers, and continues as after a step that a device has made. Where something stands in
+    the way of a graph, an update goes the way of `Update`, and the log says why, once for each reason. Both ways step the same
+    optimizer and leave its state alike, so updates of both can follow each other.
+
+    Attributes:
+        settings: arguments of `torch.compile`.
+    """
+
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    _step: CompiledStep = field(init=False)
+    _host_statistics: Statistics = field(init=False)
+    _graphs: dict[tuple[StepPlan, ...], UpdateGraphs] = field(default_factory=dict)
+    _current: tuple[tuple[StepPlan, ...], UpdateGraphs] | None = None  # those of the latest update
+    _used: frozenset[str] | None = None  # names of the parameters on which the loss depends; None before the first update
+    _obstacle: str | None = None  # why no later update of this process can be a graph
+    _said: set[str] = field(default_factory=set)
+    _stepped: list[nn.Parameter] = field(default_factory=list)  # the parameters of these plans
+    _kinds: set[tuple[torch.device, torch.dtype]] = field(default_factory=set)  # of their gradients
+    _numbers: list[float] = field(default_factory=list)  # that the latest graph was given
+    _on_device: Tensor = field(default_factory=lambda: torch.empty(0))  # the same
+    _result: _Result | None = None  # of the graphs of this update
+    _begun: int | None = None  # the micro-batch that has begun, and for which there turned out to be no graph
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        assert isinstance(self.optimizer, Optimizer)  # noqa: S101  # as `why_no_compiled_update` has seen
+        self._step = CompiledStep(self.optimizer, self.model)
+        self._host_statistics = self.statistics if self.statistics.on_host else Statistics(torch.device("cpu"))
+
+    def _accumulate(self, trainer: Trainer, micro_batches: Sequence[Any], done: int = 0) -> None:
+        """Runs the graphs, up to and with the step; or, where there can be none, only adds up gradients as `Update` does."""
+        self._result = self._begun = None
+        if len(micro_batches) > 0:
+            if self._used is None:
+                self._try_out(micro_batches[0])
+            prepared = self._prepare(trainer)
+            if isinstance(prepared, str):
+                self._say(prepared)
+            else:
+                done = self._run(trainer, micro_batches, *prepared)
+        if self._result is None:
+            super()._accumulate(trainer, micro_batches, done)
+
+    def _reduce(self, trainer: Trainer) -> tuple[Totals, bool]:
+        """The update's numbers, and whether its graph has made the step."""
+        result, self._result = self._result, None
+        if result is None:
+            return super()._reduce(trainer)
+        trainer._begin_section("reduction")
+        if self.seeding is not None:
+            self.seeding.step()
+        norm, may_step, loss, size, *rest = result.vector.tolist()  # sync
+        statistics = self._host_statistics
+        statistics.add(ForwardOutput(loss, size, self._logs(result.logs, rest)))
+        statistics.pack(*trainer._outgoing(), alone=True)
+        totals = statistics.finish(norm)
+        if may_step:
+            self._step.commit()
+        if result.num_micro_batches > 1:
+            totals = totals._replace(num_micro_batches=result.num_micro_batches)
+        return totals, bool(may_step)
+
+    def _discard(self, error: BaseException) -> None:
+        self._result = None
+        self._host_statistics.reset()
+        super()._discard(error)
+
+    # --- whether there is a graph -----------------------------------------------------------------------------------------
+
+    def _try_out(self, micro_batch: Any) -> None:
+        """Looks at forward and backward of a first micro-batch, run as they are and without a trace, once in a process.
+
+        So a mistake of forward is told as it is without compiling, also a mean that is declared as a sum.
+        """
+        side_effects = SideEffects(self.model, self.carried)
+        named = [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
+        with torch.compiler.set_stance("force_eager"):
+            output = self._forward(micro_batch)
+            message = misdeclared(output, micro_batch)
+            gradients = torch.autograd.grad(self._scaled(output.loss), [one for _, one in named], allow_unused=True)
+        side_effects.undo()
+        if message is not None:
+            warnings.warn(message, LossDeclarationWarning, stacklevel=2)
+        self._used = frozenset([name for (name, _), one in zip(named, gradients, strict=True) if one is not None])
+        if not self._used:
+            self._obstacle = "the loss depends on no parameter"
+        if any(one is not None and one.layout is not torch.strided for one in gradients):
+            self._obstacle = "there are sparse gradients"
+
+    def _prepare(self, trainer: Trainer) -> tuple[UpdateGraphs, StepTensors] | str:
+        """The graphs of this update, and what its step takes; or the reason why there are none."""
+        if (reason := self._obstacle or self._why_not_now(trainer)) is not None:
+            return reason
+        assert self._used is not None  # noqa: S101  # a micro-batch was tried out
+        begun = self._step.begin(self._used)
+        if isinstance(begun, str):
+            return begun
+        plans, tensors = begun
+        if self._current is None or self._current[0] != plans:
+            if plans not in self._graphs:
+                self._graphs[plans] = self._new_graphs(plans)
+            self._current = plans, self._graphs[plans]
+            self._stepped = [self.model.get_parameter(name) for plan in plans for name in plan.names]
+            self._kinds = {(one.device, one.dtype) for one in self._stepped}
+        self.gradients.kinds, self.gradients.count = self._kinds, len(self._stepped)
+        return self._current[1], tensors
+
+    def _why_not_now(self, trainer: Trainer) -> str | None:
+        """Why this update is no graph; asked in each, as handlers and hooks come and go."""
+        for event in _SEEING:
+            if trainer._has_handlers(event):
+                return f"{event.name} has a handler"
+        if trainer._on_backward or trainer._before_norm:
+            return "a handler or a metric looks at each backward"
+        if torch.is_anomaly_enabled():
+            return "torch's detection of anomalies is switched on"
+        for parameter in self.gradients.parameters():
+            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+                return "a parameter has a hook that looks at its gradient"
+        return self._step.why_not()
+
+    def _new_graphs(self, plans: tuple[StepPlan, ...]) -> UpdateGraphs:
+        return UpdateGraphs(
+            forward=self.forward,
+            model=self.model,
+            plans=plans,
+            precision=self.precision,
+            max_grad_norm=self.max_grad_norm,
+            normalize=self.options.normalize,
+            scales_loss=self.loss_scaling.enabled,
+            settings=self.settings,
+        )
+
+    def _say(self, reason: str) -> None:
+        if reason not in self._said:
+            self._said.add(reason)
+            say_why_not_compiled(reason)
+
+    # --- running the graphs -----------------------------------------------------------------------------------------------
+
+    def _run(self, trainer: Trainer, micro_batches: Sequence[Any], graphs: UpdateGraphs, tensors: StepTensors) -> int:
+        """Runs them and leaves the result; or what was gathered, where there is no graph. Gives how many were run."""
+        numbers, gathered, done = self._as_tensor(tensors.numbers), None, 0
+        try:
+            for done, micro_batch in enumerate(micro_batches):
+                self._begin_micro_batch(trainer, done)
+                moved, num_micro_batches = self.transfer(micro_batch), len(micro_batches)  # as it is known by now
+                if done + 1 < num_micro_batches:
+                    self.transfer.ahead(micro_batches[done + 1])
+                with self.recovery.attempt(micro_batch):
+                    if num_micro_batches == 1:
+                        self._result = _Result(*graphs.whole(moved, numbers, tensors.states), 1)
+                    elif gathered is None:
+                        gathered = graphs.first(moved, numbers)
+                    else:
+                        gathered = graphs.further(moved, numbers, gathered)
+        except CannotCompileError as error:
+            self._begun = done
+            self._hand_over(error, gathered, done)
+            return done
+        trainer.state.micro_batch_in_group = None
+        if gathered is not None:
+            self._end(trainer, graphs, tensors, numbers, gathered, done + 1)
+        return done + 1
+
+    def _begin_micro_batch(self, trainer: Trainer, index: int) -> None:
+        if index != self._begun:
+            super()._begin_micro_batch(trainer, index)
+
+    def _end(
+        self,
+        trainer: Trainer,
+        graphs: UpdateGraphs,
+        tensors: StepTensors,
+        numbers: Tensor,
+        gathered: Gathered,
+        num_micro_batches: int,
+    ) -> None:
+        """Makes the step, or withholds it, after several micro-batches."""
+        trainer._begin_section("optimizer")
+        try:
+            vector = graphs.end(gathered, numbers, tensors.states)
+        except CannotCompileError as error:
+            self._hand_over(error, gathered, num_micro_batches)
+        else:
+            self._result = _Result(vector, gathered.logs, num_micro_batches)
+
+    def _hand_over(self, error: CannotCompileError, gathered: Gathered | None, done: int) -> None:
+        """Has this update go the way of `Update`, which finds what was gathered; and all later ones, if nothing will change."""
+        self._obstacle = None if error.is_passing else error.reason
+        self._say(error.reason)
+        if gathered is None:
+            return
+        for parameter, gradient in zip(self._stepped, gathered.gradients, strict=True):
+            parameter.grad = gradient
+        loss, size, *rest = gathered.sums.tolist()  # sync, once in a process
+        self.statistics.add(ForwardOutput(loss, size, self._logs(gathered.logs, rest)))
+        for _ in range(done - 1):
+            self.statistics.add(ForwardOutput(0.0, 0.0))  # type: ignore[arg-type]  # counts
+
+    def _as_tensor(self, numbers: list[float]) -> Tensor:
+        """The loss scale and the numbers of the step, on the device."""
+        numbers = [self.loss_scaling.scale, *numbers]
+        if numbers != self._numbers:
+            self._numbers = numbers
+            self._on_device = torch.tensor(numbers, dtype=torch.float64, device=self.statistics.device)
+        return self._on_device
+
+    @staticmethod
+    def _logs(logs: tuple[tuple[str, bool], ...], numbers: list[float]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        rest = iter(numbers)
+        for name, is_pair in logs:
+            found[name] = (next(rest), next(rest)) if is_pair else next(rest)
+        return found

@@ -1,0 +1,310 @@
+"""Graphs that hold a whole update: forward, backward, the sums, the norm, the verdict and the step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import FunctionType, MethodType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ignite_train.errors import ForwardContractError
+from ignite_train.forward import BoundForward
+from ignite_train.model.compiled_step import StepPlan, stepped
+from ignite_train.model.precision import Precision
+
+__all__ = ["CannotCompileError", "Gathered", "UpdateGraphs"]
+
+_EPSILON = 1e-6  # as in torch's clip_grad_norm_
+
+
+class CannotCompileError(Exception):
+    """No graph can hold what was to be run, and nothing of it was run.
+
+    Args:
+        reason: why, in one line.
+        is_passing: whether a later update may be a graph again.
+    """
+
+    def __init__(self, reason: str, *, is_passing: bool = False) -> None:
+        super().__init__(reason)
+        self.reason, self.is_passing = reason, is_passing
+
+
+class Gathered(NamedTuple):
+    """What micro-batches leave behind, on their device.
+
+    Attributes:
+        gradients: sums over the micro-batches, of each parameter of the plans in their order, times the loss scale.
+        sums: loss, sample size and logs, in float64; a log with a denominator of its own has two numbers.
+        logs: the name of each log, and whether it has a denominator.
+    """
+
+    gradients: list[Tensor]
+    sums: Tensor
+    logs: tuple[tuple[str, bool], ...]
+
+
+class UpdateGraphs:
+    """Compiles and calls the graphs of an update, for one set of parameters and one way of stepping them.
+
+    A group of one micro-batch is one graph, `whole`. A larger one has a graph for its first micro-batch, whose gradients come
+    into being, one for each further one, whose gradients are added, and one for its `end`: norm, verdict, clipping and step.
+
+    Sizes are taken as they are (`dynamic=False`), so each size of a micro-batch has graphs of its own, and a resumed run has
+    those of one that was never interrupted. Torch compiles each of the four up to `torch._dynamo.config.recompile_limit` times.
+
+    Args:
+        forward: the user's.
+        model: whose update it is.
+        plans: how the parameters of each group are stepped.
+        precision: that of forward.
+        max_grad_norm: what the norm is clipped to.
+        normalize: whether gradients are divided by Σsample_size.
+        scales_loss: whether the loss is multiplied by a scale.
+        settings: arguments of `torch.compile`.
+    """
+
+    def __init__(
+        self,
+        *,
+        forward: BoundForward,
+        model: nn.Module,
+        plans: tuple[StepPlan, ...],
+        precision: Precision,
+        max_grad_norm: float | None,
+        normalize: bool,
+        scales_loss: bool,
+        settings: Mapping[str, Any],
+    ) -> None:
+        self._forward, self._model, self._plans, self._precision = forward, model, plans, precision
+        self._max_grad_norm, self._normalize, self._scales_loss = max_grad_norm, normalize, scales_loss
+        self._settings = settings
+        self._whole, self._first = self._compiled(UpdateGraphs._trace_whole), self._compiled(UpdateGraphs._trace_first)
+        self._further, self._end = self._compiled(UpdateGraphs._trace_further), self._compiled(UpdateGraphs._trace_end)
+
+    def whole(self, micro_batch: Any, numbers: Tensor, states: list[list[Tensor]]) -> tuple[Tensor, Any]:
+        """Does an update on one micro-batch.
+
+        Args:
+            micro_batch: on the device of the model.
+            numbers: the loss scale, and those of each plan, in float64.
+            states: of each parameter; changed in place.
+
+        Returns:
+            The norm of the accumulated gradients, 1 if the step was made, and the sums of `Gathered`, in one vector; and the
+            names of the logs.
+
+        Raises:
+            CannotCompileError: no graph can do it.
+        """
+        returned: tuple[Tensor, Any] = self._whole(micro_batch, numbers, states)
+        return returned
+
+    def first(self, micro_batch: Any, numbers: Tensor) -> Gathered:
+        """Runs forward and backward of the first micro-batch of several; see `whole`."""
+        return Gathered(*self._first(micro_batch, numbers))
+
+    def further(self, micro_batch: Any, numbers: Tensor, before: Gathered) -> Gathered:
+        """Runs forward and backward of another micro-batch, whose gradients are added in place; see `whole`."""
+        return before._replace(sums=self._further(micro_batch, numbers, *before))
+
+    def end(self, gathered: Gathered, numbers: Tensor, states: list[list[Tensor]]) -> Tensor:
+        """Makes the step, or withholds it; see `whole`, also for what it returns."""
+        vector: Tensor = self._end(gathered.gradients, gathered.sums, numbers, states)
+        return vector
+
+    def _compiled(self, traced: Callable[..., Any]) -> _Graph:
+        """A method with code of its own: torch counts by code how often something was compiled, and looks graphs up there."""
+        assert isinstance(traced, FunctionType)  # noqa: S101
+        own = FunctionType(
+            traced.__code__.replace(), traced.__globals__, traced.__name__, traced.__defaults__, traced.__closure__
+        )
+        return _Graph(MethodType(own, self), self._settings)
+
+    # --- what is traced: Python runs here while torch compiles, and not in an update ------------------------------------------
+
+    def _trace_whole(self, micro_batch: Any, numbers: Tensor, states: list[list[Tensor]]) -> tuple[Tensor, Any]:
+        _refuse_to_run()
+        gradients, sums, logs = self._gather(micro_batch, numbers)
+        return self._finish(gradients, sums, numbers, states), logs
+
+    def _trace_first(self, micro_batch: Any, numbers: Tensor) -> tuple[list[Tensor], Tensor, Any]:
+        _refuse_to_run()
+        return self._gather(micro_batch, numbers)
+
+    def _trace_further(self, micro_batch: Any, numbers: Tensor, gradients: list[Tensor], sums: Tensor, logs: Any) -> Tensor:
+        _refuse_to_run()
+        more, more_sums, more_logs = self._gather(micro_batch, numbers)
+        if more_logs != logs:
+            raise ForwardContractError("the names in logs differ between micro-batches of one group")
+        for gradient, one in zip(gradients, more, strict=True):
+            gradient.add_(one)
+        return sums + more_sums
+
+    def _trace_end(self, gradients: list[Tensor], sums: Tensor, numbers: Tensor, states: list[list[Tensor]]) -> Tensor:
+        _refuse_to_run()
+        return self._finish(gradients, sums, numbers, states)
+
+    def _gather(self, micro_batch: Any, numbers: Tensor) -> tuple[list[Tensor], Tensor, Any]:
+        with self._precision.autocast():
+            returned = self._forward(self._model, micro_batch)
+        loss, sums, logs = _read(returned)
+        scaled = loss * numbers[0].to(loss.dtype) if self._scales_loss else loss
+        gradients = torch.autograd.grad(scaled, self._parameters())
+        return [gradient.detach() for gradient in gradients], torch.stack(sums), logs
+
+    def _parameters(self) -> list[Tensor]:
+        found: list[Tensor] = []
+        for plan in self._plans:
+            for name in plan.names:
+                here: Any = self._model
+                for part in name.split("."):
+                    here = getattr(here, part)
+                found.append(here)
+        return found
+
+    def _finish(self, gradients: list[Tensor], sums: Tensor, numbers: Tensor, states: list[list[Tensor]]) -> Tensor:
+        with torch.no_grad():
+            norm = _norm(gradients)
+            may_step, factor = self._decide(norm, sums[0], sums[1], numbers[0])
+            self._step(gradients, factor, may_step, numbers, states)
+            return torch.cat([torch.stack([norm, may_step.to(norm.dtype)]), sums])
+
+    def _decide(self, norm: Tensor, loss: Tensor, size: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        """The operations of `decide`, one by one: whether to step, and what to multiply the gradients by."""
+        mean_factor = 1.0 / (scale * size) if self._normalize else 1.0 / scale
+        norm = norm * mean_factor
+        may_step = (size > 0) & torch.isfinite(loss / size) & torch.isfinite(norm)
+        if self._max_grad_norm is None:
+            return may_step, mean_factor
+        return may_step, mean_factor * torch.clamp(self._max_grad_norm / (norm + _EPSILON), max=1.0)
+
+    def _step(
+        self, gradients: list[Tensor], factor: Tensor, may_step: Tensor, numbers: Tensor, states: list[list[Tensor]]
+    ) -> None:
+        """Changes parameters and states in place, or writes what is there."""
+        parameters, scalars = self._parameters(), list(numbers.unbind())
+        place, number = 0, 1
+        for plan in self._plans:
+            mine = scalars[number : number + plan.num_numbers]
+            number += plan.num_numbers
+            for _ in plan.names:
+                parameter, old = parameters[place], states[place]
+                gradient = gradients[place] * factor.to(torch.promote_types(parameter.dtype, torch.float32))
+                new, new_states = stepped(plan, mine, parameter, gradient, old)
+                parameter.copy_(torch.where(may_step, new, parameter))
+                for state, one in zip(old, new_states, strict=True):
+                    state.copy_(torch.where(may_step, one, state))
+                place += 1
+
+
+def _read(returned: Any) -> tuple[Tensor, list[Tensor], tuple[tuple[str, bool], ...]]:
+    """The loss; it, the sample size and the logs as float64 scalars; the names of the logs. See `as_forward_output`."""
+    loss, size = returned, 1
+    logs: Mapping[str, Any] = {}
+    if not isinstance(returned, Tensor):
+        loss = returned[0]
+        size = returned[1] if len(returned) > 1 else 1
+        logs = returned[2] if len(returned) > 2 else {}
+    loss = loss.reshape(())
+    values, names = [loss, size], []
+    for name, value in logs.items():
+        names.append((name, isinstance(value, tuple)))
+        values.extend(value if isinstance(value, tuple) else [value])
+    return loss, [_number(value, loss) for value in values], tuple(names)
+
+
+def _number(value: Any, like: Tensor) -> Tensor:
+    if isinstance(value, Tensor):
+        return value.detach().reshape(()).to(like.device, torch.float64)
+    return torch.full((), float(value), dtype=torch.float64, device=like.device)
+
+
+def _norm(gradients: list[Tensor]) -> Tensor:
+    """L2 norm over all gradients, in float64, whose squares hold those of float32; those of float64 are scaled first."""
+    wide = [gradient.to(torch.float64) for gradient in gradients if gradient.numel() > 0]
+    if all(gradient.dtype is not torch.float64 for gradient in gradients):
+        return torch.stack([one.square().sum() for one in wide]).sum().sqrt()
+    largest = torch.stack([one.abs().amax() for one in wide]).amax()
+    divisor = torch.where((largest > 0) & torch.isfinite(largest), largest, torch.ones_like(largest))
+    return torch.stack([(one / divisor).square().sum() for one in wide]).sum().sqrt() * divisor
+
+
+# --- calling what torch has compiled ----------------------------------------------------------------------------------------
+
+
+_WHILE_COMPILING = {
+    "trace_autograd_ops": True,  # or torch would not look into `torch.autograd.grad`
+    "automatic_dynamic_shapes": False,  # these two are `dynamic=False`
+    "assume_static_by_default": True,
+}
+
+
+class _NotCompiledError(Exception):
+    """A function was about to run as it is."""
+
+
+class _Graph:
+    """A compiled function, whose calls cost little where it has been compiled for what it is called with.
+
+    What `torch.compile` returns sets and resets switches around each call, which takes as long as a small update. They matter
+    where it compiles. So it is asked to do that only where nothing fits: before, the function is called with torch looking up
+    what was compiled for it, and nothing else. What is private in torch about that stands here; without it, each call goes
+    through what `torch.compile` returns.
+
+    Args:
+        function: what to compile; it calls `_refuse_to_run` first.
+        settings: arguments of `torch.compile`.
+    """
+
+    def __init__(self, function: Callable[..., Any], settings: Mapping[str, Any]) -> None:
+        from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+
+        self._function, self._compiled = function, torch.compile(function, **{**settings, "fullgraph": True})
+        self._set_lookup: Callable[[Any], Any] | None = vars(torch._C._dynamo.eval_frame).get("set_eval_frame")
+        self._refusals = (TorchDynamoException, FailOnRecompileLimitHit)
+        self._is_new = True
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Calls it.
+
+        Raises:
+            CannotCompileError: torch cannot compile it for these arguments; nothing has run.
+        """
+        if not self._is_new and self._set_lookup is not None:
+            before = self._set_lookup(_ONLY_LOOK_UP)
+            try:
+                return self._function(*arguments)
+            except _NotCompiledError:
+                pass  # what it was compiled for is not what it is called with
+            finally:
+                self._set_lookup(before)
+        try:
+            with torch._dynamo.config.patch(_WHILE_COMPILING):
+                returned = self._compiled(*arguments)
+        except _NotCompiledError as error:
+            raise CannotCompileError(str(error), is_passing=True) from error
+        except self._refusals as error:
+            raise CannotCompileError(_reason(error)) from error
+        self._is_new = False
+        return returned
+
+
+_ONLY_LOOK_UP = False  # for `set_eval_frame`: run what was compiled, and compile nothing
+
+
+def _refuse_to_run() -> None:
+    """Called first in what is traced: it is to be compiled, and not to run as it is."""
+    if not torch.compiler.is_compiling():
+        raise _NotCompiledError("torch compiles nothing while a mode of its dispatcher or another stance is active")
+
+
+def _reason(error: Exception) -> str:
+    """What torch says, in one line."""
+    if type(error).__name__ == "FailOnRecompileLimitHit":
+        return "there are more sizes of micro-batches, or numbers in them, than torch._dynamo.config.recompile_limit"
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    explained = [line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation: ")]
+    return f"torch cannot compile it: {'; '.join([*lines[:1], *explained[:1]]) or type(error).__name__:.300}"

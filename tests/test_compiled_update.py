@@ -1,0 +1,659 @@
+"""`compile="update"`: an update that is one graph, or a few, is the same update."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from ignite.engine import Events
+from torch import Tensor, nn
+from torch._dynamo.backends.registry import lookup_backend
+from torch.optim.lr_scheduler import LambdaLR
+
+from ignite_train import (
+    ForwardContractError,
+    ForwardOutput,
+    LossDeclarationWarning,
+    NonFiniteError,
+    TorchLossScaling,
+    Trainer,
+    TrainEvents,
+    UpdateOptions,
+    UpdateOutput,
+    create_evaluator,
+    create_supervised_trainer,
+    create_trainer,
+)
+from ignite_train.handlers import Checkpoint, LearningRateSchedule, TrainingMetrics
+from ranks import run_ranks
+from textbook import Textbook, norm_of
+from tiers import nightly, only, slow
+from update_options import with_options
+
+Batch = tuple[Tensor, Tensor]
+
+# torch looks at .grad itself while it traces
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    """Other tests' graphs are none of ours."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Backend:
+    """Has another backend compile, and counts the graphs."""
+
+    def __init__(self, name: str = "eager") -> None:
+        self.graphs, self._compile = 0, lookup_backend(name)
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Tensor], **options: Any) -> Any:
+        self.graphs += 1
+        return self._compile(graph, inputs, **options)
+
+
+class Net(nn.Module):
+    """Layers with a parameter that no loss depends on, and where asked for, a norm with buffers and random draws."""
+
+    def __init__(self, *, norm: bool = False, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.first, self.last, self.unused = nn.Linear(4, 6, bias=not norm), nn.Linear(6, 1), nn.Parameter(torch.ones(3))
+        self.norm = nn.BatchNorm1d(6) if norm else nn.Identity()
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.dropout(torch.tanh(self.norm(self.first(x)))))
+
+
+def batches(*sizes: int, dtype: torch.dtype = torch.float64) -> list[Batch]:
+    generator = torch.Generator().manual_seed(2)
+    return [
+        (torch.randn(size, 4, generator=generator).to(dtype), torch.randn(size, 1, generator=generator).to(dtype))
+        for size in sizes
+    ]
+
+
+def summed_loss(model: nn.Module, batch: Batch) -> ForwardOutput:
+    x, y = batch
+    error = model(x) - y
+    return ForwardOutput(error.square().sum(), len(y), {"error": error.abs().sum(), "first": (error[0].sum(), 1)})
+
+
+class Setup(NamedTuple):
+    """A trainer, what it moves, and what it records."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    trainer: Trainer
+    records: list[UpdateOutput]
+
+
+Optimizer = Callable[..., torch.optim.Optimizer]
+OPTIMIZERS: dict[str, Optimizer] = {
+    "SGD": partial(torch.optim.SGD, lr=0.1),
+    "SGD-decay": partial(torch.optim.SGD, lr=0.1, weight_decay=0.1, maximize=True),
+    "SGD-momentum": partial(torch.optim.SGD, lr=0.05, momentum=0.9, dampening=0.3),
+    "SGD-nesterov": partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "Adam": partial(torch.optim.Adam, lr=0.05, weight_decay=0.1, eps=1e-3),
+    "Adam-amsgrad": partial(torch.optim.Adam, lr=0.05, amsgrad=True, maximize=True, eps=1e-3),
+    "AdamW": partial(torch.optim.AdamW, lr=0.05, eps=1e-3),
+    "AdamW-fused": partial(torch.optim.AdamW, lr=0.05, fused=True, eps=1e-3),
+}
+
+
+def make(
+    compile: Any = True,  # noqa: A002, FBT002
+    optimizer: Optimizer = OPTIMIZERS["AdamW"],
+    *,
+    forward: Callable[..., Any] = summed_loss,
+    dtype: torch.dtype = torch.float64,
+    net: Callable[[], nn.Module] = Net,
+    **arguments: Any,
+) -> Setup:
+    """With `compile` True, a compiled update whose graphs are run as they are."""
+    torch.manual_seed(0)
+    model = net().to(dtype)
+    made = optimizer(model.parameters())
+    compile = {"update": True, "backend": "eager"} if compile is True else compile  # noqa: A001
+    trainer = create_trainer(model, made, forward, compile=compile, **with_options(**arguments))
+    records: list[UpdateOutput] = []
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: records.append(trainer.state.update_output))
+    return Setup(model, made, trainer, records)
+
+
+def assert_alike(compiled: Setup, plain: Setup, *, tolerance: float = 1e-9) -> None:
+    """The same weights, optimizer states and records, but for rounding."""
+    for one, other in zip(compiled.model.state_dict().values(), plain.model.state_dict().values(), strict=True):
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+    states = [setup.optimizer.state_dict() for setup in (compiled, plain)]
+    assert states[0]["param_groups"] == states[1]["param_groups"]
+    assert [[*state] for state in states[0]["state"].values()] == [[*state] for state in states[1]["state"].values()]
+    assert states[0]["state"].keys() == states[1]["state"].keys()
+    for key, state in states[0]["state"].items():
+        for name, tensor in state.items():
+            assert tensor.dtype == states[1]["state"][key][name].dtype
+            assert tensor.stride() == states[1]["state"][key][name].stride()
+            torch.testing.assert_close(tensor, states[1]["state"][key][name], rtol=tolerance, atol=tolerance)
+    exact = ("sample_size", "learning_rates", "loss_scale", "num_micro_batches", "skipped_reason", "log_weights")
+    for one, other in zip(compiled.records, plain.records, strict=True):
+        assert [getattr(one, name) for name in exact] == [getattr(other, name) for name in exact]
+        assert one.logs == pytest.approx(dict(other.logs), rel=tolerance, nan_ok=True)
+        for name in ("loss", "grad_norm", "clip_coefficient"):
+            assert getattr(one, name) == pytest.approx(getattr(other, name), rel=tolerance, nan_ok=True)
+    assert counters(compiled) == counters(plain)
+
+
+def counters(setup: Setup) -> list[int]:
+    state = setup.trainer.state
+    return [state.iteration, state.num_steps, state.num_skipped, state.num_micro_batches]
+
+
+def is_graph(setup: Setup) -> bool:
+    """Whether the latest update was one."""
+    return setup.trainer._update._obstacle is None and bool(setup.trainer._update._graphs)
+
+
+# --- the same numbers -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("steps", only([3], [1, 3]))
+@pytest.mark.parametrize("name", only(["AdamW"], OPTIMIZERS))
+def test_it_steps_as_the_formulas_say(name, steps):
+    """The weights are those of the textbook's optimizer along the clipped mean gradient over all samples, in float64."""
+    sizes = (4, 4, 4, 4, 4, 4, 4, 3)
+    setup = make(optimizer=OPTIMIZERS[name], accumulation_steps=steps, max_grad_norm=0.3)
+    setup.trainer.run(batches(*sizes), max_epochs=2)
+    assert is_graph(setup)
+    torch.manual_seed(0)
+    model = Net().double()
+    optimizer = Textbook(OPTIMIZERS[name](model.parameters()), [*model.parameters()])
+    data, norms = batches(*sizes), []
+    for _ in range(2):
+        for start in range(0, len(data), steps):
+            x, y = (torch.cat(parts) for parts in zip(*data[start : start + steps], strict=True))
+            optimizer.zero_grad()
+            ((model(x) - y).square().sum() / len(y)).backward()
+            norms.append(norm_of([*model.parameters()]))
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad *= min(1.0, 0.3 / (norms[-1] + 1e-6))
+            optimizer.step()
+    for one, other in zip(setup.model.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+    assert [record.grad_norm for record in setup.records] == pytest.approx(norms, rel=1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_it_is_the_update_without_compiling(name):
+    """Weights, buffers, state and records, also in groups of several sizes, with a schedule and a step along the sum."""
+    setups = []
+    for way in (True, False):
+        setup = make(
+            way,
+            OPTIMIZERS[name],
+            accumulation_steps=[1, 3],
+            max_grad_norm=0.1,
+            net=partial(Net, norm=True),
+            normalize=False,
+        )
+        LearningRateSchedule(LambdaLR(setup.optimizer, lambda step: 1 / (1 + step))).attach(setup.trainer)
+        setup.trainer.run(batches(4, 4, 4, 4, 3), max_epochs=3)
+        setups.append(setup)
+    assert is_graph(setups[0])
+    assert_alike(*setups)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["aot_eager", nightly("inductor")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_what_torch_compiles_is_equal_to_rounding(backend, dtype):
+    """Inductor's graphs, whose kernels round otherwise, come to the same weights as no graphs do."""
+    options = {"options": {"cpp_wrapper": False}} if backend == "inductor" else {"backend": backend}
+    setups = [make(way, dtype=dtype, accumulation_steps=2, max_grad_norm=0.1) for way in ({"update": True, **options}, False)]
+    for setup in setups:
+        setup.trainer.run(batches(4, 4, 4, dtype=dtype), max_epochs=2)
+    assert is_graph(setups[0])
+    assert_alike(*setups, tolerance=1e-5 if dtype is torch.float32 else 3e-2)
+
+
+@pytest.mark.slow
+def test_autocast_and_a_loss_scale_are_in_the_graph():
+    """In bfloat16 with a loss scale that grows, the numbers are those of the same update without compiling."""
+    setups = []
+    for way in (True, False):
+        scaling = TorchLossScaling(8.0, growth_interval=2)
+        setups.append(make(way, dtype=torch.float32, precision="bf16", loss_scaling=scaling, max_grad_norm=0.1))
+        setups[-1].trainer.run(batches(4, 4, 4, 4, 4, dtype=torch.float32), max_epochs=1)
+    assert is_graph(setups[0])
+    assert [record.loss_scale for record in setups[0].records] == [8.0, 8.0, 16.0, 16.0, 32.0]
+    assert_alike(*setups, tolerance=2e-3)
+
+
+def note_events(trainer: Trainer) -> list[tuple[Any, ...]]:
+    """Where the trainer stands at each event that can have a handler."""
+    events: list[tuple[Any, ...]] = []
+
+    def note(trainer: Trainer, name: str) -> None:
+        state = trainer.state
+        events.append((name, state.iteration, state.num_steps, state.num_micro_batches, state.micro_batch_in_group))
+
+    for event in (*Events, TrainEvents.MICRO_BATCH_STARTED, TrainEvents.STEP_COMPLETED, TrainEvents.STEP_SKIPPED):
+        trainer.add_event_handler(event, note, event.name)
+    return events
+
+
+@pytest.mark.slow
+def test_events_and_metrics_are_the_same():
+    """Every event fires as often and in the same order, and the metrics of a handler are the same."""
+    setups = [make(way, accumulation_steps=2) for way in (True, False)]
+    events = []
+    for setup in setups:
+        events.append(note_events(setup.trainer))
+        TrainingMetrics().attach(setup.trainer, Events.ITERATION_COMPLETED)
+        setup.trainer.run(batches(4, 4, 4), max_epochs=2)
+    assert is_graph(setups[0])
+    assert events[0] == events[1]
+    names = ("loss", "grad_norm", "error", "first")
+    values = [[setup.trainer.state.metrics[name] for name in names] for setup in setups]
+    assert values[0] == pytest.approx(values[1], rel=1e-9)
+
+
+@pytest.mark.slow
+def test_the_host_reads_once(monkeypatch):
+    """An update, of one micro-batch or of three, reads one vector of the device."""
+    reads: list[str] = []
+    for name in ("tolist", "item", "__float__", "__bool__", "__int__"):
+        ordinary = getattr(Tensor, name)
+
+        def counting(tensor: Tensor, *, name: str = name, ordinary: Any = ordinary) -> Any:
+            reads.append(name)
+            return ordinary(tensor)
+
+        monkeypatch.setattr(Tensor, name, counting)
+    setup = make(accumulation_steps=[1, 3], max_grad_norm=1.0)
+    of_updates: list[list[str]] = []
+    setup.trainer.add_event_handler(Events.ITERATION_STARTED, reads.clear)
+    setup.trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: of_updates.append([*reads]))
+    setup.trainer.run(batches(4, 4, 4), max_epochs=3)
+    assert is_graph(setup)
+    assert of_updates[-1] == of_updates[2] == ["tolist"]
+
+
+# --- updates that do not step ------------------------------------------------------------------------------------------------
+
+
+def poisoned(*sizes: int, where: int) -> list[Batch]:
+    data = batches(*sizes)
+    data[where][1][0] = math.nan
+    return data
+
+
+@pytest.mark.parametrize(("steps", "where"), [(1, 0), slow(1, 2), slow(2, 0), slow(2, 3)])
+def test_a_step_that_is_withheld_leaves_no_trace(bits, steps, where):
+    """Weights and the optimizer's state are the same bits as before, also where it has made no step yet."""
+    name = "Adam-amsgrad" if steps == 1 else "SGD-momentum"
+    setup = make(optimizer=OPTIMIZERS[name], accumulation_steps=steps, on_nonfinite="skip")
+    states: list[Any] = []
+
+    def keep() -> None:
+        states.append(bits([setup.model.state_dict(), setup.optimizer.state_dict()["state"]]))
+
+    setup.trainer.add_event_handler(Events.ITERATION_STARTED, keep)
+    setup.trainer.add_event_handler(TrainEvents.STEP_SKIPPED, keep)
+    setup.trainer.run(poisoned(4, 4, 4, 4, 4, 4, where=where), max_epochs=1)
+    assert is_graph(setup)
+    skipped = where // steps
+    assert [record.skipped_reason for record in setup.records] == [
+        "nonfinite" if i == skipped else None for i in range(6 // steps)
+    ]
+    assert states[skipped] == states[skipped + 1]
+    assert states[skipped] != bits([setup.model.state_dict(), setup.optimizer.state_dict()["state"]])
+    if skipped == 0:
+        assert states[0][1] == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [1, 2])
+def test_what_is_skipped_is_what_is_skipped_without_compiling(steps):
+    """Buffers, counters and records too, with values that are not finite and with weights that are all zero."""
+
+    def weighted(model: nn.Module, batch: Batch) -> ForwardOutput:
+        x, y = batch
+        return ForwardOutput((model(x) - y).square().sum(), (y < 100).sum())
+
+    data = poisoned(4, 4, 4, 4, where=1)
+    data[2:] = [(x, torch.full_like(y, 200.0)) for x, y in data[2:]]
+    arguments: dict[str, Any] = {"forward": weighted, "net": partial(Net, norm=True), "on_nonfinite": "skip"}
+    setups = [make(way, accumulation_steps=steps, **arguments) for way in (True, False)]
+    for setup in setups:
+        setup.trainer.run([*data, *batches(4, 4)], max_epochs=1)
+    assert is_graph(setups[0])
+    assert "no_samples" in {record.skipped_reason for record in setups[0].records}
+    assert_alike(*setups)
+
+
+@pytest.mark.slow
+def test_an_overflow_lowers_the_loss_scale():
+    """As without compiling: the scale falls until the gradients are finite, and no update steps before."""
+    setups = []
+    for way in (True, False):
+        scaling = TorchLossScaling(2.0**127, max_scale=2.0**127)
+        setups.append(make(way, dtype=torch.float32, loss_scaling=scaling, max_grad_norm=1.0))
+        data = [(x, 4 * y) for x, y in batches(*[4] * 8, dtype=torch.float32)]
+        setups[-1].trainer.run(data, max_epochs=1)
+    assert is_graph(setups[0])
+    assert setups[0].records[0].skipped_reason == "overflow"
+    assert setups[0].records[-1].applied
+    assert [one.loss_scale for one in setups[0].records] == [one.loss_scale for one in setups[1].records]
+    assert counters(setups[0]) == counters(setups[1])
+
+
+@pytest.mark.slow
+def test_a_value_that_is_not_finite_ends_the_run():
+    """With the message of an update that is not compiled, which names the module, and without a step."""
+    messages = []
+    for way in (True, False):
+        setup = make(way)
+        with torch.no_grad():
+            setup.model.first.weight[0, 0] = math.nan
+        with pytest.raises(NonFiniteError) as raised:
+            setup.trainer.run(batches(4, 4), max_epochs=1)
+        messages.append(str(raised.value))
+        assert setup.optimizer.state_dict()["state"] == {}
+    assert messages[0] == messages[1]
+    assert "first" in messages[0]
+
+
+# --- how often it is compiled ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_number_of_compilations():
+    """Four graphs for a group of several and one of one, one for evaluation, and two more for one more size."""
+    backend = Backend()
+    setup = make({"update": True, "backend": backend}, accumulation_steps=3)
+    graphs: list[int] = []
+    evaluator = create_evaluator(setup.model, summed_loss)
+    setup.trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: graphs.append(backend.graphs))
+
+    @setup.trainer.on(Events.EPOCH_COMPLETED)
+    def _() -> None:
+        for group in setup.optimizer.param_groups:
+            group["lr"], group["betas"], group["eps"] = group["lr"] / 2, (0.8, 0.9), 1e-2
+        evaluator.run(batches(4))
+
+    setup.trainer.run(batches(4, 4, 4, 4, 4, 4, 4), max_epochs=3)
+    assert graphs == [3, 3, 4, 5, 5, 5, 5, 5, 5]
+    setup.trainer.run(batches(4, 3, 4, 3), max_epochs=5)
+    assert graphs[9:] == [6, 7, 7, 7]  # a further one of three samples, and a group of it alone
+    assert is_graph(setup)
+
+
+@pytest.mark.slow
+def test_too_many_sizes_are_no_longer_compiled(caplog):
+    """Beyond torch's limit updates are those of compile=True; the numbers stay, and the log says so once."""
+    setups = [make(way) for way in (True, False)]
+    for setup in setups:
+        with torch._dynamo.config.patch(recompile_limit=2):
+            setup.trainer.run(batches(4, 3, 2, 5, 6), max_epochs=1)
+    assert not is_graph(setups[0])
+    assert "recompile_limit" in reasons(caplog)[0]
+    assert len(reasons(caplog)) == 1
+    assert_alike(*setups)
+
+
+def train_and_resume(directory: Path, *, stops_at: int | None, backend: str) -> Any:
+    """Weights, state and counters after eight updates; of a run that is stopped, of a trainer that resumes it."""
+    options = {"options": {"cpp_wrapper": False}} if backend == "inductor" else {"backend": backend}
+    made: list[Setup] = []
+    for limit in [8] if stops_at is None else [stops_at, 8]:
+        torch._dynamo.reset()
+        net = partial(Net, norm=True, dropout=0.5)
+        setup = make({"update": True, **options}, accumulation_steps=3, dtype=torch.float32, net=net)
+        Checkpoint(directory, every=1).attach(setup.trainer)
+        torch.manual_seed(7)
+        setup.trainer.run(batches(*[4] * 7, dtype=torch.float32), max_iters=limit)
+        assert is_graph(setup)
+        made.append(setup)
+    return [made[-1].model.state_dict(), made[-1].optimizer.state_dict(), counters(made[-1])]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["eager", nightly("aot_eager"), nightly("inductor")])
+def test_a_resumed_run_has_the_same_bits(tmp_path, bits, backend):
+    """Stopped in the middle of an epoch and resumed by another trainer, with dropout and a smaller last group."""
+    whole = train_and_resume(tmp_path / "whole", stops_at=None, backend=backend)
+    resumed = train_and_resume(tmp_path / "resumed", stops_at=4, backend=backend)
+    assert bits(whole) == bits(resumed)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_fits_a_run_without_compiling(tmp_path):
+    """And the other way round: what is saved has the same form."""
+    for first, second in ((True, False), (False, True)):
+        directory = tmp_path / f"{first}"
+        resumed = [make(first), make(second)]
+        for setup, limit in zip(resumed, (3, 6), strict=True):
+            Checkpoint(directory, every=1).attach(setup.trainer)
+            setup.trainer.run(batches(4, 4, 4), max_iters=limit)
+        plain = make(False)
+        plain.trainer.run(batches(4, 4, 4), max_iters=6)
+        assert_alike(resumed[1], plain._replace(records=plain.records[3:]))
+
+
+# --- what cannot be a graph ------------------------------------------------------------------------------------------------
+
+
+def reasons(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What the log has said of updates that are no graph."""
+    return [record.message for record in caplog.records if record.message.startswith('compile="update"')]
+
+
+def listen(event: Any, setup: Setup) -> None:
+    setup.trainer.add_event_handler(event, lambda: None)
+
+
+def hook_parameter(setup: Setup) -> None:
+    setup.model.first.weight.register_hook(lambda gradient: gradient)
+
+
+def hook_step(setup: Setup) -> None:
+    setup.optimizer.register_step_post_hook(lambda *_: None)
+
+
+def make_rate_a_tensor(setup: Setup) -> None:
+    setup.optimizer.param_groups[0]["lr"] = torch.tensor(0.05, dtype=torch.float64)
+
+
+def stateful_loss(model: nn.Module, batch: Batch, state: Any) -> ForwardOutput:
+    assert state.iteration > 0
+    return summed_loss(model, batch)
+
+
+def branching_loss(model: nn.Module, batch: Batch) -> ForwardOutput:
+    assert not batch[0].sum().isnan().item()
+    return summed_loss(model, batch)
+
+
+def halves_of(parameters: Any) -> Any:
+    first, *rest = parameters
+    return [torch.optim.SGD([first], lr=0.1), torch.optim.SGD(rest, lr=0.1)]
+
+
+OBSTACLES: dict[str, tuple[dict[str, Any], Callable[[Setup], None] | None, str]] = {
+    "forward-completed": ({}, partial(listen, TrainEvents.FORWARD_COMPLETED), "FORWARD_COMPLETED has a handler"),
+    "backward-completed": ({}, partial(listen, TrainEvents.BACKWARD_COMPLETED), "BACKWARD_COMPLETED has a handler"),
+    "gradients-reduced": ({}, partial(listen, TrainEvents.GRADIENTS_REDUCED), "GRADIENTS_REDUCED has a handler"),
+    "gradients-ready": ({}, partial(listen, TrainEvents.GRADIENTS_READY), "GRADIENTS_READY has a handler"),
+    "hook-of-gradient": ({}, hook_parameter, "a parameter has a hook"),
+    "hook-of-step": ({}, hook_step, "the optimizer's step has a hook"),
+    "rate": ({}, make_rate_a_tensor, "a tensor for its learning rate"),
+    "state": ({"forward": stateful_loss}, None, "forward has a third parameter"),
+    "branch": ({"forward": branching_loss}, None, "torch cannot compile it"),
+    "out-of-memory": ({"on_out_of_memory": "skip"}, None, "on_out_of_memory is 'skip'"),
+    "keep-gradients": ({"keep_gradients": True}, None, "keep_gradients is True"),
+    "retain-graph": ({"retain_graph": True}, None, "retain_graph is True"),
+    "closure": ({"closure": True}, None, "closure is True"),
+    "optimizer": ({"optimizer": partial(torch.optim.RMSprop, lr=0.01)}, None, "the step of RMSprop is not known"),
+    "several": ({"optimizer": halves_of}, None, "several optimizers"),
+}
+
+
+@pytest.mark.parametrize("name", only(["gradients-ready", "out-of-memory"], OBSTACLES))
+def test_what_cannot_be_a_graph_is_said_once(caplog, bits, name):
+    """Updates are those of compile=True, bit by bit, and the log has the reason once."""
+    arguments, change, reason = OBSTACLES[name]
+    setups = [make(way, **arguments) for way in (True, {"backend": "eager"})]
+    for setup in setups:
+        if change is not None:
+            change(setup)
+        setup.trainer.run(batches(4, 4, 4), max_epochs=1)
+    assert len(reasons(caplog)) == 1
+    assert reason in reasons(caplog)[0]
+    assert bits(setups[0].model.state_dict()) == bits(setups[1].model.state_dict())
+    assert counters(setups[0]) == counters(setups[1])
+
+
+@pytest.mark.slow
+def test_updates_with_and_without_a_graph_follow_each_other(caplog):
+    """A handler that comes and goes has its updates go the other way; both ways step the same optimizer."""
+    setups = [make(way, accumulation_steps=2, max_grad_norm=0.1) for way in (True, False)]
+    for setup in setups:
+        setup.trainer.run(batches(4, 4, 4), max_iters=2)
+        seen: list[int] = []
+        handle = setup.trainer.add_event_handler(TrainEvents.GRADIENTS_READY, seen.append, 1)
+        setup.trainer.run(batches(4, 4, 4), max_iters=4)
+        handle.remove()
+        setup.trainer.run(batches(4, 4, 4), max_iters=6)
+        assert seen == [1, 1]
+    assert len(reasons(caplog)) == 1
+    assert is_graph(setups[0])
+    assert_alike(*setups)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", [0, 1, 2])
+def test_a_micro_batch_that_cannot_be_compiled_within_a_group(caplog, where):
+    """What was gathered before it counts, it is announced once, and the rest goes on as with compile=True."""
+
+    def sometimes_branching(model: nn.Module, batch: Batch) -> ForwardOutput:
+        return branching_loss(model, batch) if len(batch[0]) == 3 else summed_loss(model, batch)
+
+    setups = [make(way, accumulation_steps=3, forward=sometimes_branching, seed=1) for way in (True, False)]
+    sizes = [4, 4, 4]
+    sizes[where] = 3
+    events = []
+    for setup in setups:
+        events.append(note_events(setup.trainer))
+        setup.trainer.run(batches(4, 4, 4, *sizes), max_epochs=1)
+    assert len(reasons(caplog)) == 1
+    assert events[0] == events[1]
+    assert_alike(*setups)
+
+
+@pytest.mark.slow
+def test_mistakes_of_forward_are_told_as_without_compiling():
+    """A mean that is declared as a sum is warned of, and what forward must not return is refused with the same words."""
+
+    def mean_loss(model: nn.Module, batch: Batch) -> ForwardOutput:
+        return ForwardOutput((model(batch[0]) - batch[1]).square().mean(), len(batch[1]))
+
+    with pytest.warns(LossDeclarationWarning, match="looks like a mean"):
+        make(forward=mean_loss).trainer.run(batches(4, 4), max_epochs=1)
+    messages = []
+    for way in (True, False):
+        setup = make(way, forward=lambda model, batch: model(batch[0]))
+        with pytest.raises(ForwardContractError, match="shape") as raised:
+            setup.trainer.run(batches(4, 4), max_epochs=1)
+        messages.append(str(raised.value))
+    assert messages[0] == messages[1]
+
+
+@pytest.mark.slow
+def test_looking_at_the_first_micro_batch_leaves_no_trace():
+    """Forward runs once more in a process, and what it draws and what buffers keep is put back."""
+    setups = []
+    for way in (True, False):
+        setup = make(way, net=partial(Net, norm=True, dropout=0.5))
+        torch.manual_seed(3)
+        setup.trainer.run(batches(4, 4), max_epochs=2)
+        setups.append(setup)
+    assert is_graph(setups[0])
+    assert_alike(*setups)  # the backend runs torch's own dropout
+
+
+@pytest.mark.slow
+def test_it_takes_ignites_factory_and_bare_modules():
+    """A Sequential, which torch does not compile by itself, is part of the graph of an update."""
+    weights = []
+    for way in ({"update": True, "backend": "eager"}, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trainer = create_supervised_trainer(model, optimizer, nn.MSELoss(), compile=way)
+        trainer.run(batches(4, 4, 3), max_epochs=2)
+        assert not way or trainer._update._obstacle is None
+        weights.append(torch.cat([parameter.flatten() for parameter in model.parameters()]))
+    torch.testing.assert_close(*weights, rtol=1e-9, atol=1e-9)
+
+
+def on_two_ranks() -> list[str]:
+    """What the log says of a model in DistributedDataParallel."""
+    found: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ignite_train").addHandler(handler)
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(Net().double(), find_unused_parameters=True)
+    trainer = create_trainer(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), summed_loss, compile={"update": True, "backend": "eager"}
+    )
+    trainer.run(batches(4, 4), max_epochs=1)
+    assert trainer.state.num_steps == 2
+    return [message for message in found if message.startswith('compile="update"')]
+
+
+@pytest.mark.slow
+def test_on_several_ranks_the_model_alone_is_compiled():
+    """Both ranks train, and say why."""
+    assert (
+        run_ranks(on_two_ranks, timeout_seconds=90.0)
+        == [['compile="update" compiles no more than compile=True here, since gradients cross ranks']] * 2
+    )
+
+
+def test_what_is_not_known_is_refused():
+    """Before the first batch."""
+    with pytest.raises(TypeError, match=r"compile must be a bool or a mapping of torch\.compile's options, or 'update'"):
+        make("updates")
+    with pytest.raises(ValueError, match=r"compile\['update'\] must be True, got False"):
+        make({"update": False})
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_on_cuda_its_graphs_are_cuda_graphs():
+    """Where no options are given; the numbers are those of the same update without compiling. It never ran yet."""
+    setups = []
+    for way in ("update", False):
+        torch.manual_seed(0)
+        model = Net().cuda()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, fused=True, eps=1e-3)
+        trainer = create_trainer(model, optimizer, summed_loss, accumulation_steps=[1, 3], compile=way, options=UpdateOptions())
+        records: list[UpdateOutput] = []
+        trainer.add_event_handler(
+            Events.ITERATION_COMPLETED, lambda trainer=trainer, into=records: into.append(trainer.state.update_output)
+        )
+        setups.append(Setup(model, optimizer, trainer, records))
+        trainer.run(batches(4, 4, 4, 4, 4, 4, dtype=torch.float32), max_epochs=3)
+    assert is_graph(setups[0])
+    assert_alike(*setups, tolerance=1e-4)
