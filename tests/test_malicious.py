@@ -896,7 +896,6 @@ def test_no_tree_makes_the_decoder_fail_otherwise(tree):
     assert _exact(decode(TreeEncoder().encode(value, ("x",)), ("x",), tensor)) == _exact(value)
 
 
-@pytest.mark.slow
 def test_an_entry_has_all_its_fields_and_no_others() -> None:
     """Also where each of them is valid by itself."""
     whole = Entry("float32", (2,), (0,), (2,), (0,), 0, 8, 0).as_json()
@@ -907,6 +906,7 @@ def test_an_entry_has_all_its_fields_and_no_others() -> None:
             Entry.from_json(values)
 
 
+@pytest.mark.slow
 @given(st.dictionaries(st.sampled_from([*Entry.__slots__]), _json, min_size=8))
 @settings(max_examples=200, deadline=None)
 def test_no_entry_makes_the_reader_fail_otherwise(values):
