@@ -896,6 +896,16 @@ def test_no_tree_makes_the_decoder_fail_otherwise(tree):
     assert _exact(decode(TreeEncoder().encode(value, ("x",)), ("x",), tensor)) == _exact(value)
 
 
+def test_an_entry_has_all_its_fields_and_no_others() -> None:
+    """Also where each of them is valid by itself."""
+    whole = Entry("float32", (2,), (0,), (2,), (0,), 0, 8, 0).as_json()
+    whole = {name: [*value] if isinstance(value, tuple) else value for name, value in whole.items()}
+    assert Entry.from_json(whole).num_bytes == 8
+    for values in (whole | {"more": 1}, {name: value for name, value in whole.items() if name != "crc32"}, [*whole.items()]):
+        with pytest.raises(ValueError, match="unexpected or missing fields"):
+            Entry.from_json(values)
+
+
 @pytest.mark.slow
 @given(st.dictionaries(st.sampled_from([*Entry.__slots__]), _json, min_size=8))
 @settings(max_examples=200, deadline=None)
