@@ -123,6 +123,16 @@ def test_digits_are_recognised(launcher: tuple[str, ...]) -> None:
     assert accuracy >= 97
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("launcher", [(), TORCHRUN], ids=["alone", "torchrun"])
+def test_digits_are_tuned(launcher: tuple[str, ...]) -> None:
+    """`--tune` prints one table, also of two processes, and trains nothing."""
+    printed = _run("digits.py", "--tune", "3", launcher=launcher)
+    assert printed.count("present: micro-batch") == 1
+    assert "not varied:" in printed or "nothing was faster" in printed or "to have it:" in printed
+    assert "held-out accuracy" not in printed
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("example", ["language_model.py", "digits.py"])
 def test_help_names_the_options(example: str) -> None:

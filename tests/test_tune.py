@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import multiprocessing
 import random
+import re
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from itertools import accumulate, cycle
+from pathlib import Path
 from typing import Any
 
 import ignite.distributed as idist
@@ -667,3 +669,19 @@ def test_it_is_refused_within_a_run() -> None:
 
     trainer.run(loader_of(), max_iters=1)
     assert len(errors) == 1
+
+
+PAGE = Path(__file__).parent.parent / "docs/tuning.md"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not PAGE.is_file(), reason="looks at a checkout, which is not here")
+def test_the_page_runs_as_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its block prints a table, and the line that the result has."""
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
+    names: dict[str, Any] = {"__name__": "page"}
+    exec(compile(code, str(PAGE), "exec"), names)  # noqa: S102
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[1].startswith("present: micro-batch 16 x 4")
+    assert printed[-1] == names["found"].line
+    assert names["trainer"].state.iteration == 0
