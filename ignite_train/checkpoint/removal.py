@@ -12,7 +12,7 @@ class Removal:
     """Removes directories in a thread of its own, one batch at a time.
 
     Attributes:
-        names: what the thread is removing; nobody else must touch it.
+        names: what the thread is removing; the next save must leave it alone.
     """
 
     def __init__(self) -> None:
