@@ -293,12 +293,12 @@ def test_a_save_does_not_wait_for_a_removal(tmp_path):
     assert (names(directory), removals()) == (["update-00000003"], 0)
 
 
-def test_the_disk_holds_one_batch_that_is_being_removed(tmp_path, monkeypatch):
+def test_the_disk_holds_one_that_is_being_removed(tmp_path, monkeypatch):
     """A save that is faster than the removal before the last one waits for that, in its thread, before it renames others."""
     waits, wait = threading.Event(), Removal.wait
 
     def waiting(self: Removal, patience_seconds: float | None = None) -> bool:
-        if patience_seconds is None and self.names:
+        if patience_seconds is None and self.name:
             waits.set()
         return wait(self, patience_seconds)
 

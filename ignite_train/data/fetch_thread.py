@@ -74,7 +74,7 @@ class FetchThread(Iterator[Any]):
     def pause(self) -> None:
         """Ends the thread. What it has read stays, and `next` continues.
 
-        It waits for the element that is being read, for ten seconds at most: then a warning says that the thread is left behind.
+        It waits for the element that is being read, ten seconds at most; then a warning says that the thread is left behind.
         It ends when that element is there.
         """
         self._dismiss()
