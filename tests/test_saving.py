@@ -27,6 +27,7 @@ from ignite_train.checkpoint import disk as disk_module
 from ignite_train.checkpoint import tree
 from ignite_train.checkpoint.disk import Disk
 from ignite_train.checkpoint.reader import CheckpointReader
+from ignite_train.checkpoint.removal import Removal
 from ignite_train.checkpoint.retention import Retention
 from ignite_train.checkpoint.tensor_files import Snapshot
 from ignite_train.checkpoint.tree import TreeEncoder, decode, dtype_name
@@ -292,8 +293,16 @@ def test_a_save_does_not_wait_for_a_removal(tmp_path):
     assert (names(directory), removals()) == (["update-00000003"], 0)
 
 
-def test_the_disk_holds_one_batch_that_is_being_removed(tmp_path):
+def test_the_disk_holds_one_that_is_being_removed(tmp_path, monkeypatch):
     """A save that is faster than the removal before the last one waits for that, in its thread, before it renames others."""
+    waits, wait = threading.Event(), Removal.wait
+
+    def waiting(self: Removal, patience_seconds: float | None = None) -> bool:
+        if patience_seconds is None and self.name:
+            waits.set()
+        return wait(self, patience_seconds)
+
+    monkeypatch.setattr(Removal, "wait", waiting)
     writer = saver(tmp_path, last=1)
     with writer.holding():
         writer, disk = writer_removing(writer)
@@ -301,6 +310,7 @@ def test_the_disk_holds_one_batch_that_is_being_removed(tmp_path):
             writer.save(contents(number, "run"), manifest(number))
             if number == 3:
                 writer.wait()
+        assert waits.wait(100)
         assert len([name for name in names(tmp_path) if name.startswith(".removed")]) == 1
         assert not writer._durable.is_set()
         disk.released.set()
@@ -380,7 +390,9 @@ def test_a_file_system_that_cannot_begin_is_no_error(tmp_path):
     assert (tmp_path / "file").stat().st_size == 9 * 2**20
 
 
-@pytest.mark.parametrize("value", [(1, 2**70, -3), [1, 2], (True, 1), [1, None], (), [], (1.0, 2), ((1, 2), [3])], ids=str)
+@pytest.mark.parametrize(
+    "value", [(1, 2**70, -3), [1, 2], (True, 1), [1, None], (), [], (1.0, 2), (float("inf"), 2), ((1, 2), [3])], ids=str
+)
 def test_integers_are_encoded_as_one_by_one(value, monkeypatch):
     """All at once, which is several times as fast for the 625 of Python's generator, and counted."""
     at_once = TreeEncoder()

@@ -16,6 +16,7 @@ import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -167,10 +168,10 @@ class CheckpointDirectory:
         writer, own = writer_of(self.path), "" if self.lock is None else self.lock.token
         foreign = f"{_UNFINISHED}{writer}-" if writer and writer != own else None
         left = (_UNFINISHED, _REMOVED, f"{LOCK}-") if own else (_UNFINISHED, _REMOVED)
-        being_removed = self.removal.names  # by this run
+        being_removed = self.removal.name  # by this run
         for name in self.disk.names(self.path):
             is_foreign = foreign is not None and name.startswith(foreign)
-            if name.startswith(left) and not is_foreign and name not in being_removed:
+            if name.startswith(left) and not is_foreign and name != being_removed:
                 try:
                     self._remove(name)
                 except (OSError, RecursionError) as error:
@@ -241,8 +242,8 @@ class CheckpointDirectory:
     def prune(self, retention: Retention, *, newest: Path | None = None) -> None:
         """Removes the checkpoints that `retention` does not keep. Each is renamed first, so that none is read half removed.
 
-        A failure is logged. With `removes_later` it returns when they are renamed, and what the call before has renamed is
-        removed; so the disk holds one batch more than is kept, at most.
+        A failure is logged. With `removes_later` it returns when the last of them is renamed, and that of the call before is
+        removed; so the disk holds one more than is kept, at most.
 
         Args:
             retention: which of them stay.
@@ -259,8 +260,10 @@ class CheckpointDirectory:
         if newest is not None and (not found or self.path / found[-1][0] != newest):
             return
         self.removal.wait()
-        later: dict[str, str] = {}
-        for index in retention.surplus([manifest for _, manifest in found]):
+        if newest is not None:
+            self.tidy()  # what the process before has renamed
+        surplus = retention.surplus([manifest for _, manifest in found])
+        for index in surplus:
             name = found[index][0]
             removed = f"{_REMOVED}{name}-{os.urandom(4).hex()}"
             try:
@@ -269,11 +272,10 @@ class CheckpointDirectory:
             except OSError as error:
                 self._warn_of(name, removed, error)
                 continue
-            later[removed] = name
-            if not self.removes_later:
+            if self.removes_later and index == surplus[-1]:
+                self.removal.begin(removed, partial(self._remove_renamed, removed, name))
+            else:
                 self._remove_renamed(removed, name)
-        if later and self.removes_later:
-            self.removal.begin(later, lambda removed: self._remove_renamed(removed, later[removed]))
 
     def _remove_renamed(self, removed: str, name: str) -> None:
         try:

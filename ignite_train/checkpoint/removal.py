@@ -1,34 +1,34 @@
-"""Removing old checkpoints beside the run and beside its next save: freeing gigabytes takes as long as writing them."""
+"""Removing an old checkpoint beside the run and its next save: to free gigabytes takes about as long as to write them."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 __all__ = ["Removal"]
 
 
 class Removal:
-    """Removes directories in a thread of its own, one batch at a time.
+    """Removes directories in a thread of its own, one at a time.
 
     Attributes:
-        names: what the thread is removing; nobody else must touch it.
+        name: what the thread is removing, which a save must leave alone; None if it has nothing to do.
     """
 
     def __init__(self) -> None:
-        self.names: frozenset[str] = frozenset()
+        self.name: str | None = None
         self._thread: threading.Thread | None = None
 
-    def begin(self, names: Collection[str], remove: Callable[[str], None]) -> None:
-        """Starts to remove; waits for the batch before, so that the disk never holds two of them.
+    def begin(self, name: str, remove: Callable[[], None]) -> None:
+        """Starts to remove; waits for the one before, so that the disk never holds two of them.
 
         Args:
-            names: of the directories.
-            remove: removes one of them, and raises nothing.
+            name: of the directory.
+            remove: removes it, and raises nothing.
         """
         self.wait()
-        self.names = frozenset(names)
-        thread = threading.Thread(target=self._remove, args=(tuple(names), remove), name="CheckpointRemoval", daemon=True)
+        self.name = name
+        thread = threading.Thread(target=self._run, args=(remove,), name="CheckpointRemoval", daemon=True)
         thread.start()
         self._thread = thread  # not before: one that has not started cannot be joined
 
@@ -43,9 +43,8 @@ class Removal:
             thread.join(patience_seconds)
         return thread is None or not thread.is_alive()
 
-    def _remove(self, names: tuple[str, ...], remove: Callable[[str], None]) -> None:
+    def _run(self, remove: Callable[[], None]) -> None:
         try:
-            for name in names:
-                remove(name)
+            remove()
         finally:
-            self.names = frozenset()
+            self.name = None

@@ -74,8 +74,8 @@ class FetchThread(Iterator[Any]):
     def pause(self) -> None:
         """Ends the thread. What it has read stays, and `next` continues.
 
-        It waits for the element that is being read, but not for ever: a warning says if the thread is left to itself. Then it
-        ends when that element is there.
+        It waits for the element that is being read, ten seconds at most; then a warning says that the thread is left behind.
+        It ends when that element is there.
         """
         self._dismiss()
         thread = self._thread
@@ -173,7 +173,7 @@ class _ReadAhead:
         """The next of what was read; waits for it.
 
         Raises:
-            StopIteration: there is no other.
+            StopIteration: the source is exhausted, and all of it was taken.
             RuntimeError: the thread has died.
         """
         with self._changed:
