@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import re
 import sys
@@ -170,9 +169,10 @@ class TensorBoard(RecordingHandler):
         """See `RecordingHandler`."""
         return self._file is not None
 
-    def named(self, numbers: Mapping[str, float]) -> Mapping[str, float]:
+    def written_name(self, name: str) -> str:
         """Groups of ours are in the section of the training, where they stand behind the loss."""
-        return dict(zip(_in_train(tuple(numbers)), numbers.values(), strict=True))
+        name = super().written_name(name)
+        return f"train/{name}" if name.partition("/")[0] in _GROUPS else name
 
     def record(self, trainer: Trainer, numbers: Mapping[str, float]) -> None:
         """Writes `numbers` as one event."""
@@ -324,11 +324,6 @@ class TensorBoard(RecordingHandler):
         file, self._file = self._file, None
         if file is not None:
             file.close()
-
-
-@functools.lru_cache(maxsize=64)  # of a log that is there in each update the names are the same
-def _in_train(names: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(f"train/{name}" if name.partition("/")[0] in _GROUPS else name for name in names)
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, bool | int | float | str]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Iterator, Mapping
 from numbers import Real
@@ -89,12 +88,7 @@ def grouped_metrics(metrics: Mapping[str, Any], left_out: set[str], tag: str | N
         tag: the group of all of them, for those of an evaluator; None for those of the trainer, see `grouped_metric`.
     """
     numbers = single_metrics(metrics, left_out)
-    return dict(zip(_grouped(tuple(numbers), tag), numbers.values(), strict=True))
-
-
-@functools.lru_cache(maxsize=64)  # of a log that is there in each update the names are the same
-def _grouped(names: tuple[str, ...], tag: str | None) -> tuple[str, ...]:
-    return tuple(grouped_metric(name) if tag is None else f"{tag}/{name}" for name in names)
+    return {grouped_metric(name) if tag is None else f"{tag}/{name}": value for name, value in numbers.items()}
 
 
 def single_metrics(metrics: Mapping[str, Any], left_out: set[str]) -> dict[str, float]:

@@ -11,7 +11,7 @@ from ignite.engine import Engine, Events, RemovableEventHandle
 from ignite_train.arguments import one_of
 from ignite_train.events import Event, every
 from ignite_train.handler.handler import Handler
-from ignite_train.metrics import grouped_metrics
+from ignite_train.metrics import grouped_metric, grouped_metrics, single_metrics
 from ignite_train.ranks import collectives
 from ignite_train.trainer import Trainer
 
@@ -52,6 +52,8 @@ class RecordingHandler(Handler):
         self._trainer: Trainer | None = None
         self._failures = 0
         self._left_out: set[str] = set()
+        self._names: tuple[str, ...] = ()  # of the metrics, when they were written last
+        self._written_names: tuple[str, ...] = ()
 
     def attach(
         self,
@@ -85,11 +87,15 @@ class RecordingHandler(Handler):
             OSError: they cannot be written, and `on_error` is `"raise"`.
         """
         self.written = trainer.state.iteration
-        self.write(trainer, self.named(grouped_metrics(trainer.state.metrics, self._left_out)))
+        numbers = single_metrics(trainer.state.metrics, self._left_out)
+        names = tuple(numbers)
+        if names != self._names:  # which seldom change
+            self._names, self._written_names = names, tuple(map(self.written_name, names))
+        self.write(trainer, dict(zip(self._written_names, numbers.values(), strict=True)))
 
-    def named(self, numbers: Mapping[str, float]) -> Mapping[str, float]:
-        """The metrics of the trainer, by the names of `grouped_metric`, under those that this handler writes."""
-        return numbers
+    def written_name(self, name: str) -> str:
+        """The name under which a metric of the trainer is written."""
+        return grouped_metric(name)
 
     def write(self, trainer: Trainer, numbers: Mapping[str, float]) -> None:
         """Writes numbers under the names that they have, with the running update.
