@@ -31,11 +31,11 @@ _TAIL_ELEMENTS = 2**14  # how much of the gradient travels beside the statistics
 
 
 class ExplicitReduction(PlainReduction):
-    """Sums gradients over ranks after the last backward, in buckets; the last bucket carries the statistics too.
+    """Sums gradients over ranks after the last backward, in buckets; a vector of its own carries the statistics too.
 
     No collective is issued before every rank is done with its micro-batches, so whatever happens to one of them in forward or
     backward on one rank leaves the others undisturbed. Nothing overlaps backward in return. The smallest parameters' gradients
-    and the statistics share one bucket in float64, so that the statistics cost no collective of their own and stay exact.
+    and the statistics share one vector in float64, so that the statistics cost no collective of their own and stay exact.
 
     Args:
         model: the same on all ranks, without a wrapper.

@@ -1,4 +1,4 @@
-"""Summing a small vector over the ranks as fast as it goes."""
+"""Summing a small vector over the ranks, where the delay of a collective counts and not its bytes."""
 
 from __future__ import annotations
 

@@ -274,7 +274,7 @@ class Statistics:
         ), payload
 
     def _check_length(self, total: float) -> None:
-        """Sees to it that the ranks have sent vectors of one length: some backends take a shorter one as it is.
+        """Sees to it that the ranks have sent vectors of one length: a backend may take a shorter one without an error.
 
         Raises:
             ValueError: the others have sent more or less than this rank.
@@ -321,7 +321,7 @@ class Statistics:
     def _as_vector(self) -> Tensor:
         entries = self._entries()
         if self.on_host and not isinstance(self._norm_squared, Tensor):
-            return torch.tensor(entries, dtype=self._dtype)  # numbers all of them
+            return torch.tensor(entries, dtype=self._dtype)  # all of them are numbers
         vector = torch.tensor([0.0 if isinstance(e, Tensor) else e for e in entries], dtype=self._dtype)
         vector = vector.to(self.device, non_blocking=True)
         for index, entry in enumerate(entries):
