@@ -9,7 +9,7 @@ the same gradients and must come to the same parameters.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Annotated
 
@@ -179,6 +179,21 @@ def check_same_work() -> None:
                 raise AssertionError(f"not the same parameters: {name}, {(end - ends[0]).abs().max() / RATE:.3g} rates apart")
 
 
+def print_cost_of_tensors(parameters: int, tensors: Sequence[int], repetitions: int) -> None:
+    """What the library's phase takes over parameters in many tensors, to the same over one tensor of as many; one thread."""
+    phases = {}
+    for pieces in (1, *tensors):
+        torch.manual_seed(0)
+        model = Weights(parameters, pieces)
+        gradients = Gradients(model)
+        phases[f"{pieces} tensors"] = ignite_train(model, optimizers(model)[True], gradients, 0.5 * gradients.norm)
+    with threads(1):
+        rounds = interleave(phases, repetitions=repetitions, bracket=False)
+    print(f"\n{parameters / 1e6:.1f} M parameters, ignite_train with fused AdamW, to one tensor of as many.\n")
+    names = [name for name in phases if name != "1 tensors"]
+    print(table(["tensors", "ratio to one tensor (quartiles)"], [[name, rounds.ratios(name).show()] for name in names]))
+
+
 def main(
     parameters: Annotated[float, Option(help="Millions of them.")] = 50.0,
     tensors: Annotated[list[int], Option(help="Cut into so many; may be given several times.")] = [192, 3072],  # noqa: B006
@@ -199,6 +214,8 @@ def main(
             took = f"the floor takes {rounds.typical(FLOOR) * 1e3:.0f} ms"
             print(f"\n{parameters:g} M parameters in {pieces} tensors, threads: {number}; {took}.\n")
             print(table(["way", "ratio to the floor (quartiles)"], [[name, rounds.ratios(name).show()] for name in WAYS]))
+    for number in (3072 * 1024, int(parameters * 1e6)):
+        print_cost_of_tensors(number, tensors, repetitions)
 
 
 if __name__ == "__main__":

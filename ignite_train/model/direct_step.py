@@ -143,7 +143,7 @@ class DirectStep:
         return None
 
     def _why_not(self, calls: Sequence[_Call]) -> str | None:
-        """What hinders these calls; looks again only after somebody has found other tensors, or options that are switched."""
+        """What hinders these calls; looks again only after a look has found other tensors, or switched options."""
         if self._seen != self._tensors.num_looks:
             self._seen, self._obstacle = self._tensors.num_looks, self._look(calls)
         if self._on_cuda and torch.cuda.is_current_stream_capturing():

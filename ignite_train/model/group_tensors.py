@@ -62,7 +62,7 @@ def gather(optimizer: Optimizer) -> list[SteppedGroup]:
 
 
 class GroupTensors:
-    """Which tensors of an optimizer's groups somebody has looked at, so that what was found need not be found again.
+    """Which tensors of an optimizer's groups have been looked at, so that what was found need not be found again.
 
     Groups and state stay the truth, see `gather`: what is remembered of a look are weak references to the parameters and the
     moments, and which options were switched on.
@@ -91,7 +91,7 @@ class GroupTensors:
         return last.options == options or [*map(_switched, last.options)] == [*map(_switched, options)]
 
     def note(self, groups: Sequence[SteppedGroup]) -> None:
-        """Remembers that somebody has looked at all of it."""
+        """Remembers that all of it has been looked at."""
         self._last = _Look({*self._gradients.kinds}, _options(groups), [*map(_reference, _tensors(groups))])
         self.num_looks += 1
 
