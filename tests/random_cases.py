@@ -529,7 +529,7 @@ def without_what_no_graph_can_hold(case: Case) -> Case:
 
 
 def difference_of_graphs(case: Case) -> str:
-    """What is wrong where updates are graphs, which are run as they are; empty if nothing is."""
+    """What is wrong where updates are graphs, run operation by operation; empty if nothing is."""
     torch._dynamo.reset()
     return difference(without_what_no_graph_can_hold(case), {"update": True, "backend": "eager"})
 
