@@ -56,7 +56,7 @@ def _prepare_cuda_graphs(tensors: StepTensors) -> None:
 
     Written by torch's documentation of CUDA graph trees; it never ran on CUDA.
     """
-    torch.compiler.cudagraph_mark_step_begin()
+    torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
     for state in tensors.states:
         for tensor in state:
             torch._dynamo.mark_static_address(tensor, guard=False)
