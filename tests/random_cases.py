@@ -359,6 +359,11 @@ class Sharpness(torch.optim.Optimizer):
         self.inner.step()
 
 
+def forward_of_graph(case: Case, model: nn.Module, micro_batch: tuple[Tensor, ...]) -> ForwardOutput:
+    """A forward that does not ask where it is."""
+    return ForwardOutput(*loss_and_weight(case, model, micro_batch, Place(1, 0, {})))
+
+
 def train(
     case: Case,
     compile: Any = False,  # noqa: A002, FBT002
@@ -381,17 +386,13 @@ def train(
         place = Place(state.iteration, state.micro_batch_in_group or 0, state.carried)
         return ForwardOutput(*loss_and_weight(case, model, micro_batch, place))
 
-    def forward_of_graph(model: nn.Module, micro_batch: tuple[Tensor, ...]) -> ForwardOutput:
-        return ForwardOutput(*loss_and_weight(case, model, micro_batch, Place(1, 0, {})))
-
-    limit: Any = case.max_grad_norm
     trainer = create_trainer(
         wrapped,
         optimizers.get("", optimizers),
-        forward if compile is False else forward_of_graph,
+        forward if compile is False else lambda model, micro_batch: forward_of_graph(case, model, micro_batch),
         compile=compile,
         accumulation_steps=case.accumulation_steps,
-        max_grad_norm=dict.fromkeys(optimizers, limit) if limit is not None and case.limits_each else limit,
+        max_grad_norm=_limit(case, optimizers),
         loss_scaling=None if case.loss_scale is None else StaticLossScaling(case.loss_scale),
         seed=case.seed if SEEDED in case.traits else None,
         options=_options(case),
@@ -420,6 +421,11 @@ def _attach_handlers(case: Case, trainer: Trainer, model: nn.Module) -> None:
         every, momentum = case.outer
         outer = torch.optim.SGD(model.parameters(), lr=OUTER_RATE, momentum=momentum, nesterov=momentum > 0)
         OuterOptimizer(outer, every=every).attach(trainer)
+
+
+def _limit(case: Case, optimizers: dict[str, Any]) -> Any:
+    limit = case.max_grad_norm
+    return dict.fromkeys(optimizers, limit) if limit is not None and case.limits_each else limit
 
 
 def _run(case: Case, trainer: Trainer, mine: list[Any]) -> None:
@@ -595,7 +601,7 @@ def without_what_no_graph_can_hold(case: Case) -> Case:
 
 
 def difference_of_graphs(case: Case) -> str:
-    """What is wrong where updates are graphs, which are run as they are; empty if nothing is."""
+    """What is wrong where updates are graphs, run operation by operation; empty if nothing is."""
     torch._dynamo.reset()
     return difference(without_what_no_graph_can_hold(case), {"update": True, "backend": "eager"})
 

@@ -119,7 +119,7 @@ def make(
     net: Callable[[], nn.Module] = Net,
     **arguments: Any,
 ) -> Setup:
-    """With `compile` True, a compiled update whose graphs are run as they are."""
+    """With `compile` True, a compiled update whose graphs are run operation by operation."""
     torch.manual_seed(0)
     model = net().to(dtype)
     made = optimizer(model.parameters())
@@ -455,7 +455,7 @@ def test_a_checkpoint_fits_a_run_without_compiling(tmp_path):
 
 
 def reasons(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What the log has said of updates that are no graph."""
+    """What the log has said of updates that cannot be a graph."""
     return [record.message for record in caplog.records if record.message.startswith('compile="update"')]
 
 
@@ -544,7 +544,7 @@ def test_updates_with_and_without_a_graph_follow_each_other(caplog):
 @pytest.mark.slow
 @pytest.mark.parametrize("where", [0, 1, 2])
 def test_a_micro_batch_that_cannot_be_compiled_within_a_group(caplog, where):
-    """What was gathered before it counts, it is announced once, and the rest goes on as with compile=True."""
+    """What was gathered before it counts, it is announced once, and the rest is run as with compile=True."""
 
     def sometimes_branching(model: nn.Module, batch: Batch) -> ForwardOutput:
         return branching_loss(model, batch) if len(batch[0]) == 3 else summed_loss(model, batch)

@@ -77,7 +77,7 @@ def test_what_makes_it_fast_runs_as_printed(compiler: str, tmp_path: Path) -> No
     result = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=100, check=True, cwd=tmp_path)
     promised = re.findall(r'^print\("([^"]+)", .*\)  # (\d+)', printed, flags=re.MULTILINE)
 
-    assert len(promised) == 2
+    assert len(promised) == 3
     assert [line for line in result.stdout.splitlines() if line.startswith(("graphs", "traces"))] == [
         f"{what} {number}" for what, number in promised
     ]

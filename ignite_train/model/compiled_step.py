@@ -59,7 +59,7 @@ class _Group(NamedTuple):
     Attributes:
         listed: its parameters, all of them.
         requires_grad: whether each of them did.
-        options: its switches, as they were.
+        options: whether each of its switches was on.
         parameters: those that have a gradient.
         keys: what the state of each has.
         plan: for the graph.

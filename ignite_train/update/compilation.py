@@ -64,7 +64,7 @@ def of_update(options: Compile, device: torch.device) -> dict[str, Any] | None:
 
 
 def of_model(options: Compile, model: nn.Module) -> ModelOptions:
-    """How the model alone is compiled, for evaluation and for updates that are no graph.
+    """How the model alone is compiled, for evaluation and for updates that are not a graph.
 
     Where whole updates are compiled it is left as it is if torch would leave it so; see `compile_in_place`.
     """

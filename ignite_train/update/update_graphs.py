@@ -243,7 +243,7 @@ _WHILE_COMPILING = {
 
 
 class _NotCompiledError(Exception):
-    """A function was about to run as it is."""
+    """A function was about to run uncompiled."""
 
 
 class _Graph:
@@ -296,7 +296,7 @@ _ONLY_LOOK_UP = False  # for `set_eval_frame`: run what was compiled, and compil
 
 
 def _refuse_to_run() -> None:
-    """Called first in what is traced: it is to be compiled, and not to run as it is."""
+    """Called first in what is traced, which must not run uncompiled."""
     if not torch.compiler.is_compiling():
         raise _NotCompiledError("torch compiles nothing while a mode of its dispatcher or another stance is active")
 
