@@ -345,6 +345,32 @@ def test_a_removal_that_fails_is_a_warning(tmp_path, caplog):
     assert names(tmp_path) == ["update-00000003"]
 
 
+def test_what_a_killed_process_has_left_goes_first(tmp_path):
+    """Before another old checkpoint is renamed, so that never two are half removed."""
+    order: list[str] = []
+
+    class Ordered(QuickDisk):
+        def rename(self, source: Path, target: Path) -> None:
+            order.extend(["rename"] * target.name.startswith(".removed"))
+            super().rename(source, target)
+
+        def remove_tree(self, path: Path) -> None:
+            order.append("remove")
+            super().remove_tree(path)
+
+    for number in (1, 2):
+        saver(tmp_path).save(contents(number, "run"), manifest(number), is_last=True)
+    (tmp_path / ".removed-update-00000000-left").mkdir()
+    writer = saver(tmp_path, last=1)
+    writer.disk = Ordered()
+    with writer.holding():
+        writer.resume_from(tmp_path / "update-00000002")
+        writer.save(contents(3, "run"), manifest(3))
+        writer.wait()
+    assert order == ["remove", "rename", "remove", "rename", "remove"]
+    assert names(tmp_path) == ["update-00000003"]
+
+
 def test_a_copy_that_fails_leaves_nothing_waiting(tmp_path, monkeypatch):
     """The error is raised by the save, and the next one works."""
     writer = saver(tmp_path)
