@@ -238,7 +238,7 @@ DRAWS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("generator", DRAWS)
 def test_a_dataset_that_draws_is_refused(generator):
-    """At the first sample, before a thread runs; the generators are as they were."""
+    """At the first sample, before a thread runs; the generators have their states of before."""
     _, trainer = make()
     states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
     with pytest.raises(ValueError, match=f"ResumableLoader.*draws from that of {generator}.*num_workers=1"):

@@ -557,7 +557,7 @@ class _Failing(torch.optim.SGD):
 
 
 def _after_a_failed_step() -> dict[str, Any]:
-    """A run that goes on after its first outer step has raised; `before` is what the replica had when it raised."""
+    """A run that continues after its first outer step has raised; `before` is what the replica had when it raised."""
     model = linear()
     inner = torch.optim.SGD(model.parameters(), lr=RATE)
     trainer = create_trainer(model, inner, forward, options=UpdateOptions(reduction="local"), protect=False)

@@ -70,7 +70,7 @@ class Disk:
     def begin_sync(self, descriptor: int, start: int, length: int) -> None:
         """Has the system begin to put some bytes of a file on the disk, so that `sync` finds less to do.
 
-        A hint: where there is no such call, or the file system has none, nothing happens.
+        A hint: it does nothing where the system or the file system lacks the call.
         """
         if _sync_file_range is not None:
             _sync_file_range(descriptor, start, length, _BEGIN_WRITING)
