@@ -222,7 +222,7 @@ class CompiledStep:
         self._places = []
         for module in self._model.modules():
             for owner in (module._modules, module._parameters):
-                self._places.extend((owner, name, known) for name, known in owner.items())  # type: ignore[attr-defined]
+                self._places.extend((owner, name, known) for name, known in owner.items())
 
     @property
     def _switches(self) -> tuple[str, ...]:

@@ -80,7 +80,7 @@ class CompiledUpdate(Update):
     _step: CompiledStep = field(init=False)
     _host_statistics: Statistics = field(init=False)
     _graphs: dict[tuple[StepPlan, ...], UpdateGraphs] = field(default_factory=dict)
-    _current: tuple[tuple[StepPlan, ...], UpdateGraphs] | None = None  # those of the latest update
+    _current: UpdateGraphs | None = None  # those for what was tried out
     _is_new: bool = True  # no micro-batch was tried out
     _unfit: str | None = None  # what was found about the one that was tried out
     _obstacle: str | None = None  # why no later update of this process can be a graph
@@ -153,6 +153,7 @@ class CompiledUpdate(Update):
         if any(one is not None and one.layout is not torch.strided for one in gradients):
             self._unfit = "there are sparse gradients"
         self._step.look(used)
+        self._current = None
 
     def _prepare(self, trainer: Trainer, micro_batch: Any, *, is_first: bool) -> tuple[UpdateGraphs, StepTensors, Tensor]:
         """The graphs of this update, and what its step takes: tensors, and numbers on the device.
@@ -165,25 +166,24 @@ class CompiledUpdate(Update):
         if self._obstacle is not None:
             raise CannotCompileError(self._obstacle)
         if self._step.has_changed():
+            if not is_first:
+                raise CannotCompileError("parameters or the optimizer's groups change within an update", is_passing=True)
             self._try_out(micro_batch)
         reason = self._unfit or self._why_not_now(trainer)
         begun = self._step.begin() if reason is None else reason
         if isinstance(begun, str):
             raise CannotCompileError(begun, is_passing=True)
         plans, tensors = begun
-        if self._current is None or self._current[0] != plans:
-            if not is_first:
-                raise CannotCompileError("the parameters that are trained change within an update", is_passing=True)
+        if self._current is None:
             if plans not in self._graphs:
                 self._graphs[plans] = self._new_graphs(plans)
-            self._current = plans, self._graphs[plans]
-        if is_first:
+            self._current = self._graphs[plans]
             self._stepped = [self.model.get_parameter(name) for plan in plans for name in plan.names]
             self._kinds = {(one.device, one.dtype) for one in self._stepped}
         self.gradients.kinds, self.gradients.count = self._kinds, len(self._stepped)
         if not self.statistics.on_host:
             _prepare_cuda_graphs(tensors, is_first=is_first)
-        return self._current[1], tensors, self._as_tensor(tensors.numbers)
+        return self._current, tensors, self._as_tensor(tensors.numbers)
 
     def _why_not_now(self, trainer: Trainer) -> str | None:
         """Why this update cannot be a graph; asked in each, as handlers and hooks come and go."""
