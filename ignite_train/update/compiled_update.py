@@ -219,7 +219,7 @@ class CompiledUpdate(Update):
     # --- running the graphs -----------------------------------------------------------------------------------------------
 
     def _run(self, trainer: Trainer, micro_batches: Sequence[Any]) -> int:
-        """Runs them and leaves the result; or what was gathered until there was no graph. Gives how many were run."""
+        """Runs them and leaves the result; or what was gathered until one could not be compiled. Gives how many were run."""
         gathered, done = None, 0
         try:
             for done, micro_batch in enumerate(micro_batches):
