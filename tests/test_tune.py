@@ -29,6 +29,7 @@ from ignite_train.tuning.dimensions import Dimension
 from ignite_train.tuning.race import race
 from ignite_train.tuning.search import Search
 from ignite_train.tuning.settings import Settings
+from ignite_train.update.update_graphs import UpdateGraphs
 from ranks import run_ranks
 from tiers import only, slow
 
@@ -530,6 +531,28 @@ def test_what_a_loader_does_not_allow_is_left_alone_and_said(kind: str, clock: C
     assert reasons.keys() & {"micro_batch", "workers"} == fixed
     assert found.rows[1].settings.fused is True
     assert f"not varied: micro_batch: {reasons['micro_batch']}" in str(found)
+
+
+@pytest.mark.slow
+def test_a_whole_update_is_measured_as_a_graph(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All updates of a candidate with compile="update" but its first one, which is looked at, are graphs."""
+    steps: list[int] = []
+    ordinary = UpdateGraphs.end
+
+    def tick(clock: Clock) -> float:
+        clock.now += 1.0
+        return clock.now
+
+    def noting(graphs: UpdateGraphs, *arguments: Any) -> Tensor:
+        steps.append(1)
+        return ordinary(graphs, *arguments)
+
+    monkeypatch.setattr(UpdateGraphs, "end", noting)
+    monkeypatch.setattr(Clock, "__call__", tick)
+    found = tuned(make(summed), loader_of(), compile=[{"update": True, "backend": "eager"}])  # type: ignore[arg-type]
+
+    assert len(found.rows) == 2
+    assert len(steps) > 2
 
 
 @pytest.mark.slow

@@ -12,6 +12,9 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from ignite_train.model.direct_step import is_torchs
+from ignite_train.model.stepping import is_wrapped_by_scheduler
+
 __all__ = ["CompiledStep", "StepPlan", "StepTensors", "stepped"]
 
 _EVERYWHERE = {"lr", "weight_decay", "maximize", "foreach", "differentiable", "fused"}
@@ -32,12 +35,14 @@ class StepPlan(NamedTuple):
         is_adam: Adam's formula, which is AdamW's too; or else that of SGD.
         switches: the options that are on, or not zero.
         names: those of the parameters in the model.
+        unused: the names of those that are trained, and on which the loss does not depend.
         num_numbers: how many numbers each call is given for it.
     """
 
     is_adam: bool
     switches: frozenset[str]
     names: tuple[str, ...]
+    unused: tuple[str, ...]
     num_numbers: int
 
 
@@ -86,12 +91,16 @@ class CompiledStep:
     """
 
     def __init__(self, optimizer: Optimizer, model: nn.Module) -> None:
-        self._optimizer = optimizer
+        self._optimizer, self._model = optimizer, model
+        self._class_step = type(optimizer).step
         self._is_adam = not isinstance(optimizer, SGD)
-        self._names = {parameter: name for name, parameter in model.named_parameters()}
+        self._names: dict[nn.Parameter, str] = {}
+        self._places: list[tuple[dict[str, Any], str, Any]] = []  # where the model has what: it may be replaced in a run
+        self._find_names()
         self._is_on_cpu = next(model.parameters()).device.type == "cpu"
         self._groups: list[_Group] = []  # as they were in the latest update
         self._plans: tuple[StepPlan, ...] = ()
+        self._obstacle: str | None = None  # found with the groups
         self._own: list[dict[str, Any]] = []  # the states of all parameters, as the optimizer had them in the latest update
         self._of_group: list[list[dict[str, Any]]] = []  # the same, of the parameters of each group
         self._fresh: list[tuple[_Group, list[list[Tensor]]]] = []  # states that are not the optimizer's yet
@@ -99,7 +108,7 @@ class CompiledStep:
     def why_never(self) -> str | None:
         """Why no graph can make the steps of this optimizer."""
         optimizer, kind = self._optimizer, type(self._optimizer)
-        if kind not in _KNOWN:
+        if kind not in _KNOWN or not is_torchs(kind.step):
             return f"the step of {kind.__name__} is not known here as a formula, as those of SGD, Adam and AdamW are"
         if unknown := sorted(optimizer.defaults.keys() - _KNOWN[kind]):
             return f"the optimizer has the option {unknown[0]!r}, which is not known here"
@@ -120,8 +129,8 @@ class CompiledStep:
             or _global_optimizer_post_hooks
         ):
             return "the optimizer's step has a hook"
-        step = vars(optimizer).get("step")
-        if step is not None and not vars(step).get("_wrapped_by_lr_sched", False):
+        step, kind = vars(optimizer).get("step"), type(optimizer)
+        if kind.step is not self._class_step or not (step is None or is_wrapped_by_scheduler(step, kind)):
             return "the optimizer's step has been replaced"
         for group in optimizer.param_groups:
             rate = group["lr"]
@@ -143,13 +152,43 @@ class CompiledStep:
             return "the optimizer counts its steps on the CPU; make it with fused=True"
         return None
 
-    def begin(self, used: frozenset[str]) -> tuple[tuple[StepPlan, ...], StepTensors] | str:
-        """What the graph of this update takes, or the reason why no graph can make its step.
+    def has_changed(self) -> bool:
+        """Whether groups, their switches, parameters or the modules of the model are not what the latest `look` saw.
+
+        Options that are numbers, and states, are read in each update.
+        """
+        groups = self._optimizer.param_groups
+        if len(groups) != len(self._groups):
+            return True
+        for options, group in zip(groups, self._groups, strict=True):
+            listed = options["params"]
+            if (
+                len(listed) != len(group.listed)
+                or not all(map(is_, listed, group.listed))
+                or [parameter.requires_grad for parameter in listed] != group.requires_grad
+                or [bool(options[name]) for name in self._switches] != group.options
+            ):
+                return True
+        return any(owner.get(name) is not known for owner, name, known in self._places)
+
+    def look(self, used: frozenset[str]) -> None:
+        """Looks at the groups.
 
         Args:
             used: the names of the parameters that have a gradient.
         """
-        self._find_groups(used)
+        self._find_names()
+        groups = self._optimizer.param_groups
+        self._groups = [self._look_at(options, used) for options in groups]
+        self._plans, self._own = tuple([group.plan for group in self._groups]), []
+        self._obstacle = self.why_never()
+        if any(parameter not in self._names for group in self._groups for parameter in group.listed):
+            self._obstacle = "a parameter of the optimizer is not in the model"
+
+    def begin(self) -> tuple[tuple[StepPlan, ...], StepTensors] | str:
+        """What the graph of this update takes, or the reason why no graph can make its step; after `look`."""
+        if self._obstacle is not None:
+            return self._obstacle
         self._find_states()
         self._fresh = []
         tensors = StepTensors([], [])
@@ -174,27 +213,16 @@ class CompiledStep:
         for group, made in self._fresh:
             for parameter, tensors in zip(group.parameters, made, strict=True):
                 self._optimizer.state[parameter].update(zip(group.keys, tensors, strict=True))
+        self._fresh = []
         if "step" in vars(self._optimizer):  # a scheduler looks whether there was one
             self._optimizer._opt_called = True  # type: ignore[attr-defined]
 
-    def _find_groups(self, used: frozenset[str]) -> None:
-        """Looks at the groups again where one of them is not what it was."""
-        groups = self._optimizer.param_groups
-        if len(groups) == len(self._groups):
-            for options, group in zip(groups, self._groups, strict=True):
-                listed = options["params"]
-                if (
-                    len(listed) != len(group.listed)
-                    or not all(map(is_, listed, group.listed))
-                    or [parameter.requires_grad for parameter in listed] != group.requires_grad
-                    or [bool(options[name]) for name in self._switches] != group.options
-                ):
-                    break
-            else:
-                return
-        self._groups = [self._look_at(options, used) for options in groups]
-        self._plans = tuple([group.plan for group in self._groups])
-        self._own = []
+    def _find_names(self) -> None:
+        self._names = {parameter: name for name, parameter in self._model.named_parameters()}
+        self._places = []
+        for module in self._model.modules():
+            for owner in (module._modules, module._parameters):
+                self._places.extend((owner, name, known) for name, known in owner.items())
 
     @property
     def _switches(self) -> tuple[str, ...]:
@@ -204,13 +232,15 @@ class CompiledStep:
         listed = options["params"]
         on = [bool(options[name]) for name in self._switches]
         switches = frozenset([name for name, is_on in zip(self._switches, on, strict=True) if is_on])
-        parameters = [p for p in listed if p.requires_grad and self._names[p] in used]
+        trained = [p for p in listed if p.requires_grad and p in self._names]
+        parameters = [p for p in trained if self._names[p] in used]
+        unused = tuple([name for p in trained if (name := self._names[p]) not in used])
         names, numbers = tuple([self._names[p] for p in parameters]), _NUM_OF_ADAM if self._is_adam else _NUM_OF_SGD
         if self._is_adam:
             keys = ["step", "exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * ("amsgrad" in switches)
         else:
             keys = ["momentum_buffer"] * ("momentum" in switches)
-        plan = StepPlan(self._is_adam, switches, names, numbers)
+        plan = StepPlan(self._is_adam, switches, names, unused, numbers)
         return _Group([*listed], [p.requires_grad for p in listed], on, parameters, keys, plan)
 
     def _find_states(self) -> None:

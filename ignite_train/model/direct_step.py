@@ -23,7 +23,7 @@ from ignite_train.model.gradients import Gradients
 from ignite_train.model.group_tensors import GroupTensors, SteppedGroup, gather
 from ignite_train.model.memory_layout import pairs_with
 
-__all__ = ["DirectStep", "is_direct_right"]
+__all__ = ["DirectStep", "is_direct_right", "is_torchs"]
 
 _DEVICES, _DTYPES = ("cpu", "cuda"), (torch.float32, torch.bfloat16, torch.float16)
 _EVERYWHERE = {"lr", "weight_decay", "maximize", "foreach", "differentiable", "fused"}
@@ -86,7 +86,7 @@ class DirectStep:
         self._never: str | None = None
         if kind not in _KNOWN:
             self._never = "torch has no fused kernel for its class that is known here"
-        elif not _is_torchs(kind.step):
+        elif not is_torchs(kind.step):
             self._never = "the step of its class is not torch's"
         elif not all(hasattr(owner, name) for owner, name in _PRIVATE):
             self._never = "this torch does not have the functions that are known here"
@@ -260,7 +260,7 @@ def _irregularity(call: _Call) -> str | None:
     return None
 
 
-def _is_torchs(step: Any) -> bool:
+def is_torchs(step: Any) -> bool:
     """Whether a step, and all that it wraps, are functions of torch's optimizers; a decorator can copy any name but this."""
     while isinstance(step, FunctionType) and step.__globals__["__name__"].startswith("torch.optim."):
         if "__wrapped__" not in vars(step):

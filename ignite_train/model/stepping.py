@@ -17,7 +17,7 @@ from ignite_train.model.fused_kernels import FusedKernels
 from ignite_train.model.gradients import Gradients
 from ignite_train.model.group_tensors import GroupTensors, SteppedGroup, gather
 
-__all__ = ["LARGEST_DIVISOR", "SMALLEST_DIVISOR", "Stepping", "SteppingTogether"]
+__all__ = ["LARGEST_DIVISOR", "SMALLEST_DIVISOR", "Stepping", "SteppingTogether", "is_wrapped_by_scheduler"]
 
 _FOLDING = (Adagrad, Adam, AdamW, SGD)  # with fused=True they divide by `grad_scale` while they read the gradient
 LARGEST_DIVISOR = torch.finfo(torch.float32).max  # in which the kernel holds it
@@ -118,7 +118,7 @@ class Stepping:
         if optimizer._optimizer_step_pre_hooks or _global_optimizer_pre_hooks:
             return "a pre-hook of its step may look at the gradients"
         step = vars(optimizer).get("step")
-        if step is not None and not _is_wrapped_by_scheduler(step, type(optimizer)):
+        if step is not None and not is_wrapped_by_scheduler(step, type(optimizer)):
             return "its step has been replaced"
         if not all(dtype in _DTYPES for _, dtype in self._gradients.kinds):
             return "there are gradients wider than float32, in which that kernel holds the factor"
@@ -171,7 +171,7 @@ class SteppingTogether:
         return next((why for stepping, _ in self._parts if (why := stepping.why_not_fused())), None)
 
 
-def _is_wrapped_by_scheduler(step: Any, kind: type[Optimizer]) -> bool:
+def is_wrapped_by_scheduler(step: Any, kind: type[Optimizer]) -> bool:
     """Whether `step` is what torch's schedulers put in its place, to count its calls, and nothing else."""
     marks = vars(step) if isinstance(step, FunctionType) else {}
     return "_wrapped_by_lr_sched" in marks and marks["__wrapped__"] is kind.step

@@ -122,7 +122,7 @@ class Trial:
         self._trainer.logger = _SILENT
         self._trainer.add_event_handler(Events.ITERATION_COMPLETED, self._mark)
         self._trainer.add_event_handler(Events.ITERATION_COMPLETED(once=1), self._look)
-        self._trainer.add_event_handler(TrainEvents.FORWARD_COMPLETED(once=1), self._look_at_forward)
+        self._forward_look = self._trainer.add_event_handler(TrainEvents.FORWARD_COMPLETED(once=1), self._look_at_forward)
         begun = collectives.collectives_begun()
         seconds = self._window()
         self.num_collectives = collectives.collectives_begun() - begun
@@ -153,6 +153,7 @@ class Trial:
             trainer.terminate_epoch()
 
     def _look(self, trainer: Trainer) -> None:
+        self._forward_look.remove()  # while it has a handler, no update is one graph
         output = trainer.state.update_output
         if output is not None:
             self.first_loss, self.first_norm = output.loss, output.grad_norm

@@ -51,12 +51,13 @@ def say_why_not_compiled(reason: str) -> None:
     logging.getLogger("ignite_train").warning(f'compile="update" compiles no more than compile=True here, since {reason}')
 
 
-def _prepare_cuda_graphs(tensors: StepTensors) -> None:
+def _prepare_cuda_graphs(tensors: StepTensors, *, is_first: bool) -> None:
     """Says that what earlier graphs of this update left may be read by later ones, and that states stay where they are.
 
     Written by torch's documentation of CUDA graph trees; it never ran on CUDA.
     """
-    torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+    if is_first:
+        torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
     for state in tensors.states:
         for tensor in state:
             torch._dynamo.mark_static_address(tensor, guard=False)
@@ -79,8 +80,9 @@ class CompiledUpdate(Update):
     _step: CompiledStep = field(init=False)
     _host_statistics: Statistics = field(init=False)
     _graphs: dict[tuple[StepPlan, ...], UpdateGraphs] = field(default_factory=dict)
-    _current: tuple[tuple[StepPlan, ...], UpdateGraphs] | None = None  # those of the latest update
-    _used: frozenset[str] | None = None  # names of the parameters on which the loss depends; None before the first update
+    _current: UpdateGraphs | None = None  # those for what was tried out
+    _is_new: bool = True  # no micro-batch was tried out
+    _unfit: str | None = None  # what was found about the one that was tried out
     _obstacle: str | None = None  # why no later update of this process can be a graph
     _said: set[str] = field(default_factory=set)
     _stepped: list[nn.Parameter] = field(default_factory=list)  # the parameters of these plans
@@ -100,13 +102,7 @@ class CompiledUpdate(Update):
         """Runs the graphs, up to and with the step; or, where there can be none, only adds up gradients as `Update` does."""
         self._result = self._begun = None
         if len(micro_batches) > 0:
-            if self._used is None:
-                self._try_out(micro_batches[0])
-            prepared = self._prepare(trainer)
-            if isinstance(prepared, str):
-                self._say(prepared)
-            else:
-                done = self._run(trainer, micro_batches, *prepared)
+            done = self._run(trainer, micro_batches)
         if self._result is None:
             super()._accumulate(trainer, micro_batches, done)
 
@@ -137,44 +133,57 @@ class CompiledUpdate(Update):
     # --- whether there is a graph -----------------------------------------------------------------------------------------
 
     def _try_out(self, micro_batch: Any) -> None:
-        """Looks at forward and backward of a first micro-batch, run as they are and without a trace, once in a process.
+        """Looks at forward and backward of a micro-batch, run as they are and without a trace, to see what the loss depends on.
 
-        So a mistake of forward is told as it is without compiling, also a mean that is declared as a sum.
+        This is done at first, and when modules, parameters or the optimizer's groups are not what they were. So a mistake of
+        forward is told as it is without compiling, also a mean that is declared as a sum.
         """
         side_effects = SideEffects(self.model, self.carried)
         named = [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
         with torch.compiler.set_stance("force_eager"):
             output = self._forward(micro_batch)
-            message = misdeclared(output, micro_batch)
-            gradients = torch.autograd.grad(self._scaled(output.loss), [one for _, one in named], allow_unused=True)
+            message = misdeclared(output, micro_batch) if self._is_new else None
+            loss, parameters = self._scaled(output.loss), [parameter for _, parameter in named]
+            gradients = torch.autograd.grad(loss, parameters, allow_unused=True) if named else ()
         side_effects.undo()
         if message is not None:
             warnings.warn(message, LossDeclarationWarning, stacklevel=2)
-        self._used = frozenset([name for (name, _), one in zip(named, gradients, strict=True) if one is not None])
-        if not self._used:
-            self._obstacle = "the loss depends on no parameter"
+        used = frozenset([name for (name, _), one in zip(named, gradients, strict=True) if one is not None])
+        self._is_new, self._unfit = False, None if used else "the loss depends on no parameter"
         if any(one is not None and one.layout is not torch.strided for one in gradients):
-            self._obstacle = "there are sparse gradients"
+            self._unfit = "there are sparse gradients"
+        self._step.look(used)
+        self._current = None
 
-    def _prepare(self, trainer: Trainer) -> tuple[UpdateGraphs, StepTensors] | str:
-        """The graphs of this update, and what its step takes; or the reason why it cannot be a graph."""
-        if (reason := self._obstacle or self._why_not_now(trainer)) is not None:
-            return reason
-        assert self._used is not None  # noqa: S101  # a micro-batch was tried out
-        begun = self._step.begin(self._used)
+    def _prepare(self, trainer: Trainer, micro_batch: Any, *, is_first: bool) -> tuple[UpdateGraphs, StepTensors, Tensor]:
+        """The graphs of this update, and what its step takes: tensors, and numbers on the device.
+
+        Asked at the first micro-batch of a group and at the last one, after their handlers, who may set what the step takes.
+
+        Raises:
+            CannotCompileError: it cannot be a graph.
+        """
+        if self._obstacle is not None:
+            raise CannotCompileError(self._obstacle)
+        if self._step.has_changed():
+            if not is_first:
+                raise CannotCompileError("parameters or the optimizer's groups change within an update", is_passing=True)
+            self._try_out(micro_batch)
+        reason = self._unfit or self._why_not_now(trainer)
+        begun = self._step.begin() if reason is None else reason
         if isinstance(begun, str):
-            return begun
+            raise CannotCompileError(begun, is_passing=True)
         plans, tensors = begun
-        if not self.statistics.on_host:
-            _prepare_cuda_graphs(tensors)
-        if self._current is None or self._current[0] != plans:
+        if self._current is None:
             if plans not in self._graphs:
                 self._graphs[plans] = self._new_graphs(plans)
-            self._current = plans, self._graphs[plans]
+            self._current = self._graphs[plans]
             self._stepped = [self.model.get_parameter(name) for plan in plans for name in plan.names]
             self._kinds = {(one.device, one.dtype) for one in self._stepped}
         self.gradients.kinds, self.gradients.count = self._kinds, len(self._stepped)
-        return self._current[1], tensors
+        if not self.statistics.on_host:
+            _prepare_cuda_graphs(tensors, is_first=is_first)
+        return self._current, tensors, self._as_tensor(tensors.numbers)
 
     def _why_not_now(self, trainer: Trainer) -> str | None:
         """Why this update cannot be a graph; asked in each, as handlers and hooks come and go."""
@@ -209,13 +218,16 @@ class CompiledUpdate(Update):
 
     # --- running the graphs -----------------------------------------------------------------------------------------------
 
-    def _run(self, trainer: Trainer, micro_batches: Sequence[Any], graphs: UpdateGraphs, tensors: StepTensors) -> int:
-        """Runs them and leaves the result; or what was gathered until torch could not compile. Gives how many were run."""
-        numbers, gathered, done = self._as_tensor(tensors.numbers), None, 0
+    def _run(self, trainer: Trainer, micro_batches: Sequence[Any]) -> int:
+        """Runs them and leaves the result; or what was gathered until one could not be compiled. Gives how many were run."""
+        gathered, done = None, 0
         try:
             for done, micro_batch in enumerate(micro_batches):
                 self._begin_micro_batch(trainer, done)
-                moved, num_micro_batches = self.transfer(micro_batch), len(micro_batches)  # as it is known by now
+                num_micro_batches = len(micro_batches)  # as it is known by now
+                if done == 0 or done + 1 == num_micro_batches:
+                    graphs, tensors, numbers = self._prepare(trainer, micro_batch, is_first=done == 0)
+                moved = self.transfer(micro_batch)
                 if done + 1 < num_micro_batches:
                     self.transfer.ahead(micro_batches[done + 1])
                 with self.recovery.attempt(micro_batch):

@@ -134,7 +134,7 @@ class Update:
             decision = self._decide(trainer, totals)
             if self.norm_limits is not None:
                 decision = self.norm_limits(decision)
-            output = self._show_gradients(trainer, totals, decision)
+            output = self._show_gradients(trainer, totals, decision, has_stepped=has_stepped)
             begin_section("optimizer")
             if self._closure_step is not None and decision.skipped_reason is None:
                 decision, output = self._step_with_closure(trainer, micro_batches, decision, output)
@@ -263,8 +263,11 @@ class Update:
         )
         return self._gradient_changes(trainer, decision)
 
-    def _show_gradients(self, trainer: Trainer, totals: Totals, decision: Decision) -> UpdateOutput:
-        """Publishes the record of the update and lets handlers read the gradients; they may set the learning rates too."""
+    def _show_gradients(self, trainer: Trainer, totals: Totals, decision: Decision, *, has_stepped: bool) -> UpdateOutput:
+        """Publishes the record of the update and lets handlers read the gradients.
+
+        They may set the learning rates too, and so may the output transform: those that the step finds are in the record.
+        """
         output = self._record(totals, decision)
         trainer._publish(output)
         if totals.num_out_of_memory:
@@ -272,8 +275,7 @@ class Update:
         has_handlers = trainer._has_handlers(TrainEvents.GRADIENTS_READY)
         with self.gradients.readable(decision.mean_factor) if has_handlers else nullcontext():
             trainer.fire_event(TrainEvents.GRADIENTS_READY)
-        may_differ = has_handlers or totals.num_out_of_memory
-        if may_differ and (rates := self.learning_rates()) != output.learning_rates:
+        if not has_stepped and (rates := self.learning_rates()) != output.learning_rates:
             output = trainer._amend(replace(output, learning_rates=rates))
         return output
 

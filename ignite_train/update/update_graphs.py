@@ -17,6 +17,7 @@ from ignite_train.model.precision import Precision
 __all__ = ["CannotCompileError", "Gathered", "UpdateGraphs"]
 
 _EPSILON = 1e-6  # as in torch's clip_grad_norm_
+_OTHERS = "the loss depends on other parameters than that of an earlier micro-batch"
 
 
 class CannotCompileError(Exception):
@@ -152,17 +153,21 @@ class UpdateGraphs:
             returned = self._forward(self._model, micro_batch)
         loss, sums, logs = _read(returned)
         scaled = loss * numbers[0].to(loss.dtype) if self._scales_loss else loss
-        gradients = torch.autograd.grad(scaled, self._parameters())
-        return [gradient.detach() for gradient in gradients], torch.stack(sums), logs
+        names = [name for plan in self._plans for name in plan.names]
+        unused = [name for plan in self._plans for name in plan.unused]
+        found = torch.autograd.grad(scaled, self._parameters([*names, *unused]), allow_unused=True)
+        gradients = [one.detach() for one in found if one is not None]
+        if len(gradients) != len(names) or any(one is None for one in found[: len(names)]):
+            raise ForwardContractError(_OTHERS)
+        return gradients, torch.stack(sums), logs
 
-    def _parameters(self) -> list[Tensor]:
+    def _parameters(self, names: list[str]) -> list[Tensor]:
         found: list[Tensor] = []
-        for plan in self._plans:
-            for name in plan.names:
-                here: Any = self._model
-                for part in name.split("."):
-                    here = getattr(here, part)
-                found.append(here)
+        for name in names:
+            here: Any = self._model
+            for part in name.split("."):
+                here = getattr(here, part)
+            found.append(here)
         return found
 
     def _finish(self, gradients: list[Tensor], sums: Tensor, numbers: Tensor, states: list[list[Tensor]]) -> Tensor:
@@ -185,7 +190,8 @@ class UpdateGraphs:
         self, gradients: list[Tensor], factor: Tensor, may_step: Tensor, numbers: Tensor, states: list[list[Tensor]]
     ) -> None:
         """Changes parameters and states in place, or writes what is there."""
-        parameters, scalars = self._parameters(), list(numbers.unbind())
+        parameters = self._parameters([name for plan in self._plans for name in plan.names])
+        scalars = list(numbers.unbind())
         place, number = 0, 1
         for plan in self._plans:
             mine = scalars[number : number + plan.num_numbers]
@@ -237,6 +243,7 @@ def _norm(gradients: list[Tensor]) -> Tensor:
 
 _WHILE_COMPILING = {
     "trace_autograd_ops": True,  # or torch would not look into `torch.autograd.grad`
+    "skip_nnmodule_hook_guards": False,  # or a hook of a module that is added later would not be called
     "automatic_dynamic_shapes": False,  # these two are `dynamic=False`
     "assume_static_by_default": True,
 }
@@ -305,6 +312,8 @@ def _reason(error: Exception) -> str:
     """What torch says, in one line."""
     if type(error).__name__ == "FailOnRecompileLimitHit":
         return "there are more sizes of micro-batches, or numbers in them, than torch._dynamo.config.recompile_limit"
+    if _OTHERS in str(error):
+        return _OTHERS
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     explained = [line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation: ")]
     return f"torch cannot compile it: {'; '.join([*lines[:1], *explained[:1]]) or type(error).__name__:.300}"
