@@ -15,6 +15,7 @@ from ignite_train.model.random_state import (
     generators_within,
     get_generator_state,
     restore_random_state,
+    seed_new_rank,
     set_generator_state,
 )
 
@@ -123,6 +124,22 @@ def test_the_state_of_numpy_is_that_of_now(first: str, second: str) -> None:
         restore_random_state(state)
         assert numpys_draws() == draws
         assert plain(capture_random_state()["numpy"]) == plain(np.random.get_state(legacy=False))
+
+
+def test_a_new_rank_draws_numbers_of_its_own() -> None:
+    """From the state of another rank: of each generator, others than any rank, and the same at each start."""
+
+    def drawn(state: dict[str, Any], rank: int | None) -> tuple[float, float, float]:
+        restore_random_state(state)
+        if rank is not None:
+            seed_new_rank(rank)
+        return float(torch.rand(())), float(np.random.rand()), random.random()  # noqa: S311
+
+    state = capture_random_state()
+    found = [drawn(state, rank) for rank in (None, 1, 2)]
+    assert [drawn(state, rank) for rank in (None, 1, 2)] == found
+    for numbers in zip(*found, strict=True):
+        assert len({*numbers}) == 3
 
 
 def test_numpy_is_asked_for_its_state_only_where_it_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import ignite.distributed as idist
 import pytest
 import torch
 from ignite.engine import Events
@@ -36,6 +37,7 @@ from ignite_train.handlers import (
     TrainingMetrics,
     Validation,
 )
+from ranks import run_ranks
 from update_options import with_options
 
 DATA = cuts.cut(cuts.samples(), [4, 12, 7, 9, 16, 16])  # six micro-batches
@@ -264,6 +266,24 @@ def test_min_learning_rate() -> None:
     assert used == [0.05 * rate for rate in rates[:5]]
     trainer.run(DATA, max_epochs=10)
     assert len(used) == 5  # running a finished job adds nothing
+
+
+def rates_that_are_used() -> list[float]:
+    trainer, _, optimizer = make(reduction="explicit" if idist.get_world_size() > 1 else "auto")
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.1**step)
+    LearningRateSchedule(scheduler).attach(trainer)
+    MinLearningRate(optimizer, minimum=0.001).attach(trainer)
+    used: list[float] = []
+    trainer.add_event_handler(TrainEvents.GRADIENTS_READY, lambda: used.append(trainer.state.output.learning_rates[0]))
+    trainer.run(DATA, max_epochs=10)
+    return used
+
+
+@pytest.mark.slow
+def test_min_learning_rate_ends_two_ranks_where_it_ends_one() -> None:
+    """They have the same rates, so they need not ask each other, and no update more is made."""
+    assert rates_that_are_used() == pytest.approx([0.05, 0.005])
+    assert run_ranks(rates_that_are_used) == [pytest.approx([0.05, 0.005])] * 2
 
 
 @pytest.mark.sampled(1)

@@ -170,8 +170,12 @@ def restore_random_state(states: Mapping[str, Any]) -> None:
 
 
 def seed_new_rank(rank: int) -> None:
-    """Gives a rank that took over the restored state of another one random numbers of its own, the same at each start."""
-    torch.manual_seed(torch.initial_seed() + int(torch.randint(2**40, ())) + rank)
+    """Gives a rank that took over the restored state of another one random numbers of its own, the same at each start.
+
+    Of Python's, NumPy's and torch's generators, with those of the accelerators.
+    """
+    seed = seed_random_state("new rank", rank, torch.initial_seed(), int(torch.randint(2**40, ())))
+    torch.manual_seed(seed)  # the accelerators too
 
 
 def seed_of(*key: int | str) -> int:
