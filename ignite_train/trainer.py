@@ -647,7 +647,7 @@ class Trainer(SessionLoop):
         random_state = capture_random_state(accelerators=False) if may_stop else None
         group = super()._fetch(batches)
         micro_batches = group if isinstance(group, (list, Sequence)) else None  # or else the pass has ended
-        if self._sections is not None and isinstance(group, ArrivingGroup):
+        if self._sections is not None and type(group) is ArrivingGroup:  # an abstract class is asked slowly
             group.waiting = partial(self._sections.within, "data")
         if self._stream is not None and not micro_batches and not batches.num_read:
             refuse_ended_iterator(self.state, self._stream.data)
