@@ -117,7 +117,7 @@ class Trainer(SessionLoop):
         self._on_backward: list[Callable[[ForwardOutput], None]] = []  # called when a forward's backward is done
         self._before_norm: list[Callable[[Trainer], None]] = []  # called after an update's last backward, on every rank
         self._after_update: list[Callable[[Trainer], None]] = []  # called when an update is counted, before its last events
-        self._on_record: list[Callable[[UpdateOutput], None]] = []  # called after that with its record, which does not change
+        self._on_record: list[Callable[[UpdateOutput], None]] = []  # called after that with its record
         self._ranks_are_alike = True  # False while replicas that train locally differ
         self._stateful_parts: dict[str, Stateful] = dict(parts or {})
         self._description = dict(settings or {})

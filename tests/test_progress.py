@@ -17,7 +17,7 @@ import termios
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -347,6 +347,22 @@ def test_the_bar_is_closed_when_the_run_fails(monkeypatch: pytest.MonkeyPatch) -
         trainer.run(DATA, max_epochs=1)
     trainer.run(DATA, max_epochs=1)
     assert [(bar.n_at_start, bar.n, bar.total, bar.is_closed) for bar in ShownBar.shown] == [(0, 4, 6, True), (4, 6, 6, True)]
+
+
+def test_a_bar_that_is_closed_within_an_event_is_not_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An evaluation that fails closes it; a handler that goes on after that has the run end without a bar."""
+    monkeypatch.setattr("ignite_train.handlers.progress.tqdm", ShownBar)
+    monkeypatch.setattr(ShownBar, "shown", [])
+    trainer, evaluator, _ = make()
+    ProgressLog("bar").attach(trainer, evaluator=evaluator)
+
+    def evaluate() -> None:
+        with suppress(TypeError):
+            evaluator.run([None])
+
+    trainer.add_evaluation_handler(EVERY(once=3), evaluate)
+    assert trainer.run(DATA, max_epochs=1).iteration == 6
+    assert [(bar.n, bar.is_closed) for bar in ShownBar.shown if bar.unit == "update"] == [(2, True)]
 
 
 def interrupted() -> tuple[list[str], int]:
