@@ -77,6 +77,23 @@ def test_what_is_missing_is_zero_and_may_come_back() -> None:
     assert [owner.grad.stride() for owner in owners[1:3] if owner.grad is not None] == [(1, 2), (1,)]
 
 
+@pytest.mark.parametrize("joined", [False, True], ids=["a sum", "a sum with a part"])
+def test_gradients_that_share_memory_are_told_apart(joined: bool) -> None:
+    """Backward hands one tensor on to both terms of a sum; another rank may have used one of them only."""
+    owners = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3 - joined))]
+    second = torch.cat([torch.zeros(1), owners[1]])[None] if joined else owners[1][None]
+    (owners[0][None] + second + torch.ones(4, 3)).square().sum().backward()  # type: ignore[no-untyped-call]
+    first, other = [owner.grad for owner in owners]
+    assert first is not None
+    assert other is not None
+    assert first.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+    message = message_of(owners)
+    message.pack(STATISTICS, [True] * 2, None, [first, other])
+    message.vector[4:7] += 1.0
+    message.unpack([True] * 2)
+    assert [owner.grad.tolist() for owner in owners if owner.grad is not None] == [[9.0] * 3, [8.0] * (3 - joined)]
+
+
 def _sums() -> list[Any]:
     """Small vectors and one that is too large to be gathered: summed in both ways, and the names of the collectives."""
     found: list[Any] = []
