@@ -27,6 +27,7 @@ from ignite.engine import Events
 from tqdm import tqdm
 
 import cuts
+from clock import Clock
 from ignite_train import Evaluator, Trainer, create_evaluator, create_trainer
 from ignite_train.handlers import Checkpoint, ProgressLog, StopOnSignal, TrainingMetrics, Validation
 from ranks import run_ranks
@@ -207,6 +208,18 @@ def test_a_table_ends_the_run(capsys: pytest.CaptureFixture[str], tmp_path: Path
     assert f"loss {validation.best:.6g} at update 12" in table["best"]
     assert table["files"] == f"{tmp_path} (Checkpoint)"
     assert re.fullmatch(r"host \d+\.\d\d GiB", table["memory"])
+
+
+def test_the_table_leaves_out_what_takes_next_to_no_time(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock that moves only while data is loaded."""
+    clock = Clock(monkeypatch)
+    trainer, _, _ = make()
+    ProgressLog("simple").attach(trainer)
+    TrainingMetrics(memory=False).attach(trainer)
+    trainer.run(clock.loader(DATA, 3.0))
+    assert "time    data 18.0 s (100%)\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
