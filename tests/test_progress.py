@@ -364,7 +364,7 @@ def test_the_bar_is_closed_when_the_run_fails(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_bar_that_is_closed_within_an_event_is_not_moved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An evaluation that fails closes it; a handler that goes on after that has the run end without a bar."""
+    """An evaluation that fails closes it; a handler that continues after that leaves the run without a bar."""
     monkeypatch.setattr("ignite_train.handlers.progress.tqdm", ShownBar)
     monkeypatch.setattr(ShownBar, "shown", [])
     trainer, evaluator, _ = make()
