@@ -34,6 +34,7 @@ _WAITING_PLACES = (
     "ignite_train/device/to_host.py",
     "ignite_train/ranks/statistics.py",
     "ignite_train/ranks/replicas.py",
+    "ignite_train/ranks/mean_over_ranks.py",
     "ignite_train/ranks/small_sum.py",
 )
 

@@ -174,6 +174,8 @@ class ProgressLog(Handler):
 
     def _advance(self, trainer: Trainer) -> None:
         bar = self._bar
+        if bar is None:  # a handler before this one has closed it
+            return
         bar.n += 1
         now = time.perf_counter()
         if now - self._refreshed >= _REFRESH_SECONDS or bar.n - 1 == self._begin:

@@ -28,6 +28,9 @@ _TRAINING = ("data", *_UPDATE)
 _GIB = 2.0**30
 _MAX_PENDING = 256  # records that are kept, however long the interval is
 
+_Record = tuple[UpdateOutput, dict[str, float], dict[str, float]]
+"""What an update did, with copies of its logs and of their denominators: handlers may change those."""
+
 
 class TrainingMetrics(Handler):
     """Publishes means over the applied updates since the last time, and over all ranks, into `trainer.state.metrics`.
@@ -112,7 +115,7 @@ class TrainingMetrics(Handler):
             self._utilisation_per_rate = real_number("flops_per_sample", flops_per_sample, above=0) / peak
         self._totals = dict.fromkeys((*SECTIONS, "updates"), 0.0)  # of the intervals that are over
         self._sections: Sections | None = None
-        self._pending: list[UpdateOutput] = []  # of the interval, not yet added to the sums
+        self._pending: list[_Record] = []  # of the interval, not yet added to the sums
         self._sums: dict[str, float] = {}
         self._logs: dict[str, float] = {}
         self._log_weights: dict[str, float] = {}  # of those with a denominator of their own
@@ -227,7 +230,7 @@ class TrainingMetrics(Handler):
 
     def _note(self, output: UpdateOutput) -> None:
         """Keeps the record of an update, which is all that is done in each of them."""
-        self._pending.append(output)
+        self._pending.append((output, dict(output.logs), dict(output.log_weights)))
         if len(self._pending) == _MAX_PENDING:
             self._add_pending()
 
@@ -235,7 +238,7 @@ class TrainingMetrics(Handler):
         """Adds what is kept to the sums, update by update in their order: so it does not matter when it is done."""
         sums, logs, weights = self._sums, self._logs, self._log_weights
         steps, loss, size, norm, largest, clipped = (sums[name] for name in _SUMS[1:])
-        for output in self._pending:
+        for output, logs_of_update, weights_of_update in self._pending:
             if output.skipped_reason is None:
                 steps += 1
                 loss += output.loss * output.sample_size
@@ -243,9 +246,9 @@ class TrainingMetrics(Handler):
                 norm += output.grad_norm
                 largest = max(largest, output.grad_norm)
                 clipped += output.clip_coefficient < 1.0
-                for name, value in output.logs.items():
+                for name, value in logs_of_update.items():
                     logs[name] = logs.get(name, 0.0) + value
-                for name, weight in output.log_weights.items():
+                for name, weight in weights_of_update.items():
                     weights[name] = weights.get(name, 0.0) + weight
         updates = sums["updates"] + len(self._pending)
         self._sums = dict(zip(_SUMS, (updates, steps, loss, size, norm, largest, clipped), strict=True))

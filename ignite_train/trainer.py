@@ -117,7 +117,7 @@ class Trainer(SessionLoop):
         self._on_backward: list[Callable[[ForwardOutput], None]] = []  # called when a forward's backward is done
         self._before_norm: list[Callable[[Trainer], None]] = []  # called after an update's last backward, on every rank
         self._after_update: list[Callable[[Trainer], None]] = []  # called when an update is counted, before its last events
-        self._on_record: list[Callable[[UpdateOutput], None]] = []  # called after that with its record, which does not change
+        self._on_record: list[Callable[[UpdateOutput], None]] = []  # called after that with its record
         self._ranks_are_alike = True  # False while replicas that train locally differ
         self._stateful_parts: dict[str, Stateful] = dict(parts or {})
         self._description = dict(settings or {})
@@ -647,7 +647,7 @@ class Trainer(SessionLoop):
         random_state = capture_random_state(accelerators=False) if may_stop else None
         group = super()._fetch(batches)
         micro_batches = group if isinstance(group, (list, Sequence)) else None  # or else the pass has ended
-        if self._sections is not None and isinstance(group, ArrivingGroup):
+        if self._sections is not None and type(group) is ArrivingGroup:  # an abstract class is asked slowly
             group.waiting = partial(self._sections.within, "data")
         if self._stream is not None and not micro_batches and not batches.num_read:
             refuse_ended_iterator(self.state, self._stream.data)

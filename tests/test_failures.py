@@ -660,6 +660,14 @@ def _state_of(pid: int | None) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
+def test_each_file_that_waits_for_ranks_is_known_to_the_watch() -> None:
+    """So that it blames the rank that has not come, and not the one that waits for it."""
+    root = Path(hang_watch.__file__).resolve().parents[1]
+    waiting = [path for path in (root / "ignite_train" / "ranks").glob("*.py") if ".wait()" in path.read_text("utf-8")]
+    assert len(waiting) > 1
+    assert {path.relative_to(root).as_posix() for path in waiting} <= {*hang_watch._WAITING_PLACES}
+
+
 def test_the_watches_cost_an_update_nothing() -> None:
     """Nothing is attached to what happens in an update, and in a single process the board has no thread either."""
     trainer = make("auto")

@@ -15,7 +15,7 @@ from ignite_train.ranks.joint_message import JointMessage
 from ignite_train.ranks.messages import RankRequests
 from ignite_train.ranks.small_sum import SmallSum
 from ignite_train.ranks.statistics import Statistics
-from ranks import run_ranks
+from ranks import RanksFailedError, run_ranks
 
 STATISTICS = torch.tensor([3.0, 0.1], dtype=torch.float64)
 
@@ -77,6 +77,23 @@ def test_what_is_missing_is_zero_and_may_come_back() -> None:
     assert [owner.grad.stride() for owner in owners[1:3] if owner.grad is not None] == [(1, 2), (1,)]
 
 
+@pytest.mark.parametrize("joined", [False, True], ids=["a sum", "a sum with a part"])
+def test_gradients_that_share_memory_are_told_apart(joined: bool) -> None:
+    """Backward hands one tensor on to both terms of a sum; another rank may have used one of them only."""
+    owners = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3 - joined))]
+    second = torch.cat([torch.zeros(1), owners[1]])[None] if joined else owners[1][None]
+    (owners[0][None] + second + torch.ones(4, 3)).square().sum().backward()  # type: ignore[no-untyped-call]
+    first, other = [owner.grad for owner in owners]
+    assert first is not None
+    assert other is not None
+    assert first.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+    message = message_of(owners)
+    message.pack(STATISTICS, [True] * 2, None, [first, other])
+    message.vector[4:7] += 1.0
+    message.unpack([True] * 2)
+    assert [owner.grad.tolist() for owner in owners if owner.grad is not None] == [[9.0] * 3, [8.0] * (3 - joined)]
+
+
 def _sums() -> list[Any]:
     """Small vectors and one that is too large to be gathered: summed in both ways, and the names of the collectives."""
     found: list[Any] = []
@@ -115,6 +132,30 @@ def test_ranks_that_send_more_than_others_are_an_error(beside: int, monkeypatch:
         return
     with pytest.raises(ValueError, match=r"alike on all ranks, got 15 numbers of an update on this rank, and on average 1[45]"):
         mine.finish(1.0)
+
+
+def _frozen_on_one_rank(victim: int) -> None:
+    """An update in which one rank has a parameter less to send: no step is made."""
+    model = nn.Linear(3, 1)
+    if idist.get_rank() == victim:
+        model.bias.requires_grad_(False)
+    options = UpdateOptions(reduction="explicit")
+    trainer = create_trainer(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, x: m(x).square().mean(), options=options
+    )
+    with pytest.raises((ValueError, RuntimeError), match=r"alike on all ranks|[Cc]onnection"):
+        trainer.run([torch.ones(2, 3)] * 4, max_epochs=1)
+    assert trainer.state.num_steps == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1], ids=str)
+def test_no_rank_waits_for_one_that_sends_less(victim: int) -> None:
+    """Gloo ends the process of the rank that is sent more than it expects; the other one raises, before a step."""
+    with pytest.raises(RanksFailedError) as caught:
+        run_ranks(_frozen_on_one_rank, victim, timeout_seconds=60.0)
+    outcomes = {victim: "died without a word", 1 - victim: "returned"}
+    assert str(caught.value) == "\n".join(f"rank {rank}: {outcomes[rank]}" for rank in (0, 1))
 
 
 def _frozen_later() -> tuple[list[float], list[float]]:

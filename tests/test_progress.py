@@ -17,7 +17,7 @@ import termios
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -27,6 +27,7 @@ from ignite.engine import Events
 from tqdm import tqdm
 
 import cuts
+from clock import Clock
 from ignite_train import Evaluator, Trainer, create_evaluator, create_trainer
 from ignite_train.handlers import Checkpoint, ProgressLog, StopOnSignal, TrainingMetrics, Validation
 from ranks import run_ranks
@@ -182,8 +183,9 @@ def test_a_log_file_has_short_aligned_lines(capsys: pytest.CaptureFixture[str], 
     ]
 
 
-def test_a_table_ends_the_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_table_ends_the_run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the time went, the best score and its update, skips, memory, and where the files are."""
+    monkeypatch.setattr("ignite_train.handlers.progress._SMALLEST_SHARE", 0.0)  # times differ from machine to machine
     trainer, evaluator, _ = make()
     validation = Validation(evaluator, DATA)
     validation.attach(trainer)
@@ -206,6 +208,18 @@ def test_a_table_ends_the_run(capsys: pytest.CaptureFixture[str], tmp_path: Path
     assert f"loss {validation.best:.6g} at update 12" in table["best"]
     assert table["files"] == f"{tmp_path} (Checkpoint)"
     assert re.fullmatch(r"host \d+\.\d\d GiB", table["memory"])
+
+
+def test_the_table_leaves_out_what_takes_next_to_no_time(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock that moves only while data is loaded."""
+    clock = Clock(monkeypatch)
+    trainer, _, _ = make()
+    ProgressLog("simple").attach(trainer)
+    TrainingMetrics(memory=False).attach(trainer)
+    trainer.run(clock.loader(DATA, 3.0))
+    assert "time    data 18.0 s (100%)\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -347,6 +361,22 @@ def test_the_bar_is_closed_when_the_run_fails(monkeypatch: pytest.MonkeyPatch) -
         trainer.run(DATA, max_epochs=1)
     trainer.run(DATA, max_epochs=1)
     assert [(bar.n_at_start, bar.n, bar.total, bar.is_closed) for bar in ShownBar.shown] == [(0, 4, 6, True), (4, 6, 6, True)]
+
+
+def test_a_bar_that_is_closed_within_an_event_is_not_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An evaluation that fails closes it; a handler that continues after that leaves the run without a bar."""
+    monkeypatch.setattr("ignite_train.handlers.progress.tqdm", ShownBar)
+    monkeypatch.setattr(ShownBar, "shown", [])
+    trainer, evaluator, _ = make()
+    ProgressLog("bar").attach(trainer, evaluator=evaluator)
+
+    def evaluate() -> None:
+        with suppress(TypeError):
+            evaluator.run([None])
+
+    trainer.add_evaluation_handler(EVERY(once=3), evaluate)
+    assert trainer.run(DATA, max_epochs=1).iteration == 6
+    assert [(bar.n, bar.is_closed) for bar in ShownBar.shown if bar.unit == "update"] == [(2, True)]
 
 
 def interrupted() -> tuple[list[str], int]:

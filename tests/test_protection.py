@@ -34,6 +34,7 @@ from ignite_train.handlers import (
     StateMismatchError,
 )
 from ignite_train.ranks import collectives, rank_vote
+from ignite_train.ranks.small_sum import SmallSum
 from ranks import run_ranks
 from test_failures import DEADLINE, Board, Group, threads
 from update_options import with_options
@@ -347,7 +348,7 @@ class Spoiled:
         if way in ("ddp", "fsdp"):
             self.trainer.add_event_handler(TrainEvents.BACKWARD_COMPLETED, self.spoil)
         else:  # the gradients are reduced after the last event of a micro-batch
-            self.all_reduce, torch.distributed.all_reduce = torch.distributed.all_reduce, self.reduce
+            self.sum, SmallSum.__call__ = SmallSum.__call__, lambda of, vector: self.spoil_sum(of, vector)  # type: ignore[method-assign]
 
     def spoil(self) -> None:
         if self.trainer.state.iteration == self.update:
@@ -355,12 +356,10 @@ class Spoiled:
             local: Any = gradient.to_local() if hasattr(gradient, "to_local") else gradient
             local.fill_(math.nan)
 
-    def reduce(self, vector: Tensor, *args: Any, **options: Any) -> Any:
-        work = self.all_reduce(vector, *args, **options)
-        if self.trainer.state.iteration == self.update and len(vector) > 9 and work is not None:
-            work.wait()
+    def spoil_sum(self, of: SmallSum, vector: Tensor) -> None:
+        self.sum(of, vector)
+        if self.trainer.state.iteration == self.update:
             vector[-1] = math.nan
-        return work
 
 
 POLICIES: dict[str, dict[str, Any]] = {

@@ -235,6 +235,14 @@ def test_intervals_survive_an_interruption_bit_by_bit(tmp_path: Path, stop_after
 # --- time ---
 
 
+def test_a_handler_that_changes_the_logs_of_a_record_changes_no_means() -> None:
+    """They are counted as they were when the update was."""
+    trainer = make(lambda model, x: (cuts.forward(model, x).loss, len(x), {"samples": len(x)}))
+    TrainingMetrics().attach(trainer, EVERY(every=3))
+    trainer.add_event_handler(TrainEvents.STEP_COMPLETED, lambda: trainer.state.update_output.logs.clear())
+    assert trainer.run(DATA, max_iters=3).metrics["samples"] == 1.0
+
+
 class SlowForward(Clock):
     """A clock by which forward takes a second."""
 

@@ -60,18 +60,26 @@ class JointMessage:
     def unpack(self, exists: Sequence[bool]) -> None:
         """Gives each parameter its part of the vector for a gradient, with the strides of the parameter.
 
-        A gradient that this rank has, and that lies in memory in the order of its indices, is written over.
+        A gradient that this rank has, and that lies in memory of its own in the order of its indices, is written over. Backward
+        may give several parameters gradients in the same memory, as it does for the terms of a sum; of these one stays there.
 
         Args:
             exists: for each parameter whether some rank has a gradient; or else it keeps none.
         """
-        gradients, parts = [], []
+        gradients, parts, taken = [], [], set()
         for parameter, part, is_anywhere in zip(self._parameters, self._parts, exists, strict=True):
             if is_anywhere:
                 gradient = parameter.grad
-                if gradient is None or not gradient.is_contiguous() or not parameter.is_contiguous():
+                if (
+                    gradient is None
+                    or not gradient.is_contiguous()
+                    or not parameter.is_contiguous()
+                    or gradient.storage_offset()
+                    or gradient.data_ptr() in taken
+                ):
                     dtype = gradient_dtype(parameter) if gradient is None else gradient.dtype
                     parameter.grad = gradient = empty_gradient_of(parameter, dtype)
+                taken.add(gradient.data_ptr())
                 gradients.append(gradient)
                 parts.append(part)
         if gradients:

@@ -86,7 +86,7 @@ class Totals(NamedTuple):
 
 
 class Statistics:
-    """Adds up what `forward` returns and reduces it over the ranks: one all-reduce of a float64 vector, whatever is logged.
+    """Adds up what `forward` returns and reduces it over the ranks: one collective with a float64 vector, whatever is logged.
 
     The names of the logs need not be known anywhere beforehand. A rank that meets a name for the first time says so in the
     vector; then all ranks exchange their names (pickled, once) and repeat that one reduction.
