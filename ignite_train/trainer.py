@@ -607,7 +607,8 @@ class Trainer(SessionLoop):
             return self._opened(kept[1])
         skip, epoch = self._epoch_iteration, self.state.epoch
         first_update = self.state.iteration + 1 - skip
-        position = self._data_position() if skip or self._groups is None else {}
+        broken_off = self._pass_is_opened and self._groups is not None and self._groups.reads(source)
+        position = self._data_position() if skip or self._groups is None or broken_off else {}
         position = {**position, "on_changed_data": self._on_changed_data} if position else {}
         if skip == 0 and self._groups is not None and not self._pass_is_opened:
             self._position = self._groups.position_at_end()
@@ -671,9 +672,16 @@ class Trainer(SessionLoop):
             fetched.give_back(self._groups)
         elif self._epoch_iteration == 0:
             self._groups.take_back_opening()
+            if self._stream is not None:  # which may begin anywhere
+                self._position = self._groups.position(0)
             self._groups, self._pass_is_opened = None, False
         else:
             fetched.restore_random_state()
+
+    def _take_back(self) -> None:
+        super()._take_back()
+        if self._epoch_open and self._pass_is_opened and self._epoch_iteration == 0 and self._groups is not None:
+            self._groups.take_back_opening()  # what was drawn for the first group is drawn again, the same
 
     def _close_epoch(self, started: float) -> None:
         if self._epoch_iteration == 0 and not self.should_terminate_single_epoch:
@@ -682,8 +690,10 @@ class Trainer(SessionLoop):
             raise ValueError(f"data must give at least one micro-batch on some rank, got none in epoch {self.state.epoch}")
         assert self._groups is not None  # noqa: S101  # a pass was made
         self._groups.finish()
-        super()._close_epoch(started)
-        self._pass_is_opened = False
+        try:
+            super()._close_epoch(started)
+        finally:  # a handler of EPOCH_COMPLETED may raise an error when the epoch is closed
+            self._pass_is_opened = self._epoch_open
         self._data_ended &= self._stream is None  # a stream says itself when a pass has ended
         self._requests.stop_epoch = False  # what handlers of EPOCH_COMPLETED asked for is done already
 

@@ -266,6 +266,14 @@ def removals() -> int:
     return len([thread for thread in threading.enumerate() if thread.name == "CheckpointRemoval"])
 
 
+def save_in_a_run(writer: CheckpointWriter, wait: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One checkpoint; `wait` is what the end of the run waits with."""
+    with writer.holding():
+        writer.save(contents(1, "run"), manifest(1))
+        writer.wait()
+        monkeypatch.setattr(Removal, "wait", wait)
+
+
 def writer_removing(writer: CheckpointWriter) -> tuple[CheckpointWriter, SlowRemoval]:
     """Of which one checkpoint stays: it has saved the second, and is removing the first."""
     disk = SlowRemoval()
@@ -343,6 +351,55 @@ def test_a_removal_that_fails_is_a_warning(tmp_path, caplog):
     writer.save(contents(3, "run"), manifest(3))
     writer.wait()
     assert names(tmp_path) == ["update-00000003"]
+
+
+def test_without_a_thread_for_it_the_removal_is_done_by_the_save(tmp_path, monkeypatch):
+    """The system may have no thread left; the checkpoint is written, and that is no failure of it."""
+    start = threading.Thread.start
+
+    def starting(thread: threading.Thread) -> None:
+        if thread.name == "CheckpointRemoval":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", starting)
+    writer = saver(tmp_path, last=1)
+    with writer.holding():
+        for number in (1, 2, 3):
+            writer.save(contents(number, "run"), manifest(number))
+            writer.wait()
+        assert [name for name in names(tmp_path) if "update" in name] == ["update-00000003"]
+        assert writer.directory.removal.name is None
+
+
+def test_control_c_while_a_removal_is_awaited_releases_the_directory(tmp_path, monkeypatch):
+    """Another run of this process, or of another one, can take it."""
+
+    def interrupted(*_arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    writer = saver(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        save_in_a_run(writer, interrupted, monkeypatch)
+    monkeypatch.undo()
+    assert names(tmp_path) == ["update-00000001"]
+    with saver(tmp_path).holding():
+        pass
+
+
+def test_a_removal_that_is_too_deep_for_python_is_a_warning(tmp_path, caplog):
+    """As where the next save finds what was left."""
+
+    def too_deep(path: Path) -> None:
+        raise RecursionError("maximum recursion depth exceeded")
+
+    writer = saver(tmp_path, last=1)
+    writer.disk.remove_tree = too_deep  # type: ignore[method-assign]
+    for number in (1, 2):
+        writer.save(contents(number, "run"), manifest(number))
+        writer.wait()
+    assert "an old checkpoint could not be removed" in caplog.text
+    assert writer.latest == tmp_path / "update-00000002"
 
 
 def test_what_a_killed_process_has_left_goes_first(tmp_path):

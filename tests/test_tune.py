@@ -107,6 +107,24 @@ def loader_of(size: int = 4, **settings: Any) -> DataLoader[Any]:
 # --- it changes nothing -----------------------------------------------------------------------------------------------------
 
 
+class Shared(nn.Linear):
+    """Its copies are itself, as of a large module that is not trained."""
+
+    def __deepcopy__(self, _memo: Any) -> nn.Module:
+        return self
+
+
+def test_a_model_whose_copy_is_not_one_keeps_its_weights(clock):
+    """They would be emptied with the copies."""
+    model = nn.Sequential(Shared(3, 4), nn.Linear(4, 1)).double()
+    before = bit_by_bit(model.state_dict())
+    model[0].requires_grad_(False)
+    trainer = create_trainer(model, torch.optim.SGD(model[1].parameters()), costing(clock, float), accumulation_steps=4)
+    with pytest.raises(RuntimeError, match=r"got a copy that has the tensor '0.weight' of the original"):
+        tuned(trainer, loader_of(), micro_batch=[8])
+    assert bit_by_bit(model.state_dict()) == before
+
+
 class Augmented(Dataset[Tensor]):
     """Draws from all generators, and from one of its own."""
 

@@ -280,10 +280,10 @@ class CheckpointDirectory:
     def _remove_renamed(self, removed: str, name: str) -> None:
         try:
             self.disk.remove_tree(self.path / removed)
-        except OSError as error:
+        except (OSError, RecursionError) as error:
             self._warn_of(name, removed, error)
 
-    def _warn_of(self, name: str, removed: str, error: OSError) -> None:
+    def _warn_of(self, name: str, removed: str, error: Exception) -> None:
         self._warned_about.add(removed)
         self._warn_once(name, f"an old checkpoint could not be removed: {error}")
 

@@ -22,6 +22,8 @@ class Removal:
     def begin(self, name: str, remove: Callable[[], None]) -> None:
         """Starts to remove; waits for the one before, so that the disk never holds two of them.
 
+        Where no thread can be started it returns when that is removed.
+
         Args:
             name: of the directory.
             remove: removes it, and raises nothing.
@@ -29,7 +31,11 @@ class Removal:
         self.wait()
         self.name = name
         thread = threading.Thread(target=self._run, args=(remove,), name="CheckpointRemoval", daemon=True)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError:  # the system has no thread left, or the process is ending
+            self._run(remove)
+            return
         self._thread = thread  # not before: one that has not started cannot be joined
 
     def wait(self, patience_seconds: float | None = None) -> bool:

@@ -89,9 +89,11 @@ class CheckpointWriter:
             yield
             patience = threading.TIMEOUT_MAX
         finally:
-            self._await_removal(patience)
-            self._is_held = False
-            self._release()
+            try:
+                self._await_removal(patience)
+            finally:  # after Ctrl-C in that wait too
+                self._is_held = False
+                self._release()
 
     def _await_removal(self, patience_seconds: float) -> None:
         """Returns when the old checkpoints are removed, or when that took too long: the next start removes what is left."""

@@ -211,8 +211,10 @@ class MicroBatchPass:
     ) -> None:
         self._size, self._done, self._position = size, skip, 0
         self._none_is_empty = none_is_empty
-        self._place = DataPosition(loader)
+        self._loader, self._place = loader, DataPosition(loader)
         self._place.find(position, skip)
+        if isinstance(loader, Stream):
+            self._place.note(exhausted=False)  # it may begin anywhere, and the first group may have to be read again
         self._before = 0  # micro-batches of this epoch that are done, if `len()` counts them too
         if not self._place.jumps:
             self._before = position.get("micro_batches", sum(map(size, range(skip)))) if skip else 0
@@ -236,7 +238,7 @@ class MicroBatchPass:
         self._ahead: list[Any] = []
         self._nothing_behind = False  # the look ahead has found no other group
         self._read = self.num_read = 0  # micro-batches since the position was found, and in the latest group
-        self._is_arriving = False  # the latest group is not complete
+        self._is_noted = True  # the place after the latest group; not while it arrives, nor where reading it has failed
         self._ended = self._exhausted = False  # no group is left; the loader is exhausted
         self._finished = False  # the epoch is over, and not only the run
         self._surplus: bool | None = None  # whether the loader gave more than its length; None: not looked at yet
@@ -254,7 +256,7 @@ class MicroBatchPass:
         begin = self._position
         group = self._take()
         if isinstance(group, list):
-            self._place.note(exhausted=self._exhausted)
+            self._note()
         if self.length is not None:
             self.max_micro_batches = max(min(length, self._position) for length in self._used) - begin
         if self._fills_up and isinstance(group, list):
@@ -271,7 +273,9 @@ class MicroBatchPass:
         latest = done >= self._done
         rounds = self._position if latest else self._position - self._size(done)
         given = self._before + self._read - (0 if latest else self.num_read)
-        return self._place.saved(rounds, given, latest=latest or self._is_arriving)  # one that arrives was not noted yet
+        return self._place.saved(
+            rounds, given, latest=latest or not self._is_noted
+        )  # then the latest note is of the one before
 
     def position_at_end(self) -> dict[str, Any]:
         """Where this rank stands after all groups that were given."""
@@ -290,6 +294,10 @@ class MicroBatchPass:
     def take_back_opening(self) -> None:
         """Call it where the run ends before the first update of the epoch: the next run opens the same pass again."""
         self._place.take_back_opening()
+
+    def reads(self, loader: Iterable[Any]) -> bool:
+        """Whether this is a pass over `loader`."""
+        return self._loader is loader
 
     def finish(self) -> None:
         """Ends the epoch. Call it before the position at the end of the epoch is read.
@@ -326,6 +334,10 @@ class MicroBatchPass:
         if isinstance(self._micro_batches, FetchThread):
             self._micro_batches.pause()
 
+    def _note(self) -> None:
+        self._place.note(exhausted=self._exhausted)
+        self._is_noted = True
+
     def _has_surplus(self) -> bool:
         if self._surplus is None:
             self._surplus = next(self._micro_batches, self) is not self
@@ -352,7 +364,7 @@ class MicroBatchPass:
         expected = self._expected(size) if self._groups_arrive and not self._ahead else 0
         self._done += 1
         self._position += size
-        self.num_read = 0
+        self.num_read, self._is_noted = 0, False
         if expected:
             return self._take_arriving(expected, size)
         group, self._ahead = self._ahead[:size], self._ahead[size:]
@@ -378,11 +390,9 @@ class MicroBatchPass:
 
         def end(group: ArrivingGroup) -> None:
             """As where a group is read at once: the loader is exhausted if it had less than a whole one."""
-            self._is_arriving = False
             self._exhausted = len(group) < expected or (expected < size and not self._has_surplus())
-            self._place.note(exhausted=self._exhausted)
+            self._note()
 
-        self._is_arriving = True
         return ArrivingGroup(read, expected, is_sized=self._announced is not None, on_complete=end)
 
     def _count(self, micro_batch: Any) -> Any:

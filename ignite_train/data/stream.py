@@ -34,6 +34,8 @@ class Stream:
         self._micro_batches: Iterator[Any] | None = None  # None: the pass has not been begun, or has ended
         self._place: DataPosition | None = None
         self._ended = False
+        self._start: Mapping[str, Any] = {}  # the place at which the next pass begins
+        self._is_broken = False  # reading has raised an error, so that the iterator may be past what it did not give
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -41,8 +43,10 @@ class Stream:
     def __next__(self) -> Any:
         while not self._ended:
             if self._micro_batches is None:
-                self._begin_pass({})
+                self._begin_pass(self._start)
+            self._is_broken = True
             micro_batch = next(self._micro_batches, self)  # type: ignore[arg-type]  # begun above
+            self._is_broken = False
             if micro_batch is not self:
                 self._given += 1
                 self._since_found += 1
@@ -55,7 +59,7 @@ class Stream:
         self.pause()
         self.data, self._ended = data, False
         self._micro_batches = self._place = None
-        self._given = self._since_found = 0
+        self._given, self._since_found, self._start = 0, 0, {}
 
     def pause(self) -> None:
         """Ends the thread that reads the loader, if there is one; the next element starts another."""
@@ -65,7 +69,9 @@ class Stream:
     def state_dict(self) -> dict[str, Any]:
         """The place in the stream, in plain types."""
         state: dict[str, Any] = {"passes": self._passes, "given": self._given, "place": {}}
-        if self._place is not None:
+        if self._given == 0:
+            state["place"] = dict(self._start) or DataPosition(self.data).saved(0, 0, latest=True)
+        elif self._place is not None:
             length = length_of(self.data)
             self._place.note(exhausted=length is not None and self._given >= length)
             state["place"] = self._place.saved(self._since_found, self._given, latest=True)
@@ -79,7 +85,8 @@ class Stream:
             ValueError: other ranks wrote it, or the data has changed; see `DataPosition`.
         """
         passes, given = state_dict["passes"], state_dict["given"]
-        if (passes, given) == (self._passes, self._given):
+        is_there = (passes, given) == (self._passes, self._given)
+        if is_there and (isinstance(self.data, Iterator) or (given and not self._is_broken)):
             return
         if isinstance(self.data, Iterator) and self._given:
             raise TypeError(
@@ -87,15 +94,17 @@ class Stream:
                 f"({type(self.data).__name__}) that has been read past it; pass a DataLoader"
             )
         self.pause()
-        self._passes, self._given, self._ended = passes, given, False
+        self._passes, self._given, self._ended, self._is_broken = passes, given, False, False
         self._micro_batches = self._place = None
+        self._start = {} if given else state_dict["place"]
         if given:
             self._begin_pass(state_dict["place"])
 
     def _begin_pass(self, saved: Mapping[str, Any]) -> None:
         set_epoch(self.data, self._passes)
         self._place, self._since_found = DataPosition(self.data), 0
-        self._place.find(saved, int(bool(saved)))
+        self._place.find(saved, self._given)
+        self._start = {}
         self._micro_batches = iter(()) if self._place.at_end else open_loader(self.data)
         if self._place.reads_past:
             for _ in range(self._given):

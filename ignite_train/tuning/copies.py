@@ -32,15 +32,27 @@ def copies_of(
         compiled: whether the trainer has compiled the model as a whole, which is then left to the copy's trainer.
 
     Raises:
+        ValueError: the copy has tensors of the original, which would be trained and emptied with it.
         Exception: what `copy.deepcopy` raises where something in them cannot be copied.
     """
     memo: dict[int, Any] = {}
     module = unwrap(model)
     twin = copy.deepcopy(module, memo)
+    _refuse_shared(module, twin)
     for original, copied in zip(module.modules(), twin.modules(), strict=True):
         if original._compiled_call_impl is not None and not (compiled and original is module):
             copied.compile()
     return twin, each_optimizer(optimizer, lambda one: _copy_of(one, memo))
+
+
+def _refuse_shared(module: nn.Module, twin: nn.Module) -> None:
+    own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    for name, tensor in (*twin.named_parameters(), *twin.named_buffers()):
+        if id(tensor) in own:
+            raise ValueError(
+                f"model must be copied whole by copy.deepcopy, got a copy that has the tensor {name!r} of the original; remove "
+                "the __deepcopy__ that returns the module itself while tune is used"
+            )
 
 
 def each_optimizer(given: OneOrSeveralOptimizers, change: Callable[[Optimizer], Optimizer]) -> OneOrSeveralOptimizers:

@@ -1,0 +1,169 @@
+"""A run that is broken off anywhere and called again trains on the same groups as one that is not."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from functools import cache
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ignite.engine import Events
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from bits import bit_by_bit
+from ignite_train import ForwardOutput, ResumableLoader, Trainer, TrainEvents, create_trainer
+from tiers import nightly, slow
+
+SAMPLES, EPOCHS = 7, 2
+
+
+class Numbers(Dataset[Tensor]):
+    """Sample i is i; before each sample it calls `before`."""
+
+    def __init__(self, before: Callable[[], object]) -> None:
+        self.before = before
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Tensor:
+        self.before()
+        return torch.tensor([float(index)])
+
+
+class Iterable:
+    """Opened again for each pass; a pass in which an error was raised has ended."""
+
+    def __init__(self, numbers: Numbers) -> None:
+        self.numbers = numbers
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (self.numbers[index][None] for index in range(SAMPLES))
+
+
+def from_own(numbers: Numbers) -> DataLoader[Tensor]:
+    return DataLoader(numbers, shuffle=True, generator=torch.Generator().manual_seed(7))
+
+
+def from_process(numbers: Numbers) -> DataLoader[Tensor]:
+    return DataLoader(numbers, shuffle=True)
+
+
+def resumable(numbers: Numbers) -> ResumableLoader:
+    return ResumableLoader(numbers, 1, shuffle=True, seed=7)
+
+
+def in_thread(numbers: Numbers) -> ResumableLoader:
+    return ResumableLoader(numbers, 1, shuffle=True, seed=7, fetch_in_thread=True)
+
+
+LOADERS = {make.__name__: make for make in (Iterable, from_own, from_process, resumable, in_thread)}
+
+
+def fail(_trainer: Trainer) -> None:
+    raise RuntimeError("stopped")
+
+
+def press_control_c(_trainer: Trainer) -> None:
+    raise KeyboardInterrupt
+
+
+STOPS = {"error": fail, "ctrl-c": press_control_c, "terminate": Trainer.terminate, "interrupt": Trainer.interrupt}
+EVENTS = {
+    event.name: event
+    for event in (
+        Events.EPOCH_STARTED,
+        Events.GET_BATCH_STARTED,
+        Events.GET_BATCH_COMPLETED,
+        Events.ITERATION_STARTED,
+        TrainEvents.GRADIENTS_READY,
+        Events.ITERATION_COMPLETED,
+        Events.EPOCH_COMPLETED,
+    )
+}
+
+
+def train(loader: str, length: int | None, steps: int, stop: str = "", place: str = "", number: int = 0) -> Any:
+    """The micro-batches of each update and the weights, where `stop` happens in the `number`-th `place`, if any."""
+    left, breaks = [number], [bool(place)]
+    used: dict[int, list[float]] = {}
+
+    def count(trainer: Any = None) -> None:
+        left[0] -= 1
+        if left[0] == 0 and breaks:
+            breaks.clear()
+            STOPS[stop](trainer)
+
+    def forward(model: nn.Module, x: Tensor) -> ForwardOutput:
+        used.setdefault(trainer.state.iteration, []).append(float(x))
+        return ForwardOutput((model(x) / SAMPLES).square().sum(), len(x))
+
+    torch.manual_seed(1)
+    random.seed(2)
+    np.random.seed(2)
+    model = nn.Linear(1, 1)
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.05), forward, accumulation_steps=steps)
+    trainer.interrupt_resume_enabled = True
+    trainer.add_event_handler(Events.GET_BATCH_COMPLETED, lambda: used.pop(trainer.state.iteration + 1, None))
+    if place in EVENTS:
+        trainer.add_event_handler(EVENTS[place], count, trainer)
+    data = LOADERS[loader](Numbers(count if place == "data" else lambda: None))
+    try:
+        trainer.run(data, max_epochs=EPOCHS, epoch_length=length)
+    except (RuntimeError, KeyboardInterrupt):
+        assert stop in ("error", "ctrl-c")
+    assert not place or not breaks
+    if place:
+        trainer.run(data, max_epochs=EPOCHS, epoch_length=length)
+    samples = list(chain.from_iterable(used[update] for update in sorted(used)))
+    passes = [sorted(samples[begin : begin + SAMPLES]) for begin in range(0, len(samples) // SAMPLES * SAMPLES, SAMPLES)]
+    assert all(each == list(range(SAMPLES)) for each in passes)
+    return used, bit_by_bit(model.state_dict())
+
+
+@cache
+def undisturbed(loader: str, length: int | None, steps: int) -> Any:
+    return train(loader, length, steps)
+
+
+def places(length: int | None, steps: int) -> list[tuple[str, str, int]]:
+    """Where a run can be broken off: how, in which event or in the dataset, and in which of them."""
+    updates = length or -(-SAMPLES // steps)
+    cases = [(stop, name, number) for stop in STOPS for name in EVENTS if "EPOCH" in name for number in (1, 2)]
+    in_epochs = [1, 2, updates, updates + 1, updates + 2, 2 * updates]
+    cases += [(stop, name, number) for stop in STOPS for name in EVENTS if "EPOCH" not in name for number in in_epochs]
+    samples = {1, 2, SAMPLES, SAMPLES + 1, SAMPLES + 2, steps * updates, steps * updates + 1}
+    read = EPOCHS * (SAMPLES if length is None else steps * length)
+    return cases + [(stop, "data", number) for stop in ("error", "ctrl-c") for number in sorted(samples) if number <= read]
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("length", [slow(None), slow(3), nightly(7)])
+@pytest.mark.parametrize("loader", LOADERS)
+def test_no_micro_batch_is_lost_or_repeated(loader, length, steps):
+    expected, different = undisturbed(loader, length, steps), []
+    cases = places(length, steps)
+    for place in random.Random(steps).sample(cases, len(cases) // 3):  # noqa: S311
+        found = train(loader, length, steps, *place)
+        if found != expected and (length is None or loader != "from_process"):  # which shuffles a later pass differently
+            different.append(place)
+    assert different == []
+
+
+@pytest.mark.parametrize(
+    ("stop", "place", "number"),
+    [
+        ("ctrl-c", "GET_BATCH_COMPLETED", 4),
+        ("ctrl-c", "data", 2 * SAMPLES),
+        ("terminate", "GET_BATCH_COMPLETED", 1),
+        ("error", "EPOCH_COMPLETED", 1),
+    ],
+)
+def test_some_places_of_an_epoch_of_given_length(stop, place, number):
+    """The first group of a later epoch; a group that was read in part; the first pass, whose generator has shuffled it."""
+    assert train("from_own", 3, 3, stop, place, number) == undisturbed("from_own", 3, 3)
