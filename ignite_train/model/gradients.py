@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from ignite_train.device.to_host import is_on_host
 from ignite_train.errors import GradientAccessError, NoGradientError
-from ignite_train.model.memory_layout import is_dense
+from ignite_train.model.memory_layout import is_dense, sharing_memory
 from ignite_train.model.optimizers import Optimizers
 from ignite_train.model.sparse_parameters import sparse_gradient_values, sparse_parameters
 
@@ -79,6 +79,19 @@ class Gradients:
                 parameter.grad = gradient
             elif gradient is not None:
                 parameter.grad = gradient.add_(parameter.grad)
+
+    def separate(self) -> None:
+        """Gives each of them memory of its own; called after each backward.
+
+        Backward hands one tensor to two parameters where their gradients are equal, as those of the terms of a sum may be, and
+        views of it to the parts of a `cat`. What then adds to one of them in place, or scales it, would do so to the other too:
+        torch's own accumulation and `clip_grad_norm_` do. Sharded and sparse gradients are left alone.
+        """
+        existing = [gradient for gradient in self._existing() if _is_plain(gradient)]
+        copied = {id(existing[index]) for index in sharing_memory(existing)}
+        for parameter in self.parameters() if copied else ():
+            if parameter.grad is not None and id(parameter.grad) in copied:
+                parameter.grad = parameter.grad.clone()
 
     def detach(self) -> None:
         """Cuts the graphs that `create_graph=True` leaves on gradients, so that the next micro-batch does not grow them."""
@@ -254,6 +267,10 @@ class PartedGradients(Gradients):
     def _note_parts(self) -> None:
         for part in self.parts.values():
             part.note_kinds()
+
+
+def _is_plain(gradient: Tensor) -> bool:
+    return type(gradient) is Tensor and gradient.layout is torch.strided
 
 
 def _by_kind(gradients: list[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:

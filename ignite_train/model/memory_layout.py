@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-__all__ = ["as_bytes", "as_gradient_of", "empty_gradient_of", "gradient_dtype", "is_dense", "pairs_with"]
+__all__ = ["as_bytes", "as_gradient_of", "empty_gradient_of", "gradient_dtype", "is_dense", "pairs_with", "sharing_memory"]
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
@@ -15,6 +17,17 @@ def as_bytes(tensor: Tensor) -> Tensor:
     as bytes.
     """
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def sharing_memory(tensors: Sequence[Tensor]) -> list[int]:
+    """The indices of dense tensors that would have to be copied, so that no two of `tensors` share a byte."""
+    found, end = list[int](), 0
+    for start, index in sorted([(tensor.data_ptr(), index) for index, tensor in enumerate(tensors)]):
+        if start < end:
+            found.append(index)
+        else:
+            end = start + tensors[index].nbytes
+    return found
 
 
 def is_dense(tensor: Tensor) -> bool:

@@ -172,6 +172,7 @@ class ClosureStep:
                 if number == num_backwards:
                     self.reduction.begin(outgoing, self.statistics)
                 self.backward(output)
+                self.gradients.separate()
         self.state.micro_batch_in_group = None
         for number in range(len(micro_batches) + 1, num_backwards + 1):
             with self.reduction.context(last=number == num_backwards):

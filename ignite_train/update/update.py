@@ -213,6 +213,7 @@ class Update:
                             retain_graph=self.options.retain_graph or self.options.create_graph,
                             create_graph=self.options.create_graph,
                         )
+                        self.gradients.separate()
                         for callback in trainer._on_backward:
                             callback(state.forward_output)
             fire(TrainEvents.BACKWARD_COMPLETED)

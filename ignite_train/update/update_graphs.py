@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ignite_train.errors import ForwardContractError
 from ignite_train.forward import BoundForward
 from ignite_train.model.compiled_step import StepPlan, stepped
+from ignite_train.model.memory_layout import sharing_memory
 from ignite_train.model.precision import Precision
 
 __all__ = ["CannotCompileError", "Gathered", "UpdateGraphs"]
@@ -105,7 +106,10 @@ class UpdateGraphs:
 
     def first(self, micro_batch: Any, numbers: Tensor) -> Gathered:
         """Runs forward and backward of the first micro-batch of several; see `whole`."""
-        return Gathered(*self._first(micro_batch, numbers))
+        gathered = Gathered(*self._first(micro_batch, numbers))
+        for index in sharing_memory(gathered.gradients):  # what is added to one of them must not be added to another
+            gathered.gradients[index] = gathered.gradients[index].clone()
+        return gathered
 
     def further(self, micro_batch: Any, numbers: Tensor, before: Gathered) -> Gathered:
         """Runs forward and backward of another micro-batch, whose gradients are added in place; see `whole`."""

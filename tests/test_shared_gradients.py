@@ -1,0 +1,88 @@
+"""Parameters whose gradients backward leaves in the same memory are stepped as if each had its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ignite_train import ForwardOutput, UpdateOptions, create_trainer
+from ignite_train.model.memory_layout import sharing_memory
+
+X = torch.arange(12.0, dtype=torch.float64).reshape(4, 3) / 10
+RATE = 0.125
+
+
+class Terms(nn.Module):
+    """c + d + x: the gradients of c and d are views of one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.c, self.d = (nn.Parameter(torch.full((3,), value, dtype=torch.float64)) for value in (0.5, -0.25))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c[None] + self.d[None] + x
+
+
+class Parts(nn.Module):
+    """cat(a, b) + c + x: the gradients of a and b are parts of that of c."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = {"a": 1, "b": 2, "c": 3}
+        for name, size in sizes.items():
+            self.register_parameter(name, nn.Parameter(torch.full((size,), 0.5, dtype=torch.float64)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (torch.cat([self.a, self.b]) + self.c)[None] + x
+
+
+def forward(model: nn.Module, x: Tensor) -> ForwardOutput:
+    return ForwardOutput(model(x).square().sum(), len(x))
+
+
+def expected(model: nn.Module, limit: float | None) -> dict[str, Tensor]:
+    """The parameters after one update; the gradient of each by the formula: the column sums of 2 * output, divided by 4."""
+    with torch.no_grad():
+        whole = 2 * model(X).sum(0) / len(X)
+    gradients = {"a": whole[:1], "b": whole[1:], "c": whole, "d": whole}
+    norm = sum(float(gradients[name].square().sum()) for name, _ in model.named_parameters()) ** 0.5
+    factor = 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))
+    return {name: parameter.detach() - RATE * factor * gradients[name] for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.sampled(12)
+@pytest.mark.parametrize("limit", [None, 0.5])
+@pytest.mark.parametrize("size", [4, 2, 1])
+@pytest.mark.parametrize("form", ["fused", "foreach", "closure", "graph"])
+@pytest.mark.parametrize("kind", [Terms, Parts])
+def test_each_is_counted_and_scaled_once(kind: Callable[[], nn.Module], form: str, size: int, limit: float | None) -> None:
+    """However the samples are cut, with and without clipping."""
+    model = kind()
+    after = expected(model, limit)
+    implementation: dict[str, Any] = {"fused": True} if form == "fused" else {"foreach": True}
+    trainer = create_trainer(
+        model,
+        torch.optim.SGD(model.parameters(), lr=RATE, **implementation),
+        forward,
+        accumulation_steps=len(X) // size,
+        max_grad_norm=limit,
+        compile={"update": True, "backend": "eager"} if form == "graph" else False,
+        options=UpdateOptions(closure=form == "closure"),
+    )
+    trainer.run(list(X.split(size)), max_epochs=1)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.detach(), after[name], rtol=1e-12, atol=0)
+
+
+def test_which_of_them_share_memory() -> None:
+    """Neighbours in memory do not; a part does, wherever it begins; what is empty does not."""
+    memory = torch.zeros(10)
+    tensors = [memory[:4], memory[4:6], torch.zeros(0), memory[6:], memory[5:7], torch.ones(3), memory[:4]]
+    found = sharing_memory(tensors)
+    assert found == [6, 4]
+    kept = [tensor.clone() if index in found else tensor for index, tensor in enumerate(tensors)]
+    assert sharing_memory(kept) == []
