@@ -168,7 +168,7 @@ def is_graph(setup: Setup) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("steps", [nightly(1), 3])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_it_steps_as_the_formulas_say(name, steps):
     """The weights are those of the textbook's optimizer along the clipped mean gradient over all samples, in float64."""
@@ -326,7 +326,7 @@ def test_a_step_that_is_withheld_leaves_no_trace(bits, steps, where):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("steps", [nightly(1), 2])
 def test_what_is_skipped_is_what_is_skipped_without_compiling(steps):
     """Buffers, counters and records too, with values that are not finite and with weights that are all zero."""
 
@@ -557,7 +557,7 @@ CHANGES: dict[str, Callable[[Setup], None]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("steps", [nightly(1), 2])
 @pytest.mark.parametrize("name", CHANGES)
 def test_what_changes_in_a_run_counts(name, steps):
     """From the same update on, and in the same way, as without compiling."""
@@ -604,7 +604,7 @@ class TwoHeads(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("steps", [nightly(1), 2])
 @pytest.mark.parametrize("sizes", [(4, 3), (4, 2), (2, 4)], ids=["other", "more", "fewer"])
 def test_parameters_that_only_some_batches_use(sizes, steps):
     """Each update moves those that its loss depends on."""
