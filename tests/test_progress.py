@@ -316,7 +316,7 @@ def test_a_metric_that_is_not_one_number_does_not_end_the_run(
 
 @pytest.mark.parametrize("style", ["simple", "bar"])
 def test_only_a_bar_is_moved_in_each_update(monkeypatch: pytest.MonkeyPatch, style: Any) -> None:
-    """Where there is none nothing is attached for it, and when it is closed its handler is gone."""
+    """Without a bar nothing is attached for it, and when it is closed its handler is gone."""
     monkeypatch.setattr("ignite_train.handlers.progress.tqdm", ShownBar)
     trainer, _, _ = make()
     ProgressLog(style).attach(trainer, Events.EPOCH_COMPLETED)

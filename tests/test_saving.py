@@ -354,7 +354,7 @@ def test_a_removal_that_fails_is_a_warning(tmp_path, caplog):
 
 
 def test_without_a_thread_for_it_the_removal_is_done_by_the_save(tmp_path, monkeypatch):
-    """The system may have no thread left; the checkpoint is written, and that is no failure of it."""
+    """The system may have no thread left; the save succeeds."""
     start = threading.Thread.start
 
     def starting(thread: threading.Thread) -> None:

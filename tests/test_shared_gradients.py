@@ -79,7 +79,7 @@ def test_each_is_counted_and_scaled_once(kind: Callable[[], nn.Module], form: st
 
 
 def test_which_of_them_share_memory() -> None:
-    """Neighbours in memory do not; a part does, wherever it begins; what is empty does not."""
+    """Neighbours in memory and empty tensors do not; a part of another tensor does."""
     memory = torch.zeros(10)
     tensors = [memory[:4], memory[4:6], torch.zeros(0), memory[6:], memory[5:7], torch.ones(3), memory[:4]]
     found = sharing_memory(tensors)

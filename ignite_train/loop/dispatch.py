@@ -285,7 +285,7 @@ def _refuse_unattached(handler: Any) -> None:
 
 
 def _first_due(handlers: list[Any], state: Any, place: int = 0) -> int:
-    """The place of the first handler that is to be called, from `place` on, or the place behind the last."""
+    """The place of the first handler that is due, from `place` on, or the place behind the last."""
     for index in range(place, len(handlers)):
         handler = handlers[index][0]
         if type(handler) is not _EveryNthHandler or getattr(state, handler.attribute) % handler.number == 0:
