@@ -120,7 +120,7 @@ def test_a_small_sum_is_that_of_an_all_reduce(ranks: int, small: str) -> None:
 
 @pytest.mark.parametrize("beside", [-1, 0, 1], ids=str)
 def test_ranks_that_send_more_than_others_are_an_error(beside: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before anything is made of the sums: a gathering takes the shorter vector of another rank as it is."""
+    """Before anything is made of the sums: a gathering accepts a shorter vector of another rank."""
     monkeypatch.setattr(collectives, "world_size", lambda: 2)
     mine, theirs = Statistics(torch.device("cpu")), Statistics(torch.device("cpu"))
     vector, other = mine.pack(RankRequests(), beside=4), theirs.pack(RankRequests(), beside=4 + beside)

@@ -465,7 +465,7 @@ def test_the_disk_begins_to_write_before_the_file_is_complete(tmp_path):
 
 
 def test_a_file_system_that_cannot_begin_is_no_error(tmp_path):
-    """The hint fails for what is no file, and without the call nothing happens."""
+    """The hint fails silently for an invalid descriptor, and does nothing where the system lacks the call."""
     Disk().begin_sync(-1, 0, 1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(disk_module, "_sync_file_range", None)
