@@ -6,8 +6,10 @@ SEED ?= 0
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
+# Each process of the tests would compile the tests again if the environment forbids to keep what is compiled.
+COMPILED := env -u PYTHONDONTWRITEBYTECODE
 # On all cores, at most eight; a worker that has run out of tests takes over some of another's.
-PYTEST := $(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist worksteal
+PYTEST := $(COMPILED) $(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist worksteal
 BENCH_VENV := .venv-bench
 XLA_VENV := .venv-xla
 BENCH_INSTALLED := $(BENCH_VENV)/installed
@@ -25,7 +27,7 @@ digits: $(INSTALLED)  ## classify handwritten digits
 	$(BIN)/python examples/digits.py --nproc $(NPROC)
 
 quick: check  ## lint, types, and the tests that failed when they were last run
-	$(BIN)/python -m pytest -q -m 'not nightly' --last-failed --last-failed-no-failures none || test $$? -eq 5
+	$(COMPILED) $(BIN)/python -m pytest -q -m 'not nightly' --last-failed --last-failed-no-failures none || test $$? -eq 5
 
 test: check  ## lint, types and tests
 	$(PYTEST)
@@ -42,7 +44,7 @@ check: $(INSTALLED)
 	$(BIN)/mypy
 
 nightly: $(INSTALLED)  ## the tests that take longer than the gate allows
-	$(BIN)/python -m pytest -q -m nightly
+	$(COMPILED) $(BIN)/python -m pytest -q -m nightly
 
 mutants: $(INSTALLED)  ## change the library at random and see which changes no test notices; N=300 SEED=1 for others
 	$(BIN)/python tests/mutants.py --number $(N) --seed $(SEED) --jobs 2
@@ -70,7 +72,7 @@ wheel-test: $(INSTALLED)  ## the tests of `test` against the built wheel, where 
 	cp -R tests examples conftest.py pyproject.toml README.md "$$there" && \
 	cd "$$there" && export PYTHONPATH="$$there/installed" && \
 	"$$python" -c 'import ignite_train.handlers as h, sys; sys.exit(not h.__file__.startswith(sys.argv[1]))' "$$there" && \
-	"$$python" -m pytest -q -n auto --maxprocesses 8 --dist worksteal -o pythonpath= tests && \
+	$(COMPILED) "$$python" -m pytest -q -n auto --maxprocesses 8 --dist worksteal -o pythonpath= tests && \
 	"$$python" -m pytest -q -o pythonpath= --pyargs ignite_train
 
 curve: $(INSTALLED)  ## train and draw docs/curve.png

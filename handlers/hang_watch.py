@@ -28,15 +28,8 @@ _logger = logging.getLogger(__name__)
 _STDERR = 2
 _PATIENCE_SECONDS = 2.0  # to wait for a store that does not answer, when the run is over
 
-_WAITING_PLACES = (
-    "torch/distributed/",
-    "torch/autograd/graph.py",
-    "ignite_train/device/to_host.py",
-    "ignite_train/ranks/statistics.py",
-    "ignite_train/ranks/replicas.py",
-    "ignite_train/ranks/mean_over_ranks.py",
-    "ignite_train/ranks/small_sum.py",
-)
+_MARK = "_WAITS_FOR_RANKS"  # a name that is true in each file of this library that waits for other ranks
+_WAITING_PLACES_OF_TORCH = ("torch/distributed/", "torch/autograd/graph.py")
 
 
 class HangWatch(Handler):
@@ -175,6 +168,12 @@ def _frame_of(thread: int) -> FrameType | None:
             gc.enable()
 
 
+def _waits(frame: FrameType) -> bool:
+    """Whether code waits for other ranks here."""
+    file = Path(frame.f_code.co_filename).as_posix()
+    return _MARK in frame.f_globals or any(place in file for place in _WAITING_PLACES_OF_TORCH)
+
+
 class _Watch:
     """Two threads for one run: one exchanges reports through the store, and may get stuck in it; the other decides.
 
@@ -233,7 +232,7 @@ class _Watch:
         frame, waits, where = _frame_of(self._main), False, "nowhere"
         if frame is not None:
             code = frame.f_code
-            waits = any(place in Path(code.co_filename).as_posix() for place in _WAITING_PLACES)
+            waits = _waits(frame)
             where = f"{code.co_name} ({Path(code.co_filename).name}:{frame.f_lineno})"
         evaluated = 0 if evaluator is None else evaluator.state.iteration
         begun = collectives.collectives_begun()

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
+from torch.utils.data._utils import worker
 
 import ignite_train.checkpoint.lock
 import ignite_train.ranks.collectives
@@ -121,6 +122,7 @@ def build(job: Job, rank: int) -> tuple[Trainer, Evaluator, Checkpoint, Resumabl
     if job.keeps_all:
         checkpoint.saver.retention = KeepAll(last=1, best=1, lower_is_better=True, every=None)
     checkpoint.attach(trainer, evaluator=evaluator)
+    worker.MP_STATUS_CHECK_INTERVAL = 0.5  # how often a worker looks whether its parent was killed: torch says 5 seconds
     loader = ResumableLoader(Noisy(), 4, shuffle=True, seed=3, num_workers=job.num_workers)
     if job.grace_seconds is not None:
         StopOnSignal(grace_seconds=job.grace_seconds).attach(trainer)
@@ -420,11 +422,11 @@ class Life(Processes):
     def end_orphans(self) -> int:
         """Waits until what the processes started is gone, and ends loader workers that torch has forgotten: how many.
 
-        A worker looks every five seconds whether it still has the parent that it had when it came to look first. If the
+        A worker looks twice a second whether it still has the parent that it had when it came to look first. If the
         parent was killed before that, it stays for ever.
         """
         with suppress(AssertionError):
-            until(lambda: not self.started(), "all is gone", 20.0)
+            until(lambda: not self.started(), "all is gone", 10.0)
         orphans = self.started()
         for pid in orphans:
             name = Path(f"/proc/{pid}/comm").read_text().strip()

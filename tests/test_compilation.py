@@ -23,7 +23,7 @@ from ignite_train import (
     create_trainer,
 )
 from ranks import run_ranks
-from tiers import one_in
+from tiers import nightly, slow
 from update_options import with_options
 
 Batch = tuple[Tensor, Tensor]
@@ -257,7 +257,7 @@ def train_both_ways(wrapping: str) -> list[tuple[list[float], list[int]]]:
         return [train_block_by_block(wrapping, compiled=compiled) for compiled in (False, True)]
 
 
-@pytest.mark.parametrize("wrapping", one_in(3, ["plain", "ddp", "fsdp"]))
+@pytest.mark.parametrize("wrapping", ["plain", slow("ddp"), nightly("fsdp")])
 def test_equal_blocks_are_compiled_once(wrapping):
     """One graph for all of them in training and one in evaluation, and the same losses, bit by bit."""
     ranks = [train_both_ways("plain")] if wrapping == "plain" else run_ranks(train_both_ways, wrapping, timeout_seconds=60.0)

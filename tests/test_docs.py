@@ -138,6 +138,17 @@ def test_every_command_of_the_workflows_exists():
     assert (ROOT / ".ci/run").is_file()
 
 
+def test_the_workflows_try_the_versions_that_are_promised():
+    """The versions of Python in the classifiers, the first of which is the oldest that can be installed."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    promised = [version for one in project["classifiers"] if (version := one.rpartition(" :: ")[2]).startswith("3.")]
+    tried = re.search(r"python: \[(.*)\]", (ROOT / ".github/workflows/tests.yml").read_text(encoding="utf-8"))
+
+    assert tried is not None
+    assert tried[1].replace('"', "").split(", ") == promised
+    assert project["requires-python"] == f">={promised[0]}"
+
+
 # --- names ---
 
 

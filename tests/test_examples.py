@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tiers import nightly
+from tiers import nightly, slow
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
@@ -133,8 +133,7 @@ def test_digits_are_tuned(launcher: tuple[str, ...]) -> None:
     assert "held-out accuracy" not in printed
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("example", ["language_model.py", "digits.py"])
+@pytest.mark.parametrize("example", [slow("language_model.py"), nightly("digits.py")])
 def test_help_names_the_options(example: str) -> None:
     printed = _run(example, "--help")
     assert "--nproc" in printed

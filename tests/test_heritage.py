@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from collections import Counter
 from functools import cache
@@ -32,8 +31,7 @@ def _rows() -> list[tuple[str, list[str]]]:
 @cache
 def _tests_in(file: str) -> set[str]:
     path = ROOT / file
-    body = ast.parse(path.read_text(encoding="utf-8")).body if path.is_file() else []
-    return {node.name for node in body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")}
+    return {*re.findall(r"^def (test_\w+)\(", path.read_text(encoding="utf-8"), re.MULTILINE)} if path.is_file() else set()
 
 
 def test_each_behaviour_has_one_row() -> None:

@@ -18,6 +18,8 @@ from typing import NamedTuple
 
 import pytest
 
+from tiers import slow
+
 ROOT = Path(__file__).parent.parent
 
 pytestmark = pytest.mark.skipif(not (ROOT / "ignite_train").is_dir(), reason="looks at a checkout, and this is none")
@@ -121,10 +123,18 @@ def _tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
 
 
+def _all_statements(node: ast.AST) -> Iterator[ast.AST]:
+    """The statements of all blocks within the node, at any depth."""
+    for child in _statements(node):
+        yield child
+        yield from _all_statements(child)
+
+
+@functools.cache
 def _imports(path: Path) -> list[Import]:
     """All imports of the file, wherever they stand: in functions, under TYPE_CHECKING, in a try."""
     found: list[Import] = []
-    for node in ast.walk(_tree(path)):
+    for node in _all_statements(_tree(path)):
         if isinstance(node, ast.Import):
             found += [Import(node.lineno, alias.name, None) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -420,9 +430,10 @@ def _depth(node: ast.AST) -> int:
     return block + max(inner, default=0)
 
 
-def test_a_function_fits_on_a_screen():
+@pytest.mark.parametrize("folder", ["library", slow("tests")])
+def test_a_function_fits_on_a_screen(folder: str):
     """A function has at most 40 lines and 4 blocks inside one another, a test too; the update's accumulation loop has 5."""
-    found = [function for path in [*LIBRARY, *TESTS] for function in _functions(path)]
+    found = [function for path in {"library": LIBRARY, "tests": TESTS}[folder] for function in _functions(path)]
 
     assert [function for function in found if function[1] > MAX_FUNCTION_LINES] == []
     assert [name for name, _, depth in found if depth > MAX_DEPTH + name.endswith(" _accumulate")] == []

@@ -16,7 +16,7 @@ import torch
 
 from ignite_train.checkpoint.manifest import is_checkpoint_name, read_manifest
 from killing import Job, Life, Reference, Stop, Toll, committed, endure, kills, stored, until
-from tiers import one_in, only
+from tiers import nightly, one_in, only, slow
 
 pytestmark = pytest.mark.timeout(500)
 
@@ -40,8 +40,7 @@ def jobs(directory: Path, **options: int) -> Iterator[Job]:
     return (Job(directory / str(number), every=1 + number % 2, asynchronous=number % 3 < 2, **options) for number in count())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("half", one_in(2, [slice(7), slice(7, 14)]), ids=["first half", "second half"])
+@pytest.mark.parametrize("half", [slow(slice(7)), nightly(slice(7, 14))], ids=["first half", "second half"])
 def test_killed_anywhere_two_ranks_end_bitwise_as_if_nothing_had_happened(
     tmp_path: Path, reference: References, half: slice
 ) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -29,6 +31,7 @@ from ignite_train.handlers import (
     TrainingMetrics,
 )
 from tiers import only
+from update_options import with_options
 
 UPDATES, FIRST_UPDATES = 6, 2  # the moments come into being in the first
 SCALARS = 256  # loss, sample size, logs and norm of an update, and what adding them up takes
@@ -211,3 +214,38 @@ def test_an_update_needs_no_more_than_by_hand(attach, dominant, steps):
 
     assert got.of_all <= expected.of_all + RANDOM_STATES + SCALARS
     assert got.of_fetching <= expected.of_fetching + RANDOM_STATES + SCALARS
+
+
+# --- after a run ---
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "accumulated and clipped": {"accumulation_steps": 2, "max_grad_norm": 0.1},
+    "scaled": {"precision": "fp16"},
+    "seeded": {"seed": 1},
+    "several evaluations": {"closure": True},
+    "local": {"reduction": "local"},
+    "split": {"on_out_of_memory": "split"},
+}
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("ends", ["ends", "raises"])
+def test_model_and_optimizer_are_freed_with_their_trainer(settings: str, ends: str) -> None:
+    """At once: no cycle of references makes their memory wait for the garbage collector."""
+    shape = Shape(samples=2, inputs=8, width=4)
+    gc.collect()
+    gc.disable()
+    try:
+        model, optimizer = make(shape)
+        trainer = create_trainer(model, optimizer, forward, **with_options(**SETTINGS[settings]))
+        if ends == "raises":
+            trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), lambda: 1 / 0)
+        with suppress(ZeroDivisionError):
+            trainer.run(Batches(shape, 4))
+        number, alive = trainer.state.iteration, [weakref.ref(one) for one in (model, optimizer, trainer)]
+        del model, optimizer, trainer
+        assert [one() for one in alive] == [None] * 3
+        assert number > 1
+    finally:
+        gc.enable()

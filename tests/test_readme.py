@@ -21,6 +21,18 @@ from torch._dynamo.backends.debugging import aot_eager
 torch._inductor.compile_fx.compile_fx = lambda graph, inputs, **_: aot_eager(graph, inputs)
 """
 
+# Runs `python -m MODULE WORDS...` for each list of words, as if each had a process of its own.
+ONE_AFTER_THE_OTHER = """
+import ast, runpy, sys
+for _, _, module, *words in ast.literal_eval(sys.argv[1]):
+    sys.argv = [module, *words]
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as ended:
+        if ended.code:
+            raise
+"""
+
 
 def blocks(text: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
@@ -60,8 +72,9 @@ def test_the_blocks_run_when_pasted_one_after_the_other(tmp_path: Path) -> None:
         "update-00000100",
         "update-00000192",
     ]
-    for words in (on_checkpoints := commands(README, "python -m ignite_train.checkpoint")):
-        subprocess.run([sys.executable, *words[1:]], capture_output=True, timeout=100, check=True, cwd=tmp_path)
+    on_checkpoints = commands(README, "python -m ignite_train.checkpoint")
+    one_process = [sys.executable, "-c", ONE_AFTER_THE_OTHER, repr(on_checkpoints)]
+    subprocess.run(one_process, capture_output=True, timeout=100, check=True, cwd=tmp_path)
     assert len(on_checkpoints) == 3
     assert (tmp_path / "model.pt").is_file()
 

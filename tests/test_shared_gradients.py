@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ignite_train import ForwardOutput, UpdateOptions, create_trainer
 from ignite_train.model.memory_layout import sharing_memory
+from tiers import slow
 
 X = torch.arange(12.0, dtype=torch.float64).reshape(4, 3) / 10
 RATE = 0.125
@@ -57,7 +58,7 @@ def expected(model: nn.Module, limit: float | None) -> dict[str, Tensor]:
 @pytest.mark.sampled(12)
 @pytest.mark.parametrize("limit", [None, 0.5])
 @pytest.mark.parametrize("size", [4, 2, 1])
-@pytest.mark.parametrize("form", ["fused", "foreach", "closure", "graph"])
+@pytest.mark.parametrize("form", ["fused", "foreach", "closure", slow("graph")])
 @pytest.mark.parametrize("kind", [Terms, Parts])
 def test_each_is_counted_and_scaled_once(kind: Callable[[], nn.Module], form: str, size: int, limit: float | None) -> None:
     """However the samples are cut, with and without clipping."""

@@ -6,6 +6,7 @@ import multiprocessing
 import random
 import re
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from copy import deepcopy
 from itertools import accumulate, cycle
 from pathlib import Path
@@ -26,6 +27,7 @@ from ignite_train.model.random_state import capture_random_state
 from ignite_train.tuning.alone import TrialError
 from ignite_train.tuning.copies import copies_of
 from ignite_train.tuning.dimensions import Dimension
+from ignite_train.tuning.fixed_samples import FixedSamples
 from ignite_train.tuning.race import race
 from ignite_train.tuning.search import Search
 from ignite_train.tuning.settings import Settings
@@ -549,6 +551,36 @@ def test_what_a_loader_does_not_allow_is_left_alone_and_said(kind: str, clock: C
     assert reasons.keys() & {"micro_batch", "workers"} == fixed
     assert found.rows[1].settings.fused is True
     assert f"not varied: micro_batch: {reasons['micro_batch']}" in str(found)
+
+
+class Reader:
+    """Remembers how many micro-batches it has given, and reads on from there; the one at `broken` cannot be read."""
+
+    def __init__(self, broken: int | None = None) -> None:
+        self.given, self.read, self._broken = 1, 0, broken
+
+    def __iter__(self) -> Iterator[Tensor]:
+        while self.given != self._broken:
+            self.given += 1
+            self.read += 1
+            yield X[:4]
+        raise OSError("broken")
+
+    def state_dict(self) -> dict[str, int]:
+        return {"given": self.given}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        self.given = state_dict["given"]
+
+
+@pytest.mark.parametrize("broken", [None, 5], ids=["whole", "raises"])
+def test_a_loader_with_a_place_of_its_own_is_put_back(broken: int | None) -> None:
+    """Also if it raises an error while its first micro-batches are fetched."""
+    reader = Reader(broken)
+    with pytest.raises(OSError, match="broken") if broken else nullcontext():
+        FixedSamples(reader, 4, 3)
+
+    assert (reader.given, reader.read) == (1, 4 if broken else 12)
 
 
 @pytest.mark.slow

@@ -66,13 +66,22 @@ def test_the_list_finds_what_it_is_for() -> None:
     assert [(line, phrase) for line, phrase, _ in _found(text)] == [(1, "Whoever"), (1, "is none"), (2, "goes\n# on")]
 
 
+def _defined(node: ast.AST) -> Iterator[ast.Module | ast.ClassDef | ast.FunctionDef]:
+    """The node and what stands in its blocks, if it is a module, a class or a function; expressions hold none."""
+    if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+        yield node
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.stmt):
+            yield from _defined(child)
+
+
 def test_examples_can_be_pasted_as_they_are() -> None:
     """No docstring needs a fixture of the tests; each handler and each factory for data has an example."""
     docstrings = {
         _name(path): [
             docstring
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (docstring := ast.get_docstring(node))
+            for node in _defined(ast.parse(path.read_text(encoding="utf-8")))
+            if (docstring := ast.get_docstring(node, clean=False))
         ]
         for path in _sources()
     }

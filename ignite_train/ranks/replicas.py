@@ -27,6 +27,8 @@ from ignite_train.ranks.statistics import Statistics
 
 __all__ = ["ExplicitReduction", "SmallReplicas"]
 
+_WAITS_FOR_RANKS = True  # HangWatch looks for it in the file where a rank stands
+
 _TAIL_ELEMENTS = 2**14  # how much of the gradient travels beside the statistics, in float64
 
 

@@ -18,6 +18,8 @@ from ignite_train.ranks.messages import Piggyback, RankRequests
 
 __all__ = ["Reduced", "Statistics", "Totals"]
 
+_WAITS_FOR_RANKS = True  # HangWatch looks for it in the file where a rank stands
+
 _SUM, _WEIGHT = "\0sum", "\0weight"  # behind the names under which the two numbers of a log travel that has a denominator
 
 

@@ -127,7 +127,7 @@ def _copy_of(sampler: Any, loader: DataLoader[Any]) -> Any:
 
 
 def _fetch(loader: Iterable[Any], number: int) -> Iterator[Any]:
-    """The first micro-batches of a loader, in this process."""
+    """The first micro-batches of a loader, in this process. A loader with a state of its own is put back, also if it raises."""
     if isinstance(loader, Iterator):
         raise TypeError(f"loader must be one that can be read again, got {describe(loader)}; pass a DataLoader or a list")
     if isinstance(loader, DataLoader):
@@ -136,6 +136,8 @@ def _fetch(loader: Iterable[Any], number: int) -> Iterator[Any]:
         own._iterator, own.generator = None, torch.Generator()
         loader = own
     state = copy.deepcopy(loader.state_dict()) if isinstance(loader, Stateful) else None
-    yield from list(islice(iter(loader), number))
-    if isinstance(loader, Stateful) and state is not None:
-        loader.load_state_dict(state)
+    try:
+        return iter(list(islice(iter(loader), number)))
+    finally:
+        if isinstance(loader, Stateful) and state is not None:
+            loader.load_state_dict(state)

@@ -82,8 +82,8 @@ class LocalUpdate(Update):
 
     def join(self, trainer: Trainer) -> None:
         """Sends the verdict of this rank with the statistics of `trainer`'s updates. To be called once, before the first."""
-        self._trainer = weakref.proxy(trainer)
-        self._verdict = _OwnVerdict(self.statistics, self._decide_alone)
+        self._trainer, this = weakref.proxy(trainer), weakref.proxy(self)
+        self._verdict = _OwnVerdict(self.statistics, lambda totals: this._decide_alone(totals))
         trainer.piggybacks.append(self._verdict)
 
     def _decide_alone(self, totals: Totals) -> Decision:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -82,6 +83,7 @@ class Update:
     _num_placeholders: int = 0
 
     def __post_init__(self) -> None:
+        this = weakref.proxy(self)  # what it gives its parts to call must not keep it, its model and its optimizer alive
         self._failures = FailuresInARow(self.options.give_up_after)
         self._gradient_changes = GradientChanges(
             gradients=self.gradients,
@@ -93,7 +95,7 @@ class Update:
             reduction=self.reduction,
             gradients=self.gradients,
             carried=self.carried,
-            loss_of=self._loss_without_wrapper,
+            loss_of=lambda micro_batch, index=None: this._loss_without_wrapper(micro_batch, index),
             raises=self.options.on_nonfinite == "raise",
             loss_scaling=self.loss_scaling,
         )
@@ -105,9 +107,9 @@ class Update:
                 statistics=self.statistics,
                 carried=self.carried,
                 state=self.state,
-                forward=self._forward,
-                backward=self._run_backward,
-                decide=self._decide,
+                forward=lambda micro_batch: this._forward(micro_batch),
+                backward=lambda output: this._run_backward(output),
+                decide=lambda trainer, totals: this._decide(trainer, totals),
                 normalize=self.options.normalize,
                 keeps_graph=self.options.create_graph,
                 if_not_finite="overflow" if self.loss_scaling.enabled else "nonfinite",
