@@ -81,7 +81,7 @@ def test_examples_can_be_pasted_as_they_are() -> None:
         _name(path): [
             docstring
             for node in _defined(ast.parse(path.read_text(encoding="utf-8")))
-            if (docstring := ast.get_docstring(node, clean=False))
+            if (docstring := ast.get_docstring(node))
         ]
         for path in _sources()
     }
