@@ -257,7 +257,10 @@ def train_on_ranks(workers: int, wrapped: bool) -> Any:
     trainer = create_trainer(module, optimizer, forward, accumulation_steps=4, options=options)
     data = [torch.full((4,), float(index)) for index in range(11)][: 11 - 2 * idist.get_rank()]
     torch.manual_seed(5 + idist.get_rank())
-    trainer.run(DataLoader(data, 2, num_workers=workers, generator=torch.Generator()), max_epochs=2)
+    context = "fork" if workers else None  # by default as this process was started: a new interpreter, which imports torch
+    trainer.run(
+        DataLoader(data, 2, num_workers=workers, generator=torch.Generator(), multiprocessing_context=context), max_epochs=2
+    )
     return bit_by_bit(model.state_dict()), trainer.state.num_micro_batches, trainer.state.iteration
 
 
