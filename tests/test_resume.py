@@ -36,7 +36,7 @@ from ignite_train import (
 )
 from ignite_train.handlers import Checkpoint, LearningRateSchedule, TimeLimit, TrainingMetrics, Validation
 from ignite_train.metrics import TIMED_METRICS
-from tiers import one_in
+from tiers import nightly, one_in, slow
 
 SAMPLES, BATCH, EPOCHS = 17, 3, 3  # six micro-batches to an epoch, the last one of two samples
 
@@ -441,8 +441,7 @@ STATEFUL = [
 ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("cell", one_in(4, STATEFUL), ids=str)
+@pytest.mark.parametrize("cell", [nightly(cell) if number % 2 else slow(cell) for number, cell in enumerate(STATEFUL)], ids=str)
 def test_loaders_with_a_state_end_their_pass_and_begin_another(cell: Cell, tmp_path: Path, bits: Any) -> None:
     """Broken off between the last update of an epoch and the first of the next, they continue to shuffle as they would have."""
     check(cell, tmp_path / "run", bits)

@@ -93,6 +93,7 @@ def test_torchmetrics_are_exact_over_uneven_ranks(on_trainer: bool) -> None:
             assert one == pytest.approx(other, rel=1e-6)
 
 
+@pytest.mark.slow  # because of the import
 def test_torchmetrics_are_those_of_the_predictions() -> None:
     """The accuracy and F1 in one process are those that are counted by hand."""
     data = batches([6, 4], 3)
