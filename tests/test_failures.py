@@ -662,10 +662,10 @@ def _state_of(pid: int | None) -> str:
 
 def test_each_file_that_waits_for_ranks_is_known_to_the_watch() -> None:
     """So that it blames the rank that has not come, and not the one that waits for it."""
-    root = Path(hang_watch.__file__).resolve().parents[1]
-    texts = {path.name: path.read_text("utf-8") for path in root.glob("ignite_train/*/*.py")}
+    root = Path(ignite_train.__file__).parent  # of a checkout, or of what is installed
+    texts = {path.name: path.read_text("utf-8") for path in root.glob("*/*.py")}
     marked = {name for name, text in texts.items() if f"\n{hang_watch._MARK} = True" in text}
-    waiting = {path.name for path in (root / "ignite_train" / "ranks").glob("*.py") if ".wait()" in texts[path.name]}
+    waiting = {path.name for path in root.glob("ranks/*.py") if ".wait()" in texts[path.name]}
     assert len(waiting) > 1
     assert marked == {*waiting, "to_host.py"}
 
