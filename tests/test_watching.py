@@ -110,7 +110,9 @@ def test_sick_runs_look_sick(tmp_path: Path) -> None:
     assert last("overflow", "optimizer/skipped") > 0
     assert curves["starved"]["train/loss"] == curves["healthy"]["train/loss"], "bit by bit"
     assert min(curves["starved"]["speed/data_seconds"][1][-10:]) >= 0.02, "two batches of 10 ms at least"
-    assert last("straggler", "speed/slowest_rank") == 1.0
+    slowest = curves["straggler"]["speed/slowest_rank"][1]
+    late = slowest[len(slowest) // 2 :]  # a busy machine may stop rank 0 for longer than the 10 ms, but not each time
+    assert sum(late) > len(late) / 2
     assert last("exploding", "grad_norm_of/0.weight") > 3 * curves["exploding"]["grad_norm_of/0.weight"][1][0]
 
 
