@@ -8,7 +8,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -99,10 +99,11 @@ class LogFile(RecordingHandler):
         """See `RecordingHandler`."""
         return self._file is not None
 
-    def record(self, trainer: Trainer, numbers: Mapping[str, float]) -> None:
+    def record(self, trainer: Trainer, names: tuple[str, ...], values: Sequence[float]) -> None:
         """See `RecordingHandler`."""
         update = trainer.state.iteration
         file = self._open() if self._file is None else self._file
+        numbers = dict(zip(names, values, strict=True))
         self._file = self._add(file, {"update": update, "epoch": trainer.state.epoch}, numbers)
         self._lines = self._lines + 1 if update == self._latest else 1
         self._latest = update

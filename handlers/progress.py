@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, TextIO, runtime_checkable
 
 from ignite.engine import Engine, Events, RemovableEventHandle
 from tqdm.auto import tqdm
@@ -76,10 +78,11 @@ class ProgressLog(Handler):
 
     Both show the loss, the learning rate, the speed and the time to go; with `TrainingMetrics`, attached before or after, the
     loss is the mean of the interval, and a line has the user's logs and the gradient norm too. Lines go to standard output and
-    have at most 100 columns, which stand under one another. What is the same in each line is left out: a learning rate is
-    shown once it has changed, skipped updates when there are new ones, the share of the time in which the loader is waited for
-    from 10% on, and, with `StepTimer`, the slowest rank from 1.5 times the median on. An evaluation has a bar of its own, and a
-    line with its metrics. A short table ends the run: time by section, best score, skipped updates, memory, files.
+    have at most 100 columns, or those of the terminal; their parts stand under one another. What is the same in each line is
+    left out: a learning rate is shown once it has changed, skipped updates when there are new ones, the share of the time in
+    which the loader is waited for from 10% on, and, with `StepTimer`, the slowest rank from 1.5 times the median on. A bar has
+    the learning rate and the speed if there is room for them. An evaluation has a bar of its own, and a line with its metrics.
+    A short table ends the run: time by section, best score, skipped updates, memory, files.
 
     Args:
         style: `"bar"`, or `"simple"` for lines, `"json"` for one JSON object a line with all metrics, `"none"` for nothing;
@@ -180,20 +183,25 @@ class ProgressLog(Handler):
         now = time.perf_counter()
         if now - self._refreshed >= _REFRESH_SECONDS or bar.n - 1 == self._begin:
             self._refreshed = now
-            _set_total(bar, _total(trainer))
             bar.set_description_str(f"epoch {_of(trainer.state.epoch, trainer.state.max_epochs)}", refresh=False)
+            _set_total(bar, _total(trainer))
             bar.set_postfix_str(self._postfix(trainer, now), refresh=False)
             bar.refresh()
 
     def _postfix(self, trainer: Trainer, now: float) -> str:
+        """What stands behind the bar, as far as there is room for it."""
         state, metrics = trainer.state, _with_loss(trainer, self._left_out)
         speed = metrics.get("updates_per_second", (state.iteration - self._begin) / max(now - self._started, 1e-9))
         to_go = metrics.get("time_to_go", ((_total(trainer) or 0) - state.iteration) / max(speed, 1e-9))
-        parts = [f"loss {metrics['loss']:.4g}"] if "loss" in metrics else []
+        parts = {"loss": (0, f"loss {metrics['loss']:.4g}")} if "loss" in metrics else {}
         if state.update_output is not None and state.update_output.learning_rates:
-            parts.append(f"lr {state.update_output.learning_rates[0]:.3g}")
-        parts.append(f"{speed:.3g}/s")
-        return ", ".join(parts + ([f"{_clock(to_go)} left"] if _total(trainer) else []))
+            parts["learning_rate"] = (3, f"lr {state.update_output.learning_rates[0]:.3g}")
+        parts["speed"] = (2, f"{speed:.3g}/s")
+        if _total(trainer):
+            parts["time_to_go"] = (1, f"{_clock(to_go)} left")
+        elapsed = tqdm.format_interval(now - self._started)
+        before = f"{self._bar.desc} 100%|#| {_of(state.iteration, _total(trainer))} [{elapsed}]"
+        return ", ".join(_fitting(parts, _columns(sys.stderr, math.inf) - len(before)))
 
     def _open_evaluation(self, evaluator: Engine, tag: str) -> None:
         if self._bar is not None:
@@ -231,8 +239,10 @@ class ProgressLog(Handler):
             _print(_json(place | grouped_metrics(metrics, self._left_out, tag)))
             return
         head = f"{tag} after update {state.iteration}:"
-        numbers = single_metrics(metrics, self._left_out)
-        _print(_line(head, {name: (index, f"{name} {_short(value)}") for index, (name, value) in enumerate(numbers.items())}))
+        texts = [f"{name} {_short(value)}" for name, value in single_metrics(metrics, self._left_out).items()]
+        if len("  ".join([head, *texts])) > _columns(sys.stdout, _MAX_COLUMNS):
+            texts = [text.rstrip() for text in texts]
+        _print(_line(head, {text: (index, text) for index, text in enumerate(texts)}))
 
     def _conclude(self, trainer: Trainer) -> None:
         self._close()
@@ -319,15 +329,28 @@ def _with_loss(trainer: Trainer, left_out: set[str]) -> dict[str, float]:
 
 
 def _line(head: str, parts: Mapping[str, tuple[int, str]]) -> str:
-    """`head` and as many of `parts` as fit into 100 columns: those with low numbers first, shown in their order."""
-    room = _MAX_COLUMNS - len(head)
+    """`head` and as many of `parts` as fit into 100 columns, or into the terminal."""
+    columns = int(_columns(sys.stdout, _MAX_COLUMNS))
+    return "  ".join([head, *_fitting(parts, columns - len(head))]).rstrip()[:columns]
+
+
+def _fitting(parts: Mapping[str, tuple[int, str]], room: float) -> list[str]:
+    """The texts that fit, with two columns for each beside its own: those with low numbers first, in the order of `parts`."""
     fitting = set()
     for name in sorted(parts, key=lambda name: parts[name][0]):
         room -= len(parts[name][1]) + 2
         if room < 0:
             break
         fitting.add(name)
-    return "  ".join([head, *(text for name, (_, text) in parts.items() if name in fitting)]).rstrip()[:_MAX_COLUMNS]
+    return [text for name, (_, text) in parts.items() if name in fitting]
+
+
+def _columns(stream: TextIO, most: float) -> float:
+    """The columns of the terminal, at most `most`; `most` if the stream is not a terminal."""
+    try:
+        return min(most, os.get_terminal_size(stream.fileno()).columns or most)
+    except (OSError, ValueError):  # a file, a notebook, a closed stream
+        return most
 
 
 def _head(trainer: Trainer, total: int | None) -> str:

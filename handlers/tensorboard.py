@@ -6,7 +6,7 @@ import logging
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -98,7 +98,7 @@ class TensorBoard(RecordingHandler):
         self._loaded = False
         self._has_layout = False  # the charts are; TensorBoard takes the first layout that it finds
         self._latest: int | None = None  # the update of the latest points, which are
-        self._points: dict[str, float] = {}
+        self._points: list[tuple[tuple[str, ...], Sequence[float]]] = []  # of that update: names and values
         self._others: list[bytes] = []  # the summaries of that update other than points
         self._weights: dict[str, Tensor] = {}  # before the step, where there are histograms of it
 
@@ -151,14 +151,16 @@ class TensorBoard(RecordingHandler):
 
     def state_dict(self) -> dict[str, Any]:
         """The latest points and their update. What was written so far has left this process already."""
-        latest: dict[str, Any] = {"written": self.written, "latest": self._latest, "points": dict(self._points)}
+        points = {name: value for found in self._points for name, value in zip(*found, strict=True)}
+        latest: dict[str, Any] = {"written": self.written, "latest": self._latest, "points": points}
         latest["others"] = [torch.frombuffer(bytearray(summary), dtype=torch.uint8) for summary in self._others]
         return {**latest, "has_layout": self._has_layout}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes them over: points of the same update that were written after the state was taken are hidden too."""
         self.written, self._latest = state_dict["written"], state_dict["latest"]
-        self._points, self._loaded = dict(state_dict["points"]), True
+        points, self._loaded = state_dict["points"], True
+        self._points = [(tuple(points), [*points.values()])] if points else []
         self._others = [bytes(summary.tolist()) for summary in state_dict.get("others", ())]
         self._has_layout = bool(state_dict.get("has_layout"))  # earlier versions had none
         self._close()
@@ -174,11 +176,11 @@ class TensorBoard(RecordingHandler):
         name = super().written_name(name)
         return f"train/{name}" if name.partition("/")[0] in _GROUPS else name
 
-    def record(self, trainer: Trainer, numbers: Mapping[str, float]) -> None:
-        """Writes `numbers` as one event."""
+    def record(self, trainer: Trainer, names: tuple[str, ...], values: Sequence[float]) -> None:
+        """Writes numbers as one event."""
         update = trainer.state.iteration
-        self._begin_update(trainer, update).add_numbers(numbers, update)
-        self._points |= numbers
+        self._begin_update(trainer, update).add_numbers(names, values, update)
+        self._points.append((names, values))
 
     def _add(self, trainer: Trainer, summaries: Iterable[Any]) -> None:
         """Writes summaries other than points, as one event."""
@@ -197,7 +199,7 @@ class TensorBoard(RecordingHandler):
     def _begin_update(self, trainer: Trainer, update: int) -> EventFile:
         file = self._open(trainer, update) if self._file is None else self._file
         if update != self._latest:
-            self._latest, self._points, self._others = update, {}, []
+            self._latest, self._points, self._others = update, [], []
         return file
 
     def _open(self, trainer: Trainer, update: int) -> EventFile:
@@ -222,8 +224,8 @@ class TensorBoard(RecordingHandler):
     def _write_again(self, file: EventFile, update: int) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        if self._points:
-            file.add_numbers(self._points, update)
+        for names, values in self._points:
+            file.add_numbers(names, values, update)
         for summary in self._others:
             file.add(Summary.FromString(summary), update)
 

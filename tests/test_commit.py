@@ -287,7 +287,8 @@ def without(kind: str, log: list[Operation]) -> list[Operation]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("world_size", "last", "saves"), [(1, 1, 3), (1, 2, 4), (2, 1, 1), pytest.param(2, 1, 4, marks=pytest.mark.nightly)]
+    ("world_size", "last", "saves"),
+    [(1, 1, 3), (1, 2, 4), (2, 1, 1), pytest.param(2, 1, 4, marks=[pytest.mark.nightly, pytest.mark.timeout(1800)])],
 )
 def test_a_power_cut_loses_nothing_that_was_committed(tmp_path, monkeypatch, world_size, last, saves):
     """In every state that the disk can be in, the save that returned last, or one after it, is found, and all are whole."""

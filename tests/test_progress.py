@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 import cuts
 from clock import Clock
-from ignite_train import Evaluator, Trainer, create_evaluator, create_trainer
+from ignite_train import Evaluator, ForwardOutput, Trainer, create_evaluator, create_trainer
 from ignite_train.handlers import Checkpoint, ProgressLog, StopOnSignal, TrainingMetrics, Validation
 from ranks import run_ranks
 from setups import InfiniteIn
@@ -126,6 +126,31 @@ def test_a_terminal_has_bars(monkeypatch: pytest.MonkeyPatch, columns: int, with
     assert [row.partition(" after ")[0].split(",")[0] for row in end[:3]] == ["validation", "validation", "finished"]
     assert re.match(r"validation after update 6:  loss \S+ +samples ", end[0])
     assert [name for row in end[3:] if (name := row[:10].strip())] == (["time", "best", "memory"] if with_metrics else ["best"])
+
+
+def test_a_narrow_terminal_leaves_out_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the bar of a long run the learning rate first, so that no number is cut off; of an evaluation the last metrics."""
+    monkeypatch.setattr("ignite_train.handlers.progress._REFRESH_SECONDS", 0.0)
+
+    def forward(model: torch.nn.Module, micro_batch: Any) -> ForwardOutput:
+        loss = cuts.forward(model, micro_batch).loss
+        return ForwardOutput(loss, 4, logs={"bits_per_byte": loss.detach(), "accuracy": loss.detach()})
+
+    model = cuts.linear()
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=1.23e-5), forward)
+    evaluator = create_evaluator(model, forward)
+    trainer.add_event_handler(EVERY(once=2), lambda: evaluator.run(DATA))
+    trainer.add_event_handler(EVERY(once=3), trainer.terminate)
+    ProgressLog().attach(trainer, evaluator=evaluator)
+    with terminal(monkeypatch, 72) as text:
+        trainer.run(DATA * 2000, max_epochs=10)
+    screen = Screen(72)
+    screen.show(text[0])
+    rows = {row.rstrip() for rows in screen.history for row in rows}
+    assert any(re.match(r"validation after update 2:  loss \S+  bits_per_byte \S+", row) for row in rows), rows
+    bars = [row for row in rows if "/120000" in row and "loss" in row]
+    assert bars
+    assert [row for row in bars if not re.fullmatch(r"epoch  1/10 +0%\|.+\| \d/120000 \[.+ left\]", row) or " lr " in row] == []
 
 
 def test_a_message_does_not_break_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -144,7 +144,7 @@ def test_records_of_many_numbers(tmp_path: Path, number: int) -> None:
     for index, update in enumerate([0, 1, 127, 128, 16_383, 16_384, 2**21 - 1, 2**21, 2**40]):
         for tags in range(number, number + 4):
             numbers = {f"train/{tag}": (-1.5) ** (tag % 60) + index for tag in range(tags)}
-            file.add_numbers(numbers, update)
+            file.add_numbers(tuple(numbers), [*numbers.values()], update)
             expected.append((update, {tag: float(np.float32(value)) for tag, value in numbers.items()}))
     file.close()
     _, _, *events = events_of(tmp_path)
@@ -156,7 +156,7 @@ def test_an_event_file_is_what_torch_writes(tmp_path: Path) -> None:
     rows = [{"train/loss": 0.1, "b": float("nan")}, {"train/loss": 1e300, "b": -0.0}, {"b": 7.0}, {"train/loss": 2.0, "b": 3.0}]
     ours, torchs = EventFile(tmp_path / "ours", 3), SummaryWriter(str(tmp_path / "torch"), purge_step=3)
     for update, row in enumerate(rows, start=2**20):
-        ours.add_numbers(row, update)
+        ours.add_numbers(tuple(row), [*row.values()], update)
         values = [Summary.Value(tag=tag, simple_value=value) for tag, value in row.items()]
         torchs.file_writer.add_summary(Summary(value=values), update)  # type: ignore[union-attr]
     ours.add(text("note", "hello" * 2000), 5)  # type: ignore[no-untyped-call]
@@ -453,6 +453,17 @@ def test_a_metric_that_is_not_one_number_does_not_end_the_run(tmp_path: Path, ca
     assert [point.value for point in events.Scalars("validation/recall/1")] == [0.25, 0.25]
     assert steps(events, "by_class/cat") == [2, 4, 6, 8, 10, 12]
     assert len([line for line in caplog.messages if "left out of the logs" in line]) == 2
+
+
+def test_two_metrics_of_one_name_are_one_point(tmp_path: Path) -> None:
+    """A user's `train/loss` is written where the loss would be: the later of the two, each time."""
+    trainer, _ = make()
+    TensorBoard(tmp_path).attach(trainer, EVERY(every=2))
+    trainer.state.metrics |= {"loss": 1.0, "train/loss": 2.0}
+    trainer.run(DATA, max_epochs=1)
+    events = load(tmp_path)
+    assert steps(events, "train/loss") == [2, 4, 6]
+    assert [point.value for point in events.Scalars("train/loss")] == [2.0] * 3
 
 
 class FullDiskError(OSError):

@@ -39,11 +39,11 @@ def make() -> tuple[Any, Any]:
     return trainer, evaluator
 
 
-def run(example: str, *arguments: str) -> str:
+def run(example: str, *arguments: str, timeout_seconds: float = TIMEOUT_SECONDS) -> str:
     """What the example prints."""
     command = [sys.executable, str(ROOT / "examples" / example), *arguments]
     environment = os.environ | {"COLUMNS": "120", "NO_COLOR": "1", "TERM": "dumb"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_seconds, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -88,11 +88,12 @@ def test_overflow_looks_like_it(tmp_path: Path) -> None:
 
 @of_a_checkout
 @pytest.mark.nightly
-@pytest.mark.timeout(TIMEOUT_SECONDS + 20)
+@pytest.mark.timeout(4 * TIMEOUT_SECONDS + 20)
 def test_sick_runs_look_sick(tmp_path: Path) -> None:
     """Each in the numbers that the page names; short runs."""
     pictures = tmp_path / "pictures"
-    run("sick_runs.py", "all", "--updates", "80", "--directory", str(tmp_path), "--pictures", str(pictures))
+    shown = ("--updates", "80", "--directory", str(tmp_path), "--pictures", str(pictures))
+    run("sick_runs.py", "all", *shown, timeout_seconds=4 * TIMEOUT_SECONDS)  # eight processes
     curves = {
         name: read_curves(tmp_path / name) for name in ("healthy", "diverging", "overflow", "starved", "straggler", "exploding")
     }
@@ -109,7 +110,9 @@ def test_sick_runs_look_sick(tmp_path: Path) -> None:
     assert last("overflow", "optimizer/skipped") > 0
     assert curves["starved"]["train/loss"] == curves["healthy"]["train/loss"], "bit by bit"
     assert min(curves["starved"]["speed/data_seconds"][1][-10:]) >= 0.02, "two batches of 10 ms at least"
-    assert last("straggler", "speed/slowest_rank") == 1.0
+    slowest = curves["straggler"]["speed/slowest_rank"][1]
+    late = slowest[len(slowest) // 2 :]  # a busy machine may stop rank 0 for longer than the 10 ms, but not each time
+    assert sum(late) > len(late) / 2
     assert last("exploding", "grad_norm_of/0.weight") > 3 * curves["exploding"]["grad_norm_of/0.weight"][1][0]
 
 

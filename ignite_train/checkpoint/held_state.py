@@ -51,11 +51,14 @@ class HeldState:
             modules: those that are saved; buffers that are not in their state do not count either.
             leave_out: names of classes that are not warned about.
         """
-        known = {_storage(tensor) for tensor in saved}
-        known |= {_storage(tensor) for module in modules for tensor in _tensors(module)}
+        known: set[int] | None = None  # looked up when it is needed, which is seldom
         for name, attribute, tensors in _held(engines):
-            changed = [tensor for tensor in tensors if self._is_changed(tensor) and _storage(tensor) not in known]
+            changed = [tensor for tensor in tensors if self._is_changed(tensor)]
             self._note(tensors)
+            if changed and known is None:
+                known = {_storage(tensor) for tensor in saved}
+                known |= {_storage(tensor) for module in modules for tensor in _tensors(module)}
+            changed = [tensor for tensor in changed if _storage(tensor) not in (known or ())]
             if changed and name not in self._warned and name not in leave_out:
                 self._warned.add(name)
                 _logger.warning(
@@ -106,7 +109,7 @@ def _held(engines: Iterable[Engine]) -> Iterator[tuple[str, str, list[Tensor]]]:
 
 def _attributes(owner: Any) -> Mapping[str, Any]:
     """The attributes of an object that has no `state_dict`."""
-    if isinstance(owner, (Stateful, Engine, type)) or type(owner).__module__.startswith(_NO_STATE):
+    if type(owner).__module__.startswith(_NO_STATE) or isinstance(owner, (Engine, type, Stateful)):  # the slowest last
         return {}
     try:
         return dict(vars(owner))

@@ -28,6 +28,7 @@ DTYPES: dict[str, torch.dtype] = {
     )
 }
 """The dtypes that a stored tensor may have, by name."""
+_PLAIN = (type(None), bool, int, str)  # their values stand for themselves
 KeyPath = tuple[Any, ...]
 """Where a value is: the keys and indices that lead to it, the first of which names the object."""
 
@@ -64,8 +65,10 @@ class TreeEncoder:
                 f"{path_name(path[:4])}... cannot be stored: it is nested deeper than {MAX_DEPTH} or has more than {MAX_NODES} "
                 "values; hold numbers in a tensor, and nothing that contains itself"
             )
-        if value is None or isinstance(value, (bool, np.bool_)):
-            return None if value is None else bool(value)
+        if type(value) in _PLAIN:  # as most are; what follows looks at subclasses too, and takes several times as long
+            return value
+        if isinstance(value, np.bool_):
+            return bool(value)
         if isinstance(value, (int, np.integer)):
             return int(value)
         if isinstance(value, (float, np.floating)) and not isinstance(value, np.longdouble):
@@ -90,7 +93,7 @@ class TreeEncoder:
             raise
 
     def _encode_container(self, value: Any, path: KeyPath) -> Any:
-        if isinstance(value, Mapping):
+        if type(value) is dict or isinstance(value, Mapping):
             return {"dict": [[self._encode_key(key, path), self.encode(entry, (*path, key))] for key, entry in value.items()]}
         if type(value) in (list, tuple) and self._are_integers(value, path):  # the state of Python's generator: 625 of them
             return list(value) if type(value) is list else {"tuple": list(value)}
@@ -120,6 +123,9 @@ class TreeEncoder:
         return True
 
     def _encode_key(self, key: Any, path: KeyPath) -> Any:
+        if type(key) in _PLAIN:
+            self._nodes += 1
+            return key
         if isinstance(key, Tensor):
             raise CheckpointError(f"{path_name(path)} cannot be stored: a tensor is a key in it; use numbers or strings")
         return self.encode(key, (*path, "key"))

@@ -6,11 +6,9 @@ import functools
 import os
 import socket
 import struct
-import sys
 import time
 import weakref
-from array import array
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -67,13 +65,18 @@ class EventFile:
             self.remove()
             raise
 
-    def add_numbers(self, numbers: Mapping[str, float], update: int) -> None:
-        """Writes numbers by their tags, as one event.
+    def add_numbers(self, tags: tuple[str, ...], values: Sequence[float], update: int) -> None:
+        """Writes numbers as one event.
+
+        Args:
+            tags: their names, each once.
+            values: the number of each.
+            update: where they are shown.
 
         Raises:
             OSError: they cannot be written.
         """
-        key = tuple(numbers), (update.bit_length() + 6) // 7 or 1
+        key = tags, (update.bit_length() + 6) // 7 or 1
         if key != self._latest:  # or else nothing need be looked up
             if key not in self._records:
                 if len(self._records) == _MAX_RECORDS:
@@ -81,7 +84,7 @@ class EventFile:
                 self._records[key] = _NumbersRecord(*key)
             self._latest, self._record = key, self._records[key]
         assert self._record is not None  # noqa: S101  # of the key
-        self._write(self._record.filled(time.time(), update, numbers.values()))
+        self._write(self._record.filled(time.time(), update, values))
         self.is_empty = False
 
     def add(self, summary: Any, update: int) -> None:
@@ -141,20 +144,29 @@ class _NumbersRecord:
             event[place] = 0
         self._checksum = ChangingBytes(event, places)
         self._step_length, self._crc_at = step_length, _HEAD + len(event)
+        self._changing = struct.Struct(f"<d{step_length}s{len(tags)}f")
         self._record = bytearray(_head(len(event)) + event + bytes(4))
         self._bytes, self._places = np.frombuffer(self._record, np.uint8), _HEAD + np.array(places, np.intp)
 
-    def filled(self, wall_time: float, update: int, numbers: Collection[float]) -> bytearray:
+    def filled(self, wall_time: float, update: int, values: Sequence[float]) -> bytearray:
         """The record with these numbers, as float32; infinite where they are too large for it. The next call changes it."""
-        values = array("f", [*numbers])  # a list is read twice as fast as other iterables
-        if sys.byteorder == "big":
-            values.byteswap()
         step = [update >> shift & 127 | 128 for shift in range(0, 7 * self._step_length, 7)]
         step[-1] &= 127
-        changed = np.frombuffer(b"".join((struct.pack("<d", wall_time), bytes(step), values)), np.uint8)
+        try:
+            packed = self._changing.pack(wall_time, bytes(step), *values)
+        except OverflowError:
+            packed = self._changing.pack(wall_time, bytes(step), *_rounded(values))
+        changed = np.frombuffer(packed, np.uint8)
         self._bytes[self._places] = changed
         struct.pack_into("<I", self._record, self._crc_at, masked(self._checksum.crc32c(changed)))
         return self._record
+
+
+def _rounded(values: Sequence[float]) -> list[float]:
+    """The numbers as float32 has them, infinite where they are too large for it."""
+    with np.errstate(over="ignore"):
+        rounded: list[float] = np.array(values, np.float64).astype(np.float32).tolist()
+    return rounded
 
 
 def _record(event: Any) -> bytes:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 from ignite.engine import Engine, Events, RemovableEventHandle
 
@@ -87,28 +87,11 @@ class RecordingHandler(Handler):
             OSError: they cannot be written, and `on_error` is `"raise"`.
         """
         self.written = trainer.state.iteration
-        numbers = single_metrics(trainer.state.metrics, self._left_out)
-        names = tuple(numbers)
-        if names != self._names:  # which seldom change
-            self._names, self._written_names = names, tuple(map(self.written_name, names))
-        self.write(trainer, dict(zip(self._written_names, numbers.values(), strict=True)))
+        self._write(trainer, *self._named(trainer.state.metrics))
 
     def written_name(self, name: str) -> str:
         """The name under which a metric of the trainer is written."""
         return grouped_metric(name)
-
-    def write(self, trainer: Trainer, numbers: Mapping[str, float]) -> None:
-        """Writes numbers under the names that they have, with the running update.
-
-        Raises:
-            OSError: they cannot be written, and `on_error` is `"raise"`.
-        """
-        if not numbers:
-            return
-        try:
-            self.record(trainer, numbers)
-        except OSError as error:
-            self.fail(trainer.state.iteration, error)
 
     def fail(self, update: int, error: OSError) -> None:
         """Raises `error`, or warns of it the 1st, 2nd, 4th, 8th, ... time."""
@@ -124,8 +107,13 @@ class RecordingHandler(Handler):
         """Whether this process writes already."""
         raise NotImplementedError
 
-    def record(self, trainer: Trainer, numbers: Mapping[str, float]) -> None:
-        """Writes `numbers`, which are not empty, with the running update.
+    def record(self, trainer: Trainer, names: tuple[str, ...], values: Sequence[float]) -> None:
+        """Writes numbers with the running update.
+
+        Args:
+            trainer: the trainer.
+            names: under which they are written; at least one.
+            values: the number of each. The handler may keep them.
 
         Raises:
             OSError: they cannot be written.
@@ -138,12 +126,39 @@ class RecordingHandler(Handler):
     def finish(self) -> None:
         """Called when a run is over, in whatever way it ended."""
 
+    def _named(self, metrics: Mapping[str, Any]) -> tuple[tuple[str, ...], list[float]]:
+        """The metrics as single numbers: the names under which they are written, and the number of each."""
+        names, values = tuple(metrics), [*metrics.values()]
+        if names == self._names and {*map(type, values)} == {float}:  # as most often
+            return self._written_names, values
+        numbers = single_metrics(metrics, self._left_out)
+        if tuple(numbers) != self._names:
+            self._names, self._written_names = tuple(numbers), tuple(map(self.written_name, numbers))
+        written = dict(zip(self._written_names, numbers.values(), strict=True))
+        if len(written) < len(numbers):  # "loss" and a user's "train/loss", say: the later one is written
+            self._names = ()
+        return tuple(written), [*written.values()]
+
+    def _write(self, trainer: Trainer, names: tuple[str, ...], values: Sequence[float]) -> None:
+        """Writes numbers, with the running update.
+
+        Raises:
+            OSError: they cannot be written, and `on_error` is `"raise"`.
+        """
+        if not names:
+            return
+        try:
+            self.record(trainer, names, values)
+        except OSError as error:
+            self.fail(trainer.state.iteration, error)
+
     def _note_begin(self, trainer: Trainer) -> None:
         if not self.is_open():
             self.begin = trainer.state.iteration
 
     def _write_evaluation(self, evaluator: Engine, trainer: Trainer, tag: str) -> None:
-        self.write(trainer, grouped_metrics(evaluator.state.metrics, self._left_out, tag))
+        numbers = grouped_metrics(evaluator.state.metrics, self._left_out, tag)
+        self._write(trainer, tuple(numbers), [*numbers.values()])
 
     def _write_rest(self, trainer: Trainer) -> None:
         """What was published after the last time, at the end of the run."""
