@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,24 @@ def test_from_a_run(tmp_path: Path) -> None:
     assert bit_by_bit(torch.load(tmp_path / "best.pt")) == states["best"]
     consolidate(tmp_path / "run", tmp_path / "average.pt", entry="ModelEMA")
     assert loaded(tmp_path / "average.pt") == states["average"]
+
+
+@pytest.mark.parametrize("exists", [False, True], ids=["new", "there already"])
+def test_a_file_that_cannot_be_written_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exists: bool) -> None:
+    """A full disk: a file of that name stays as it was, and no part of the new one is left."""
+    train(tmp_path / "run")
+    file = tmp_path / "files/model.pt"
+    file.parent.mkdir()
+    if exists:
+        file.write_bytes(b"earlier")
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        consolidate(tmp_path / "run", file)
+    assert [path.read_bytes() for path in file.parent.iterdir()] == [b"earlier"] * exists
 
 
 FORMS: dict[str, Callable[[Any], Any]] = {
