@@ -128,6 +128,17 @@ def test_a_terminal_has_bars(monkeypatch: pytest.MonkeyPatch, columns: int, with
     assert [name for row in end[3:] if (name := row[:10].strip())] == (["time", "best", "memory"] if with_metrics else ["best"])
 
 
+def test_without_training_metrics_the_bar_counts_for_itself() -> None:
+    """Speed since the run began, which was after update 2, and the time that the rest takes at that speed."""
+    trainer, _, _ = make()
+    progress = ProgressLog()
+    progress._begin, progress._started = 2, 100.0
+    shown: list[str] = []
+    trainer.add_event_handler(EVERY(once=6), lambda: shown.append(progress._postfix(trainer, now=108.0)))
+    trainer.run(DATA, max_epochs=2)
+    assert shown[0].endswith(", lr 0.05, 0.5/s, 0:00:12 left")
+
+
 def test_a_message_does_not_break_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is logged while a bar is shown stands on a row of its own."""
     monkeypatch.setattr("ignite_train.handlers.progress._REFRESH_SECONDS", 0.0)
