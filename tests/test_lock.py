@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -235,6 +236,24 @@ def test_a_process_that_wakes_up_leaves_the_lock_to_the_other(tmp_path, taken):
 
     assert (tmp_path / LOCK).read_bytes() == before
     assert names(tmp_path) == [LOCK]
+
+
+@pytest.mark.parametrize("is_held", [False, True], ids=["new", "of another"])
+def test_a_full_disk_leaves_no_part_of_a_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_held: bool) -> None:
+    """A later start does not wait for it. The file of an owner from whom it would have been taken over stays as it was."""
+    Clock(monkeypatch)
+    if is_held:
+        leave(tmp_path)
+
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        with pytest.raises(OSError, match="No space left"):
+            DirectoryLock(tmp_path).hold()
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_a_lock_file_that_somebody_removed_is_made_again(tmp_path, taken):
