@@ -325,6 +325,28 @@ def test_what_changed_is_listed(tmp_path: Path, caplog: Any) -> None:
     assert "data" not in line
 
 
+@pytest.mark.parametrize(
+    ("before", "now", "change"),
+    [
+        ({"seed": 3}, {"seed": 4}, "trainer.seed: 3 -> 4"),
+        ({}, {"seed": 4}, "trainer.seed: nothing -> 4"),
+        ({"accumulation_steps": 2}, {"accumulation_steps": [1, 2]}, "trainer.accumulation_steps: 2 -> [1, 2]"),
+        ({"precision": "bf16"}, {}, "trainer.precision: 'bf16' -> 'fp32'"),
+        ({"max_grad_norm": 1.0}, {"max_grad_norm": 0.5}, "trainer.max_grad_norm: 1.0 -> 0.5"),
+    ],
+    ids=["seed", "seed that is new", "accumulation", "precision", "clipping"],
+)
+def test_what_changed_of_the_trainer_is_listed(before: Any, now: Any, change: str, tmp_path: Path, caplog: Any) -> None:
+    """What it was made with, and nothing else of it."""
+    for epochs, arguments in enumerate((before, now), start=1):
+        trainer, _ = make(**arguments)
+        Checkpoint(tmp_path).attach(trainer)
+        trainer.run(LOADER, max_epochs=epochs)
+    (line,) = [line for line in logged(caplog) if "resuming from" in line]
+    assert line.count("trainer.") == 1
+    assert change in line
+
+
 def test_nothing_changed_is_no_warning(tmp_path: Path, caplog: Any) -> None:
     """That a run resumes is logged, at info."""
     saves(tmp_path, epochs=1)
