@@ -30,6 +30,7 @@ import cuts
 from clock import Clock
 from ignite_train import Evaluator, Trainer, create_evaluator, create_trainer
 from ignite_train.handlers import Checkpoint, ProgressLog, StopOnSignal, TrainingMetrics, Validation
+from ignite_train.handlers.progress import _length
 from ranks import run_ranks
 from setups import InfiniteIn
 from update_options import with_options
@@ -137,6 +138,17 @@ def test_without_training_metrics_the_bar_counts_for_itself() -> None:
     trainer.add_event_handler(EVERY(once=6), lambda: shown.append(progress._postfix(trainer, now=108.0)))
     trainer.run(DATA, max_epochs=2)
     assert shown[0].endswith(", lr 0.05, 0.5/s, 0:00:12 left")
+
+
+def test_the_bar_of_an_evaluation_knows_its_length() -> None:
+    """The loader's, or fewer micro-batches where that is asked for; none is known of an iterator."""
+    _, evaluator, _ = make()
+    lengths: list[Any] = []
+    evaluator.add_event_handler(Events.STARTED, lambda: lengths.append(_length(evaluator)))
+    evaluator.run(DATA)
+    evaluator.run(DATA, epoch_length=4)
+    evaluator.run(iter(DATA))
+    assert lengths == [6, 4, None]
 
 
 def test_a_message_does_not_break_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
