@@ -146,6 +146,22 @@ def test_by_hand(tmp_path: Path) -> None:
     assert again.state == [1, 2]  # the handler that ran after the request is in it
 
 
+def test_by_hand_before_the_first_run(tmp_path: Path) -> None:
+    """Another process, with other weights, then trains as the one that has saved."""
+    trained = []
+    for seed in (3, 4):
+        torch.manual_seed(seed)
+        trainer, model = make(nn.Linear(2, 1))
+        checkpoint = Checkpoint(tmp_path)
+        checkpoint.attach(trainer)
+        if not trained:
+            checkpoint.save()
+            checkpoint.saver.wait()
+        trainer.run(LOADER, max_iters=2, resume="auto" if not trained else tmp_path / "update-00000000")
+        trained.append(model.weight.tolist())
+    assert trained[0] == trained[1]
+
+
 def test_a_handler_attached_later_still_runs_before_it(tmp_path: Path) -> None:
     """Also one that wants to be first, as TrainingMetrics does: the checkpoint holds what it did in that update."""
     trainer, _ = make()
