@@ -151,6 +151,15 @@ def test_a_number_that_another_process_has_by_now_is_gone(tmp_path, taken, monke
     assert clock.sleeps == 0
 
 
+def test_the_number_of_this_process_was_that_of_one_that_is_gone(tmp_path, taken, monkeypatch):
+    """Where it cannot be known when a process was started, and this one has not taken the lock."""
+    leave(tmp_path, **{**here(os.getpid()), "born": ""})
+    clock = Clock(monkeypatch)
+    taken.hold()
+
+    assert clock.sleeps == 0
+
+
 @pytest.mark.parametrize("differs", [{"host": "elsewhere"}, {"space": "another container"}], ids=str)
 def test_a_process_that_cannot_be_looked_for_is_waited_for(tmp_path, taken, monkeypatch, ended, differs):
     """On another host, or in a container with process numbers of its own, the same number means nothing."""
