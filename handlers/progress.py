@@ -185,11 +185,13 @@ class ProgressLog(Handler):
             self._refreshed = now
             bar.set_description_str(f"epoch {_of(trainer.state.epoch, trainer.state.max_epochs)}", refresh=False)
             _set_total(bar, _total(trainer))
-            bar.set_postfix_str(self._postfix(trainer, now), refresh=False)
+            elapsed, done = tqdm.format_interval(now - self._started), _of(trainer.state.iteration, _total(trainer))
+            room = _columns(sys.stderr, math.inf) - len(f"{bar.desc} 100%|#| {done} [{elapsed}]")
+            bar.set_postfix_str(self._postfix(trainer, now, room), refresh=False)
             bar.refresh()
 
-    def _postfix(self, trainer: Trainer, now: float) -> str:
-        """What stands behind the bar, as far as there is room for it."""
+    def _postfix(self, trainer: Trainer, now: float, room: float) -> str:
+        """What stands behind the bar, as far as there is room for it, in columns."""
         state, metrics = trainer.state, _with_loss(trainer, self._left_out)
         speed = metrics.get("updates_per_second", (state.iteration - self._begin) / max(now - self._started, 1e-9))
         to_go = metrics.get("time_to_go", ((_total(trainer) or 0) - state.iteration) / max(speed, 1e-9))
@@ -199,9 +201,7 @@ class ProgressLog(Handler):
         parts["speed"] = (2, f"{speed:.3g}/s")
         if _total(trainer):
             parts["time_to_go"] = (1, f"{_clock(to_go)} left")
-        elapsed = tqdm.format_interval(now - self._started)
-        before = f"{self._bar.desc} 100%|#| {_of(state.iteration, _total(trainer))} [{elapsed}]"
-        return ", ".join(_fitting(parts, _columns(sys.stderr, math.inf) - len(before)))
+        return ", ".join(_fitting(parts, room))
 
     def _open_evaluation(self, evaluator: Engine, tag: str) -> None:
         if self._bar is not None:

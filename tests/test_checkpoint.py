@@ -146,6 +146,22 @@ def test_by_hand(tmp_path: Path) -> None:
     assert again.state == [1, 2]  # the handler that ran after the request is in it
 
 
+def test_by_hand_before_the_first_run(tmp_path: Path) -> None:
+    """Another process, with other weights, then trains as the one that has saved."""
+    trained = []
+    for seed in (3, 4):
+        torch.manual_seed(seed)
+        trainer, model = make(nn.Linear(2, 1))
+        checkpoint = Checkpoint(tmp_path)
+        checkpoint.attach(trainer)
+        if not trained:
+            checkpoint.save()
+            checkpoint.saver.wait()
+        trainer.run(LOADER, max_iters=2, resume="auto" if not trained else tmp_path / "update-00000000")
+        trained.append(model.weight.tolist())
+    assert trained[0] == trained[1]
+
+
 def test_a_handler_attached_later_still_runs_before_it(tmp_path: Path) -> None:
     """Also one that wants to be first, as TrainingMetrics does: the checkpoint holds what it did in that update."""
     trainer, _ = make()
@@ -323,6 +339,28 @@ def test_what_changed_is_listed(tmp_path: Path, caplog: Any) -> None:
     assert "starts from the beginning, because the checkpoint has no state for it: handlers/TrainingMetrics" in line
     assert "in the checkpoint and not used, because it is not attached: handlers/Remembers" in line
     assert "data" not in line
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "change"),
+    [
+        ({"seed": 3}, {"seed": 4}, "trainer.seed: 3 -> 4"),
+        ({}, {"seed": 4}, "trainer.seed: nothing -> 4"),
+        ({"accumulation_steps": 2}, {"accumulation_steps": [1, 2]}, "trainer.accumulation_steps: 2 -> [1, 2]"),
+        ({"precision": "bf16"}, {}, "trainer.precision: 'bf16' -> 'fp32'"),
+        ({"max_grad_norm": 1.0}, {"max_grad_norm": 0.5}, "trainer.max_grad_norm: 1.0 -> 0.5"),
+    ],
+    ids=["seed", "seed that is new", "accumulation", "precision", "clipping"],
+)
+def test_what_changed_of_the_trainer_is_listed(before: Any, now: Any, change: str, tmp_path: Path, caplog: Any) -> None:
+    """What it was made with, and nothing else of it."""
+    for epochs, arguments in enumerate((before, now), start=1):
+        trainer, _ = make(**arguments)
+        Checkpoint(tmp_path).attach(trainer)
+        trainer.run(LOADER, max_epochs=epochs)
+    (line,) = [line for line in logged(caplog) if "resuming from" in line]
+    assert line.count("trainer.") == 1
+    assert change in line
 
 
 def test_nothing_changed_is_no_warning(tmp_path: Path, caplog: Any) -> None:

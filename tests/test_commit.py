@@ -633,12 +633,17 @@ def test_a_run_that_raises_ends_at_the_next_save_or_at_the_end(tmp_path, build, 
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_a_run_whose_saves_all_fail_ends(tmp_path, build, micro_batches, caplog, asynchronous):
+@pytest.mark.parametrize(
+    ("outcomes", "last", "warnings"),
+    [([True, False, False, True, False, False, False, False], 7, 4), ([False] * 4, 3, 2)],
+    ids=["between others", "from the first on"],
+)
+def test_a_run_whose_saves_all_fail_ends(tmp_path, build, micro_batches, caplog, asynchronous, outcomes, last, warnings):
     """`on_error="warn"` is for failures that pass: that many in a row are raised; one that works starts the count anew."""
     setup = build()
     saver = Checkpoint(tmp_path, every=1, on_error="warn", give_up_after=3, asynchronous=asynchronous)
     saver.attach(setup.trainer)
-    works = iter([True, False, False, True, False, False, False, False])
+    works = iter(outcomes)
 
     def decide() -> None:
         await_thread(saver)
@@ -650,8 +655,8 @@ def test_a_run_whose_saves_all_fail_ends(tmp_path, build, micro_batches, caplog,
     ):
         setup.trainer.run(micro_batches, max_epochs=2)
 
-    assert setup.trainer.state.iteration == 7 + asynchronous  # a failure behind the run shows at the next save
-    assert caplog.text.count("training continues") == 4
+    assert setup.trainer.state.iteration == last + asynchronous  # a failure behind the run shows at the next save
+    assert caplog.text.count("training continues") == warnings
 
 
 def test_a_run_whose_last_state_is_not_on_the_disk_fails(tmp_path, build, micro_batches):

@@ -8,6 +8,7 @@ import pickle
 import struct
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import ignite.distributed as idist
@@ -33,6 +34,7 @@ from ignite_train.handlers import (
     StateMismatchError,
 )
 from ignite_train.handlers.state_consistency import _Check, _Shard, tensor_digests
+from ignite_train.ranks import collectives
 from ignite_train.ranks.small_sum import SmallSum
 from ranks import run_ranks
 from tiers import nightly, slow
@@ -479,6 +481,35 @@ def test_the_device_objects_to_what_the_host_raises_for(norms: list[float]) -> N
     except ValueError:
         raises = True
     assert bool(check.vetoes(torch.tensor(norms, dtype=torch.float64))) == raises
+
+
+@pytest.mark.parametrize(
+    ("ranks", "objects"),
+    [
+        ([(7, None), (7, None)], False),
+        ([(7, None), (8, None)], True),
+        ([(2**63, None), (2**63, None), (2**62, None)], True),
+        ([None, None], False),
+        ([None, (7, None)], True),
+        ([(7, (5, 1)), (7, (5, -1))], False),
+        ([(7, (5, 1)), (7, (6, -1))], True),
+    ],
+    ids=["equal", "different", "one of three", "no check", "missing on one", "equal shards", "different shards"],
+)
+def test_the_device_objects_to_states_that_differ(monkeypatch: pytest.MonkeyPatch, ranks: list[Any], objects: bool) -> None:
+    """From the sum of what the ranks send: each a digest, and a digest of shards with a factor; or nothing."""
+    monkeypatch.setattr(collectives, "world_size", lambda: len(ranks))
+    model = nn.Linear(1, 1)
+    check: Any = StateConsistency(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    sums = torch.zeros(check.payload_size, dtype=torch.float64)
+    for sent in ranks:
+        check._sent = None
+        if sent is not None:
+            digest, shards = sent
+            shard = None if shards is None else SimpleNamespace(factor=shards[1])
+            check._sent = SimpleNamespace(digest=digest, shards_digest=0 if shards is None else shards[0], shard=shard)
+        sums += torch.tensor(check.payload(), dtype=torch.float64)
+    assert bool(check.vetoes(sums)) == objects
 
 
 def nonfinite_everywhere() -> int:

@@ -404,6 +404,24 @@ def test_an_option_that_is_switched_on_has_a_trial_of_its_own(monkeypatch):
     assert tried == [{"weight_decay"}, {"weight_decay", "maximize"}, {"maximize"}]
 
 
+@pytest.mark.parametrize(
+    ("name", "switched", "decoupled"),
+    [
+        ("momentum", {"momentum", "dampening"}, False),
+        ("adam, l2", {"weight_decay"}, False),
+        ("adam, decoupled", {"weight_decay"}, True),
+        ("adamw", {"weight_decay"}, True),
+    ],
+)
+def test_a_trial_is_of_the_step_that_is_made(monkeypatch, name, switched, decoupled):
+    """Of the same class, with the options that are switched on, and with the weight decay of that kernel."""
+    tried: list[Any] = []
+    monkeypatch.setattr(direct_step, "is_direct_right", lambda *given, **others: tried.append((*given, others)) or True)
+    it = made(KINDS[name])
+    assert it.direct() is None
+    assert tried == [(type(it.optimizer), frozenset(switched), torch.float32, CPU, {"decoupled": decoupled})]
+
+
 def _sharded() -> str | None:
     mesh = init_device_mesh("cpu", (1,))
     model = nn.Linear(3, 2, bias=False)
@@ -427,6 +445,10 @@ OFF: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "numbers": ("_fused_adamw_", lambda kernel: lambda *a, lr, **o: kernel(*a, lr=lr * (1 + 1e-6), **o)),
     "scale": ("_fused_adamw_", lambda kernel: lambda *a, grad_scale, **o: kernel(*a, grad_scale=None, **o)),
     "withheld": ("_fused_adamw_", lambda kernel: lambda *a, found_inf, **o: kernel(*a, found_inf=None, **o)),
+    "withheld for any number": (
+        "_fused_adamw_",
+        lambda kernel: lambda *a, found_inf, **o: kernel(*a, found_inf=None if found_inf is None else found_inf * 0 + 1, **o),
+    ),
     "arguments": ("_fused_adamw_", lambda kernel: lambda *a, more, **o: None),
     "error": ("_fused_sgd_", lambda kernel: lambda *a, **o: torch.ones(2) @ torch.ones(3)),
 }

@@ -448,6 +448,30 @@ def test_unsized_loaders(accumulation_steps):
     assert lengths == [None, sized.state.epoch_length]
 
 
+@pytest.mark.parametrize("fresh", [False, True], ids=["same trainer", "fresh trainer"])
+def test_a_run_that_failed_at_its_end_is_ended_by_the_next(fresh):
+    """All updates are done, and the closing events have not fired: the next run fires them, and the one after does nothing."""
+    trainer, groups = make()
+    saved: list[Any] = []
+
+    @trainer.on(Events.EPOCH_COMPLETED(once=2))
+    def fail() -> None:
+        saved.append(json.dumps(trainer.state_dict()))
+        raise InjectedError
+
+    with pytest.raises(InjectedError):
+        trainer.run(NUMBERS, max_epochs=2)
+    if fresh:
+        trainer, groups = make()
+        trainer.load_state_dict(json.loads(saved[0]))
+    groups.clear()
+    fired = note(trainer, Events.COMPLETED)
+    for _ in range(2):
+        trainer.run(NUMBERS, max_epochs=2)
+    assert fired == [f"COMPLETED 2/{2 * len(NUMBERS)}"]
+    assert groups == []
+
+
 def test_a_generator_is_good_for_one_epoch():
     """An iterator trains one epoch; for several it is refused before its first element is taken."""
     trainer, groups = make(accumulation_steps=2)

@@ -247,6 +247,16 @@ def test_a_dataset_that_draws_is_refused(generator):
     assert trainer.state.iteration == 0
 
 
+@pytest.mark.parametrize("generator", DRAWS)
+def test_a_draw_that_is_refused_leaves_no_trace(generator):
+    """Also where no run puts the generators back, as in an evaluation."""
+    states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    numbers = FetchThread((DRAWS[generator]() for _ in range(3)), ahead=2, name="numbers")
+    with pytest.raises(ValueError, match=f"numbers, which draws from that of {generator}"):
+        next(numbers)
+    assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == states
+
+
 @pytest.mark.parametrize("generator", ["torch", "numpy"])
 def test_a_later_draw_is_seen_where_the_thread_is_waited_for(generator, monkeypatch):
     """Since nothing else draws then."""

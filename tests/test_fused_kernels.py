@@ -112,6 +112,28 @@ def test_a_kernel_that_leaves_out_a_part_is_found_out(monkeypatch, kind, part, d
     assert not is_kernel_right.__wrapped__(kind, frozenset(), dtype, CPU)
 
 
+def test_the_trial_is_of_the_step_that_is_made(monkeypatch):
+    """For each group of its own: the class, the options that are switched on, each dtype, and whether the rate is a tensor."""
+    tried: dict[Any, None] = {}
+
+    def note(*given: Any, tensor_lr: bool) -> bool:
+        tried[(*given, tensor_lr)] = None
+        return True
+
+    monkeypatch.setattr(fused_kernels, "is_kernel_right", note)
+    dtypes = {"a": torch.float32, "b": torch.bfloat16, "c": torch.float32}
+    model = nn.ParameterDict({name: torch.ones(3, dtype=dtype) for name, dtype in dtypes.items()})
+    others = {"params": [model["c"]], "lr": torch.tensor(0.1), "weight_decay": 0.0, "amsgrad": True}
+    optimizer = torch.optim.AdamW([{"params": [model["a"], model["b"]]}, others], fused=True)
+    create_trainer(model, optimizer, forward).run([dict.fromkeys(dtypes, torch.ones(3))])
+    first, second = frozenset({"decoupled_weight_decay", "weight_decay"}), frozenset({"decoupled_weight_decay", "amsgrad"})
+    assert [*tried] == [
+        (Adam, first, torch.bfloat16, CPU, False),
+        (Adam, first, torch.float32, CPU, False),
+        (Adam, second, torch.float32, CPU, True),
+    ]
+
+
 # --- a step without it ---
 
 

@@ -309,11 +309,14 @@ def test_data_within_an_epoch_is_not_replaced():
 
 @pytest.mark.parametrize("limit", [{"max_epochs": 3}, {"max_iters": 20}], ids=["epochs", "updates"])
 def test_an_iterator_that_ends_early_says_so(limit):
-    """All that the iterator gave is trained on, a last smaller group too; then the error has both numbers."""
+    """All that it gave is trained on, a last smaller group too; then, in the same epoch, the error has both numbers."""
     trainer, groups = make(accumulation_steps=2)
+    completed: list[int] = []
+    trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda engine: completed.append(engine.state.epoch))
     with pytest.raises(ValueError, match=f"data ended after 6 updates of {'='.join(map(str, *limit.items()))}; pass a loader"):
         trainer.run(iter([1.0] * 11), epoch_length=10, **limit)
     assert [len(group) for group in groups] == [2, 2, 2, 2, 2, 1]
+    assert (trainer.state.epoch, completed) == (1, [])
 
 
 LOADERS = {

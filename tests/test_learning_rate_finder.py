@@ -131,6 +131,24 @@ def test_metrics_do_not_count_the_search() -> None:
     assert set(metrics.state_dict()["sums"].values()) == {0.0}
 
 
+def test_what_is_set_in_the_search_is_gone() -> None:
+    """Attributes that a handler gives the trainer and its state, and handlers that are attached inside."""
+    trainer = make(net())
+    before = {*vars(trainer)}, {*vars(trainer.state)}
+    called: list[int] = []
+
+    def set_two(engine: Trainer) -> None:
+        called.append(engine.state.iteration)
+        engine.found = engine.state.found = 1  # type: ignore[attr-defined]
+
+    with LearningRateFinder().attach(trainer, num_iter=3) as searching:
+        searching.add_event_handler(Events.COMPLETED, set_two)
+        searching.run(MICRO_BATCHES)
+    assert ({*vars(trainer)}, {*vars(trainer.state)}) == before
+    trainer.run(MICRO_BATCHES)
+    assert called == [3]
+
+
 def test_a_search_before_a_resumed_run(tmp_path: Path) -> None:
     """The search begins with the script's model, and not with the checkpoint, from which the run then continues."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -150,6 +151,15 @@ def test_a_number_that_another_process_has_by_now_is_gone(tmp_path, taken, monke
     assert clock.sleeps == 0
 
 
+def test_the_number_of_this_process_was_that_of_one_that_is_gone(tmp_path, taken, monkeypatch):
+    """Where it cannot be known when a process was started, and this one has not taken the lock."""
+    leave(tmp_path, **{**here(os.getpid()), "born": ""})
+    clock = Clock(monkeypatch)
+    taken.hold()
+
+    assert clock.sleeps == 0
+
+
 @pytest.mark.parametrize("differs", [{"host": "elsewhere"}, {"space": "another container"}], ids=str)
 def test_a_process_that_cannot_be_looked_for_is_waited_for(tmp_path, taken, monkeypatch, ended, differs):
     """On another host, or in a container with process numbers of its own, the same number means nothing."""
@@ -235,6 +245,24 @@ def test_a_process_that_wakes_up_leaves_the_lock_to_the_other(tmp_path, taken):
 
     assert (tmp_path / LOCK).read_bytes() == before
     assert names(tmp_path) == [LOCK]
+
+
+@pytest.mark.parametrize("is_held", [False, True], ids=["new", "of another"])
+def test_a_full_disk_leaves_no_part_of_a_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_held: bool) -> None:
+    """A later start does not wait for it. The file of an owner from whom it would have been taken over stays as it was."""
+    Clock(monkeypatch)
+    if is_held:
+        leave(tmp_path)
+
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        with pytest.raises(OSError, match="No space left"):
+            DirectoryLock(tmp_path).hold()
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_a_lock_file_that_somebody_removed_is_made_again(tmp_path, taken):

@@ -152,6 +152,7 @@ RIGHT_WITH_SIZE: dict[str, Callable[[nn.Module, Batch], tuple[Tensor, Any]]] = {
     "weights-before-the-mean": lambda m, b: ((per_sample(m, b) * torch.full((8,), 8.0)).mean(), 8),
     "mean-over-features": lambda m, b: (torch.tanh(m.hidden(b["x"])).pow(2).sum(0).mean(), len(b["x"])),
     "sum-over-steps-divided-by-them": lambda m, b: (token_losses(m, b).sum() / STEPS, len(b["x"])),
+    "mean-times-more-than-size": lambda m, b: (per_sample(m, b).sum() / SAMPLES * (1.5 * SAMPLES), SAMPLES),
     "sum-over-as-many-features": lambda m, b: (m.hidden(b["x"]).pow(2).sum() / SAMPLES, len(b["x"])),
     "sum-over-as-many-features-flat": lambda m, b: (m.hidden(b["x"]).flatten().pow(2).sum() / SAMPLES, len(b["x"])),
     "sum-of-means": lambda m, b: (token_losses(m, b).mean(1).sum(), len(b["x"])),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import math
 import random
@@ -80,6 +81,22 @@ def test_fairseq_tolerance(tolerance, overflows_at, expected):
     """Fairseq's own sequences: initial scale 8, window 4; with a tolerance only frequent overflows halve."""
     policy = FairseqLossScaling(8.0, scale_window=4, tolerance=tolerance)
     assert scales(policy, [int(index in overflows_at) for index in range(12)]) == expected
+
+
+def test_the_defaults_are_those_of_the_originals():
+    """GradScaler's are read from torch; those of fairseq and DeepSpeed are from their options. Floor and ceiling are ours."""
+    ours = {
+        kind: {name: parameter.default for name, parameter in inspect.signature(kind).parameters.items()}
+        for kind in (TorchLossScaling, FairseqLossScaling, DeepSpeedLossScaling)
+    }
+    common = {"max_scale": 2.0**24, "on_floor": "raise"}
+    parameters = inspect.signature(torch.amp.GradScaler).parameters
+    torchs = {name: parameters[name].default for name in ("init_scale", "growth_factor", "backoff_factor", "growth_interval")}
+    assert ours[TorchLossScaling] == torchs | common | {"min_scale": 2.0**-24}
+    fairseq = {"init_scale": 128.0, "scale_window": 16384, "tolerance": 0.0, "threshold": None, "min_scale": 1e-4}
+    assert ours[FairseqLossScaling] == fairseq | common
+    deepspeed = {"init_scale": 65536, "scale_window": 1000, "hysteresis": 2, "consecutive_hysteresis": False, "min_scale": 1.0}
+    assert ours[DeepSpeedLossScaling] == deepspeed | common
 
 
 @pytest.mark.sampled(8)

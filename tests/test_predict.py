@@ -67,6 +67,7 @@ def loaders() -> dict[str, Callable[[], Any]]:
         "list": lambda: list(ROWS.split(4)),
         "in-order": lambda: DataLoader(ROWS, batch_size=4),
         "shuffled": lambda: DataLoader(ROWS, batch_size=4, shuffle=True),
+        "tensors-for-indices": lambda: DataLoader(ROWS, batch_size=4, sampler=torch.arange(10, -1, -1)),
         "batch-sampler": lambda: DataLoader(ROWS, batch_sampler=order),
         "resumable": lambda: ResumableLoader(ROWS, 4, shuffle=True),
         "batches": lambda: DataLoader(Batches(), batch_size=None, sampler=[2, 0, 1]),

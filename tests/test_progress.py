@@ -30,6 +30,7 @@ import cuts
 from clock import Clock
 from ignite_train import Evaluator, ForwardOutput, Trainer, create_evaluator, create_trainer
 from ignite_train.handlers import Checkpoint, ProgressLog, StopOnSignal, TrainingMetrics, Validation
+from ignite_train.handlers.progress import _length
 from ranks import run_ranks
 from setups import InfiniteIn
 from update_options import with_options
@@ -151,6 +152,28 @@ def test_a_narrow_terminal_leaves_out_what_does_not_fit(monkeypatch: pytest.Monk
     bars = [row for row in rows if "/120000" in row and "loss" in row]
     assert bars
     assert [row for row in bars if not re.fullmatch(r"epoch  1/10 +0%\|.+\| \d/120000 \[.+ left\]", row) or " lr " in row] == []
+
+
+def test_without_training_metrics_the_bar_counts_for_itself() -> None:
+    """Speed since the run began, which was after update 2, and the time that the rest takes at that speed."""
+    trainer, _, _ = make()
+    progress = ProgressLog()
+    progress._begin, progress._started = 2, 100.0
+    shown: list[str] = []
+    trainer.add_event_handler(EVERY(once=6), lambda: shown.append(progress._postfix(trainer, now=108.0, room=80)))
+    trainer.run(DATA, max_epochs=2)
+    assert shown[0].endswith(", lr 0.05, 0.5/s, 0:00:12 left")
+
+
+def test_the_bar_of_an_evaluation_knows_its_length() -> None:
+    """The loader's, or fewer micro-batches where that is asked for; none is known of an iterator."""
+    _, evaluator, _ = make()
+    lengths: list[Any] = []
+    evaluator.add_event_handler(Events.STARTED, lambda: lengths.append(_length(evaluator)))
+    evaluator.run(DATA)
+    evaluator.run(DATA, epoch_length=4)
+    evaluator.run(iter(DATA))
+    assert lengths == [6, 4, None]
 
 
 def test_a_message_does_not_break_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:

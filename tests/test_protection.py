@@ -23,7 +23,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 import cuts
-from ignite_train import ForwardOutput, TorchLossScaling, Trainer, TrainEvents, create_supervised_trainer, create_trainer
+from ignite_train import (
+    ForwardOutput,
+    TorchLossScaling,
+    Trainer,
+    TrainEvents,
+    create_supervised_trainer,
+    create_trainer,
+    protection,
+)
 from ignite_train.handlers import (
     Checkpoint,
     FailureBoard,
@@ -265,6 +273,39 @@ def test_the_defaults_add_no_collective_to_an_update(way: Way) -> None:
     for without, protected in run_ranks(count_collectives, way):
         assert protected == without
         assert without["gloo:all_gather" if way in ("auto", "explicit") else "gloo:all_reduce"] >= 6
+
+
+# --- which updates are compared ---
+
+
+def drift_in_update_5() -> Any:
+    trainer, module = make("ddp", protect={"state_consistency": {"every": 4}, "grad_norm_consistency": False})
+    steps: list[int] = []
+    trainer.add_event_handler(TrainEvents.STEP_COMPLETED, lambda: steps.append(trainer.state.iteration))
+
+    @trainer.on(TrainEvents.STEP_COMPLETED(once=5))
+    def change() -> None:
+        with torch.no_grad():
+            module.weight += idist.get_rank()
+
+    try:
+        trainer.run(loader(6), max_epochs=2)
+    except StateMismatchError as error:
+        return str(error).partition(":")[0], steps
+    return "", steps
+
+
+def test_ranks_that_drift_apart_later_are_noticed() -> None:
+    """After the first updates those are compared whose number is a multiple of `every`."""
+    assert run_ranks(drift_in_update_5) == [("update 8", [*range(1, 9)])] * 2
+
+
+@pytest.mark.parametrize("begin", [1, 6])
+def test_the_first_updates_of_a_process_are_compared_and_then_one_of_many(begin: int) -> None:
+    """As many as are said, also of a process that resumes; then the multiples of a number."""
+    filter_ = protection._FirstAndEvery(3, 5)
+    due = [update for update in range(begin, 21) if filter_(None, update)]
+    assert due == ([1, 2, 3, 5, 10, 15, 20] if begin == 1 else [6, 7, 8, 10, 15, 20])
 
 
 # --- a forward that calls another module than its argument ---

@@ -89,6 +89,19 @@ def test_signatures_show_no_addresses() -> None:
     assert "event: 'Event' = Events.ITERATION_COMPLETED(every=1000)" in shown["EmptyCache.attach"]
 
 
+def test_defaults_change_on_purpose_only() -> None:
+    """What a script leaves out means what it meant before. A change that is meant goes into the file and CHANGELOG.md too."""
+    found = {
+        f"{name}({parameter.name}={parameter.default!r})"
+        for name, public in _public()
+        if inspect.isfunction(public) and public.__module__.startswith("ignite_train")  # the others are of Ignite or torch
+        for parameter in inspect.signature(public).parameters.values()
+        if parameter.default is not parameter.empty and ADDRESS.search(repr(parameter.default)) is None
+    }
+
+    assert found ^ {*(ROOT / "tests/data/defaults.txt").read_text(encoding="utf-8").splitlines()} == set()
+
+
 @pytest.mark.parametrize("number", [1, 3])
 def test_a_default_event_is_what_ignite_makes(number: int) -> None:
     """`every(n, event)` fires in the same updates as `event(every=n)`, and prints as it."""

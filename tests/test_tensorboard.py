@@ -412,6 +412,49 @@ def test_each_point_is_shown_once_when_a_run_resumes(tmp_path: Path, every: int,
     assert shown(tmp_path / "killed/points") == expected
 
 
+class _Clock:
+    """A time that passes only where it is slept; notes for how long."""
+
+    def __init__(self, now: float) -> None:
+        self.now, self.slept = now, list[float]()
+
+    def time(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.now += seconds
+
+
+@pytest.mark.parametrize(
+    ("newest", "slept"),
+    [(999, []), (1000, [0.75]), (1001, [1.75]), (1002, [2.75]), (1003, [])],
+    ids=["a second ago", "this second", "the next", "the last that is waited for", "a time to come"],
+)
+def test_a_file_has_a_later_name_than_those_before(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path, newest: int, slept: list[float]
+) -> None:
+    """TensorBoard reads in the order of names, which have whole seconds: one that is not over is waited for.
+
+    A clock that was set back is not; it is said.
+    """
+    clock = _Clock(1000.25)
+    monkeypatch.setattr("ignite_train.handlers.tensorboard.time", clock)
+    monkeypatch.setattr("ignite_train.handler.event_file.time", clock)
+    earlier = [tmp_path / f"events.out.tfevents.{second:010d}.host" for second in (newest, 7)]
+    for path in (*earlier, tmp_path / "events.out.tfevents.of-another-form"):
+        path.touch()
+    trainer, _ = make()
+    TensorBoard(tmp_path).attach(trainer, EVERY(every=1))
+    TrainingMetrics().attach(trainer, EVERY(every=1))
+    trainer.run(DATA, max_iters=1)
+    (path,) = (path for path in tmp_path.iterdir() if path.stat().st_size > 0)
+    assert clock.slept == slept
+    assert path.name.split(".")[3] == f"{int(1000.25 + sum(slept)):010d}"
+    is_said = f"the newest file in {tmp_path} is of a time to come: TensorBoard will hide wrong points" in caplog.text
+    assert is_said is (path < earlier[0])
+
+
 def test_what_is_written_is_there_at_once(tmp_path: Path) -> None:
     """Whatever happens then, since SIGKILL does not wait for a flush; so what was written before a checkpoint is there too."""
     trainer, _ = make()

@@ -44,3 +44,14 @@ def test_this_torch_is_a_supported_one() -> None:
     assert stated.startswith(f"torch>={torch_versions.oldest().rpartition('.')[0]}")
     release = [int(part) for part in torch.__version__.partition("+")[0].split(".")[:2]]
     assert release >= [int(part) for part in torch_versions.oldest().split(".")[:2]]
+
+
+@pytest.mark.skipif(not (torch_versions.ROOT / "docs").is_dir(), reason="looks at a checkout, and this is none")
+def test_the_readme_states_the_oldest_and_the_newest() -> None:
+    """The newest is the last that all tests were run with, and none of them failed."""
+    table = (torch_versions.ROOT / "docs/torch_versions.md").read_text(encoding="utf-8")
+    tried = re.findall(r"^\| [\d-]+ \| ([\d.]+) \| [\d.]+ \| all.* \| \d+ \| 0 \| \d+ \|$", table, flags=re.MULTILINE)
+    newest = max(tried, key=lambda version: [int(part) for part in version.split(".")])
+    oldest, newest = (version.rpartition(".")[0] for version in (torch_versions.oldest(), newest))
+    readme = (torch_versions.ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"[torch ≥ {oldest}, tried up to {newest}](docs/torch_versions.md)" in readme

@@ -366,6 +366,24 @@ def test_the_time_of_a_session_outside_of_updates_is_apart(monkeypatch: pytest.M
     assert seconds == {"handler": 21.0, "forward": 3.0}
 
 
+def test_an_evaluation_elsewhere_leaves_the_section_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within forward its time is that of forward, and after the run nothing is counted."""
+    clock = SlowForward(monkeypatch)
+
+    def forward(model: nn.Module, micro_batch: Any) -> ForwardOutput:
+        evaluator.run(DATA[:2])
+        clock.take(30.0)
+        return clock.forward(model, micro_batch)
+
+    trainer, metrics = make(forward), TrainingMetrics()
+    evaluator = create_evaluator(trainer._stateful_parts["model"], clock.forward)  # type: ignore[arg-type]
+    metrics.attach(trainer, EVERY(every=100), evaluator=evaluator)
+    trainer.run(DATA[:1])
+    evaluator.run(DATA)
+    clock.take(100.0)
+    assert {name: value for name, value in metrics.seconds_by_section.items() if value} == {"forward": 33.0}
+
+
 def test_rates_of_logs(monkeypatch: pytest.MonkeyPatch) -> None:
     """A log that counts something is published per second of data and update."""
     clock = SlowForward(monkeypatch)

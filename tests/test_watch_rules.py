@@ -64,6 +64,31 @@ def test_a_rank_waits_in_vain_for_one_that_has_left(place: Any, expected: bool) 
     assert watch_of(reports, LIMIT + 1)._waits_in_vain([0, 1], LIMIT) is expected
 
 
+def frame(file: str) -> Any:
+    return SimpleNamespace(f_code=SimpleNamespace(co_filename=file, co_name="stand"), f_lineno=12)
+
+
+@pytest.mark.parametrize(
+    ("found", "where", "waits"),
+    [
+        (frame("/lib/torch/distributed/c10d.py"), "stand (c10d.py:12)", True),
+        (frame("/home/me/model.py"), "stand (model.py:12)", False),
+        (None, "nowhere", False),
+    ],
+    ids=["in a collective", "at work", "no such thread"],
+)
+def test_a_report_says_where_the_main_thread_is(monkeypatch: pytest.MonkeyPatch, found: Any, where: str, waits: bool) -> None:
+    """And how far the run and its evaluation are."""
+    monkeypatch.setattr(hang_watch, "_frame_of", {123: found}.get)
+    watch = watch_of([None], 0.0)
+    watch._main, watch._evaluator = 123, SimpleNamespace(state=SimpleNamespace(iteration=4))
+    watch._trainer = SimpleNamespace(state=SimpleNamespace(iteration=7, num_micro_batches=9))
+    begun = hang_watch.collectives.collectives_begun()
+    assert watch._look(3, over=True) == hang_watch._Report(3, 7, 9, 4, begun, waits, where, over=True)
+    watch._evaluator = None
+    assert watch._look(3, over=True).evaluated == 0
+
+
 def signal_watch(monkeypatch: pytest.MonkeyPatch, rank: int = 0) -> tuple[Any, Any, list[int]]:
     """The deciding part of a watch; its clock; and the exit statuses."""
     clock, ended = SimpleNamespace(now=50.0), []

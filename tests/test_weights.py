@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from bits import bit_by_bit
 from ignite_train import CheckpointError, count_traffic, create_evaluator, create_trainer
 from ignite_train.checkpoint import best, consolidate, latest, load_weights
+from ignite_train.checkpoint.inspection import write_weights
 from ignite_train.handlers import Checkpoint, ModelEMA, Validation
 from ranks import run_ranks
 
@@ -69,6 +71,22 @@ def test_from_a_run(tmp_path: Path) -> None:
     assert bit_by_bit(torch.load(tmp_path / "best.pt")) == states["best"]
     consolidate(tmp_path / "run", tmp_path / "average.pt", entry="ModelEMA")
     assert loaded(tmp_path / "average.pt") == states["average"]
+
+
+@pytest.mark.parametrize("exists", [False, True], ids=["new", "there already"])
+def test_a_file_that_cannot_be_written_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exists: bool) -> None:
+    """A full disk: a file of that name stays as it was, and no part of the new one is left."""
+    file = tmp_path / "model.pt"
+    if exists:
+        file.write_bytes(b"earlier")
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_weights(net().state_dict(), file)
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"earlier"] * exists
 
 
 FORMS: dict[str, Callable[[Any], Any]] = {
