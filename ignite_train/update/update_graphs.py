@@ -86,13 +86,13 @@ class UpdateGraphs:
         self._whole, self._first = self._compiled(UpdateGraphs._trace_whole), self._compiled(UpdateGraphs._trace_first)
         self._further, self._end = self._compiled(UpdateGraphs._trace_further), self._compiled(UpdateGraphs._trace_end)
 
-    def whole(self, micro_batch: Any, numbers: Tensor, states: list[list[Tensor]]) -> tuple[Tensor, Any]:
+    def whole(self, micro_batch: Any, numbers: Tensor, states: list[Tensor]) -> tuple[Tensor, Any]:
         """Does an update on one micro-batch.
 
         Args:
             micro_batch: on the device of the model.
             numbers: the loss scale, and those of each plan, in float64.
-            states: of each parameter; changed in place.
+            states: of all parameters; changed in place.
 
         Returns:
             The norm of the accumulated gradients, 1 if the step was made, and the sums of `Gathered`, in one vector; and the
@@ -115,7 +115,7 @@ class UpdateGraphs:
         """Runs forward and backward of another micro-batch, whose gradients are added in place; see `whole`."""
         return before._replace(sums=self._further(micro_batch, numbers, *before))
 
-    def end(self, gathered: Gathered, numbers: Tensor, states: list[list[Tensor]]) -> Tensor:
+    def end(self, gathered: Gathered, numbers: Tensor, states: list[Tensor]) -> Tensor:
         """Makes the step, or withholds it; see `whole`, also for what it returns."""
         vector: Tensor = self._end(gathered.gradients, gathered.sums, numbers, states)
         return vector
@@ -130,7 +130,7 @@ class UpdateGraphs:
 
     # --- what is traced: Python runs here while torch compiles, and not in an update ------------------------------------------
 
-    def _trace_whole(self, micro_batch: Any, numbers: Tensor, states: list[list[Tensor]]) -> tuple[Tensor, Any]:
+    def _trace_whole(self, micro_batch: Any, numbers: Tensor, states: list[Tensor]) -> tuple[Tensor, Any]:
         _refuse_to_run()
         gradients, sums, logs = self._gather(micro_batch, numbers)
         return self._finish(gradients, sums, numbers, states), logs
@@ -148,7 +148,7 @@ class UpdateGraphs:
             gradient.add_(one)
         return sums + more_sums
 
-    def _trace_end(self, gradients: list[Tensor], sums: Tensor, numbers: Tensor, states: list[list[Tensor]]) -> Tensor:
+    def _trace_end(self, gradients: list[Tensor], sums: Tensor, numbers: Tensor, states: list[Tensor]) -> Tensor:
         _refuse_to_run()
         return self._finish(gradients, sums, numbers, states)
 
@@ -174,7 +174,7 @@ class UpdateGraphs:
             found.append(here)
         return found
 
-    def _finish(self, gradients: list[Tensor], sums: Tensor, numbers: Tensor, states: list[list[Tensor]]) -> Tensor:
+    def _finish(self, gradients: list[Tensor], sums: Tensor, numbers: Tensor, states: list[Tensor]) -> Tensor:
         with torch.no_grad():
             norm = _norm(gradients)
             may_step, factor = self._decide(norm, sums[0], sums[1], numbers[0])
@@ -190,24 +190,22 @@ class UpdateGraphs:
             return may_step, mean_factor
         return may_step, mean_factor * torch.clamp(self._max_grad_norm / (norm + _EPSILON), max=1.0)
 
-    def _step(
-        self, gradients: list[Tensor], factor: Tensor, may_step: Tensor, numbers: Tensor, states: list[list[Tensor]]
-    ) -> None:
+    def _step(self, gradients: list[Tensor], factor: Tensor, may_step: Tensor, numbers: Tensor, states: list[Tensor]) -> None:
         """Changes parameters and states in place, or writes what is there."""
         parameters = self._parameters([name for plan in self._plans for name in plan.names])
         scalars = list(numbers.unbind())
-        place, number = 0, 1
+        place, number, state = 0, 1, 0
         for plan in self._plans:
             mine = scalars[number : number + plan.num_numbers]
             number += plan.num_numbers
             for _ in plan.names:
-                parameter, old = parameters[place], states[place]
+                parameter, old = parameters[place], states[state : state + plan.num_states]
                 gradient = gradients[place] * factor.to(torch.promote_types(parameter.dtype, torch.float32))
                 new, new_states = stepped(plan, mine, parameter, gradient, old)
                 parameter.copy_(torch.where(may_step, new, parameter))
-                for state, one in zip(old, new_states, strict=True):
-                    state.copy_(torch.where(may_step, one, state))
-                place += 1
+                for before, after in zip(old, new_states, strict=True):
+                    before.copy_(torch.where(may_step, after, before))
+                place, state = place + 1, state + plan.num_states
 
 
 def _read(returned: Any) -> tuple[Tensor, list[Tensor], tuple[tuple[str, bool], ...]]:
