@@ -155,7 +155,8 @@ class CompiledStep:
         return None
 
     def _why_not_adam(self, group: Mapping[str, Any]) -> str | None:
-        if any(type(beta) is not float and isinstance(beta, Tensor) for beta in group["betas"]):
+        beta1, beta2 = group["betas"]
+        if isinstance(beta1, Tensor) or isinstance(beta2, Tensor):
             return "a group of the optimizer has a tensor for a beta"
         is_counted_on_device = group["fused"] or group["capturable"]
         if group["capturable"] and self._is_on_cpu:
@@ -230,7 +231,8 @@ class CompiledStep:
 
     def _find_names(self) -> None:
         self._names = {parameter: name for name, parameter in self._model.named_parameters()}
-        self._owners = [owner for module in self._model.modules() for owner in (module._modules, module._parameters)]
+        owners = [owner for module in self._model.modules() for owner in (module._modules, module._parameters)]
+        self._owners = [owner for owner in owners if owner]
         self._there = _contents(self._owners)
 
     def _look_at(self, options: Mapping[str, Any], used: frozenset[str]) -> _Group:

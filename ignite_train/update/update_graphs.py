@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ignite_train.errors import ForwardContractError
 from ignite_train.forward import BoundForward
 from ignite_train.model.compiled_step import StepPlan, stepped
+from ignite_train.model.direct_graph import inductor
 from ignite_train.model.memory_layout import sharing_memory
 from ignite_train.model.precision import Precision
 
@@ -248,6 +249,7 @@ _WHILE_COMPILING = {
     "skip_nnmodule_hook_guards": False,  # or a hook of a module that is added later would not be called
     "automatic_dynamic_shapes": False,  # these two are `dynamic=False`
     "assume_static_by_default": True,
+    "record_runtime_overhead": False,  # a range in profiles around what precedes a graph, which each call would pay for
 }
 
 
@@ -271,7 +273,9 @@ class _Graph:
     def __init__(self, function: Callable[..., Any], settings: Mapping[str, Any]) -> None:
         from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
-        self._function, self._compiled = function, torch.compile(function, **{**settings, "fullgraph": True})
+        backend = inductor(settings)
+        chosen = {**settings} if backend is None else {"backend": backend}
+        self._function, self._compiled = function, torch.compile(function, **{**chosen, "fullgraph": True})
         self._set_lookup: Callable[[Any], Any] | None = vars(torch._C._dynamo.eval_frame).get("set_eval_frame")
         self._refusals = (TorchDynamoException, FailOnRecompileLimitHit)
         self._is_new = True
