@@ -75,6 +75,12 @@ class RandomState:
         if self._backend is not None:
             self._backend.set_rng_state(self._on_device, self._device)
 
+    def has_moved(self) -> bool:
+        """Whether one of the generators has been drawn from since."""
+        now = RandomState(self._device, python=self._python is not None)
+        ours, theirs = [state for state in (self._cpu, self._on_device) if state is not None], (now._cpu, now._on_device)
+        return now._python != self._python or not all(map(torch.equal, ours, theirs))
+
     def python_has_moved(self) -> bool:
         """Whether Python's generator has been drawn from since; False if its state was not taken."""
         return self._python is not None and random.getstate() != self._python

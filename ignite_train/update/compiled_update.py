@@ -297,14 +297,18 @@ class CompiledUpdate(Update):
                         self._result = _Result(*graphs.whole(moved, numbers, tensors.states), 1)
                     elif gathered is None:
                         gathered = graphs.first(moved, numbers)
-                    else:
+                    elif done + 1 < num_micro_batches:
                         gathered = graphs.further(moved, numbers, gathered)
+                    else:
+                        vector = graphs.last(moved, numbers, gathered, tensors.states)
+                        self._result = _Result(vector, gathered.logs, num_micro_batches)
         except CannotCompileError as error:
             self._begun = done
             self._hand_over(error, gathered, done)
             return done
         trainer.state.micro_batch_in_group = None
-        if gathered is not None:
+        self._search.forward_draws = graphs.draw
+        if self._result is None and gathered is not None:  # none of them was known to be the last
             self._end(trainer, graphs, tensors, numbers, gathered, done + 1)
         return done + 1
 
@@ -321,7 +325,7 @@ class CompiledUpdate(Update):
         gathered: Gathered,
         num_micro_batches: int,
     ) -> None:
-        """Makes the step, or withholds it, after several micro-batches."""
+        """Makes the step, or withholds it, after micro-batches that have all been added."""
         trainer._begin_section("optimizer")
         try:
             vector = graphs.end(gathered, numbers, tensors.states)
@@ -332,6 +336,9 @@ class CompiledUpdate(Update):
 
     def _hand_over(self, error: CannotCompileError, gathered: Gathered | None, done: int) -> None:
         """Has this update go the way of `Update`, which finds what was gathered; and all later ones, if nothing will change."""
+        if not self._search.forward_draws:  # as far as graphs go
+            self._search.forward_draws = True
+            self._search.mark(self.loss_scaling.scale)
         self._obstacle = None if error.is_passing else error.reason
         self._say(error.reason)
         if gathered is None:

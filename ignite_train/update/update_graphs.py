@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from ignite_train.model.compiled_step import StepPlan, stepped
 from ignite_train.model.direct_graph import inductor
 from ignite_train.model.memory_layout import sharing_memory
 from ignite_train.model.precision import Precision
+from ignite_train.model.random_state import RandomState
 
 __all__ = ["CannotCompileError", "Gathered", "UpdateGraphs"]
 
@@ -53,10 +54,11 @@ class UpdateGraphs:
     """Compiles and calls the graphs of an update, for one set of parameters and one way of stepping them.
 
     A group of one micro-batch is one graph, `whole`. A larger one has a graph for its first micro-batch, whose gradients come
-    into being, one for each further one, whose gradients are added, and one for its `end`: norm, verdict, clipping and step.
+    into being, one for each further one, whose gradients are added, and one for its last one, with norm, verdict, clipping and
+    step. Where it is not known in time that a micro-batch is the last, another graph has the `end` alone.
 
     Sizes are taken as they are (`dynamic=False`), so each size of a micro-batch has graphs of its own, and a resumed run has
-    those of one that was never interrupted. Torch compiles each of the four up to `torch._dynamo.config.recompile_limit` times.
+    those of one that was never interrupted. Torch compiles each of the five up to `torch._dynamo.config.recompile_limit` times.
 
     Args:
         forward: the user's.
@@ -67,6 +69,9 @@ class UpdateGraphs:
         normalize: whether gradients are divided by Σsample_size.
         scales_loss: whether the loss is multiplied by a scale.
         settings: arguments of `torch.compile`.
+
+    Attributes:
+        draw: whether one of the graphs draws random numbers.
     """
 
     def __init__(
@@ -83,9 +88,10 @@ class UpdateGraphs:
     ) -> None:
         self._forward, self._model, self._plans, self._precision = forward, model, plans, precision
         self._max_grad_norm, self._normalize, self._scales_loss = max_grad_norm, normalize, scales_loss
-        self._settings = settings
+        self._settings, self.draw = settings, False
         self._whole, self._first = self._compiled(UpdateGraphs._trace_whole), self._compiled(UpdateGraphs._trace_first)
-        self._further, self._end = self._compiled(UpdateGraphs._trace_further), self._compiled(UpdateGraphs._trace_end)
+        self._further, self._last = self._compiled(UpdateGraphs._trace_further), self._compiled(UpdateGraphs._trace_last)
+        self._end = self._compiled(UpdateGraphs._trace_end)
 
     def whole(self, micro_batch: Any, numbers: Tensor, states: list[Tensor]) -> tuple[Tensor, Any]:
         """Does an update on one micro-batch.
@@ -116,8 +122,13 @@ class UpdateGraphs:
         """Runs forward and backward of another micro-batch, whose gradients are added in place; see `whole`."""
         return before._replace(sums=self._further(micro_batch, numbers, *before))
 
+    def last(self, micro_batch: Any, numbers: Tensor, before: Gathered, states: list[Tensor]) -> Tensor:
+        """Runs forward and backward of the last micro-batch of several, and makes the step or withholds it; see `whole`."""
+        vector: Tensor = self._last(micro_batch, numbers, *before, states)
+        return vector
+
     def end(self, gathered: Gathered, numbers: Tensor, states: list[Tensor]) -> Tensor:
-        """Makes the step, or withholds it; see `whole`, also for what it returns."""
+        """Makes the step of what was gathered, or withholds it; see `whole`, also for what it returns."""
         vector: Tensor = self._end(gathered.gradients, gathered.sums, numbers, states)
         return vector
 
@@ -127,7 +138,10 @@ class UpdateGraphs:
         own = FunctionType(
             traced.__code__.replace(), traced.__globals__, traced.__name__, traced.__defaults__, traced.__closure__
         )
-        return _Graph(MethodType(own, self), self._settings)
+        return _Graph(MethodType(own, self), self._settings, next(self._model.parameters()).device, self._note_draw)
+
+    def _note_draw(self) -> None:
+        self.draw = True
 
     # --- what is traced: Python runs here while torch compiles, and not in an update ------------------------------------------
 
@@ -142,12 +156,18 @@ class UpdateGraphs:
 
     def _trace_further(self, micro_batch: Any, numbers: Tensor, gradients: list[Tensor], sums: Tensor, logs: Any) -> Tensor:
         _refuse_to_run()
-        more, more_sums, more_logs = self._gather(micro_batch, numbers)
-        if more_logs != logs:
-            raise ForwardContractError("the names in logs differ between micro-batches of one group")
+        more, more_sums = self._gather_more(micro_batch, numbers, logs)
         for gradient, one in zip(gradients, more, strict=True):
             gradient.add_(one)
         return sums + more_sums
+
+    def _trace_last(
+        self, micro_batch: Any, numbers: Tensor, gradients: list[Tensor], sums: Tensor, logs: Any, states: list[Tensor]
+    ) -> Tensor:
+        _refuse_to_run()
+        more, more_sums = self._gather_more(micro_batch, numbers, logs)
+        added = [gradient + one for gradient, one in zip(gradients, more, strict=True)]
+        return self._finish(added, sums + more_sums, numbers, states)
 
     def _trace_end(self, gradients: list[Tensor], sums: Tensor, numbers: Tensor, states: list[Tensor]) -> Tensor:
         _refuse_to_run()
@@ -165,6 +185,12 @@ class UpdateGraphs:
         if len(gradients) != len(names) or any(one is None for one in found[: len(names)]):
             raise ForwardContractError(_OTHERS)
         return gradients, torch.stack(sums), logs
+
+    def _gather_more(self, micro_batch: Any, numbers: Tensor, logs: Any) -> tuple[list[Tensor], Tensor]:
+        gradients, sums, its_logs = self._gather(micro_batch, numbers)
+        if its_logs != logs:
+            raise ForwardContractError("the names in logs differ between micro-batches of one group")
+        return gradients, sums
 
     def _parameters(self, names: list[str]) -> list[Tensor]:
         found: list[Tensor] = []
@@ -268,17 +294,23 @@ class _Graph:
     Args:
         function: what to compile; it calls `_refuse_to_run` first.
         settings: arguments of `torch.compile`.
+        device: that of the model.
+        on_draw: called if a call that compiles it draws random numbers.
     """
 
-    def __init__(self, function: Callable[..., Any], settings: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        settings: Mapping[str, Any],
+        device: torch.device,
+        on_draw: Callable[[], None],
+    ) -> None:
         from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
-        backend = inductor(settings)
-        chosen = {**settings} if backend is None else {"backend": backend}
-        self._function, self._compiled = function, torch.compile(function, **{**chosen, "fullgraph": True})
+        self._function, self._compiled = function, torch.compile(function, **_arguments(settings, on_cpu=device.type == "cpu"))
         self._set_lookup: Callable[[Any], Any] | None = vars(torch._C._dynamo.eval_frame).get("set_eval_frame")
         self._refusals = (TorchDynamoException, FailOnRecompileLimitHit)
-        self._is_new = True
+        self._device, self._on_draw, self._is_new = device, on_draw, True
 
     def __call__(self, *arguments: Any) -> Any:
         """Calls it.
@@ -294,6 +326,7 @@ class _Graph:
                 pass  # what it was compiled for is not what it is called with
             finally:
                 self._set_lookup(before)
+        random_state = RandomState(self._device)
         try:
             with torch._dynamo.config.patch(_WHILE_COMPILING):
                 returned = self._compiled(*arguments)
@@ -302,7 +335,42 @@ class _Graph:
         except self._refusals as error:
             raise CannotCompileError(_reason(error)) from error
         self._is_new = False
+        if random_state.has_moved():
+            self._on_draw()
         return returned
+
+
+def _arguments(settings: Mapping[str, Any], *, on_cpu: bool) -> dict[str, Any]:
+    """The arguments of `torch.compile`: those of the user, without guards that always hold, and with graphs called directly."""
+    options = {_FILTER: _may_change, **(settings.get("options") or {})}
+    for_backend = {name: value for name, value in options.items() if name != _FILTER}
+    backend = inductor({**settings, "options": for_backend}) if on_cpu else None
+    if backend is not None:
+        return {"backend": backend, "options": {_FILTER: options[_FILTER]}, "fullgraph": True}
+    if settings.get("mode") is not None:  # torch takes no options beside it
+        return {**settings, "fullgraph": True}
+    return {**settings, "options": options, "fullgraph": True}
+
+
+_FILTER = "guard_filter_fn"
+_OURS = ("self", "G['")  # where guards on this library's own objects, and on globals of this file, begin
+_NOT_OURS = ("self._model", "self._forward", "G['__import_", "G['___unnamed_scope")
+_IMPORTED = "G['__import_ignite_train_dot_"
+
+
+def _may_change(guards: Sequence[Any]) -> list[bool]:
+    """Which guards to look at in each call: not those on this library's code and numbers, or on Python's builtins.
+
+    They stay as they are while a graph lives, and are as many as those on the model and on what forward uses. Hooks on saved
+    tensors are left out too: a graph with its own backward saves none.
+    """
+    return [not _always_holds(guard.name, guard.guard_type) for guard in guards]
+
+
+def _always_holds(name: str, kind: str) -> bool:
+    if kind == "AUTOGRAD_SAVED_TENSORS_HOOKS" or name.startswith(_IMPORTED):
+        return True
+    return name.startswith(_OURS) and not name.startswith(_NOT_OURS)
 
 
 _ONLY_LOOK_UP = False  # for `set_eval_frame`: run what was compiled, and compile nothing
