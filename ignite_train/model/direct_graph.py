@@ -22,18 +22,19 @@ def inductor(settings: Mapping[str, Any]) -> Callable[[torch.fx.GraphModule, lis
         settings: arguments of `torch.compile`.
 
     Returns:
-        The backend; None if these settings name another one, or this torch has it elsewhere.
+        The backend; None if these settings name another one, or are more than it takes, or this torch has it elsewhere.
+
+    Raises:
+        RuntimeError: inductor does not know an option.
     """
     if not settings.keys() <= {"backend", "mode", "options"} or settings.get("backend", "inductor") != "inductor":
         return None
-    try:
-        from torch._inductor import compile as compile_graph
-        from torch._inductor import list_mode_options
-    except ImportError:
+    make = vars(torch).get("_TorchCompileInductorWrapper")  # what torch.compile makes of them
+    mode, options = settings.get("mode"), settings.get("options")
+    if make is None or (mode and options):  # of which torch.compile takes one
         return None
-    mode = settings.get("mode")
-    options = {**(list_mode_options(mode) if mode else {}), **(settings.get("options") or {})}
-    return lambda graph, inputs: direct_graph(compile_graph(graph, inputs, options=options))
+    backend = make(mode, options, None)
+    return lambda graph, inputs: direct_graph(backend(graph, inputs))
 
 
 def direct_graph(compiled: Compiled) -> Compiled:

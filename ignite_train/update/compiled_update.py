@@ -286,53 +286,28 @@ class CompiledUpdate(Update):
         try:
             for done, micro_batch in enumerate(micro_batches):
                 self._begin_micro_batch(trainer, done)
-                num_micro_batches = len(micro_batches)  # as it is known by now
-                if done == 0 or done + 1 == num_micro_batches:
+                is_last = done + 1 >= len(micro_batches)  # which is right by now, see ArrivingGroup
+                if done == 0 or is_last:
                     graphs, tensors, numbers = self._prepare(trainer, micro_batch, is_first=done == 0)
                 moved = self.transfer(micro_batch)
-                if done + 1 < num_micro_batches:
+                if not is_last:
                     self.transfer.ahead(micro_batches[done + 1])
                 with self.recovery.attempt(micro_batch):
-                    if num_micro_batches == 1:
-                        self._result = _Result(*graphs.whole(moved, numbers, tensors.states), 1)
-                    elif gathered is None:
-                        gathered = graphs.first(moved, numbers)
-                    elif done + 1 < num_micro_batches:
-                        gathered = graphs.further(moved, numbers, gathered)
+                    if not is_last:
+                        gathered = graphs.add(moved, numbers, gathered)
                     else:
-                        vector = graphs.last(moved, numbers, gathered, tensors.states)
-                        self._result = _Result(vector, gathered.logs, num_micro_batches)
+                        self._result = _Result(*graphs.end(moved, numbers, gathered, tensors.states), done + 1)
         except CannotCompileError as error:
             self._begun = done
             self._hand_over(error, gathered, done)
             return done
         trainer.state.micro_batch_in_group = None
         self._search.forward_draws = graphs.draw
-        if self._result is None and gathered is not None:  # none of them was known to be the last
-            self._end(trainer, graphs, tensors, numbers, gathered, done + 1)
         return done + 1
 
     def _begin_micro_batch(self, trainer: Trainer, index: int) -> None:
         if index != self._begun:
             super()._begin_micro_batch(trainer, index)
-
-    def _end(
-        self,
-        trainer: Trainer,
-        graphs: UpdateGraphs,
-        tensors: StepTensors,
-        numbers: Tensor,
-        gathered: Gathered,
-        num_micro_batches: int,
-    ) -> None:
-        """Makes the step, or withholds it, after micro-batches that have all been added."""
-        trainer._begin_section("optimizer")
-        try:
-            vector = graphs.end(gathered, numbers, tensors.states)
-        except CannotCompileError as error:
-            self._hand_over(error, gathered, num_micro_batches)
-        else:
-            self._result = _Result(vector, gathered.logs, num_micro_batches)
 
     def _hand_over(self, error: CannotCompileError, gathered: Gathered | None, done: int) -> None:
         """Has this update go the way of `Update`, which finds what was gathered; and all later ones, if nothing will change."""

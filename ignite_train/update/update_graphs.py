@@ -53,12 +53,12 @@ class Gathered(NamedTuple):
 class UpdateGraphs:
     """Compiles and calls the graphs of an update, for one set of parameters and one way of stepping them.
 
-    A group of one micro-batch is one graph, `whole`. A larger one has a graph for its first micro-batch, whose gradients come
+    A group of one micro-batch is one graph. A larger one has a graph for its first micro-batch, whose gradients come
     into being, one for each further one, whose gradients are added, and one for its last one, with norm, verdict, clipping and
-    step. Where it is not known in time that a micro-batch is the last, another graph has the `end` alone.
+    step.
 
     Sizes are taken as they are (`dynamic=False`), so each size of a micro-batch has graphs of its own, and a resumed run has
-    those of one that was never interrupted. Torch compiles each of the five up to `torch._dynamo.config.recompile_limit` times.
+    those of one that was never interrupted. Torch compiles each of the four up to `torch._dynamo.config.recompile_limit` times.
 
     Args:
         forward: the user's.
@@ -91,14 +91,29 @@ class UpdateGraphs:
         self._settings, self.draw = settings, False
         self._whole, self._first = self._compiled(UpdateGraphs._trace_whole), self._compiled(UpdateGraphs._trace_first)
         self._further, self._last = self._compiled(UpdateGraphs._trace_further), self._compiled(UpdateGraphs._trace_last)
-        self._end = self._compiled(UpdateGraphs._trace_end)
 
-    def whole(self, micro_batch: Any, numbers: Tensor, states: list[Tensor]) -> tuple[Tensor, Any]:
-        """Does an update on one micro-batch.
+    def add(self, micro_batch: Any, numbers: Tensor, before: Gathered | None) -> Gathered:
+        """Runs forward and backward of a micro-batch that is not the last; see `end`.
+
+        Args:
+            micro_batch: on the device of the model.
+            numbers: see `end`.
+            before: what the micro-batches before it have left, whose gradients are added to in place; None for the first.
+        """
+        if before is not None:
+            return before._replace(sums=self._further(micro_batch, numbers, *before))
+        gathered = Gathered(*self._first(micro_batch, numbers))
+        for index in sharing_memory(gathered.gradients):  # what is added to one of them must not be added to another
+            gathered.gradients[index] = gathered.gradients[index].clone()
+        return gathered
+
+    def end(self, micro_batch: Any, numbers: Tensor, before: Gathered | None, states: list[Tensor]) -> tuple[Tensor, Any]:
+        """Runs forward and backward of the last micro-batch, and makes the step or withholds it.
 
         Args:
             micro_batch: on the device of the model.
             numbers: the loss scale, and those of each plan, in float64.
+            before: what the micro-batches before it have left; None where there are none.
             states: of all parameters; changed in place.
 
         Returns:
@@ -106,31 +121,12 @@ class UpdateGraphs:
             names of the logs.
 
         Raises:
-            CannotCompileError: no graph can do it.
+            CannotCompileError: no graph can do it; nothing has run.
         """
-        returned: tuple[Tensor, Any] = self._whole(micro_batch, numbers, states)
-        return returned
-
-    def first(self, micro_batch: Any, numbers: Tensor) -> Gathered:
-        """Runs forward and backward of the first micro-batch of several; see `whole`."""
-        gathered = Gathered(*self._first(micro_batch, numbers))
-        for index in sharing_memory(gathered.gradients):  # what is added to one of them must not be added to another
-            gathered.gradients[index] = gathered.gradients[index].clone()
-        return gathered
-
-    def further(self, micro_batch: Any, numbers: Tensor, before: Gathered) -> Gathered:
-        """Runs forward and backward of another micro-batch, whose gradients are added in place; see `whole`."""
-        return before._replace(sums=self._further(micro_batch, numbers, *before))
-
-    def last(self, micro_batch: Any, numbers: Tensor, before: Gathered, states: list[Tensor]) -> Tensor:
-        """Runs forward and backward of the last micro-batch of several, and makes the step or withholds it; see `whole`."""
-        vector: Tensor = self._last(micro_batch, numbers, *before, states)
-        return vector
-
-    def end(self, gathered: Gathered, numbers: Tensor, states: list[Tensor]) -> Tensor:
-        """Makes the step of what was gathered, or withholds it; see `whole`, also for what it returns."""
-        vector: Tensor = self._end(gathered.gradients, gathered.sums, numbers, states)
-        return vector
+        if before is None:
+            returned: tuple[Tensor, Any] = self._whole(micro_batch, numbers, states)
+            return returned
+        return self._last(micro_batch, numbers, *before, states), before.logs
 
     def _compiled(self, traced: Callable[..., Any]) -> _Graph:
         """A method with code of its own: torch counts by code how often something was compiled, and looks graphs up there."""
@@ -168,10 +164,6 @@ class UpdateGraphs:
         more, more_sums = self._gather_more(micro_batch, numbers, logs)
         added = [gradient + one for gradient, one in zip(gradients, more, strict=True)]
         return self._finish(added, sums + more_sums, numbers, states)
-
-    def _trace_end(self, gradients: list[Tensor], sums: Tensor, numbers: Tensor, states: list[Tensor]) -> Tensor:
-        _refuse_to_run()
-        return self._finish(gradients, sums, numbers, states)
 
     def _gather(self, micro_batch: Any, numbers: Tensor) -> tuple[list[Tensor], Tensor, Any]:
         with self._precision.autocast():
