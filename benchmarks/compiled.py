@@ -32,7 +32,7 @@ CLASSES = 8
 
 
 class Net(nn.Module):
-    """Layers in a class of its own, since torch leaves a bare `Sequential` as it is."""
+    """Layers in a class of its own, since torch does not compile a bare `Sequential`."""
 
     def __init__(self, *layers: nn.Module) -> None:
         super().__init__()

@@ -658,7 +658,7 @@ DISTURBANCES: dict[str, tuple[dict[str, Any], Callable[[Setup], None] | None]] =
 @pytest.mark.parametrize("way", [True, False], ids=["graph", "plain"])
 @pytest.mark.parametrize("name", DISTURBANCES)
 def test_an_error_loses_no_update_and_repeats_none(name, way, steps):
-    """A run that goes on after it ends where one without an error does: counters say what the weights have gone through."""
+    """A run that continues after it ends where one without an error does: counters say what the weights have gone through."""
     arguments, disturb = DISTURBANCES[name]
     setups = []
     for disturbed in (True, False):

@@ -47,7 +47,7 @@ def direct_graph(compiled: Compiled) -> Compiled:
     version more. This is for the CPU; elsewhere, under autocast, and while a profiler runs, calls go through the layers.
 
     Args:
-        compiled: what the backend has made of a graph. Whoever calls it has found by guards that it fits the inputs.
+        compiled: what the backend has made of a graph. The caller knows by guards that it fits the inputs.
     """
     code: Compiled | None = None
     changed: tuple[int, ...] = ()
@@ -93,7 +93,7 @@ def _watched(compiled: Compiled, inputs: Sequence[Any]) -> tuple[Any, Compiled |
         return returned
 
     versions = [one._version for one in inputs]
-    CompiledFxGraph.__call__ = watching  # type: ignore[method-assign]
+    CompiledFxGraph.__call__ = watching  # type: ignore[assignment, method-assign]
     try:
         outputs = compiled(*inputs)
     finally:

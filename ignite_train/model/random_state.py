@@ -78,8 +78,9 @@ class RandomState:
     def has_moved(self) -> bool:
         """Whether one of the generators has been drawn from since."""
         now = RandomState(self._device, python=self._python is not None)
-        ours, theirs = [state for state in (self._cpu, self._on_device) if state is not None], (now._cpu, now._on_device)
-        return now._python != self._python or not all(map(torch.equal, ours, theirs))
+        if now._python != self._python or not torch.equal(now._cpu, self._cpu):
+            return True
+        return self._on_device is not None and not torch.equal(now._on_device, self._on_device)
 
     def python_has_moved(self) -> bool:
         """Whether Python's generator has been drawn from since; False if its state was not taken."""

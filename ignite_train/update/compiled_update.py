@@ -165,7 +165,7 @@ class CompiledUpdate(Update):
         )
 
     def _show_gradients(self, trainer: Trainer, totals: Totals, decision: Decision, *, has_stepped: bool) -> UpdateOutput:
-        """See `Update`. After the step of a graph there are no gradients to show."""
+        """See `Update`. A graph leaves no gradients, and its step was made."""
         if not has_stepped:
             return super()._show_gradients(trainer, totals, decision, has_stepped=False)
         output = self._record(totals, decision)

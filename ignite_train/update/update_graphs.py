@@ -113,7 +113,7 @@ class UpdateGraphs:
         Args:
             micro_batch: on the device of the model.
             numbers: the loss scale, and those of each plan, in float64.
-            before: what the micro-batches before it have left; None where there are none.
+            before: what the micro-batches before it have left; None for a group of one.
             states: of all parameters; changed in place.
 
         Returns:
