@@ -80,7 +80,8 @@ class RandomState:
         now = RandomState(self._device, python=self._python is not None)
         if now._python != self._python or not torch.equal(now._cpu, self._cpu):
             return True
-        return self._on_device is not None and not torch.equal(now._on_device, self._on_device)
+        before, after = self._on_device, now._on_device
+        return before is not None and after is not None and not torch.equal(before, after)
 
     def python_has_moved(self) -> bool:
         """Whether Python's generator has been drawn from since; False if its state was not taken."""
