@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -62,3 +62,12 @@ def build() -> Callable[..., Setup]:
 def bits() -> Callable[[Any], Any]:
     """Turns nested state into plain values that are equal only if every tensor in it is bitwise equal."""
     return bit_by_bit
+
+
+@pytest.fixture
+def fresh_graphs() -> Iterator[None]:
+    """Other tests' graphs, traces and counts are none of ours."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.reset()

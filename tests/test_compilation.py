@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+import compiling
 from ignite_train import (
     ForwardOutput,
     NonFiniteError,
@@ -28,27 +28,7 @@ from update_options import with_options
 
 Batch = tuple[Tensor, Tensor]
 
-# torch looks at .grad itself while it traces
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    """Other tests' graphs are none of ours."""
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-class Backend:
-    """Runs a graph as it is, and counts how many it is given."""
-
-    def __init__(self) -> None:
-        self.graphs = 0
-
-    def __call__(self, graph: torch.fx.GraphModule, _inputs: list[Tensor]) -> Any:
-        self.graphs += 1
-        return graph.forward
+pytestmark = compiling.ALONE
 
 
 def equal_batches(number: int, size: int = 4) -> list[Batch]:
@@ -102,7 +82,7 @@ def test_a_compiled_model_trains_as_a_plain_one(bits, backend):
 
 def test_it_is_compiled_once_for_training_and_once_for_evaluation():
     """Accumulating, a last group that is smaller, a change of the learning rate and evaluations in between: two graphs."""
-    backend = Backend()
+    backend = compiling.CountingBackend()
     model, optimizer, trainer = make(accumulation_steps=3, compile={"backend": backend})
     evaluator = create_evaluator(model, summed_loss)
     graphs: list[int] = []
@@ -120,7 +100,7 @@ def test_it_is_compiled_once_for_training_and_once_for_evaluation():
 
 def test_a_smaller_last_micro_batch_is_compiled_for_once():
     """A micro-batch of another size costs one more graph, which serves for each further size."""
-    backend = Backend()
+    backend = compiling.CountingBackend()
     _, _, trainer = make(accumulation_steps=2, compile={"backend": backend})
     trainer.run([*equal_batches(4), *equal_batches(1, size=3), *equal_batches(1, size=2)], max_epochs=3)
     assert backend.graphs == 2
@@ -224,7 +204,7 @@ class Deep(nn.Module):
 def train_block_by_block(wrapping: str, *, compiled: bool) -> tuple[list[float], list[int]]:
     """The losses of three epochs with an evaluation after each, and how many graphs there were after each update."""
     torch.manual_seed(0)
-    model, backend = Deep(), Backend()
+    model, backend = Deep(), compiling.CountingBackend()
     for block in model.blocks if compiled else ():
         block.compile(backend=backend, fullgraph=True)
     if wrapping == "fsdp":

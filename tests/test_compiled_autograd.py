@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
 
+import compiling
 from ignite_train import (
     ForwardOutput,
     StaticLossScaling,
@@ -28,17 +28,7 @@ from update_options import with_options
 
 Batch = tuple[Tensor, Tensor]
 
-# torch looks at .grad itself while it traces
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    """Other tests' traces and counts are none of ours."""
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
+pytestmark = compiling.ALONE
 
 
 class Net(nn.Module):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import MethodType
@@ -14,9 +14,9 @@ import pytest
 import torch
 from ignite.engine import Events
 from torch import Tensor, nn
-from torch._dynamo.backends.registry import lookup_backend
 from torch.optim.lr_scheduler import LambdaLR
 
+import compiling
 from ignite_train import (
     ForwardContractError,
     ForwardOutput,
@@ -32,6 +32,7 @@ from ignite_train import (
     create_trainer,
 )
 from ignite_train.handlers import Checkpoint, LearningRateSchedule, TrainingMetrics
+from ignite_train.ranks.messages import Piggyback
 from ranks import run_ranks
 from textbook import Textbook, norm_of
 from tiers import nightly, only, slow
@@ -39,27 +40,7 @@ from update_options import with_options
 
 Batch = tuple[Tensor, Tensor]
 
-# torch looks at .grad itself while it traces
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    """Other tests' graphs are none of ours."""
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-class Backend:
-    """Has another backend compile, and counts the graphs."""
-
-    def __init__(self, name: str = "eager") -> None:
-        self.graphs, self._compile = 0, lookup_backend(name)
-
-    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Tensor], **options: Any) -> Any:
-        self.graphs += 1
-        return self._compile(graph, inputs, **options)
+pytestmark = compiling.ALONE
 
 
 class Net(nn.Module):
@@ -383,7 +364,7 @@ def test_a_value_that_is_not_finite_ends_the_run():
 @pytest.mark.slow
 def test_the_number_of_compilations():
     """Four graphs for a group of several and one of one, one for evaluation, and two more for one more size."""
-    backend = Backend()
+    backend = compiling.CountingBackend()
     setup = make({"update": True, "backend": backend}, accumulation_steps=3)
     graphs: list[int] = []
     evaluator = create_evaluator(setup.model, summed_loss)
@@ -612,6 +593,106 @@ def test_parameters_that_only_some_batches_use(sizes, steps):
     for setup in setups:
         setup.trainer.run(batches(*sizes, *sizes), max_epochs=2)
     assert_alike(*setups)
+
+
+# --- errors ----------------------------------------------------------------------------------------------------------------
+
+
+class Once:
+    """Raises an error at its second call, and never again.
+
+    Args:
+        error: which.
+        then: what it calls and returns otherwise.
+    """
+
+    def __init__(self, error: BaseException, then: Callable[..., Any] = lambda *_: None) -> None:
+        self.calls, self._error, self._then = 0, error, then
+
+    def __call__(self, *arguments: Any) -> Any:
+        self.calls += 1
+        if self.calls == 2:
+            raise self._error
+        return self._then(*arguments)
+
+
+class Disturber(Piggyback):
+    """Its numbers travel with each update, and what comes back is refused once."""
+
+    payload_size = 2
+
+    def __init__(self) -> None:
+        self.came_back: list[list[float]] = []
+        self._refuse = Once(ArithmeticError("refused"), self.came_back.append)
+
+    def payload(self) -> list[float]:
+        return [1.5, 2.0]
+
+    def on_reduced(self, sums: list[float]) -> None:
+        self._refuse(sums)
+
+
+def interrupt_before_numbers_are_read(setup: Setup) -> None:
+    interrupt = Once(KeyboardInterrupt())
+    setup.trainer._begin_section = lambda section: interrupt() if section == "reduction" else None
+
+
+def fail_in_step_completed(setup: Setup) -> None:
+    setup.trainer.add_event_handler(TrainEvents.STEP_COMPLETED, Once(ArithmeticError()))
+
+
+def refuse_sums(setup: Setup) -> None:
+    setup.trainer.piggybacks.append(Disturber())
+
+
+DISTURBANCES: dict[str, tuple[dict[str, Any], Callable[[Setup], None] | None]] = {
+    "output-transform": ({"output_transform": lambda: Once(ArithmeticError(), lambda output: output)}, None),
+    "sums-refused": ({}, refuse_sums),
+    "interrupted": ({}, interrupt_before_numbers_are_read),
+    "handler-of-the-step": ({}, fail_in_step_completed),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [nightly(1), 2])
+@pytest.mark.parametrize("way", [True, False], ids=["graph", "plain"])
+@pytest.mark.parametrize("name", DISTURBANCES)
+def test_an_error_loses_no_update_and_repeats_none(name, way, steps):
+    """A run that continues after it ends where one without an error does: counters say what the weights have gone through."""
+    arguments, disturb = DISTURBANCES[name]
+    setups = []
+    for disturbed in (True, False):
+        given = {argument: make_it() for argument, make_it in arguments.items()} if disturbed else {}
+        scaling = TorchLossScaling(8.0, growth_interval=3)
+        setup = make(way, OPTIMIZERS["SGD-momentum"], accumulation_steps=steps, loss_scaling=scaling, **given)
+        if disturbed:
+            if disturb is not None:
+                disturb(setup)
+            with pytest.raises((ArithmeticError, KeyboardInterrupt)):
+                setup.trainer.run(batches(*[4] * 8), max_epochs=1)
+            done = setup.trainer.state.num_steps
+            assert done == setup.trainer.state.iteration == setup.trainer.state.num_micro_batches / steps
+            assert done == (2 if way or name == "handler-of-the-step" else 1)
+        setup.trainer.run(batches(*[4] * 8), max_epochs=1)
+        setups.append(setup)
+    assert not way or is_graph(setups[0])
+    assert counters(setups[0]) == counters(setups[1])
+    assert setups[0].trainer._update.state_dict() == setups[1].trainer._update.state_dict()
+    for one, other in zip(setups[0].model.parameters(), setups[1].model.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.slow
+def test_numbers_of_handlers_travel_with_a_graph():
+    """A piggyback gets the sums over the ranks, of which there is one, in each update."""
+    setup = make(accumulation_steps=2)
+    disturber = Disturber()
+    setup.trainer.piggybacks.append(disturber)
+    with pytest.raises(ArithmeticError, match="refused"):
+        setup.trainer.run(batches(4, 4, 4, 4, 4, 4), max_epochs=1)
+    setup.trainer.run(batches(4, 4, 4, 4, 4, 4), max_epochs=1)
+    assert disturber.came_back == [[1.5, 2.0]] * 2
+    assert is_graph(setup)
 
 
 # --- what cannot be a graph ------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from compiling import lets_torch_read_grad
 from ignite_train.model import direct_backward as module
 from ignite_train.model.direct_backward import direct_backward, is_direct_right
 
@@ -93,7 +94,7 @@ def test_anomaly_mode_finds_the_nan_of_backward(engine):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@lets_torch_read_grad
 def test_compiled_autograd_is_asked(engine):
     """Its compiler gets the graph of backward."""
     model, loss = model_and_loss()

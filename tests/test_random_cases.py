@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from compiling import lets_torch_read_grad
 from random_cases import difference_of_graphs, failures
 from ranks import run_ranks
 
@@ -22,9 +23,7 @@ def test_some_programs_on_one_rank():
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
-)  # torch looks while it traces
+@lets_torch_read_grad
 def test_some_programs_with_compiled_updates(caplog):
     """The same with `compile="update"`, where nothing stands in the way of a graph."""
     assert failures(range(3), world_size=1, run=difference_of_graphs) == []
@@ -63,9 +62,7 @@ def test_many_programs_on_one_rank(start):
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1200)
-@pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
-)  # torch looks while it traces
+@lets_torch_read_grad
 def test_many_programs_with_compiled_updates():
     """As above: 100 more."""
     assert failures(range(300_000, 300_100), world_size=1, run=difference_of_graphs) == []

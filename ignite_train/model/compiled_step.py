@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from operator import is_
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain, repeat
+from operator import attrgetter, is_, itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,8 @@ _KNOWN[AdamW] = _KNOWN[Adam]
 _SWITCHES_OF_SGD = ("maximize", "momentum", "nesterov", "weight_decay")
 _SWITCHES_OF_ADAM = ("amsgrad", "decoupled_weight_decay", "maximize", "weight_decay")
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+# called by `map`: what is asked in each update about each tensor must cost little
+_REQUIRES_GRAD, _HOOKS, _LATE_HOOKS = map(attrgetter, ("requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks"))
 
 
 class StepPlan(NamedTuple):
@@ -37,6 +40,7 @@ class StepPlan(NamedTuple):
         names: those of the parameters in the model.
         unused: the names of those that are trained, and on which the loss does not depend.
         num_numbers: how many numbers each call is given for it.
+        num_states: how many tensors the state of each parameter has.
     """
 
     is_adam: bool
@@ -44,17 +48,18 @@ class StepPlan(NamedTuple):
     names: tuple[str, ...]
     unused: tuple[str, ...]
     num_numbers: int
+    num_states: int
 
 
 class StepTensors(NamedTuple):
     """What each call of the graph is given.
 
     Attributes:
-        states: the tensors of the optimizer's state of each parameter, group by group; the graph changes them in place.
+        states: the tensors of the optimizer's state of each parameter, one behind the other; the graph changes them in place.
         numbers: those that the formula of each group takes, one group behind the other.
     """
 
-    states: list[list[Tensor]]
+    states: list[Tensor]
     numbers: list[float]
 
 
@@ -67,6 +72,7 @@ class _Group(NamedTuple):
         options: whether each of its switches was on.
         parameters: those that have a gradient.
         keys: what the state of each has.
+        tensors_of: gives them of a state.
         plan: for the graph.
     """
 
@@ -75,6 +81,7 @@ class _Group(NamedTuple):
     options: list[Any]
     parameters: list[nn.Parameter]
     keys: list[str]
+    tensors_of: Callable[[dict[str, Any]], tuple[Tensor, ...]]
     plan: StepPlan
 
 
@@ -94,8 +101,10 @@ class CompiledStep:
         self._optimizer, self._model = optimizer, model
         self._class_step = type(optimizer).step
         self._is_adam = not isinstance(optimizer, SGD)
+        self._switches = itemgetter(*(_SWITCHES_OF_ADAM if self._is_adam else _SWITCHES_OF_SGD))
         self._names: dict[nn.Parameter, str] = {}
-        self._places: list[tuple[dict[str, Any], str, Any]] = []  # where the model has what: it may be replaced in a run
+        self._owners: list[dict[str, Any]] = []  # where the model has modules and parameters: they may be replaced in a run
+        self._there: list[str | nn.Module | nn.Parameter | None] = []  # what was there, by name
         self._find_names()
         self._is_on_cpu = next(model.parameters()).device.type == "cpu"
         self._groups: list[_Group] = []  # as they were in the latest update
@@ -103,7 +112,7 @@ class CompiledStep:
         self._obstacle: str | None = None  # found with the groups
         self._own: list[dict[str, Any]] = []  # the states of all parameters, as the optimizer had them in the latest update
         self._of_group: list[list[dict[str, Any]]] = []  # the same, of the parameters of each group
-        self._fresh: list[tuple[_Group, list[list[Tensor]]]] = []  # states that are not the optimizer's yet
+        self._fresh: list[tuple[_Group, list[tuple[Tensor, ...]]]] = []  # states that are not the optimizer's yet
 
     def why_never(self) -> str | None:
         """Why no graph can make the steps of this optimizer."""
@@ -129,6 +138,9 @@ class CompiledStep:
             or _global_optimizer_post_hooks
         ):
             return "the optimizer's step has a hook"
+        for known in self._groups:
+            if any(map(_HOOKS, known.listed)) or any(map(_LATE_HOOKS, known.listed)):
+                return "a parameter has a hook that looks at its gradient"
         step, kind = vars(optimizer).get("step"), type(optimizer)
         if kind.step is not self._class_step or not (step is None or is_wrapped_by_scheduler(step, kind)):
             return "the optimizer's step has been replaced"
@@ -143,7 +155,8 @@ class CompiledStep:
         return None
 
     def _why_not_adam(self, group: Mapping[str, Any]) -> str | None:
-        if any(type(beta) is not float and isinstance(beta, Tensor) for beta in group["betas"]):
+        beta1, beta2 = group["betas"]
+        if isinstance(beta1, Tensor) or isinstance(beta2, Tensor):
             return "a group of the optimizer has a tensor for a beta"
         is_counted_on_device = group["fused"] or group["capturable"]
         if group["capturable"] and self._is_on_cpu:
@@ -163,13 +176,12 @@ class CompiledStep:
         for options, group in zip(groups, self._groups, strict=True):
             listed = options["params"]
             if (
-                len(listed) != len(group.listed)
-                or not all(map(is_, listed, group.listed))
-                or [parameter.requires_grad for parameter in listed] != group.requires_grad
-                or [bool(options[name]) for name in self._switches] != group.options
+                not _are_same(listed, group.listed)
+                or [*map(_REQUIRES_GRAD, listed)] != group.requires_grad
+                or [*map(bool, self._switches(options))] != group.options
             ):
                 return True
-        return any(owner.get(name) is not known for owner, name, known in self._places)
+        return not _are_same(_contents(self._owners), self._there)
 
     def look(self, used: frozenset[str]) -> None:
         """Looks at the groups.
@@ -199,13 +211,13 @@ class CompiledStep:
                 self._fresh.append((group, made))
             else:
                 try:
-                    made = [[state[key] for key in group.keys] for state in states]
+                    made = [*map(group.tensors_of, states)]
                 except KeyError:
                     return "some parameters of a group have all of their moments and others do not"
-            if any(one and one[0] is None for one in made):  # as torch once wrote it for SGD
-                return "a parameter has None for a moment"
-            tensors.states.extend(made)
+            tensors.states.extend(chain.from_iterable(made))
             tensors.numbers.extend((_adam_numbers if self._is_adam else _sgd_numbers)(options, is_first=is_fresh))
+        if any(map(is_, tensors.states, repeat(None))):  # as torch once wrote it for SGD
+            return "a parameter has None for a moment"
         return self._plans, tensors
 
     def commit(self) -> None:
@@ -219,19 +231,15 @@ class CompiledStep:
 
     def _find_names(self) -> None:
         self._names = {parameter: name for name, parameter in self._model.named_parameters()}
-        self._places = []
-        for module in self._model.modules():
-            for owner in (module._modules, module._parameters):
-                self._places.extend((owner, name, known) for name, known in owner.items())
-
-    @property
-    def _switches(self) -> tuple[str, ...]:
-        return _SWITCHES_OF_ADAM if self._is_adam else _SWITCHES_OF_SGD
+        owners = [owner for module in self._model.modules() for owner in (module._modules, module._parameters)]
+        self._owners = [owner for owner in owners if owner]
+        self._there = _contents(self._owners)
 
     def _look_at(self, options: Mapping[str, Any], used: frozenset[str]) -> _Group:
         listed = options["params"]
-        on = [bool(options[name]) for name in self._switches]
-        switches = frozenset([name for name, is_on in zip(self._switches, on, strict=True) if is_on])
+        on = [*map(bool, self._switches(options))]
+        names_of_switches = _SWITCHES_OF_ADAM if self._is_adam else _SWITCHES_OF_SGD
+        switches = frozenset([name for name, is_on in zip(names_of_switches, on, strict=True) if is_on])
         trained = [p for p in listed if p.requires_grad and p in self._names]
         parameters = [p for p in trained if self._names[p] in used]
         unused = tuple([name for p in trained if (name := self._names[p]) not in used])
@@ -240,19 +248,36 @@ class CompiledStep:
             keys = ["step", "exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * ("amsgrad" in switches)
         else:
             keys = ["momentum_buffer"] * ("momentum" in switches)
-        plan = StepPlan(self._is_adam, switches, names, unused, numbers)
-        return _Group([*listed], [p.requires_grad for p in listed], on, parameters, keys, plan)
+        plan = StepPlan(self._is_adam, switches, names, unused, numbers, len(keys))
+        return _Group([*listed], [p.requires_grad for p in listed], on, parameters, keys, _getter(keys), plan)
 
     def _find_states(self) -> None:
         """Looks up the states again where one of them is not what it was: a tensor takes long to look up."""
         state = self._optimizer.state
         own = [*state.values()]
-        if len(own) != len(self._own) or not all(map(is_, own, self._own)) or not self._own:
+        if not _are_same(own, self._own) or not self._own:
             self._own = own
             self._of_group = [[state.get(parameter, {}) for parameter in group.parameters] for group in self._groups]
 
 
-def _new_state(parameter: nn.Parameter, options: Mapping[str, Any], keys: Sequence[str]) -> list[Tensor]:
+def _are_same(ones: Sequence[object], others: Sequence[object]) -> bool:
+    """Whether both hold the very same objects."""
+    return len(ones) == len(others) and all(map(is_, ones, others))
+
+
+def _contents(owners: Sequence[dict[str, Any]]) -> list[Any]:
+    """Keys and values of all of them."""
+    return [*chain.from_iterable(owners), *chain.from_iterable(map(dict.values, owners))]
+
+
+def _getter(keys: Sequence[str]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
+    """Gives what a mapping has under these keys; an `itemgetter` of one key gives no tuple."""
+    if len(keys) > 1:
+        return itemgetter(*keys)
+    return lambda state: tuple([state[key] for key in keys])
+
+
+def _new_state(parameter: nn.Parameter, options: Mapping[str, Any], keys: Sequence[str]) -> tuple[Tensor, ...]:
     """The state that torch makes for a first step."""
     tensors = []
     for key in keys:
@@ -263,7 +288,7 @@ def _new_state(parameter: nn.Parameter, options: Mapping[str, Any], keys: Sequen
             tensors.append(torch.zeros((), dtype=torch.float64 if is_wide else torch.float32, device=device))
         else:
             tensors.append(torch.zeros_like(parameter, memory_format=torch.preserve_format))
-    return tensors
+    return tuple(tensors)
 
 
 # --- the formulas: what the graph is given, and what it does with it ----------------------------------------------------------

@@ -75,6 +75,14 @@ class RandomState:
         if self._backend is not None:
             self._backend.set_rng_state(self._on_device, self._device)
 
+    def has_moved(self) -> bool:
+        """Whether one of the generators has been drawn from since."""
+        now = RandomState(self._device, python=self._python is not None)
+        if now._python != self._python or not torch.equal(now._cpu, self._cpu):
+            return True
+        before, after = self._on_device, now._on_device
+        return before is not None and after is not None and not torch.equal(before, after)
+
     def python_has_moved(self) -> bool:
         """Whether Python's generator has been drawn from since; False if its state was not taken."""
         return self._python is not None and random.getstate() != self._python

@@ -28,6 +28,12 @@ ModelOptions = bool | Mapping[str, Any]
 """The same without whole updates."""
 
 _WHOLE = "update"
+_ON_CPU = {
+    "cpp_wrapper": True,
+    # The factors of a step, a few numbers, are computed once and not again for each few elements of a parameter.
+    "realize_opcount_threshold": 2,
+    "realize_reads_threshold": 2,
+}
 
 
 def of_update(options: Compile, device: torch.device) -> dict[str, Any] | None:
@@ -60,7 +66,7 @@ def of_update(options: Compile, device: torch.device) -> dict[str, Any] | None:
         raise TypeError(f"compile must be a bool or a mapping of torch.compile's options, or 'update', got {describe(options)}")
     if given:
         return given
-    return {"mode": "reduce-overhead"} if device.type == "cuda" else {"options": {"cpp_wrapper": True}}
+    return {"mode": "reduce-overhead"} if device.type == "cuda" else {"options": {**_ON_CPU}}
 
 
 def of_model(options: Compile, model: nn.Module) -> ModelOptions:

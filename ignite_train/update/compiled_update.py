@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,8 +17,11 @@ from ignite_train.events import TrainEvents
 from ignite_train.forward import ForwardOutput
 from ignite_train.model.compiled_step import CompiledStep, StepPlan, StepTensors
 from ignite_train.model.replay import SideEffects
+from ignite_train.ranks.messages import RankRequests
 from ignite_train.ranks.statistics import Statistics, Totals
+from ignite_train.state import UpdateOutput
 from ignite_train.trainer import Trainer
+from ignite_train.update.decision import Decision, decide
 from ignite_train.update.loss_declaration import LossDeclarationWarning, misdeclared
 from ignite_train.update.update import Update
 from ignite_train.update.update_graphs import CannotCompileError, Gathered, UpdateGraphs
@@ -59,8 +63,7 @@ def _prepare_cuda_graphs(tensors: StepTensors, *, is_first: bool) -> None:
     if is_first:
         torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
     for state in tensors.states:
-        for tensor in state:
-            torch._dynamo.mark_static_address(tensor, guard=False)
+        torch._dynamo.mark_static_address(state, guard=False)
 
 
 @dataclass(kw_only=True)
@@ -89,7 +92,9 @@ class CompiledUpdate(Update):
     _kinds: set[tuple[torch.device, torch.dtype]] = field(default_factory=set)  # of their gradients
     _numbers: list[float] = field(default_factory=list)  # that the latest graph was given
     _on_device: Tensor = field(default_factory=lambda: torch.empty(0))  # the same
-    _result: _Result | None = None  # of the graphs of this update
+    _result: _Result | None = None  # of the graphs of this update, until it is read
+    _num_stepped: int = 0  # the micro-batches of this update, once its graphs have made the step
+    _is_told: bool = False  # the loss scaling knows of that step
     _begun: int | None = None  # the micro-batch that has begun, and for which there turned out to be no graph
 
     def __post_init__(self) -> None:
@@ -97,6 +102,18 @@ class CompiledUpdate(Update):
         assert isinstance(self.optimizer, Optimizer)  # noqa: S101  # as `why_no_compiled_update` has seen
         self._step = CompiledStep(self.optimizer, self.model)
         self._host_statistics = self.statistics if self.statistics.on_host else Statistics(torch.device("cpu"))
+
+    def __call__(self, trainer: Trainer, micro_batches: Sequence[Any]) -> Any:
+        """See `Update`. An update whose graph has made the step counts, also where an error follows: it is not done again."""
+        self._num_stepped, self._is_told = 0, False
+        try:
+            return super().__call__(trainer, micro_batches)
+        except BaseException:
+            if self._num_stepped and not trainer._settled:
+                trainer._settled = True
+                trainer.state.num_steps += 1
+                trainer.state.num_micro_batches += self._num_stepped
+            raise
 
     def _accumulate(self, trainer: Trainer, micro_batches: Sequence[Any], done: int = 0) -> None:
         """Runs the graphs, up to and with the step; or, where there can be none, only adds up gradients as `Update` does."""
@@ -108,25 +125,73 @@ class CompiledUpdate(Update):
 
     def _reduce(self, trainer: Trainer) -> tuple[Totals, bool]:
         """The update's numbers, and whether its graph has made the step."""
-        result, self._result = self._result, None
+        result = self._result
         if result is None:
             return super()._reduce(trainer)
         trainer._begin_section("reduction")
         if self.seeding is not None:
             self.seeding.step()
-        norm, may_step, loss, size, *rest = result.vector.tolist()  # sync
+        norm, loss, size, *rest = self._read(result)  # sync
+        logs, weights = _logs(result.logs, rest)
+        if not trainer.piggybacks and 0 <= size < math.inf:  # as `Statistics.finish` does, which takes longer
+            requests = trainer._requests
+            agreed = RankRequests(requests.stop, requests.stop_epoch, requests.more_data, requests.interrupt)
+            return Totals(size, loss, result.num_micro_batches, 0, logs, agreed, norm, (), weights), self._num_stepped > 0
         statistics = self._host_statistics
-        statistics.add(ForwardOutput(loss, size, self._logs(result.logs, rest)))
+        statistics.add(ForwardOutput(loss, size, _pairs(logs, weights)))  # type: ignore[arg-type]  # a number for the loss
         statistics.pack(*trainer._outgoing(), alone=True)
-        totals = statistics.finish(norm)
-        if may_step:
+        return statistics.finish(norm)._replace(num_micro_batches=result.num_micro_batches), self._num_stepped > 0
+
+    def _read(self, result: _Result) -> list[float]:
+        """Norm, loss, sample size and logs. Notes whether the step was made. Synchronises with the device."""
+        norm, has_stepped, *sums = result.vector.tolist()  # sync
+        self._result = None
+        if has_stepped:
+            self._num_stepped = result.num_micro_batches
             self._step.commit()
-        if result.num_micro_batches > 1:
-            totals = totals._replace(num_micro_batches=result.num_micro_batches)
-        return totals, bool(may_step)
+        return [norm, *sums]
+
+    def _decide(self, trainer: Trainer, totals: Totals) -> Decision:
+        """See `Update`. After the step of a graph there is nothing that handlers could change."""
+        if not self._num_stepped:
+            return super()._decide(trainer, totals)
+        return decide(
+            totals,
+            divisor=1,
+            loss_scale=self.loss_scaling.scale,
+            scales_loss=self.loss_scaling.enabled,
+            max_grad_norm=self.max_grad_norm,
+            normalize=self.options.normalize,
+        )
+
+    def _show_gradients(self, trainer: Trainer, totals: Totals, decision: Decision, *, has_stepped: bool) -> UpdateOutput:
+        """See `Update`. A graph leaves no gradients, and its step was made."""
+        if not has_stepped:
+            return super()._show_gradients(trainer, totals, decision, has_stepped=False)
+        output = self._record(totals, decision)
+        trainer._publish(output)
+        return output
+
+    def _step_or_skip(
+        self, update: int, decision: Decision, output: UpdateOutput, micro_batches: Sequence[Any], *, has_stepped: bool
+    ) -> None:
+        """See `Update`. The step of a graph has left no gradients to clear."""
+        if not has_stepped:
+            super()._step_or_skip(update, decision, output, micro_batches, has_stepped=False)
+            return
+        assert decision.skipped_reason is None  # noqa: S101  # host and device decide from the same numbers
+        self._failures.count(update, output, scale_fell=False)
+        self._is_told = True
+        self.loss_scaling.update(overflow=False)
 
     def _discard(self, error: BaseException) -> None:
-        self._result = None
+        """See `Update`. What a step has made of the update stays, but for its record."""
+        if self._result is not None:  # the error came before it was read
+            self._read(self._result)
+        if self._num_stepped:
+            self.carried.end_update()
+            if not self._is_told:
+                self.loss_scaling.update(overflow=False)
         self._host_statistics.reset()
         super()._discard(error)
 
@@ -194,9 +259,6 @@ class CompiledUpdate(Update):
             return "a handler or a metric looks at each backward"
         if torch.is_anomaly_enabled():
             return "torch's detection of anomalies is switched on"
-        for parameter in self.gradients.parameters():
-            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-                return "a parameter has a hook that looks at its gradient"
         return self._step.why_not()
 
     def _new_graphs(self, plans: tuple[StepPlan, ...]) -> UpdateGraphs:
@@ -224,52 +286,34 @@ class CompiledUpdate(Update):
         try:
             for done, micro_batch in enumerate(micro_batches):
                 self._begin_micro_batch(trainer, done)
-                num_micro_batches = len(micro_batches)  # as it is known by now
-                if done == 0 or done + 1 == num_micro_batches:
+                is_last = done + 1 >= len(micro_batches)  # which is right by now, see ArrivingGroup
+                if done == 0 or is_last:
                     graphs, tensors, numbers = self._prepare(trainer, micro_batch, is_first=done == 0)
                 moved = self.transfer(micro_batch)
-                if done + 1 < num_micro_batches:
+                if not is_last:
                     self.transfer.ahead(micro_batches[done + 1])
                 with self.recovery.attempt(micro_batch):
-                    if num_micro_batches == 1:
-                        self._result = _Result(*graphs.whole(moved, numbers, tensors.states), 1)
-                    elif gathered is None:
-                        gathered = graphs.first(moved, numbers)
+                    if not is_last:
+                        gathered = graphs.add(moved, numbers, gathered)
                     else:
-                        gathered = graphs.further(moved, numbers, gathered)
+                        self._result = _Result(*graphs.end(moved, numbers, gathered, tensors.states), done + 1)
         except CannotCompileError as error:
             self._begun = done
             self._hand_over(error, gathered, done)
             return done
         trainer.state.micro_batch_in_group = None
-        if gathered is not None:
-            self._end(trainer, graphs, tensors, numbers, gathered, done + 1)
+        self._search.forward_draws = graphs.draw
         return done + 1
 
     def _begin_micro_batch(self, trainer: Trainer, index: int) -> None:
         if index != self._begun:
             super()._begin_micro_batch(trainer, index)
 
-    def _end(
-        self,
-        trainer: Trainer,
-        graphs: UpdateGraphs,
-        tensors: StepTensors,
-        numbers: Tensor,
-        gathered: Gathered,
-        num_micro_batches: int,
-    ) -> None:
-        """Makes the step, or withholds it, after several micro-batches."""
-        trainer._begin_section("optimizer")
-        try:
-            vector = graphs.end(gathered, numbers, tensors.states)
-        except CannotCompileError as error:
-            self._hand_over(error, gathered, num_micro_batches)
-        else:
-            self._result = _Result(vector, gathered.logs, num_micro_batches)
-
     def _hand_over(self, error: CannotCompileError, gathered: Gathered | None, done: int) -> None:
         """Has this update go the way of `Update`, which finds what was gathered; and all later ones, if nothing will change."""
+        if not self._search.forward_draws:  # as far as graphs go
+            self._search.forward_draws = True
+            self._search.mark(self.loss_scaling.scale)
         self._obstacle = None if error.is_passing else error.reason
         self._say(error.reason)
         if gathered is None:
@@ -277,7 +321,7 @@ class CompiledUpdate(Update):
         for parameter, gradient in zip(self._stepped, gathered.gradients, strict=True):
             parameter.grad = gradient
         loss, size, *rest = gathered.sums.tolist()  # sync, once in a process
-        self.statistics.add(ForwardOutput(loss, size, self._logs(gathered.logs, rest)))
+        self.statistics.add(ForwardOutput(loss, size, _pairs(*_logs(gathered.logs, rest))))
         for _ in range(done - 1):
             self.statistics.add(ForwardOutput(0.0, 0.0))  # type: ignore[arg-type]  # counts
 
@@ -289,10 +333,19 @@ class CompiledUpdate(Update):
             self._on_device = torch.tensor(numbers, dtype=torch.float64, device=self.statistics.device)
         return self._on_device
 
-    @staticmethod
-    def _logs(logs: tuple[tuple[str, bool], ...], numbers: list[float]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        rest = iter(numbers)
-        for name, is_pair in logs:
-            found[name] = (next(rest), next(rest)) if is_pair else next(rest)
-        return found
+
+def _logs(names: Sequence[tuple[str, bool]], numbers: Sequence[float]) -> tuple[dict[str, float], dict[str, float]]:
+    """The sum of each log, and the denominators of those that have one; see `Gathered`."""
+    logs: dict[str, float] = {}
+    weights: dict[str, float] = {}
+    rest = iter(numbers)
+    for name, is_pair in names:
+        logs[name] = next(rest)
+        if is_pair:
+            weights[name] = next(rest)
+    return logs, weights
+
+
+def _pairs(logs: Mapping[str, float], weights: Mapping[str, float]) -> dict[str, Any]:
+    """As forward returns them."""
+    return {name: (value, weights[name]) if name in weights else value for name, value in logs.items()}

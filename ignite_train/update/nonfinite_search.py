@@ -41,6 +41,9 @@ class NonFiniteSearch:
             takes the index in the group too, but for a placeholder.
         raises: whether an update that is not finite ends the run without loss scaling.
         loss_scaling: the policy; an overflow near its floor is searched for too.
+
+    Attributes:
+        forward_draws: whether forward may draw random numbers. Where it is known that it does not, no state is remembered.
     """
 
     def __init__(
@@ -59,10 +62,11 @@ class NonFiniteSearch:
             self._largest_scale = scale_near_floor(loss_scaling)
         else:
             self._largest_scale = math.inf if raises else 0.0
+        self.forward_draws = True
 
     def mark(self, loss_scale: float) -> None:
         """Remembers the state before an update at this loss scale, if a search in it is possible."""
-        if loss_scale <= self._largest_scale:
+        if self.forward_draws and loss_scale <= self._largest_scale:
             self._replay_point.mark()
 
     def has_mark(self, loss_scale: float) -> bool:
@@ -97,7 +101,8 @@ class NonFiniteSearch:
         """What this rank finds. Random state, buffers and what forward carries are put back."""
         module = self._reduction.module
         side_effects = SideEffects(module, self._carried)
-        self._replay_point.restore()
+        if self.forward_draws:
+            self._replay_point.restore()
         self._carried.rewind()
         self._gradients.clear()
         # On several ranks each goes through its whole group: forward may have collectives that this library cannot see.

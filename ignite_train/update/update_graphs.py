@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from ignite_train.errors import ForwardContractError
 from ignite_train.forward import BoundForward
 from ignite_train.model.compiled_step import StepPlan, stepped
+from ignite_train.model.direct_graph import inductor
 from ignite_train.model.memory_layout import sharing_memory
 from ignite_train.model.precision import Precision
+from ignite_train.model.random_state import RandomState
 
 __all__ = ["CannotCompileError", "Gathered", "UpdateGraphs"]
 
@@ -51,8 +53,9 @@ class Gathered(NamedTuple):
 class UpdateGraphs:
     """Compiles and calls the graphs of an update, for one set of parameters and one way of stepping them.
 
-    A group of one micro-batch is one graph, `whole`. A larger one has a graph for its first micro-batch, whose gradients come
-    into being, one for each further one, whose gradients are added, and one for its `end`: norm, verdict, clipping and step.
+    A group of one micro-batch is one graph. A larger one has a graph for its first micro-batch, whose gradients come
+    into being, one for each further one, whose gradients are added, and one for its last one, with norm, verdict, clipping and
+    step.
 
     Sizes are taken as they are (`dynamic=False`), so each size of a micro-batch has graphs of its own, and a resumed run has
     those of one that was never interrupted. Torch compiles each of the four up to `torch._dynamo.config.recompile_limit` times.
@@ -66,6 +69,9 @@ class UpdateGraphs:
         normalize: whether gradients are divided by Σsample_size.
         scales_loss: whether the loss is multiplied by a scale.
         settings: arguments of `torch.compile`.
+
+    Attributes:
+        draw: whether one of the graphs draws random numbers.
     """
 
     def __init__(
@@ -82,43 +88,45 @@ class UpdateGraphs:
     ) -> None:
         self._forward, self._model, self._plans, self._precision = forward, model, plans, precision
         self._max_grad_norm, self._normalize, self._scales_loss = max_grad_norm, normalize, scales_loss
-        self._settings = settings
+        self._settings, self.draw = settings, False
         self._whole, self._first = self._compiled(UpdateGraphs._trace_whole), self._compiled(UpdateGraphs._trace_first)
-        self._further, self._end = self._compiled(UpdateGraphs._trace_further), self._compiled(UpdateGraphs._trace_end)
+        self._further, self._last = self._compiled(UpdateGraphs._trace_further), self._compiled(UpdateGraphs._trace_last)
 
-    def whole(self, micro_batch: Any, numbers: Tensor, states: list[list[Tensor]]) -> tuple[Tensor, Any]:
-        """Does an update on one micro-batch.
+    def add(self, micro_batch: Any, numbers: Tensor, before: Gathered | None) -> Gathered:
+        """Runs forward and backward of a micro-batch that is not the last; see `end`.
+
+        Args:
+            micro_batch: on the device of the model.
+            numbers: see `end`.
+            before: what the micro-batches before it have left, whose gradients are added to in place; None for the first.
+        """
+        if before is not None:
+            return before._replace(sums=self._further(micro_batch, numbers, *before))
+        gathered = Gathered(*self._first(micro_batch, numbers))
+        for index in sharing_memory(gathered.gradients):  # what is added to one of them must not be added to another
+            gathered.gradients[index] = gathered.gradients[index].clone()
+        return gathered
+
+    def end(self, micro_batch: Any, numbers: Tensor, before: Gathered | None, states: list[Tensor]) -> tuple[Tensor, Any]:
+        """Runs forward and backward of the last micro-batch, and makes the step or withholds it.
 
         Args:
             micro_batch: on the device of the model.
             numbers: the loss scale, and those of each plan, in float64.
-            states: of each parameter; changed in place.
+            before: what the micro-batches before it have left; None for a group of one.
+            states: of all parameters; changed in place.
 
         Returns:
             The norm of the accumulated gradients, 1 if the step was made, and the sums of `Gathered`, in one vector; and the
             names of the logs.
 
         Raises:
-            CannotCompileError: no graph can do it.
+            CannotCompileError: no graph can do it; nothing has run.
         """
-        returned: tuple[Tensor, Any] = self._whole(micro_batch, numbers, states)
-        return returned
-
-    def first(self, micro_batch: Any, numbers: Tensor) -> Gathered:
-        """Runs forward and backward of the first micro-batch of several; see `whole`."""
-        gathered = Gathered(*self._first(micro_batch, numbers))
-        for index in sharing_memory(gathered.gradients):  # what is added to one of them must not be added to another
-            gathered.gradients[index] = gathered.gradients[index].clone()
-        return gathered
-
-    def further(self, micro_batch: Any, numbers: Tensor, before: Gathered) -> Gathered:
-        """Runs forward and backward of another micro-batch, whose gradients are added in place; see `whole`."""
-        return before._replace(sums=self._further(micro_batch, numbers, *before))
-
-    def end(self, gathered: Gathered, numbers: Tensor, states: list[list[Tensor]]) -> Tensor:
-        """Makes the step, or withholds it; see `whole`, also for what it returns."""
-        vector: Tensor = self._end(gathered.gradients, gathered.sums, numbers, states)
-        return vector
+        if before is None:
+            returned: tuple[Tensor, Any] = self._whole(micro_batch, numbers, states)
+            return returned
+        return self._last(micro_batch, numbers, *before, states), before.logs
 
     def _compiled(self, traced: Callable[..., Any]) -> _Graph:
         """A method with code of its own: torch counts by code how often something was compiled, and looks graphs up there."""
@@ -126,11 +134,14 @@ class UpdateGraphs:
         own = FunctionType(
             traced.__code__.replace(), traced.__globals__, traced.__name__, traced.__defaults__, traced.__closure__
         )
-        return _Graph(MethodType(own, self), self._settings)
+        return _Graph(MethodType(own, self), self._settings, next(self._model.parameters()).device, self._note_draw)
+
+    def _note_draw(self) -> None:
+        self.draw = True
 
     # --- what is traced: Python runs here while torch compiles, and not in an update ------------------------------------------
 
-    def _trace_whole(self, micro_batch: Any, numbers: Tensor, states: list[list[Tensor]]) -> tuple[Tensor, Any]:
+    def _trace_whole(self, micro_batch: Any, numbers: Tensor, states: list[Tensor]) -> tuple[Tensor, Any]:
         _refuse_to_run()
         gradients, sums, logs = self._gather(micro_batch, numbers)
         return self._finish(gradients, sums, numbers, states), logs
@@ -141,16 +152,18 @@ class UpdateGraphs:
 
     def _trace_further(self, micro_batch: Any, numbers: Tensor, gradients: list[Tensor], sums: Tensor, logs: Any) -> Tensor:
         _refuse_to_run()
-        more, more_sums, more_logs = self._gather(micro_batch, numbers)
-        if more_logs != logs:
-            raise ForwardContractError("the names in logs differ between micro-batches of one group")
+        more, more_sums = self._gather_more(micro_batch, numbers, logs)
         for gradient, one in zip(gradients, more, strict=True):
             gradient.add_(one)
         return sums + more_sums
 
-    def _trace_end(self, gradients: list[Tensor], sums: Tensor, numbers: Tensor, states: list[list[Tensor]]) -> Tensor:
+    def _trace_last(
+        self, micro_batch: Any, numbers: Tensor, gradients: list[Tensor], sums: Tensor, logs: Any, states: list[Tensor]
+    ) -> Tensor:
         _refuse_to_run()
-        return self._finish(gradients, sums, numbers, states)
+        more, more_sums = self._gather_more(micro_batch, numbers, logs)
+        added = [gradient + one for gradient, one in zip(gradients, more, strict=True)]
+        return self._finish(added, sums + more_sums, numbers, states)
 
     def _gather(self, micro_batch: Any, numbers: Tensor) -> tuple[list[Tensor], Tensor, Any]:
         with self._precision.autocast():
@@ -165,6 +178,12 @@ class UpdateGraphs:
             raise ForwardContractError(_OTHERS)
         return gradients, torch.stack(sums), logs
 
+    def _gather_more(self, micro_batch: Any, numbers: Tensor, logs: Any) -> tuple[list[Tensor], Tensor]:
+        gradients, sums, its_logs = self._gather(micro_batch, numbers)
+        if its_logs != logs:
+            raise ForwardContractError("the names in logs differ between micro-batches of one group")
+        return gradients, sums
+
     def _parameters(self, names: list[str]) -> list[Tensor]:
         found: list[Tensor] = []
         for name in names:
@@ -174,7 +193,7 @@ class UpdateGraphs:
             found.append(here)
         return found
 
-    def _finish(self, gradients: list[Tensor], sums: Tensor, numbers: Tensor, states: list[list[Tensor]]) -> Tensor:
+    def _finish(self, gradients: list[Tensor], sums: Tensor, numbers: Tensor, states: list[Tensor]) -> Tensor:
         with torch.no_grad():
             norm = _norm(gradients)
             may_step, factor = self._decide(norm, sums[0], sums[1], numbers[0])
@@ -190,24 +209,22 @@ class UpdateGraphs:
             return may_step, mean_factor
         return may_step, mean_factor * torch.clamp(self._max_grad_norm / (norm + _EPSILON), max=1.0)
 
-    def _step(
-        self, gradients: list[Tensor], factor: Tensor, may_step: Tensor, numbers: Tensor, states: list[list[Tensor]]
-    ) -> None:
+    def _step(self, gradients: list[Tensor], factor: Tensor, may_step: Tensor, numbers: Tensor, states: list[Tensor]) -> None:
         """Changes parameters and states in place, or writes what is there."""
         parameters = self._parameters([name for plan in self._plans for name in plan.names])
         scalars = list(numbers.unbind())
-        place, number = 0, 1
+        place, number, state = 0, 1, 0
         for plan in self._plans:
             mine = scalars[number : number + plan.num_numbers]
             number += plan.num_numbers
             for _ in plan.names:
-                parameter, old = parameters[place], states[place]
+                parameter, old = parameters[place], states[state : state + plan.num_states]
                 gradient = gradients[place] * factor.to(torch.promote_types(parameter.dtype, torch.float32))
                 new, new_states = stepped(plan, mine, parameter, gradient, old)
                 parameter.copy_(torch.where(may_step, new, parameter))
-                for state, one in zip(old, new_states, strict=True):
-                    state.copy_(torch.where(may_step, one, state))
-                place += 1
+                for before, after in zip(old, new_states, strict=True):
+                    before.copy_(torch.where(may_step, after, before))
+                place, state = place + 1, state + plan.num_states
 
 
 def _read(returned: Any) -> tuple[Tensor, list[Tensor], tuple[tuple[str, bool], ...]]:
@@ -250,6 +267,7 @@ _WHILE_COMPILING = {
     "skip_nnmodule_hook_guards": False,  # or a hook of a module that is added later would not be called
     "automatic_dynamic_shapes": False,  # these two are `dynamic=False`
     "assume_static_by_default": True,
+    "record_runtime_overhead": False,  # a range in profiles around what precedes a graph, which each call would pay for
 }
 
 
@@ -268,15 +286,23 @@ class _Graph:
     Args:
         function: what to compile; it calls `_refuse_to_run` first.
         settings: arguments of `torch.compile`.
+        device: that of the model.
+        on_draw: called if a call that compiles it draws random numbers.
     """
 
-    def __init__(self, function: Callable[..., Any], settings: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        settings: Mapping[str, Any],
+        device: torch.device,
+        on_draw: Callable[[], None],
+    ) -> None:
         from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
-        self._function, self._compiled = function, torch.compile(function, **{**settings, "fullgraph": True})
+        self._function, self._compiled = function, torch.compile(function, **_arguments(settings, on_cpu=device.type == "cpu"))
         self._set_lookup: Callable[[Any], Any] | None = vars(torch._C._dynamo.eval_frame).get("set_eval_frame")
         self._refusals = (TorchDynamoException, FailOnRecompileLimitHit)
-        self._is_new = True
+        self._device, self._on_draw, self._is_new = device, on_draw, True
 
     def __call__(self, *arguments: Any) -> Any:
         """Calls it.
@@ -292,6 +318,7 @@ class _Graph:
                 pass  # what it was compiled for is not what it is called with
             finally:
                 self._set_lookup(before)
+        random_state = RandomState(self._device)
         try:
             with torch._dynamo.config.patch(_WHILE_COMPILING):
                 returned = self._compiled(*arguments)
@@ -300,7 +327,42 @@ class _Graph:
         except self._refusals as error:
             raise CannotCompileError(_reason(error)) from error
         self._is_new = False
+        if random_state.has_moved():
+            self._on_draw()
         return returned
+
+
+def _arguments(settings: Mapping[str, Any], *, on_cpu: bool) -> dict[str, Any]:
+    """The arguments of `torch.compile`: those of the user, without guards that always hold, and with graphs called directly."""
+    options = {_FILTER: _may_change, **(settings.get("options") or {})}
+    for_backend = {name: value for name, value in options.items() if name != _FILTER}
+    backend = inductor({**settings, "options": for_backend}) if on_cpu else None
+    if backend is not None:
+        return {"backend": backend, "options": {_FILTER: options[_FILTER]}, "fullgraph": True}
+    if settings.get("mode") is not None:  # torch takes no options beside it
+        return {**settings, "fullgraph": True}
+    return {**settings, "options": options, "fullgraph": True}
+
+
+_FILTER = "guard_filter_fn"
+_OURS = ("self", "G['")  # where guards on this library's own objects, and on globals of this file, begin
+_NOT_OURS = ("self._model", "self._forward", "G['__import_", "G['___unnamed_scope")
+_IMPORTED = "G['__import_ignite_train_dot_"
+
+
+def _may_change(guards: Sequence[Any]) -> list[bool]:
+    """Which guards to look at in each call: not those on this library's code and numbers, or on Python's builtins.
+
+    They stay as they are while a graph lives, and are as many as those on the model and on what forward uses. Hooks on saved
+    tensors are left out too: a graph with its own backward saves none.
+    """
+    return [not _always_holds(guard.name, guard.guard_type) for guard in guards]
+
+
+def _always_holds(name: str, kind: str) -> bool:
+    if kind == "AUTOGRAD_SAVED_TENSORS_HOOKS" or name.startswith(_IMPORTED):
+        return True
+    return name.startswith(_OURS) and not name.startswith(_NOT_OURS)
 
 
 _ONLY_LOOK_UP = False  # for `set_eval_frame`: run what was compiled, and compile nothing
