@@ -1,0 +1,68 @@
+"""The forward of a `DistributedDataParallel` whose gradients something else reduces: that of the module inside, and no more."""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any
+
+from torch.nn.parallel import DistributedDataParallel
+
+__all__ = ["BareForward"]
+
+
+class BareForward:
+    """Within it calling the wrapper calls the module inside, with the wrapper's own hooks, as under `no_sync` but for less.
+
+    Under `no_sync` the forward of the wrapper does nothing but call the module, and still asks a dozen questions and opens two
+    contexts in each micro-batch. On a small network that takes as long as a layer. It is left out where the answers are known:
+    there are no inputs to move, no buffers to broadcast, no parameters that are reduced later, and no forward of a derived
+    class. Elsewhere this is `no_sync`.
+
+    Args:
+        ddp: the wrapper; without buffers to broadcast, and of full precision.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        self._ddp = ddp
+        self._no_sync: Any = None  # the open context of the wrapper
+
+    def __enter__(self) -> None:
+        if self._may_bypass():
+            vars(self._ddp)["forward"] = _CallOfModule(self._ddp)
+        else:
+            self._no_sync = self._ddp.no_sync()
+            self._no_sync.__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        no_sync, self._no_sync = self._no_sync, None
+        if no_sync is None:
+            del vars(self._ddp)["forward"]
+        else:
+            no_sync.__exit__(*raised)
+
+    def _may_bypass(self) -> bool:
+        settings = vars(self._ddp)
+        return (
+            type(self._ddp).forward is _FORWARD
+            and "forward" not in settings
+            and settings.get("device_ids") is None
+            and settings.get("_delay_all_reduce_all_params") is False
+            and settings.get("_lazy_init_ran") is True
+            and not self._ddp._join_config.enable
+        )
+
+
+_FORWARD = DistributedDataParallel.forward
+
+
+class _CallOfModule:
+    """The forward of `ddp` meanwhile. A copy of the wrapper that is made meanwhile, or a pickle, has torch's forward again."""
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        self._ddp = ddp
+
+    def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
+        return self._ddp.module(*inputs, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return MethodType, (_FORWARD, self._ddp)
