@@ -88,8 +88,10 @@ class Gradients:
         torch's own accumulation and `clip_grad_norm_` do. Sharded and sparse gradients are left alone.
         """
         existing = [one for one in self._existing() if type(one) is Tensor and one.layout is torch.strided]
-        copied = {id(existing[index]) for index in sharing_memory(existing)}
-        for parameter in self.parameters() if copied else ():
+        if not (sharing := sharing_memory(existing)):
+            return
+        copied = {id(existing[index]) for index in sharing}
+        for parameter in self.parameters():
             if parameter.grad is not None and id(parameter.grad) in copied:
                 parameter.grad = parameter.grad.clone()
 

@@ -23,12 +23,20 @@ class BareForward:
     """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
-        self._ddp = ddp
+        self._ddp, self._attributes, self._call = ddp, vars(ddp), _CallOfModule(ddp)
+        self._is_plain = (
+            type(ddp).forward is _FORWARD
+            and self._attributes.get("device_ids", ()) is None
+            and self._attributes.get("_delay_all_reduce_all_params") is False
+        )
         self._no_sync: Any = None  # the open context of the wrapper
 
     def __enter__(self) -> None:
-        if self._may_bypass():
-            vars(self._ddp)["forward"] = _CallOfModule(self._ddp)
+        attributes = self._attributes
+        has_begun = attributes.get("_lazy_init_ran") and not attributes["_join_config"].enable
+        is_another = "forward" in attributes or attributes.get("_compiled_call_impl") is not None
+        if self._is_plain and has_begun and not is_another:
+            attributes["forward"] = self._call
         else:
             self._no_sync = self._ddp.no_sync()
             self._no_sync.__enter__()
@@ -36,20 +44,9 @@ class BareForward:
     def __exit__(self, *raised: Any) -> None:
         no_sync, self._no_sync = self._no_sync, None
         if no_sync is None:
-            del vars(self._ddp)["forward"]
+            del self._attributes["forward"]
         else:
             no_sync.__exit__(*raised)
-
-    def _may_bypass(self) -> bool:
-        settings = vars(self._ddp)
-        return (
-            type(self._ddp).forward is _FORWARD
-            and "forward" not in settings
-            and settings.get("device_ids") is None
-            and settings.get("_delay_all_reduce_all_params") is False
-            and settings.get("_lazy_init_ran") is True
-            and not self._ddp._join_config.enable
-        )
 
 
 _FORWARD = DistributedDataParallel.forward
@@ -65,4 +62,8 @@ class _CallOfModule:
         return self._ddp.module(*inputs, **kwargs)
 
     def __reduce__(self) -> Any:
-        return MethodType, (_FORWARD, self._ddp)
+        return _torchs_forward, (self._ddp,)
+
+
+def _torchs_forward(ddp: DistributedDataParallel) -> MethodType:
+    return MethodType(_FORWARD, ddp)

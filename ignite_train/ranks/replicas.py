@@ -76,7 +76,7 @@ class ExplicitReduction(PlainReduction):
         message = self._message_like(vector, len(here), num_announced)
         message.pack(vector, here, announced, small)
         message.cross()
-        vector.copy_(message.statistics)
+        statistics.take(message.statistics)
 
         exists = here if all(here) else (message.flags > 0).tolist()  # sync, only if one is missing on this rank
         message.unpack(small, exists[: len(small)])
