@@ -15,8 +15,8 @@ class BareForward:
 
     Under `no_sync` the forward of the wrapper does nothing but call the module, and still asks a dozen questions and opens two
     contexts in each micro-batch. On a small network that takes as long as a layer. It is left out where the answers are known:
-    there are no inputs to move, no buffers to broadcast, no parameters that are reduced later, and no forward of a derived
-    class. Elsewhere this is `no_sync`.
+    the wrapper has neither inputs to move nor buffers to broadcast, reduces all parameters at once, and has torch's own
+    forward. Elsewhere this is `no_sync`.
 
     Args:
         ddp: the wrapper; without buffers to broadcast, and of full precision.
