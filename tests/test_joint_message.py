@@ -182,6 +182,16 @@ def test_two_ranks_send_each_other_any_layout(monkeypatch: pytest.MonkeyPatch) -
         assert [one.dtype for one in found] == [owner.dtype for owner in owners if owner.grad is not None]
 
 
+def test_a_message_may_carry_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where all parameters are too large for it, or sparse: the statistics cross all the same."""
+    for message in cross_between([[], []], monkeypatch):
+        assert message.statistics.tolist() == (3 * STATISTICS).tolist()
+    joint = message_of([])
+    joint.pack(STATISTICS, [], None, [])
+    joint.unpack([], [])
+    assert joint.vector.tolist() == STATISTICS.tolist()
+
+
 def test_a_gradient_of_any_dtype_travels_in_float64() -> None:
     """Two ranks could not know of each other in which dtype it lies."""
     owner = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))

@@ -74,7 +74,8 @@ class JointMessage:
             gradients: those of this rank, as they were packed.
             exists: for each parameter whether some rank has a gradient; or else it keeps none.
         """
-        if (own := writable_gradients(self._parameters, gradients)) is not None:
-            torch._foreach_copy_(own, self._parts)
-        else:
+        own = writable_gradients(self._parameters, gradients)
+        if own is None:
             give_gradients(self._parameters, self._parts, exists)
+        elif own:  # torch takes no empty list
+            torch._foreach_copy_(own, self._parts)

@@ -84,10 +84,11 @@ class PairMessage:
 
     def unpack(self, gradients: Sequence[Tensor | None], exists: Sequence[bool]) -> None:
         """Gives each parameter the sum of both ranks' gradients for a gradient; see `JointMessage.unpack`."""
-        if (own := writable_gradients(self._parameters, gradients)) is not None:
-            torch._foreach_add_(own, self._of_other)
-        elif self._parameters:
+        own = writable_gradients(self._parameters, gradients)
+        if own is None:
             give_gradients(self._parameters, torch._foreach_add(*self._of_both), exists)
+        elif own:  # torch takes no empty list
+            torch._foreach_add_(own, self._of_other)
 
     def _cut(self, memory: Tensor, num_bytes: Sequence[int]) -> tuple[Tensor, list[Tensor]]:
         """The numbers at the beginning of a message, and a view of it for the gradient of each parameter."""
