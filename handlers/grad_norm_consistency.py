@@ -159,8 +159,8 @@ class GradNormConsistency(PiggybackHandler):
 
     def _compare(self, sums: list[float]) -> tuple[int, tuple[float, ...]] | None:
         sent, self._sent = self._sent, None
-        without = [rank for rank, norm in enumerate(sums) if norm == _NO_CHECK]
-        if without and len(without) < len(sums):
+        if 0 < sums.count(_NO_CHECK) < len(sums):
+            without = [rank for rank, norm in enumerate(sums) if norm == _NO_CHECK]
             raise ValueError(
                 "event must fire in the same updates on all ranks, got one in which GradNormConsistency had no norm on "
                 f"ranks {without}: attach it alike on all ranks, to an event whose counter is the same on all ranks"
@@ -203,7 +203,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 def _agree(norms: Sequence[float], tolerance: float) -> bool:
     """Whether all norms are finite and near the first, or none is finite."""
-    finite = [math.isfinite(norm) for norm in norms]
-    if not all(finite):
-        return not any(finite)
-    return max(abs(norm - norms[0]) for norm in norms) / (norms[0] + 1e-6) < tolerance
+    if not all(map(math.isfinite, norms)):
+        return not any(map(math.isfinite, norms))
+    first = norms[0]
+    return max(max(norms) - first, first - min(norms)) / (first + 1e-6) < tolerance

@@ -35,7 +35,7 @@ from ignite_train.handlers import (
 )
 from ignite_train.handlers.state_consistency import _Check, _Shard, tensor_digests
 from ignite_train.ranks import collectives
-from ignite_train.ranks.small_sum import SmallSum
+from ignite_train.ranks.pair_message import PairMessage
 from ranks import run_ranks
 from tiers import nightly, slow
 from update_options import with_options
@@ -376,17 +376,17 @@ class Broken:
         if idist.get_rank() == 1 and way == "ddp":
             self.job.trainer.add_event_handler(TrainEvents.BACKWARD_COMPLETED, self.change)
         elif idist.get_rank() == 1:
-            self.sum, SmallSum.__call__ = SmallSum.__call__, lambda of, vector: self.change_sum(of, vector)  # type: ignore[method-assign]
+            self.unpack, PairMessage.unpack = PairMessage.unpack, lambda of, *given: self.change_sum(of, *given)  # type: ignore[method-assign]
 
     def change(self) -> None:
         if self.job.trainer.state.iteration in self.updates:
             self.job.model.weight.grad[0, -1] *= self.factor
             self.job.model.bias.grad = self.job.model.bias.grad if self.factor else None
 
-    def change_sum(self, of: SmallSum, vector: Tensor) -> None:
-        self.sum(of, vector)
+    def change_sum(self, of: PairMessage, *given: Any) -> None:
+        self.unpack(of, *given)
         if self.job.trainer.state.iteration in self.updates:
-            vector[-1] *= self.factor
+            self.job.model.weight.grad[0, -1] *= self.factor
 
 
 def break_gradients(way: Way, updates: range, factor: float, every: int, options: dict[str, Any]) -> Any:

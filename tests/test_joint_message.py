@@ -13,6 +13,7 @@ from ignite_train import UpdateOptions, count_traffic, create_trainer
 from ignite_train.ranks import collectives
 from ignite_train.ranks.joint_message import JointMessage
 from ignite_train.ranks.messages import RankRequests
+from ignite_train.ranks.pair_message import PairMessage
 from ignite_train.ranks.small_sum import SmallSum
 from ignite_train.ranks.statistics import Statistics
 from ranks import RanksFailedError, run_ranks
@@ -27,7 +28,7 @@ def parameters() -> list[nn.Parameter]:
 
 
 def message_of(owners: list[nn.Parameter]) -> JointMessage:
-    return JointMessage(STATISTICS, len(owners), 0, owners)
+    return JointMessage(STATISTICS, len(owners), 0, owners, SmallSum())
 
 
 def backward(owners: list[nn.Parameter]) -> list[Tensor]:
@@ -48,7 +49,7 @@ def test_a_gradient_travels_in_the_order_of_its_indices() -> None:
     assert message.vector.tolist() == [3.0, 0.1, *[1.0] * 5, *in_order]
 
     message.vector.mul_(2)
-    message.unpack([True] * 5)
+    message.unpack(gradients, [True] * 5)
     for owner, stride, value in zip(owners, strides, values, strict=True):
         assert owner.grad is not None
         assert (owner.grad.stride(), owner.grad.dtype) == (stride, value.dtype)
@@ -64,12 +65,13 @@ def test_what_is_missing_is_zero_and_may_come_back() -> None:
     for owner in owners[1:]:
         owner.grad = None
     here = [True, False, False, False, False]
-    message.pack(STATISTICS, here, None, [owner.grad for owner in owners])
+    gradients = [owner.grad for owner in owners]
+    message.pack(STATISTICS, here, None, gradients)
     assert message.flags.tolist() == [1.0, 0.0, 0.0, 0.0, 0.0]
     assert message.vector[7:].tolist() == [1.0, 2.0, 3.0, 4.0, *[0.0] * 14]
 
     message.vector[11:] += 5
-    message.unpack([True, True, True, False, True])
+    message.unpack(gradients, [True, True, True, False, True])
     assert owners[3].grad is None
     for owner in (owners[1], owners[2], owners[4]):
         assert owner.grad is not None
@@ -90,8 +92,112 @@ def test_gradients_that_share_memory_are_told_apart(joined: bool) -> None:
     message = message_of(owners)
     message.pack(STATISTICS, [True] * 2, None, [first, other])
     message.vector[4:7] += 1.0
-    message.unpack([True] * 2)
+    message.unpack([first, other], [True] * 2)
     assert [owner.grad.tolist() for owner in owners if owner.grad is not None] == [[9.0] * 3, [8.0] * (3 - joined)]
+
+
+class Wire:
+    """In place of `SmallSum`, for two messages in one process: `gather` gives what each rank has sent so far."""
+
+    gathers = True
+
+    def __init__(self, rank: int, given: dict[int, Tensor]) -> None:
+        self._rank, self._given = rank, given
+
+    def gather(self, own: Tensor, both: list[Tensor]) -> None:
+        self._given[self._rank] = own.clone()
+        for memory, rank in zip(both, sorted(self._given), strict=False):
+            memory.copy_(self._given[rank])
+
+
+def cross_between(sides: list[list[nn.Parameter]], monkeypatch: pytest.MonkeyPatch) -> list[PairMessage]:
+    """Sends the gradients of both sides to each other, and gives the messages back, unpacked."""
+    given: dict[int, Tensor] = {}
+    messages, packed = [], []
+    for rank, owners in enumerate(sides):
+        monkeypatch.setattr(collectives, "rank", lambda rank=rank: rank)
+        message = PairMessage(STATISTICS, len(owners), 1, owners, Wire(rank, given))  # type: ignore[arg-type]
+        gradients = [owner.grad for owner in owners]
+        here = [gradient is not None for gradient in gradients]
+        message.pack(STATISTICS * (rank + 1), here, torch.ones(1, dtype=torch.float64), gradients)
+        message.cross()
+        messages.append(message)
+        packed.append(gradients)
+    for message, gradients in zip(messages, packed, strict=True):
+        message.cross()
+        message.unpack(gradients, (message.flags > 0).tolist())
+    return messages
+
+
+def bits_of(values: Tensor) -> Tensor:
+    """As integers, where each NaN is the same."""
+    kinds = {8: torch.int64, 4: torch.int32, 2: torch.int16}
+    return torch.where(values.isnan(), values.new_zeros(()) / 0, values).view(kinds[values.itemsize])
+
+
+DTYPES = {"float64": torch.int64, "float32": torch.int32, "bfloat16": torch.int16, "float16": torch.int16}
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_two_ranks_add_up_what_float64_would(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit by bit, on both ranks, for any two numbers of the dtype: tiny and huge ones, infinities and NaN."""
+    dtype, kind = getattr(torch, name), DTYPES[name]
+    generator, limits = torch.Generator().manual_seed(3), torch.iinfo(kind)
+    sides = []
+    for _ in range(2):
+        owner = nn.Parameter(torch.zeros(2**14, dtype=dtype))
+        owner.grad = torch.randint(limits.min, limits.max, (2**14,), dtype=kind, generator=generator).view(dtype)
+        sides.append([owner])
+    first, second = [owner.grad.clone() for (owner,) in sides if owner.grad is not None]
+    assert PairMessage.suits(STATISTICS, sides[0], Wire(0, {}))  # type: ignore[arg-type]
+    cross_between(sides, monkeypatch)
+    expected = bits_of((first.double() + second.double()).to(dtype))
+    for (owner,) in sides:
+        assert owner.grad is not None
+        assert torch.equal(bits_of(owner.grad), expected)
+
+
+def test_two_ranks_send_each_other_any_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients that are missing on one rank or on both, transposed, with gaps, in several dtypes, or in one memory."""
+    sides = [parameters(), parameters()]
+    for rank, owners in enumerate(sides):
+        backward(owners)
+        owners[3].grad = None
+        owners[rank].grad = None
+    sides[0][4].grad = sides[0][2].grad = None
+    memory = torch.arange(1.0, 5.0)
+    for owners in sides:
+        owners += [nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(3))]
+        owners[5].grad, owners[6].grad = memory.clone(), torch.ones(3)
+    sides[0][5].grad, sides[0][6].grad = memory, memory[1:]
+    messages = cross_between(sides, monkeypatch)
+    for message, owners in zip(messages, sides, strict=True):
+        assert message.statistics.tolist() == (3 * STATISTICS).tolist()
+        assert (message.flags.tolist(), message.announced.tolist()) == ([1.0, 1.0, 1.0, 0.0, 1.0, 2.0, 2.0], [2.0])
+        assert owners[3].grad is None
+        found = [owner.grad for owner in owners if owner.grad is not None]
+        values = [[[1.0, 2.0], [3.0, 4.0]], [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]], [1.0, 2.0, 3.0, 4.0], [1.0, 2.0, 3.0]]
+        assert [one.tolist() for one in found] == [*values, [2.0, 4.0, 6.0, 8.0], [3.0, 4.0, 5.0]]
+        assert [one.stride() for one in found] == [(2, 1), (1, 2), (1,), (1,), (1,), (1,)]
+        assert [one.dtype for one in found] == [owner.dtype for owner in owners if owner.grad is not None]
+
+
+def test_a_message_may_carry_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where all parameters are too large for it, or sparse: the statistics cross all the same."""
+    for message in cross_between([[], []], monkeypatch):
+        assert message.statistics.tolist() == (3 * STATISTICS).tolist()
+    joint = message_of([])
+    joint.pack(STATISTICS, [], None, [])
+    joint.unpack([], [])
+    assert joint.vector.tolist() == STATISTICS.tolist()
+
+
+def test_a_gradient_of_any_dtype_travels_in_float64() -> None:
+    """Two ranks could not know of each other in which dtype it lies."""
+    owner = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
+    assert PairMessage.suits(STATISTICS, [owner], Wire(0, {}))  # type: ignore[arg-type]
+    owner.grad_dtype = None
+    assert not PairMessage.suits(STATISTICS, [owner], Wire(0, {}))  # type: ignore[arg-type]
 
 
 def _sums() -> list[Any]:

@@ -42,7 +42,7 @@ from ignite_train.handlers import (
     StateMismatchError,
 )
 from ignite_train.ranks import collectives, rank_vote
-from ignite_train.ranks.small_sum import SmallSum
+from ignite_train.ranks.pair_message import PairMessage
 from ranks import run_ranks
 from test_failures import DEADLINE, Board, Group, threads
 from update_options import with_options
@@ -389,7 +389,7 @@ class Spoiled:
         if way in ("ddp", "fsdp"):
             self.trainer.add_event_handler(TrainEvents.BACKWARD_COMPLETED, self.spoil)
         else:  # the gradients are reduced after the last event of a micro-batch
-            self.sum, SmallSum.__call__ = SmallSum.__call__, lambda of, vector: self.spoil_sum(of, vector)  # type: ignore[method-assign]
+            self.unpack, PairMessage.unpack = PairMessage.unpack, lambda of, *given: self.spoil_sum(of, *given)  # type: ignore[method-assign]
 
     def spoil(self) -> None:
         if self.trainer.state.iteration == self.update:
@@ -397,10 +397,10 @@ class Spoiled:
             local: Any = gradient.to_local() if hasattr(gradient, "to_local") else gradient
             local.fill_(math.nan)
 
-    def spoil_sum(self, of: SmallSum, vector: Tensor) -> None:
-        self.sum(of, vector)
+    def spoil_sum(self, of: PairMessage, *given: Any) -> None:
+        self.unpack(of, *given)
         if self.trainer.state.iteration == self.update:
-            vector[-1] = math.nan
+            self.module.weight.grad[0, -1] = math.nan
 
 
 POLICIES: dict[str, dict[str, Any]] = {

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import ignite.distributed as idist
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ignite_train import ForwardOutput, UpdateOptions, create_trainer
 from ignite_train.model.memory_layout import sharing_memory
+from ranks import run_ranks
 from tiers import slow
 
 X = torch.arange(12.0, dtype=torch.float64).reshape(4, 3) / 10
@@ -77,6 +80,49 @@ def test_each_is_counted_and_scaled_once(kind: Callable[[], nn.Module], form: st
     trainer.run(list(X.split(size)), max_epochs=1)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.detach(), after[name], rtol=1e-12, atol=0)
+
+
+class Unequal(Terms):
+    """c + d + x on rank 0, whose gradients of c and d are views of one tensor; on rank 1 c counts twice, or not at all."""
+
+    def forward(self, x: Tensor, factor: float = 1.0) -> Tensor:
+        if factor == 1.0:
+            return self.c[None] + self.d[None] + x
+        return self.d[None] + x if factor == 0.0 else (factor * self.c)[None] + self.d[None] + x
+
+
+def _differently(way: str, steps: int, factor: float) -> dict[str, list[float]]:
+    """One update in which rank 1 uses c otherwise than rank 0 does; the parameters after it."""
+    torch.manual_seed(0)
+    rank = idist.get_rank()
+    model: Any = Unequal()
+    if way in ("ddp", "small ddp"):
+        model = DistributedDataParallel(model, find_unused_parameters=factor == 0.0)
+    trainer = create_trainer(
+        model,
+        torch.optim.SGD(model.parameters(), lr=RATE),
+        lambda model, x: ForwardOutput(model(x, factor if rank else 1.0).square().sum(), len(x)),
+        accumulation_steps=steps,
+        options=UpdateOptions(reduction=way if way in ("ddp", "explicit") else "auto"),
+    )
+    trainer.run(list((X + rank).split(len(X) // steps)), max_epochs=1)
+    return {name: parameter.tolist() for name, parameter in trainer._update.reduction.module.named_parameters()}  # type: ignore[attr-defined]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("factor", [2.0, 0.0], ids=["used twice", "not used"])
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("way", ["ddp", "small ddp", "explicit"])
+def test_ranks_may_use_the_terms_of_a_sum_differently(way: str, steps: int, factor: float) -> None:
+    """The mean over the ranks of the gradient of c is then not that of d, and both ranks have both means."""
+    with torch.no_grad():
+        c, d = (parameter.detach() for parameter in Terms().parameters())
+        column_sums = [2 * (times * c + d + X + rank).sum(0) / (2 * len(X)) for rank, times in enumerate((1.0, factor))]
+        after = {"c": c - RATE * (column_sums[0] + factor * column_sums[1]), "d": d - RATE * sum(column_sums)}
+    first, second = run_ranks(_differently, way, steps, factor)
+    assert first == second
+    for name, value in after.items():
+        torch.testing.assert_close(torch.tensor(first[name], dtype=torch.float64), value, rtol=1e-12, atol=0)
 
 
 def test_which_of_them_share_memory() -> None:

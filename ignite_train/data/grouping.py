@@ -225,6 +225,7 @@ class MicroBatchPass:
             self._before = min(self._before, self._announced)
             self._announced -= self._before
         self.lengths = [int(length) for length in collectives.everyones(-1 if self._announced is None else self._announced)]
+        self._rank = collectives.rank()
         self._against = -collectives.world_size() if uneven == "shortest" else 0
         self.length = loader.updates_per_epoch if isinstance(loader, Stream) else self._agree_on_length(uneven)
         self._used = [min(self.lengths)] * len(self.lengths) if self._against else self.lengths  # of each rank's micro-batches
@@ -350,7 +351,7 @@ class MicroBatchPass:
         several micro-batches to an update, this takes a collective.
         """
         if self.length is not None:
-            used = max(0, min(self._used[collectives.rank()], self._position) - begin)
+            used = max(0, min(self._used[self._rank], self._position) - begin)
             if len(group) > used:
                 self._surplus = True
         elif self._against and self._position - begin > 1:
@@ -381,7 +382,7 @@ class MicroBatchPass:
         """How many micro-batches the next group will have on this rank, if its loader gives what its length has said."""
         if self._announced is None:
             return size
-        left = min(self._announced, self._used[collectives.rank()]) - self._read
+        left = min(self._announced, self._used[self._rank]) - self._read
         return max(0, min(size, left))
 
     def _take_arriving(self, expected: int, size: int) -> ArrivingGroup:

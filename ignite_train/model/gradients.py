@@ -87,9 +87,11 @@ class Gradients:
         views of it to the parts of a `cat`. What then adds to one of them in place, or scales it, would do so to the other too:
         torch's own accumulation and `clip_grad_norm_` do. Sharded and sparse gradients are left alone.
         """
-        existing = [gradient for gradient in self._existing() if _is_plain(gradient)]
-        copied = {id(existing[index]) for index in sharing_memory(existing)}
-        for parameter in self.parameters() if copied else ():
+        existing = [one for one in self._existing() if type(one) is Tensor and one.layout is torch.strided]
+        if not (sharing := sharing_memory(existing)):
+            return
+        copied = {id(existing[index]) for index in sharing}
+        for parameter in self.parameters():
             if parameter.grad is not None and id(parameter.grad) in copied:
                 parameter.grad = parameter.grad.clone()
 
@@ -267,10 +269,6 @@ class PartedGradients(Gradients):
     def _note_parts(self) -> None:
         for part in self.parts.values():
             part.note_kinds()
-
-
-def _is_plain(gradient: Tensor) -> bool:
-    return type(gradient) is Tensor and gradient.layout is torch.strided
 
 
 def _by_kind(gradients: list[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 __all__ = ["as_bytes", "as_gradient_of", "empty_gradient_of", "gradient_dtype", "is_dense", "pairs_with", "sharing_memory"]
+
+_num_bytes = operator.attrgetter("nbytes")
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
@@ -21,6 +24,8 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 def sharing_memory(tensors: Sequence[Tensor]) -> list[int]:
     """The indices of dense tensors that would have to be copied, so that no two of `tensors` share a byte."""
+    if not _overlap(tensors):
+        return []
     found, end = list[int](), 0
     for start, index in sorted([(tensor.data_ptr(), index) for index, tensor in enumerate(tensors)]):
         if start < end:
@@ -28,6 +33,15 @@ def sharing_memory(tensors: Sequence[Tensor]) -> list[int]:
         else:
             end = start + tensors[index].nbytes
     return found
+
+
+def _overlap(tensors: Sequence[Tensor]) -> bool:
+    """Whether any two do. It is asked after each backward, so no line of Python runs for each tensor."""
+    if len(tensors) < 2:
+        return False
+    blocks = sorted(zip(map(Tensor.data_ptr, tensors), map(_num_bytes, tensors), strict=True))
+    starts, sizes = zip(*blocks, strict=True)
+    return any(map(operator.gt, map(operator.add, starts, sizes), starts[1:]))
 
 
 def is_dense(tensor: Tensor) -> bool:

@@ -67,7 +67,7 @@ class FSDPReduction:
         """Runs the forward of a micro-batch that does not count; its backward adds zeros. Collective, as any forward."""
         return self._placeholders.loss(loss_of)
 
-    def begin(self, outgoing: Outgoing, statistics: Statistics) -> None:
+    def begin(self, outgoing: Outgoing, statistics: Statistics, gradients: Gradients, loss: Tensor) -> None:
         """Nothing: the statistics wait for the norm."""
 
     def end(self, outgoing: Outgoing, statistics: Statistics, gradients: Gradients) -> None:

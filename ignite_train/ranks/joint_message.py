@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from ignite_train.model.memory_layout import empty_gradient_of, gradient_dtype
+from ignite_train.ranks.small_sum import SmallSum
+from ignite_train.ranks.writable_gradients import give_gradients, writable_gradients
 
 __all__ = ["JointMessage"]
 
@@ -23,6 +24,7 @@ class JointMessage:
         num_flags: for how many parameters it says whether this rank has a gradient.
         num_announced: how many numbers about sparse gradients there are.
         parameters: whose gradients it carries. They are of a dtype that that of the statistics can hold.
+        total: sums over the ranks.
 
     Attributes:
         vector: what the ranks sum.
@@ -31,11 +33,13 @@ class JointMessage:
         announced: the part with the numbers about sparse gradients.
     """
 
-    def __init__(self, like: Tensor, num_flags: int, num_announced: int, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(
+        self, like: Tensor, num_flags: int, num_announced: int, parameters: Sequence[nn.Parameter], total: SmallSum
+    ) -> None:
         lengths = [len(like), num_flags, num_announced, *(parameter.numel() for parameter in parameters)]
         self.vector = like.new_zeros(sum(lengths))
         self.statistics, self.flags, self.announced, *parts = torch.split(self.vector, lengths)
-        self._parameters = tuple(parameters)
+        self._parameters, self._sum = tuple(parameters), total
         self._parts = [part.view(parameter.shape) for part, parameter in zip(parts, parameters, strict=True)]
 
     def pack(
@@ -57,30 +61,21 @@ class JointMessage:
         if present:
             torch._foreach_copy_(parts, present)
 
-    def unpack(self, exists: Sequence[bool]) -> None:
+    def cross(self) -> None:
+        """Sums it over the ranks. Collective."""
+        self._sum(self.vector)
+
+    def unpack(self, gradients: Sequence[Tensor | None], exists: Sequence[bool]) -> None:
         """Gives each parameter its part of the vector for a gradient, with the strides of the parameter.
 
-        A gradient that this rank has, and that lies in memory of its own in the order of its indices, is written over. Backward
-        may give several parameters gradients in the same memory, as it does for the terms of a sum; of these one stays there.
+        A gradient that this rank has, and that lies in memory of its own in the order of its indices, is written over.
 
         Args:
+            gradients: those of this rank, as they were packed.
             exists: for each parameter whether some rank has a gradient; or else it keeps none.
         """
-        gradients, parts, taken = [], [], set()
-        for parameter, part, is_anywhere in zip(self._parameters, self._parts, exists, strict=True):
-            if is_anywhere:
-                gradient = parameter.grad
-                if (
-                    gradient is None
-                    or not gradient.is_contiguous()
-                    or not parameter.is_contiguous()
-                    or gradient.storage_offset()
-                    or gradient.data_ptr() in taken
-                ):
-                    dtype = gradient_dtype(parameter) if gradient is None else gradient.dtype
-                    parameter.grad = gradient = empty_gradient_of(parameter, dtype)
-                taken.add(gradient.data_ptr())
-                gradients.append(gradient)
-                parts.append(part)
-        if gradients:
-            torch._foreach_copy_(gradients, parts)
+        own = writable_gradients(self._parameters, gradients)
+        if own is None:
+            give_gradients(self._parameters, self._parts, exists)
+        elif own:  # torch takes no empty list
+            torch._foreach_copy_(own, self._parts)

@@ -59,9 +59,9 @@ class PlaceholderReduction:
             return self._reduction.run_placeholder(loss_of)
         return self._placeholders.loss(loss_of)
 
-    def begin(self, outgoing: Outgoing, statistics: Statistics) -> None:
+    def begin(self, outgoing: Outgoing, statistics: Statistics, gradients: Gradients, loss: Tensor) -> None:
         """As without placeholders."""
-        self._reduction.begin(outgoing, statistics)
+        self._reduction.begin(outgoing, statistics, gradients, loss)
 
     def end(self, outgoing: Outgoing, statistics: Statistics, gradients: Gradients) -> float | Tensor | None:
         """As without placeholders."""

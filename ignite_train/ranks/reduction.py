@@ -53,8 +53,8 @@ class Reduction(Protocol):
         `loss_of` runs the user's forward on a micro-batch, for those who cannot do without.
         """
 
-    def begin(self, outgoing: Outgoing, statistics: Statistics) -> None:
-        """Before the last backward: starts what can overlap it. Collective."""
+    def begin(self, outgoing: Outgoing, statistics: Statistics, gradients: Gradients, loss: Tensor) -> None:
+        """Before the last backward, that of `loss`: starts what can overlap it. Collective."""
 
     def end(self, outgoing: Outgoing, statistics: Statistics, gradients: Gradients) -> float | Tensor | None:
         """After the last backward: reduces what is left. Collective.
@@ -99,7 +99,7 @@ class PlainReduction:
         """Never called, since nothing is missing."""
         raise NotImplementedError
 
-    def begin(self, outgoing: Outgoing, statistics: Statistics) -> None:
+    def begin(self, outgoing: Outgoing, statistics: Statistics, gradients: Gradients, loss: Tensor) -> None:
         """Nothing may start before the last backward."""
 
     def norm(self, gradients: Gradients) -> float | Tensor:
@@ -168,9 +168,16 @@ class DDPReduction:
             ddp.module = module
         return loss
 
-    def begin(self, outgoing: Outgoing, statistics: Statistics) -> None:
-        """Starts the statistics, ahead of the gradients' buckets on every rank."""
+    def begin(self, outgoing: Outgoing, statistics: Statistics, gradients: Gradients, loss: Tensor) -> None:
+        """Starts the statistics, ahead of the gradients' buckets on every rank.
+
+        Gradients that backward leaves in the same memory are told apart at its end, before DDP writes their means: those may
+        differ, where another rank has used only one of the parameters. A callback that is queued first runs first, and DDP
+        queues its own when the last bucket is full.
+        """
         statistics.start(*outgoing)
+        if loss.requires_grad:
+            loss.register_hook(lambda _: _queue_at_end_of_backward(gradients.separate))  # type: ignore[no-untyped-call]
 
     def end(self, outgoing: Outgoing, statistics: Statistics, gradients: Gradients) -> float | Tensor:  # noqa: ARG002
         """The norm: the gradients are the same on all ranks by now."""
@@ -186,6 +193,11 @@ class DDPReduction:
 
     def finish(self, *, applied: bool) -> None:
         """Nothing is remembered."""
+
+
+def _queue_at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Has the engine call it when all gradients of the running backward are there."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 class _NoData(nn.Module):

@@ -17,9 +17,11 @@ from ignite_train.model.gradients import Gradients
 from ignite_train.model.memory_layout import as_gradient_of, gradient_dtype
 from ignite_train.model.sparse_parameters import sparse_parameters
 from ignite_train.ranks import collectives
+from ignite_train.ranks.bare_forward import BareForward
 from ignite_train.ranks.buckets import buckets
 from ignite_train.ranks.joint_message import JointMessage
 from ignite_train.ranks.messages import Outgoing
+from ignite_train.ranks.pair_message import PairMessage
 from ignite_train.ranks.reduction import PlainReduction
 from ignite_train.ranks.small_sum import SmallSum
 from ignite_train.ranks.sparse_rows import SparseRows
@@ -29,6 +31,7 @@ __all__ = ["ExplicitReduction", "SmallReplicas"]
 
 _WAITS_FOR_RANKS = True  # HangWatch looks for it in the file where a rank stands
 
+_grad_dtype = operator.attrgetter("grad_dtype")
 _TAIL_ELEMENTS = 2**14  # how much of the gradient travels beside the statistics, in float64
 
 
@@ -54,12 +57,15 @@ class ExplicitReduction(PlainReduction):
         self._tail: tuple[nn.Parameter, ...] = ()  # whose gradients travel beside the statistics
         self._num_small = 0  # how many elements they have
         self._planned: list[nn.Parameter] = []
-        self._message: JointMessage | None = None
+        self._dtypes: list[torch.dtype | None] = []  # of their gradients; None: of any
+        self._message: JointMessage | PairMessage | None = None
 
     def end(self, outgoing: Outgoing, statistics: Statistics, gradients: Gradients) -> float | Tensor:
         """Sums gradients and statistics; a parameter that no rank has a gradient for keeps none."""
         self._make_plan(gradients, statistics.device)
-        here = [parameter.grad is not None for parameter in chain(self._tail, *self._buckets)]
+        small = [parameter.grad for parameter in self._tail]
+        here = [gradient is not None for gradient in small]
+        here += [parameter.grad is not None for parameter in chain(*self._buckets)]
         under_way = []
         for bucket in self._buckets:
             flat = _flatten(bucket)
@@ -70,13 +76,13 @@ class ExplicitReduction(PlainReduction):
         vector = statistics.pack(*outgoing, beside=len(here) + num_announced + self._num_small)
         assert vector is not None  # noqa: S101  # there are several ranks
         message = self._message_like(vector, len(here), num_announced)
-        message.pack(vector, here, announced, [parameter.grad for parameter in self._tail])
-        self._sum(message.vector)
-        vector.copy_(message.statistics)
+        message.pack(vector, here, announced, small)
+        message.cross()
+        statistics.take(message.statistics)
 
         exists = here if all(here) else (message.flags > 0).tolist()  # sync, only if one is missing on this rank
-        message.unpack(exists[: len(self._tail)])
-        of_buckets = iter(exists[len(self._tail) :])
+        message.unpack(small, exists[: len(small)])
+        of_buckets = iter(exists[len(small) :])
         for bucket, flat, work in under_way:
             if work is not None:
                 work.wait()
@@ -85,18 +91,20 @@ class ExplicitReduction(PlainReduction):
             self._sparse.add_over_ranks(message.announced)
         return gradients.norm()
 
-    def _message_like(self, statistics: Tensor, num_flags: int, num_announced: int) -> JointMessage:
+    def _message_like(self, statistics: Tensor, num_flags: int, num_announced: int) -> JointMessage | PairMessage:
         """The message of the update before; another one where other parameters have become trainable, or names are logged."""
         if self._message is None or self._message.statistics.numel() != statistics.numel():
-            self._message = JointMessage(statistics, num_flags, num_announced, self._tail)
+            kind = PairMessage if PairMessage.suits(statistics, self._tail, self._sum) else JointMessage
+            self._message = kind(statistics, num_flags, num_announced, self._tail, self._sum)
         return self._message
 
     def _make_plan(self, gradients: Gradients, device: torch.device) -> None:
-        """Cuts the trainable parameters into buckets; again only when others have become trainable."""
+        """Cuts the trainable parameters into buckets; again only when those, or the dtypes of gradients, are others."""
         trainable = [parameter for parameter in gradients.parameters() if parameter.requires_grad]
-        if len(trainable) == len(self._planned) and all(map(operator.is_, trainable, self._planned)):
+        dtypes = [*map(_grad_dtype, trainable)]
+        if dtypes == self._dtypes and all(map(operator.is_, trainable, self._planned)):
             return
-        self._planned, self._message = trainable, None
+        self._planned, self._dtypes, self._message = trainable, dtypes, None
         known = sparse_parameters(self.module)
         sparse = [parameter for parameter in trainable if parameter in known]
         trainable = [parameter for parameter in trainable if parameter not in known]
@@ -129,7 +137,7 @@ class SmallReplicas(ExplicitReduction):
 
     def __init__(self, model: nn.Module, ddp: DistributedDataParallel) -> None:
         super().__init__(ddp.module if model is ddp else model, synchronise=False)  # DDP has done so
-        self._ddp = ddp
+        self._ddp, self._bare_forward = ddp, BareForward(ddp)
         logging.getLogger("ignite_train").info(
             "the gradients are so small that they cross the ranks with the statistics, in one collective, and not by the hooks "
             "of DistributedDataParallel; reduction='ddp' insists on those"
@@ -143,7 +151,7 @@ class SmallReplicas(ExplicitReduction):
         return not does_more and not has_buffers and sum(map(Tensor.numel, ddp.module.parameters())) <= _TAIL_ELEMENTS
 
     def context(self, *, last: bool) -> AbstractContextManager[Any]:  # noqa: ARG002
-        """DDP's `no_sync`, always.
+        """What comes to DDP's `no_sync`, always.
 
         Raises:
             ValueError: a communication hook was registered meanwhile.
@@ -153,8 +161,7 @@ class SmallReplicas(ExplicitReduction):
                 "model must have its communication hook before it is given to create_trainer; call register_comm_hook earlier, "
                 "or pass reduction='ddp'"
             )
-        context: AbstractContextManager[Any] = self._ddp.no_sync()
-        return context
+        return self._bare_forward
 
 
 def _flatten(parameters: tuple[nn.Parameter, ...]) -> Tensor:

@@ -105,6 +105,7 @@ class Statistics:
         self.device = device
         self.on_host = is_on_host(device)
         self._reading = ToHost(device)
+        self._world_size = collectives.world_size()  # asked once: to ask costs as much as to pack
         self._dtype = torch.float32 if device.type == "mps" else torch.float64
         self._names: tuple[str, ...] = ()  # of the logs, agreed over the ranks
         self._has_weights = False  # whether a log has had a denominator so far, on this rank or on one whose names it knows
@@ -168,20 +169,24 @@ class Statistics:
     ) -> Tensor | None:
         """The vector to sum over the ranks, in place; None if a single rank has its sums on the host. Nothing is added later.
 
-        A caller that knows that there is one rank passes `alone=True`: to ask costs as much as all the rest. `beside` is how
-        many numbers cross in the same collective.
+        A caller that knows that there is one rank passes `alone=True`. `beside` is how many numbers cross in the same
+        collective.
         """
         self._norm_squared, self._num_beside = norm_squared, beside
         self._requests = RankRequests(requests.stop, requests.stop_epoch, requests.more_data, requests.interrupt)  # as of now
         self._piggybacks = piggybacks
         self._payload = [float(number) for piggyback in piggybacks for number in piggyback.payload()]
-        self._num_ranks = 1 if alone else collectives.world_size()
+        self._num_ranks = 1 if alone else self._world_size
         alone = self._num_ranks == 1
         if alone and not self.on_host:
             self._names = tuple(sorted({*self._names, *self._logs}))
         if not (alone and self.on_host):
             self._vector = self._as_vector()
         return self._vector
+
+    def take(self, sums: Tensor) -> None:
+        """Tells where the sums over the ranks are of what `pack` gave, if they are not in its place."""
+        self._vector = sums
 
     def start(self, requests: RankRequests, piggybacks: Sequence[Piggyback] = (), norm_squared: float | Tensor = 0.0) -> None:
         """Packs and starts the reduction, to overlap what follows. Collective."""
@@ -318,7 +323,7 @@ class Statistics:
             has_new_names=float(not self._logs.keys() <= {*self._names}),
             norm_squared=self._norm_squared,
         )
-        return [*head, *self._payload, *(self._logs.get(name, 0.0) for name in self._names)]
+        return [*head, *self._payload, *[self._logs.get(name, 0.0) for name in self._names]]
 
     def _as_vector(self) -> Tensor:
         entries = self._entries()

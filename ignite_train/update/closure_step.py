@@ -170,7 +170,7 @@ class ClosureStep:
                 output = self.forward(micro_batch)
                 self.statistics.add(output)
                 if number == num_backwards:
-                    self.reduction.begin(outgoing, self.statistics)
+                    self.reduction.begin(outgoing, self.statistics, self.gradients, output.loss)
                 self.backward(output)
                 self.gradients.separate()
         self.state.micro_batch_in_group = None
@@ -178,7 +178,7 @@ class ClosureStep:
             with self.reduction.context(last=number == num_backwards):
                 zero = self.reduction.run_placeholder(lambda micro_batch: self.forward(micro_batch).loss)
                 if number == num_backwards:
-                    self.reduction.begin(outgoing, self.statistics)
+                    self.reduction.begin(outgoing, self.statistics, self.gradients, zero)
                 torch.autograd.backward(zero)
 
     def _make_mean(self, decision: Decision) -> None:

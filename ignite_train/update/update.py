@@ -209,7 +209,9 @@ class Update:
                             self.transfer.ahead(micro_batches[number])  # copied while backward runs
                         begin_section("backward")
                         if last:
-                            self.reduction.begin(trainer._outgoing(), self.statistics)
+                            self.reduction.begin(
+                                trainer._outgoing(), self.statistics, self.gradients, state.forward_output.loss
+                            )
                         self.backward(
                             self._scaled(state.forward_output.loss),
                             retain_graph=self.options.retain_graph or self.options.create_graph,
@@ -373,7 +375,7 @@ class Update:
         with self.reduction.context(last=last):
             zero = self.reduction.run_placeholder(lambda micro_batch: self._forward(micro_batch).loss)
             if last:
-                self.reduction.begin(trainer._outgoing(), self.statistics)
+                self.reduction.begin(trainer._outgoing(), self.statistics, self.gradients, zero)
             torch.autograd.backward(zero)
 
     def _scaled(self, loss: Tensor) -> Tensor:
