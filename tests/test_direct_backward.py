@@ -18,14 +18,14 @@ from ignite_train.model.direct_backward import direct_backward, is_direct_right
 def engine(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """The losses that go to the engine directly."""
     found: list[Tensor] = []
-    original = module._run
+    original = module._engine_run_backward
 
     def run(loss: Tensor, **given: bool) -> None:
         found.append(loss)
         original(loss, **given)
 
     assert is_direct_right()
-    monkeypatch.setattr(module, "_run", run)
+    monkeypatch.setattr(module, "_engine_run_backward", run)
     return found
 
 
@@ -108,10 +108,10 @@ def test_compiled_autograd_is_asked(engine):
 
 
 def test_a_log_of_the_graph(engine, caplog):
-    """Torch logs each node that runs, at the level DEBUG."""
+    """Torch logs each node that runs, at the level DEBUG: its function is called, which hooks on the log."""
     with caplog.at_level(logging.DEBUG, "torch.autograd.graph"):
         direct_backward(model_and_loss()[1])
-    assert len(engine) == 1
+    assert len(engine) == 0
     assert any("Executing" in record.getMessage() for record in caplog.records)
 
 
