@@ -297,6 +297,8 @@ class Statistics:
         self.send(None)
 
     def _number(self, value: float | Tensor) -> float | Tensor:
+        if isinstance(value, (int, float)):  # which is told faster than whether it is a tensor
+            return float(value)
         if isinstance(value, Tensor):
             return float(value.item()) if self.on_host else value.detach().reshape(()).to(self.device, self._dtype)
         return float(value)
