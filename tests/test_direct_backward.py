@@ -193,3 +193,10 @@ def test_a_trial_finds_an_engine_that_differs(monkeypatch, caplog, name):
 
     assert None not in gradients_of(model)
     assert ["differs from torch.autograd.backward" in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_threads_of_a_device_get_what_torch_gives_them(monkeypatch):
+    """Torch hands the context of this thread to those of the devices, in its function around the engine."""
+    for available in (False, True):
+        monkeypatch.setattr(torch.accelerator, "is_available", lambda: available)  # noqa: B023
+        assert (module._engine() is torch.autograd.graph._engine_run_backward) == available

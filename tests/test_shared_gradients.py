@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ignite_train import ForwardOutput, UpdateOptions, create_trainer
-from ignite_train.model.memory_layout import sharing_memory
+from ignite_train.model.memory_layout import share_memory, sharing_memory
 
 X = torch.arange(12.0, dtype=torch.float64).reshape(4, 3) / 10
 RATE = 0.125
@@ -84,5 +84,7 @@ def test_which_of_them_share_memory() -> None:
     tensors = [memory[:4], memory[4:6], torch.zeros(0), memory[6:], memory[5:7], torch.ones(3), memory[:4]]
     found = sharing_memory(tensors)
     assert found == [6, 4]
+    assert share_memory(tensors)
     kept = [tensor.clone() if index in found else tensor for index, tensor in enumerate(tensors)]
     assert sharing_memory(kept) == []
+    assert not share_memory(kept)

@@ -238,6 +238,7 @@ def _make(calls: Sequence[_Call], grad_scale: Tensor | None, found_inf: Tensor |
             if steps[0].is_cpu:
                 for step in steps:  # as `step += 1` rounds, in a fifth of the instructions
                     _Number.from_address(step.data_ptr()).value += 1.0
+                torch.autograd.graph.increment_version(steps)
             else:
                 torch._foreach_add_(steps, 1)
             kernel(*lists, steps, **options, grad_scale=grad_scale, found_inf=found_inf)
