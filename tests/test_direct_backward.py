@@ -197,6 +197,6 @@ def test_a_trial_finds_an_engine_that_differs(monkeypatch, caplog, name):
 
 def test_threads_of_a_device_get_what_torch_gives_them(monkeypatch):
     """Torch hands the context of this thread to those of the devices, in its function around the engine."""
-    for available in (False, True):
-        monkeypatch.setattr(torch.accelerator, "is_available", lambda: available)  # noqa: B023
-        assert (module._engine() is torch.autograd.graph._engine_run_backward) == available
+    for accelerator in (None, torch.device("cuda")):
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: accelerator)  # noqa: B023
+        assert (module._engine() is torch.autograd.graph._engine_run_backward) == (accelerator is not None)

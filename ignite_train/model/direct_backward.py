@@ -17,12 +17,13 @@ from torch.autograd.variable import Variable
 __all__ = ["direct_backward", "is_direct_right"]
 
 _torchs_log = logging.getLogger(torch.autograd.graph.__name__)
+_torchs_engine: Any = vars(torch.autograd.graph).get("_engine_run_backward")  # hands this thread's context to those of devices
 
 
 def _engine() -> Any:
-    """The engine; where there may be accelerators, whose threads are handed this one's context, torch's function around it."""
-    if torch.accelerator.is_available():
-        return vars(torch.autograd.graph).get("_engine_run_backward")
+    """What runs a backward whose loss is on the CPU: the engine itself if this torch was built without an accelerator."""
+    if torch.accelerator.current_accelerator() is not None:
+        return _torchs_engine
     return getattr(Variable._execution_engine, "run_backward", None)
 
 
@@ -64,7 +65,8 @@ def direct_backward(loss: Tensor, *, retain_graph: bool = False, create_graph: b
 def _engine_run_backward(loss: Tensor, *, retain_graph: bool, create_graph: bool) -> None:
     """As torch calls its function, whose name `HangWatch` shows for a rank that waits in backward."""
     one = torch.ones_like(loss)
-    _run_engine((loss,), (one,), retain_graph, create_graph, (), allow_unreachable=True, accumulate_grad=True)
+    run = _run_engine if loss.is_cpu else _torchs_engine
+    run((loss,), (one,), retain_graph, create_graph, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def _same(tensor: Tensor) -> Tensor:

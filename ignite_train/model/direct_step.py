@@ -262,7 +262,7 @@ def _irregularity(call: _Call) -> str | None:
             if tensor.shape != parameter.shape or not pairs_with(tensor, parameter):
                 return "a gradient or a moment lies in memory otherwise than its parameter"
     for step in call.steps:
-        if type(step) is not Tensor or step.dtype is not torch.float32 or step.device != first.device:
+        if type(step) is not Tensor or step.dtype is not torch.float32 or step.device != first.device or step.numel() != 1:
             return "a number of steps is not a tensor that the kernel takes"
     return None
 
