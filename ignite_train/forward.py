@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from numbers import Real
 from typing import Any, NamedTuple
@@ -29,6 +30,8 @@ _CONTRACT = "return ForwardOutput(loss, sample_size=..., logs={...}), (loss, sam
 RESERVED_NAMES = frozenset(PUBLISHED_METRICS)
 """The metrics that the evaluator and handlers publish, beside which the logs are put; see `is_published_metric` for those whose
 names depend on the run."""
+
+_PLAIN_NUMBERS = {int, float}  # which are told from tensors faster than tensors from them
 
 _checked_names: set[str] = set()  # of logs, so that a name is looked at when it is new and not in each micro-batch
 
@@ -122,7 +125,7 @@ def as_forward_output(returned: Any) -> ForwardOutput:
     if isinstance(returned, Tensor):
         output = ForwardOutput(returned)
     elif isinstance(returned, tuple) and 1 <= len(returned) <= 4:
-        output = ForwardOutput(*returned)
+        output = returned if type(returned) is ForwardOutput else ForwardOutput(*returned)
     else:
         raise ForwardContractError(f"forward returned {_describe(returned)}; {_CONTRACT}")
     loss, sample_size, logs, _ = output
@@ -135,8 +138,10 @@ def as_forward_output(returned: Any) -> ForwardOutput:
         )
     if not loss.is_floating_point():
         raise ForwardContractError(f"the loss that forward returned has dtype {loss.dtype}; it must be a real floating point")
-    _check_number("sample_size", sample_size)
-    if not isinstance(sample_size, Tensor) and not 0 <= sample_size < float("inf"):
+    is_plain = type(sample_size) in _PLAIN_NUMBERS
+    if not is_plain:
+        _check_number("sample_size", sample_size)
+    if (is_plain or not isinstance(sample_size, Tensor)) and not 0 <= sample_size < math.inf:
         raise ForwardContractError(f"sample_size must be finite and at least 0, forward returned {sample_size!r}")
     if not isinstance(logs, (dict, Mapping)):  # a dict is told apart faster than any mapping
         raise ForwardContractError(f"logs must be a mapping of names to numbers, forward returned {_describe(logs)}")

@@ -39,6 +39,8 @@ __all__ = ["Creation", "DefaultHandler", "OutputTransform", "Process", "Trainer"
 
 _COUNTERS = ("iteration", "num_steps", "num_skipped", "num_micro_batches")
 _LIMITS = ("epoch_length", "max_epochs", "max_iters")
+_MAY_STOP_BEFORE = (Events.GET_BATCH_COMPLETED, Events.ITERATION_STARTED)  # an update that was fetched
+_STEP_COMPLETED = TrainEvents.STEP_COMPLETED
 
 
 OutputTransform = Callable[[UpdateOutput], Any]
@@ -395,7 +397,7 @@ class Trainer(SessionLoop):
         for record in self._on_record:
             record(output)
         if applied:
-            self.fire_event(TrainEvents.STEP_COMPLETED)
+            self.fire_event(_STEP_COMPLETED)
             return
         if state.num_skipped & (state.num_skipped - 1) == 0:  # the 1st, 2nd, 4th, 8th, ...
             self.logger.warning(
@@ -644,7 +646,7 @@ class Trainer(SessionLoop):
         return collectives.any_rank(isinstance(data, Iterator))
 
     def _fetch(self, batches: Any) -> Any:
-        may_stop = self._has_handlers(Events.GET_BATCH_COMPLETED) or self._has_handlers(Events.ITERATION_STARTED)
+        may_stop = any(map(self._has_handlers, _MAY_STOP_BEFORE))
         random_state = capture_random_state(accelerators=False) if may_stop else None
         group = super()._fetch(batches)
         micro_batches = group if isinstance(group, (list, Sequence)) else None  # or else the pass has ended

@@ -149,6 +149,27 @@ def test_a_loaded_state_is_the_one_that_is_stepped(build, micro_batches, bits, r
     assert reasons[1 - (name == "adagrad") : 8] == [None] * (7 + (name == "adagrad"))
 
 
+@pytest.mark.parametrize("count", [0.0, 5.0, 2.0**24 - 2, 2.0**24], ids=["0", "5", "2^24 - 2", "2^24"])
+def test_steps_are_counted_as_by_torch(count):
+    """Up to where float32 cannot count on, and where the memory of a count has moved since the latest step."""
+    counts = []
+    for direct in (True, False):
+        it = made()
+        for state in it.optimizer.state.values():
+            state["step"].fill_(count)
+        for _ in range(4):
+            if direct:
+                assert it.direct() is None
+            else:
+                it.optimizer.step()
+            for state in it.optimizer.state.values():
+                state["step"].set_(state["step"].clone())
+        counts.append([float(state["step"]) for state in it.optimizer.state.values()])
+
+    assert counts[0] == counts[1]
+    assert counts[0][0] in (count + 4, 2.0**24)
+
+
 def test_nothing_is_kept_alive():
     """Neither gradients nor moments that were replaced."""
     it = made()

@@ -149,3 +149,14 @@ def test_a_look_keeps_nothing_alive():
 
     assert [tensor() for tensor in gone] == [None, None]
     assert not tensors.are_known(gather(optimizer))
+
+
+def test_a_tensor_in_the_place_of_a_freed_one_is_noticed():
+    """Also where it has the address of that one, and so its id."""
+    model, optimizer, tensors = made()
+    state = optimizer.state[model.bias]
+    freed = id(state.pop("exp_avg_sq"))  # the last entry
+    state["exp_avg_sq"] = torch.zeros(2)
+    assert id(state["exp_avg_sq"]) == freed  # as the allocator of CPython has it
+
+    assert not tensors.are_known(gather(optimizer))

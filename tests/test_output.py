@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import math
+import pickle
 import weakref
 from collections.abc import Callable
+from dataclasses import FrozenInstanceError, asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,7 @@ from ignite.metrics import RunningAverage
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from ignite_train import TrainEvents, UpdateOptions, create_supervised_trainer, create_trainer
+from ignite_train import TrainEvents, UpdateOptions, UpdateOutput, create_supervised_trainer, create_trainer
 from ignite_train.handlers import Checkpoint
 from ranks import run_ranks
 
@@ -294,3 +297,16 @@ def test_deterministic(monkeypatch, deterministic):
     trainer.run(pairs())
     assert calls == ([((True,), {"warn_only": True})] if deterministic else [])
     assert torch.backends.cudnn.benchmark is not deterministic
+
+
+def test_a_record_is_made_of_its_fields():
+    """The way of an update makes what the class makes: equal, shown, replaced and pickled alike, and frozen."""
+    fields: dict[str, Any] = {"loss": 0.5, "sample_size": 4.0, "grad_norm": 2.0, "learning_rates": (0.1,), "logs": {"a": 1.0}}
+    fields |= {"log_weights": {}, "grad_norms": {}, "clip_coefficients": {}, "skipped_reason": "overflow"}
+    record, expected = UpdateOutput.from_update(**fields), UpdateOutput(**fields)
+
+    assert record == expected == pickle.loads(pickle.dumps(record)) == copy.deepcopy(record)
+    assert (repr(record), asdict(record), record.applied) == (repr(expected), asdict(expected), False)
+    assert replace(record, loss=1.0) == replace(expected, loss=1.0) != record
+    with pytest.raises(FrozenInstanceError):
+        record.loss = 1.0

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ignite_train import ForwardOutput, UpdateOptions, create_trainer
-from ignite_train.model.memory_layout import sharing_memory
+from ignite_train.model.memory_layout import share_memory, sharing_memory
 from ranks import run_ranks
 from tiers import slow
 
@@ -131,5 +131,7 @@ def test_which_of_them_share_memory() -> None:
     tensors = [memory[:4], memory[4:6], torch.zeros(0), memory[6:], memory[5:7], torch.ones(3), memory[:4]]
     found = sharing_memory(tensors)
     assert found == [6, 4]
+    assert share_memory(tensors)
     kept = [tensor.clone() if index in found else tensor for index, tensor in enumerate(tensors)]
     assert sharing_memory(kept) == []
+    assert not share_memory(kept)

@@ -165,6 +165,8 @@ class MicroBatchGrouping:
                 )
 
     def _size(self, epoch: int, update: int) -> int:
+        if type(self._steps) is int:
+            return self._steps
         if isinstance(self._steps, Sequence):
             return self._steps[min(epoch, len(self._steps)) - 1]
         if callable(self._steps):
@@ -259,7 +261,7 @@ class MicroBatchPass:
         if isinstance(group, list):
             self._note()
         if self.length is not None:
-            self.max_micro_batches = max(min(length, self._position) for length in self._used) - begin
+            self.max_micro_batches = min(max(self._used), self._position) - begin
         if self._fills_up and isinstance(group, list):
             self._leave_out(group, begin)
         if not group and not self._fills_up:

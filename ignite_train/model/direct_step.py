@@ -6,11 +6,12 @@ is used, see `is_direct_right`.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from itertools import repeat
-from operator import attrgetter, is_, is_not
+from operator import attrgetter, is_, is_not, itemgetter
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -38,7 +39,7 @@ _PRIVATE = [(torch, f"_fused_{name}_") for name in ("sgd", "adam", "adamw", "ada
 _PRIVATE += [(torch.autograd, "_profiler_enabled"), (torch._C, "_set_grad_enabled")]
 _SETTABLE = {"grad_scale", "found_inf", "_init_group", "_optimizer_step_code"}  # attributes that change a step
 _NOTHING, _STRIDED, _LAYOUT = repeat(None), repeat(torch.strided), attrgetter("layout")
-_ONE = torch.ones((), dtype=torch.float32, device="cpu")
+_Number = ctypes.c_float  # how a number of steps lies in memory
 
 
 class _Call(NamedTuple):
@@ -187,18 +188,22 @@ def _call_for(kind: type[Optimizer], stepped: SteppedGroup) -> _Call | str:
 _Tensors = list[Tensor]
 _Group = Mapping[str, Any]
 _States = list[dict[str, Any]]
+_SGD = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
+_ADAM = ("lr", "weight_decay", "eps", "amsgrad", "maximize")
+_sgd_options, _adam_options = itemgetter(*_SGD), itemgetter(*_ADAM)
 
 
 def _sgd(group: _Group, parameters: _Tensors, gradients: _Tensors, states: _States) -> _Call | str:
-    options = {name: group[name] for name in ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")}
+    options = dict(zip(_SGD, _sgd_options(group), strict=True))
+    options["is_first_step"] = False
     moments = [] if group["momentum"] == 0 else [state["momentum_buffer"] for state in states]
     if any(map(is_, moments, _NOTHING)):  # as in states of old versions of torch, which wrote None without momentum
         return "a parameter has no moments yet"
-    return _Call(torch._fused_sgd_, (parameters, gradients, moments), [], options | {"is_first_step": False})
+    return _Call(torch._fused_sgd_, (parameters, gradients, moments), [], options)
 
 
 def _adam(group: _Group, parameters: _Tensors, gradients: _Tensors, states: _States) -> _Call | str:
-    options = {name: group[name] for name in ("lr", "weight_decay", "eps", "amsgrad", "maximize")}
+    options = dict(zip(_ADAM, _adam_options(group), strict=True))
     options["beta1"], options["beta2"] = beta1, beta2 = group["betas"]
     if isinstance(beta1, Tensor) or isinstance(beta2, Tensor):
         return "a beta is a tensor"
@@ -231,7 +236,9 @@ def _make(calls: Sequence[_Call], grad_scale: Tensor | None, found_inf: Tensor |
                 kernel(*lists, **options, grad_scale=grad_scale, found_inf=found_inf)
                 continue
             if steps[0].is_cpu:
-                torch._foreach_add_(steps, _ONE, alpha=1.0)  # of a number torch would make a tensor for each of them
+                for step in steps:  # as `step += 1` rounds, in a fifth of the instructions
+                    _Number.from_address(step.data_ptr()).value += 1.0
+                torch.autograd.graph.increment_version(steps)
             else:
                 torch._foreach_add_(steps, 1)
             kernel(*lists, steps, **options, grad_scale=grad_scale, found_inf=found_inf)
@@ -255,7 +262,7 @@ def _irregularity(call: _Call) -> str | None:
             if tensor.shape != parameter.shape or not pairs_with(tensor, parameter):
                 return "a gradient or a moment lies in memory otherwise than its parameter"
     for step in call.steps:
-        if type(step) is not Tensor or step.dtype is not torch.float32 or step.device != first.device:
+        if type(step) is not Tensor or step.dtype is not torch.float32 or step.device != first.device or step.numel() != 1:
             return "a number of steps is not a tensor that the kernel takes"
     return None
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import repeat
+from operator import attrgetter, is_, is_not
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +22,8 @@ from ignite_train.model.sparse_parameters import sparse_gradient_values, sparse_
 __all__ = ["Gradients", "PartedGradients"]
 
 _ROW = 2**14  # elements that are squared and added up in one go; their float32 sum is good to 2e-7
+_GRADIENT, _DEVICE, _DTYPE = attrgetter("grad"), attrgetter("device"), attrgetter("dtype")
+_NOTHING, _TENSOR = repeat(None), repeat(Tensor)
 _CUT = 2**18  # a gradient from this size on is read in rows: a float32 sum over all of it would be off by 1e-6 and more
 
 
@@ -49,13 +53,14 @@ class Gradients:
         if type(optimizer).zero_grad is not Optimizer.zero_grad or "zero_grad" in vars(optimizer):
             optimizer.zero_grad(set_to_none=True)
             return
-        for parameter in self.parameters():  # as torch's does, but for a profiler's range that costs more than all of it
-            parameter.grad = None
+        for group in optimizer.param_groups:  # as torch's does, but for a profiler's range that costs more than all of it
+            for parameter in group["params"]:
+                parameter.grad = None
 
     def clear_stale(self) -> None:
         """Drops gradients that something else than an update left behind: this update must not use them."""
-        for parameter in self.parameters():
-            if parameter.grad is not None:
+        for group in self._optimizer.param_groups:
+            if any(map(is_not, map(_GRADIENT, group["params"]), _NOTHING)):
                 self.clear()
                 break
 
@@ -87,7 +92,9 @@ class Gradients:
         views of it to the parts of a `cat`. What then adds to one of them in place, or scales it, would do so to the other too:
         torch's own accumulation and `clip_grad_norm_` do. Sharded and sparse gradients are left alone.
         """
-        existing = [one for one in self._existing() if type(one) is Tensor and one.layout is torch.strided]
+        existing = self._existing()
+        if self._sparse or any(map(is_not, map(type, existing), _TENSOR)):
+            existing = [gradient for gradient in existing if _is_plain(gradient)]
         if not (sharing := sharing_memory(existing)):
             return
         copied = {id(existing[index]) for index in sharing}
@@ -228,8 +235,13 @@ class Gradients:
         return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
 
     def _existing(self) -> list[Tensor]:
-        groups = self._optimizer.param_groups
-        return [gradient for group in groups for parameter in group["params"] if (gradient := parameter.grad) is not None]
+        found: list[Tensor] = []
+        for group in self._optimizer.param_groups:
+            gradients = [*map(_GRADIENT, group["params"])]
+            if any(map(is_, gradients, _NOTHING)):
+                gradients = [gradient for gradient in gradients if gradient is not None]
+            found += gradients
+        return found
 
     def _values(self) -> list[Tensor]:
         """All of them, and of sparse ones the rows that are there. Rows that backward has left twice are added up first."""
@@ -271,15 +283,18 @@ class PartedGradients(Gradients):
             part.note_kinds()
 
 
+def _is_plain(gradient: Tensor) -> bool:
+    return type(gradient) is Tensor and gradient.layout is torch.strided
+
+
 def _by_kind(gradients: list[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
-    """Sorts them by device and dtype; as they mostly are of one kind, each is compared with the one before it."""
-    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    device, dtype, same = None, None, []
-    for gradient in gradients:
-        if gradient.dtype is not dtype or gradient.device != device:
-            device, dtype = gradient.device, gradient.dtype
-            same = kinds.setdefault((device, dtype), [])
-        same.append(gradient)
+    """Sorts them by device and dtype; mostly they are of one kind."""
+    kind_of_each = [*zip(map(_DEVICE, gradients), map(_DTYPE, gradients), strict=True)]
+    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {kind: [] for kind in kind_of_each}
+    if len(kinds) == 1:
+        return dict.fromkeys(kinds, gradients)
+    for kind, gradient in zip(kind_of_each, gradients, strict=True):
+        kinds[kind].append(gradient)
     return kinds
 
 

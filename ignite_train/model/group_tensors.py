@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, islice, repeat
-from operator import call, is_
+from operator import attrgetter, is_, methodcaller
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from ignite_train.model.gradients import Gradients
 
 __all__ = ["GroupTensors", "SteppedGroup", "gather"]
 
-_NOTHING = repeat(None)
+_NOTHING, _GRADIENT, _VALUES = repeat(None), attrgetter("grad"), methodcaller("values")
 
 
 class SteppedGroup(NamedTuple):
@@ -38,11 +38,23 @@ class SteppedGroup(NamedTuple):
 
 
 class _Look(NamedTuple):
-    """What was there at a look: nothing of it is kept alive by this."""
+    """What was there at a look. Tensors are known by their ids, so that none is kept alive.
+
+    Attributes:
+        kinds: of the gradients.
+        options: of the groups.
+        ids: of the parameters and of what the states hold.
+        freed: gets an entry when one of these tensors is freed, so that its id may be that of another one.
+        references: put it there.
+        others: what else the states hold.
+    """
 
     kinds: set[tuple[torch.device, torch.dtype]]
     options: list[dict[str, Any]]
-    tensors: list[Callable[[], Any]]
+    ids: list[int]
+    freed: list[Any]
+    references: list[weakref.ref[Any]]
+    others: list[Any]
 
 
 def gather(optimizer: Optimizer) -> list[SteppedGroup]:
@@ -50,22 +62,26 @@ def gather(optimizer: Optimizer) -> list[SteppedGroup]:
     found = []
     for index, group in enumerate(optimizer.param_groups):
         if group.get("fused"):
-            parameters, gradients = group["params"], [parameter.grad for parameter in group["params"]]
+            parameters = group["params"]
+            gradients = [*map(_GRADIENT, parameters)]
             if any(map(is_, gradients, _NOTHING)):
                 parameters = [
                     parameter for parameter, gradient in zip(parameters, gradients, strict=True) if gradient is not None
                 ]
                 gradients = [gradient for gradient in gradients if gradient is not None]
-            found.append((index, group, parameters, gradients))
-    states = _states(optimizer.state, [*chain(*[parameters for _, _, parameters, _ in found])])
-    return [SteppedGroup(*one, [*islice(states, len(one[2]))]) for one in found]
+            found.append(SteppedGroup(index, group, parameters, gradients, []))
+    every = found[0].parameters if len(found) == 1 else [*chain(*[stepped.parameters for stepped in found])]
+    states = _states(optimizer.state, every)
+    for stepped in found:
+        stepped.states.extend(islice(states, len(stepped.parameters)))
+    return found
 
 
 class GroupTensors:
     """Which tensors of an optimizer's groups have been looked at, so that what was found need not be found again.
 
-    Groups and state stay the truth, see `gather`: what is remembered of a look are weak references to the parameters and the
-    moments, and which options were switched on.
+    Groups and state stay the truth, see `gather`: what is remembered of a look are the ids of the parameters and the moments,
+    and which options were switched on.
 
     Args:
         gradients: those of the optimizer's parameters.
@@ -82,17 +98,18 @@ class GroupTensors:
     def are_known(self, groups: Sequence[SteppedGroup]) -> bool:
         """Whether all of it was there at the latest look, with the same options switched on."""
         last = self._last
-        if last is None or last.kinds != self._gradients.kinds:
-            return False
-        tensors = _tensors(groups)
-        if len(last.tensors) != len(tensors) or not all(map(is_, map(call, last.tensors), tensors)):
+        if last is None or last.freed or last.ids != [*map(id, _values(groups))] or last.kinds != self._gradients.kinds:
             return False
         options = _options(groups)
         return last.options == options or [*map(_switched, last.options)] == [*map(_switched, options)]
 
     def note(self, groups: Sequence[SteppedGroup]) -> None:
         """Remembers that all of it has been looked at."""
-        self._last = _Look({*self._gradients.kinds}, _options(groups), [*map(_reference, _tensors(groups))])
+        freed: list[Any] = []
+        values = _values(groups)
+        references = [weakref.ref(value, freed.append) for value in values if isinstance(value, Tensor)]
+        others = [value for value in values if not isinstance(value, Tensor)]
+        self._last = _Look({*self._gradients.kinds}, _options(groups), [*map(id, values)], freed, references, others)
         self.num_looks += 1
 
 
@@ -105,20 +122,24 @@ def _states(states: Mapping[Tensor, Any], parameters: Sequence[nn.Parameter]) ->
     return (states.get(parameter, {}) for parameter in parameters)
 
 
-def _tensors(groups: Sequence[SteppedGroup]) -> list[Any]:
-    return [*chain(*[(*group.parameters, *chain(*[state.values() for state in group.states])) for group in groups])]
+def _values(groups: Sequence[SteppedGroup]) -> list[Any]:
+    """The parameters, and what the states hold."""
+    found: list[Any] = []
+    for group in groups:
+        found += group.parameters
+        if any(group.states):
+            found += chain.from_iterable(map(_VALUES, group.states))
+    return found
 
 
 def _options(groups: Sequence[SteppedGroup]) -> list[dict[str, Any]]:
     """All but the rates, which differ from step to step."""
-    return [{**group.group, "params": None, "lr": isinstance(group.group.get("lr"), Tensor)} for group in groups]
+    found = [group.group.copy() for group in groups]
+    for options in found:
+        options["params"], options["lr"] = None, isinstance(options.get("lr"), Tensor)
+    return found
 
 
 def _switched(options: dict[str, Any]) -> list[tuple[str, bool]]:
     """Which of them are switched on, or not zero: this chooses what a kernel computes."""
     return [(name, bool(value)) for name, value in options.items()]
-
-
-def _reference(value: Any) -> Callable[[], Any]:
-    """Gives the value; None where it is a tensor that was freed."""
-    return weakref.ref(value) if isinstance(value, Tensor) else lambda: value

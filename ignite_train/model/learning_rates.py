@@ -39,10 +39,8 @@ class LearningRates:
 
     def __call__(self) -> tuple[float, ...]:
         """The rates as they are now. Waits for the device only for one that was set there since they were learned."""
-        groups = self._optimizer.param_groups
-        return tuple(
-            [self._number(i, g["lr"]) if isinstance(g["lr"], Tensor) else float(g["lr"]) for i, g in enumerate(groups)]
-        )
+        rates = [group["lr"] for group in self._optimizer.param_groups]
+        return tuple([rate if type(rate) is float else self._number(index, rate) for index, rate in enumerate(rates)])
 
     def check(self, rates: Sequence[float]) -> None:
         """Sees to it that `rates`, which are those of the groups, are finite.

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from operator import add, attrgetter, gt
 
 import torch
 from torch import Tensor
 
-__all__ = ["as_bytes", "as_gradient_of", "empty_gradient_of", "gradient_dtype", "is_dense", "pairs_with", "sharing_memory"]
+__all__ = [
+    "as_bytes",
+    "as_gradient_of",
+    "empty_gradient_of",
+    "gradient_dtype",
+    "is_dense",
+    "pairs_with",
+    "share_memory",
+    "sharing_memory",
+]
 
-_num_bytes = operator.attrgetter("nbytes")
+_start, _size = Tensor.data_ptr, attrgetter("nbytes")
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
@@ -24,7 +33,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 def sharing_memory(tensors: Sequence[Tensor]) -> list[int]:
     """The indices of dense tensors that would have to be copied, so that no two of `tensors` share a byte."""
-    if not _overlap(tensors):
+    if not share_memory(tensors):
         return []
     found, end = list[int](), 0
     for start, index in sorted([(tensor.data_ptr(), index) for index, tensor in enumerate(tensors)]):
@@ -35,13 +44,14 @@ def sharing_memory(tensors: Sequence[Tensor]) -> list[int]:
     return found
 
 
-def _overlap(tensors: Sequence[Tensor]) -> bool:
-    """Whether any two do. It is asked after each backward, so no line of Python runs for each tensor."""
+def share_memory(tensors: Iterable[Tensor]) -> bool:
+    """Whether two of them share a byte. It is asked in each update, so no line of Python runs for each tensor."""
+    tensors = [*tensors]
     if len(tensors) < 2:
         return False
-    blocks = sorted(zip(map(Tensor.data_ptr, tensors), map(_num_bytes, tensors), strict=True))
+    blocks = sorted(zip(map(_start, tensors), map(_size, tensors), strict=True))
     starts, sizes = zip(*blocks, strict=True)
-    return any(map(operator.gt, map(operator.add, starts, sizes), starts[1:]))
+    return any(map(gt, map(add, starts, sizes), starts[1:]))
 
 
 def is_dense(tensor: Tensor) -> bool:

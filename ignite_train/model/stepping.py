@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from operator import itemgetter
 from types import FunctionType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from ignite_train.device.to_host import is_on_host
 from ignite_train.model.direct_step import DirectStep
 from ignite_train.model.fused_kernels import FusedKernels
 from ignite_train.model.gradients import Gradients
@@ -22,7 +25,7 @@ __all__ = ["LARGEST_DIVISOR", "SMALLEST_DIVISOR", "Stepping", "SteppingTogether"
 _FOLDING = (Adagrad, Adam, AdamW, SGD)  # with fused=True they divide by `grad_scale` while they read the gradient
 LARGEST_DIVISOR = torch.finfo(torch.float32).max  # in which the kernel holds it
 SMALLEST_DIVISOR = torch.finfo(torch.float32).tiny
-_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
+_DTYPES, _DTYPE = {torch.float32, torch.bfloat16, torch.float16}, itemgetter(1)
 
 
 class Stepping:
@@ -50,6 +53,8 @@ class Stepping:
         tensors = GroupTensors(gradients)
         self._kernels, self._direct = FusedKernels(optimizer, gradients, tensors), DirectStep(optimizer, gradients, tensors)
         self._logged = False
+        self._host_number = np.zeros((), dtype=np.float32)  # the memory of this tensor: torch takes longer to make one
+        self._host_divisor = torch.from_numpy(self._host_number)
 
     def __call__(self, mean_factor: float, clip_coefficient: float) -> None:
         """Steps along the gradients times `mean_factor`, which makes them a mean, times `clip_coefficient`."""
@@ -60,8 +65,7 @@ class Stepping:
         if obstacle is None and factor == 1.0:
             self._step_with(groups)
         elif obstacle is None and factor > 0 and SMALLEST_DIVISOR <= 1.0 / factor <= LARGEST_DIVISOR:
-            device, _ = next(iter(self._gradients.kinds))  # torch copies it to the others
-            self._step_with(groups, grad_scale=torch.full((), 1.0 / factor, dtype=torch.float32, device=device))
+            self._step_with(groups, grad_scale=self._divisor(1.0 / factor))
         else:
             if factor != 1.0:
                 self._gradients.multiply(factor)
@@ -74,6 +78,14 @@ class Stepping:
         `why_not_fused`, and no `why_not_queued`.
         """
         self._step_with(gather(self._optimizer), grad_scale=divisor, found_inf=1.0 - may_step)
+
+    def _divisor(self, value: float) -> Tensor:
+        """A float32 on the device of the gradients; if there are several, torch copies it to the others."""
+        device, _ = next(iter(self._gradients.kinds))
+        if not is_on_host(device):
+            return torch.full((), value, dtype=torch.float32, device=device)
+        self._host_number[()] = value
+        return self._host_divisor
 
     def _step_with(self, groups: Sequence[SteppedGroup], **given: Tensor) -> None:
         """Has the kernel divide by `grad_scale`, and heed `found_inf`."""
@@ -120,7 +132,7 @@ class Stepping:
         step = vars(optimizer).get("step")
         if step is not None and not is_wrapped_by_scheduler(step, type(optimizer)):
             return "its step has been replaced"
-        if not all(dtype in _DTYPES for _, dtype in self._gradients.kinds):
+        if not _DTYPES.issuperset(map(_DTYPE, self._gradients.kinds)):
             return "there are gradients wider than float32, in which that kernel holds the factor"
         return wrong
 

@@ -304,7 +304,7 @@ class Statistics:
         self.send(None)
 
     def _number(self, value: float | Tensor) -> float | Tensor:
-        if isinstance(value, Tensor):
+        if type(value) is not int and isinstance(value, Tensor):  # the one is told faster than the other
             return float(value.item()) if self.on_host else value.detach().reshape(()).to(self.device, self._dtype)
         return float(value)
 

@@ -13,6 +13,8 @@ from ignite_train.update.decision import SMALLEST_NORM, Decision, decide_again
 
 __all__ = ["GradientChanges", "trusted_norm"]
 
+_GRADIENTS_REDUCED = TrainEvents.GRADIENTS_REDUCED  # looked up once: asked for in each update
+
 
 @dataclass(kw_only=True)
 class GradientChanges:
@@ -35,7 +37,7 @@ class GradientChanges:
         Raises:
             NoGradientError: handlers have dropped all gradients.
         """
-        if decision.skipped_reason is not None or not trainer._has_handlers(TrainEvents.GRADIENTS_REDUCED):
+        if decision.skipped_reason is not None or not trainer._has_handlers(_GRADIENTS_REDUCED):
             return decision
         if not self._has_logged:
             self._has_logged = True
@@ -45,7 +47,7 @@ class GradientChanges:
             )
         if decision.mean_factor != 1.0:
             self.gradients.multiply(decision.mean_factor)
-        trainer.fire_event(TrainEvents.GRADIENTS_REDUCED)
+        trainer.fire_event(_GRADIENTS_REDUCED)
         self.gradients.refuse_dropped("GRADIENTS_REDUCED")
         norm = trusted_norm(self.reduction, self.gradients)
         return decide_again(decision, norm, scales_loss=self.scales_loss, max_grad_norm=self.max_grad_norm)

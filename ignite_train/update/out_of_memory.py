@@ -53,7 +53,7 @@ class RaiseOutOfMemory:
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: TracebackType | None) -> None:
         """Adds advice to an error of memory."""
-        if isinstance(error, torch.OutOfMemoryError):
+        if error is not None and isinstance(error, torch.OutOfMemoryError):
             error.add_note(
                 "to fit: smaller micro-batches with more accumulation_steps (the update stays the same), precision='bf16', "
                 "activation checkpointing; or options=UpdateOptions(on_out_of_memory='skip') or 'split', on several ranks with "
