@@ -65,7 +65,7 @@ def test_a_rank_waits_in_vain_for_one_that_has_left(place: Any, expected: bool) 
 
 
 def frame(file: str) -> Any:
-    return SimpleNamespace(f_code=SimpleNamespace(co_filename=file, co_name="stand"), f_lineno=12)
+    return SimpleNamespace(f_code=SimpleNamespace(co_filename=file, co_name="stand"), f_lineno=12, f_globals={})
 
 
 @pytest.mark.parametrize(

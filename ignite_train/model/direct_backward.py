@@ -16,6 +16,8 @@ from torch.autograd.variable import Variable
 
 __all__ = ["direct_backward", "is_direct_right"]
 
+_WAITS_FOR_RANKS = True  # HangWatch looks for it in the file where a rank stands: in backward DDP waits for the others
+
 _torchs_log = logging.getLogger(torch.autograd.graph.__name__)
 _torchs_engine: Any = vars(torch.autograd.graph).get("_engine_run_backward")  # hands this thread's context to those of devices
 
@@ -24,7 +26,10 @@ def _engine() -> Any:
     """What runs a backward whose loss is on the CPU: the engine itself if this torch was built without an accelerator."""
     if torch.accelerator.current_accelerator() is not None:
         return _torchs_engine
-    return getattr(Variable._execution_engine, "run_backward", None)
+    try:
+        return Variable._execution_engine.run_backward
+    except AttributeError:  # another version of torch has it elsewhere
+        return _torchs_engine
 
 
 _run_engine = _engine()
@@ -63,7 +68,7 @@ def direct_backward(loss: Tensor, *, retain_graph: bool = False, create_graph: b
 
 
 def _engine_run_backward(loss: Tensor, *, retain_graph: bool, create_graph: bool) -> None:
-    """As torch calls its function, whose name `HangWatch` shows for a rank that waits in backward."""
+    """Named as the function of torch that it replaces: `HangWatch` shows the name for a rank that waits in backward."""
     one = torch.ones_like(loss)
     run = _run_engine if loss.is_cpu else _torchs_engine
     run((loss,), (one,), retain_graph, create_graph, (), allow_unreachable=True, accumulate_grad=True)
