@@ -329,9 +329,9 @@ def _with_loss(trainer: Trainer, left_out: set[str]) -> dict[str, float]:
 
 
 def _line(head: str, parts: Mapping[str, tuple[int, str]]) -> str:
-    """`head` and as many of `parts` as fit into 100 columns, or into the terminal."""
-    columns = int(_columns(sys.stdout, _MAX_COLUMNS))
-    return "  ".join([head, *_fitting(parts, columns - len(head))]).rstrip()[:columns]
+    """All of `head`, and as many of `parts` as fit beside it into 100 columns, or into the terminal."""
+    room = _columns(sys.stdout, _MAX_COLUMNS) - len(head)
+    return "  ".join([head, *_fitting(parts, room)]).rstrip()
 
 
 def _fitting(parts: Mapping[str, tuple[int, str]], room: float) -> list[str]:
@@ -348,8 +348,8 @@ def _fitting(parts: Mapping[str, tuple[int, str]], room: float) -> list[str]:
 def _columns(stream: TextIO, most: float) -> float:
     """The columns of the terminal, at most `most`; `most` if the stream is not a terminal."""
     try:
-        return min(most, os.get_terminal_size(stream.fileno()).columns or most)
-    except (OSError, ValueError):  # a file, a notebook, a closed stream
+        return min(most, os.get_terminal_size(stream.fileno()).columns or most) if stream.isatty() else most
+    except (AttributeError, OSError, ValueError):  # a script's own object that can only be written to; a closed stream
         return most
 
 
