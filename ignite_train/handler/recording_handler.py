@@ -136,7 +136,7 @@ class RecordingHandler(Handler):
             self._names, self._written_names = tuple(numbers), tuple(map(self.written_name, numbers))
         written = dict(zip(self._written_names, numbers.values(), strict=True))
         if len(written) < len(numbers):  # "loss" and a user's "train/loss", say: the later one is written
-            self._names = ()
+            self._names = self._written_names = ()
         return tuple(written), [*written.values()]
 
     def _write(self, trainer: Trainer, names: tuple[str, ...], values: Sequence[float]) -> None:
