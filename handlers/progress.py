@@ -7,6 +7,7 @@ import math
 import os
 import sys
 import time
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from datetime import timedelta
@@ -108,7 +109,7 @@ class ProgressLog(Handler):
 
     def __init__(self, style: Literal["auto", "bar", "simple", "json", "none"] = "auto") -> None:
         self.style = one_of("style", style, _STYLES)
-        self._trainer: Trainer | None = None
+        self._trainer: weakref.ref[Trainer] | None = None  # so that the trainer's memory is free once nothing else holds it
         self._shown = _Shown()
         self._bar: Any = None
         self._advances: RemovableEventHandle | None = None  # the handler that moves the bar, where there is one
@@ -142,9 +143,9 @@ class ProgressLog(Handler):
             evaluator.add_event_handler(Events.COMPLETED, self._print_evaluation, trainer, tag)
             if isinstance(evaluator, Loop):  # on a stock engine a handler of EXCEPTION_RAISED would suppress the exception
                 evaluator.add_event_handler(Events.EXCEPTION_RAISED, self._close_at_exception)
-        if self._trainer is trainer:
+        if self._trainer is not None and self._trainer() is trainer:
             return None
-        self._trainer = trainer
+        self._trainer = weakref.ref(trainer)
         trainer.on_enter.append(self._open)
         trainer.add_event_handler(Events.COMPLETED, self._conclude)
         trainer.add_event_handler(Events.TERMINATE | Events.INTERRUPT, self._close)
