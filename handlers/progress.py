@@ -7,6 +7,7 @@ import math
 import os
 import sys
 import time
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from datetime import timedelta
@@ -108,7 +109,7 @@ class ProgressLog(Handler):
 
     def __init__(self, style: Literal["auto", "bar", "simple", "json", "none"] = "auto") -> None:
         self.style = one_of("style", style, _STYLES)
-        self._trainer: Trainer | None = None
+        self._trainer: weakref.ref[Trainer] | None = None  # so that the trainer's memory is free once nothing else holds it
         self._shown = _Shown()
         self._bar: Any = None
         self._advances: RemovableEventHandle | None = None  # the handler that moves the bar, where there is one
@@ -142,9 +143,9 @@ class ProgressLog(Handler):
             evaluator.add_event_handler(Events.COMPLETED, self._print_evaluation, trainer, tag)
             if isinstance(evaluator, Loop):  # on a stock engine a handler of EXCEPTION_RAISED would suppress the exception
                 evaluator.add_event_handler(Events.EXCEPTION_RAISED, self._close_at_exception)
-        if self._trainer is trainer:
+        if self._trainer is not None and self._trainer() is trainer:
             return None
-        self._trainer = trainer
+        self._trainer = weakref.ref(trainer)
         trainer.on_enter.append(self._open)
         trainer.add_event_handler(Events.COMPLETED, self._conclude)
         trainer.add_event_handler(Events.TERMINATE | Events.INTERRUPT, self._close)
@@ -329,9 +330,9 @@ def _with_loss(trainer: Trainer, left_out: set[str]) -> dict[str, float]:
 
 
 def _line(head: str, parts: Mapping[str, tuple[int, str]]) -> str:
-    """`head` and as many of `parts` as fit into 100 columns, or into the terminal."""
-    columns = int(_columns(sys.stdout, _MAX_COLUMNS))
-    return "  ".join([head, *_fitting(parts, columns - len(head))]).rstrip()[:columns]
+    """All of `head`, and as many of `parts` as fit beside it into 100 columns, or into the terminal."""
+    room = _columns(sys.stdout, _MAX_COLUMNS) - len(head)
+    return "  ".join([head, *_fitting(parts, room)]).rstrip()
 
 
 def _fitting(parts: Mapping[str, tuple[int, str]], room: float) -> list[str]:
@@ -348,8 +349,8 @@ def _fitting(parts: Mapping[str, tuple[int, str]], room: float) -> list[str]:
 def _columns(stream: TextIO, most: float) -> float:
     """The columns of the terminal, at most `most`; `most` if the stream is not a terminal."""
     try:
-        return min(most, os.get_terminal_size(stream.fileno()).columns or most)
-    except (OSError, ValueError):  # a file, a notebook, a closed stream
+        return min(most, os.get_terminal_size(stream.fileno()).columns or most) if stream.isatty() else most
+    except (AttributeError, OSError, ValueError):  # a script's own object that can only be written to; a closed stream
         return most
 
 

@@ -180,7 +180,7 @@ class TensorBoard(RecordingHandler):
         """Writes numbers as one event."""
         update = trainer.state.iteration
         self._begin_update(trainer, update).add_numbers(names, values, update)
-        self._points.append((names, values))
+        self._points = [point for point in self._points if point[0] != names] + [(names, values)]  # the latest of each
 
     def _add(self, trainer: Trainer, summaries: Iterable[Any]) -> None:
         """Writes summaries other than points, as one event."""

@@ -368,7 +368,7 @@ def check(kind: str, name: str, directory: Path, accumulation_steps: int = 1, le
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [kind for kind in LOADERS if kind not in WITH_WORKERS][::2])  # all of them: the last test
 def test_goes_on_from_every_update_and_every_epoch(kind: str, tmp_path: Path) -> None:
-    """Each update, each end of an epoch and the end of the run, with each kind of loader."""
+    """Each update, each end of an epoch and the end of the run, with every other kind of loader."""
     check(kind, "every update and epoch", tmp_path)
 
 

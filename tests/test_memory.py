@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import islice
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -22,11 +23,13 @@ from ignite_train.handlers import (
     EmptyCache,
     FailureBoard,
     HangWatch,
+    JsonLines,
     LearningRateSchedule,
     LossScaleLogger,
     MinLearningRate,
     ProgressLog,
     StopOnSignal,
+    TensorBoard,
     TimeLimit,
     TrainingMetrics,
 )
@@ -227,6 +230,33 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "local": {"reduction": "local"},
     "split": {"on_out_of_memory": "split"},
 }
+
+
+LOGS: dict[str, Callable[[Path], Any]] = {
+    "lines": lambda path: JsonLines(path / "metrics.jsonl"),
+    "points": TensorBoard,
+    "progress": lambda _: ProgressLog(),
+    "metrics": lambda _: TrainingMetrics(),
+}
+
+
+@pytest.mark.parametrize("log", LOGS)
+def test_a_log_does_not_keep_the_trainer(log: str, tmp_path: Path) -> None:
+    """Nor its model, when the run is over."""
+    shape = Shape(samples=2, inputs=8, width=4)
+    make(shape)
+    gc.disable()
+    try:
+        model, optimizer = make(shape)
+        trainer = create_trainer(model, optimizer, forward)
+        handler = LOGS[log](tmp_path)
+        handler.attach(trainer)
+        trainer.run(Batches(shape, 4))
+        alive = [weakref.ref(one) for one in (model, optimizer, trainer)]
+        del model, optimizer, trainer
+        assert [one() for one in alive] == [None] * 3
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("settings", SETTINGS)

@@ -154,6 +154,60 @@ def test_a_narrow_terminal_leaves_out_what_does_not_fit(monkeypatch: pytest.Monk
     assert [row for row in bars if not re.fullmatch(r"epoch  1/10 +0%\|.+\| \d/120000 \[.+ left\]", row) or " lr " in row] == []
 
 
+def test_a_very_narrow_terminal_shows_where_the_run_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both numbers whole, on two rows if need be."""
+    trainer, _, _ = make()
+    ProgressLog(style="simple").attach(trainer, EVERY(every=6))
+    with terminal(monkeypatch, 20) as text:
+        trainer.run(DATA * 20, max_epochs=1)
+    assert "epoch 1/1  update 120/120\r\n" in text[0]
+
+
+class Tee:
+    """What scripts put in the place of standard output, to have a file of it too."""
+
+    def __init__(self) -> None:
+        self.text = ""
+
+    def write(self, text: str) -> int:
+        self.text += text
+        return len(text)
+
+    def flush(self) -> None:
+        pass
+
+
+class OfNotebook(Tee):
+    """As that of a notebook: the descriptor is that of the terminal in which the notebook was started."""
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__()
+        self._descriptor = descriptor
+
+    def isatty(self) -> bool:
+        return False
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+
+def test_a_standard_output_that_is_no_terminal_is_as_wide_as_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that can only be written to, and one that names the descriptor of a terminal and is none."""
+    leader, follower = pty.openpty()
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 30, 0, 0))
+    for output in (Tee(), OfNotebook(follower)):
+        trainer, evaluator, _ = make()
+        ProgressLog(style="simple").attach(trainer, EVERY(every=6), evaluator=evaluator)
+        Validation(evaluator, DATA).attach(trainer)
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", output)
+            trainer.run(DATA, max_epochs=1)
+        assert re.search(r"^epoch 1/1  update 6/6  loss \S+", output.text, re.MULTILINE)
+        assert re.search(r"^validation after update 6:  loss \S+", output.text, re.MULTILINE)
+    os.close(leader)
+    os.close(follower)
+
+
 def test_without_training_metrics_the_bar_counts_for_itself() -> None:
     """Speed since the run began, which was after update 2, and the time that the rest takes at that speed."""
     trainer, _, _ = make()

@@ -509,6 +509,32 @@ def test_two_metrics_of_one_name_are_one_point(tmp_path: Path) -> None:
     assert [point.value for point in events.Scalars("train/loss")] == [2.0] * 3
 
 
+def test_metrics_of_one_name_may_give_place_to_none(tmp_path: Path) -> None:
+    """Two of one name, then none that is a number, then others."""
+    trainer, _ = make()
+    TensorBoard(tmp_path).attach(trainer, EVERY(every=2))
+    rows: list[dict[str, Any]] = [{"loss": 1.0, "train/loss": 2.0}, {"note": "text"}, {"loss": 3.0}]
+
+    @trainer.on(Events.ITERATION_STARTED(every=2))
+    def publish() -> None:
+        trainer.state.metrics.clear()
+        trainer.state.metrics |= rows.pop(0)
+
+    trainer.run(DATA, max_epochs=1)
+    assert shown(tmp_path)["train/loss"] == [(2, 2.0), (6, 3.0)]
+
+
+def test_evaluations_without_updates_are_not_collected(tmp_path: Path) -> None:
+    """A process that only evaluates, after a run, needs no more memory with each evaluation; the latest is saved."""
+    trainer, evaluator = make()
+    handler = TensorBoard(tmp_path)
+    handler.attach(trainer, EVERY(every=2), evaluator=evaluator)
+    for _ in range(5):
+        evaluator.run(DATA)
+    assert len(handler._points) == 1
+    assert handler.state_dict()["points"]["validation/loss"] == evaluator.state.metrics["loss"]
+
+
 class FullDiskError(OSError):
     """No space left."""
 

@@ -64,18 +64,19 @@ def test_a_rank_waits_in_vain_for_one_that_has_left(place: Any, expected: bool) 
     assert watch_of(reports, LIMIT + 1)._waits_in_vain([0, 1], LIMIT) is expected
 
 
-def frame(file: str) -> Any:
-    return SimpleNamespace(f_code=SimpleNamespace(co_filename=file, co_name="stand"), f_lineno=12, f_globals={})
+def frame(file: str, **names: Any) -> Any:
+    return SimpleNamespace(f_code=SimpleNamespace(co_filename=file, co_name="stand"), f_globals=names, f_lineno=12)
 
 
 @pytest.mark.parametrize(
     ("found", "where", "waits"),
     [
         (frame("/lib/torch/distributed/c10d.py"), "stand (c10d.py:12)", True),
+        (frame("/anywhere/statistics.py", _WAITS_FOR_RANKS=True), "stand (statistics.py:12)", True),
         (frame("/home/me/model.py"), "stand (model.py:12)", False),
         (None, "nowhere", False),
     ],
-    ids=["in a collective", "at work", "no such thread"],
+    ids=["in a collective", "in a file that waits", "at work", "no such thread"],
 )
 def test_a_report_says_where_the_main_thread_is(monkeypatch: pytest.MonkeyPatch, found: Any, where: str, waits: bool) -> None:
     """And how far the run and its evaluation are."""

@@ -71,7 +71,7 @@ def _defined(node: ast.AST) -> Iterator[ast.Module | ast.ClassDef | ast.Function
     if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
         yield node
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.stmt):
+        if not isinstance(child, ast.expr):
             yield from _defined(child)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -49,7 +50,7 @@ class RecordingHandler(Handler):
         self.tags: list[str] = []
         self.written: int | None = None
         self.begin: int | None = None
-        self._trainer: Trainer | None = None
+        self._trainer: weakref.ref[Trainer] | None = None  # so that the trainer's memory is free once nothing else holds it
         self._failures = 0
         self._left_out: set[str] = set()
         self._names: tuple[str, ...] = ()  # of the metrics, when they were written last
@@ -72,9 +73,9 @@ class RecordingHandler(Handler):
         if evaluator is not None:
             self.tags.append(tag)
             evaluator.add_event_handler(Events.COMPLETED, self._write_evaluation, trainer, tag)
-        if self._trainer is trainer:
+        if self._trainer is not None and self._trainer() is trainer:
             return None
-        self._trainer = trainer
+        self._trainer = weakref.ref(trainer)
         trainer.prepend_event_handler(Events.STARTED, self._note_begin)
         trainer.add_event_handler(Events.COMPLETED, self._write_rest)
         trainer.on_exit.append(self.finish)
@@ -136,7 +137,7 @@ class RecordingHandler(Handler):
             self._names, self._written_names = tuple(numbers), tuple(map(self.written_name, numbers))
         written = dict(zip(self._written_names, numbers.values(), strict=True))
         if len(written) < len(numbers):  # "loss" and a user's "train/loss", say: the later one is written
-            self._names = ()
+            self._names = self._written_names = ()
         return tuple(written), [*written.values()]
 
     def _write(self, trainer: Trainer, names: tuple[str, ...], values: Sequence[float]) -> None:

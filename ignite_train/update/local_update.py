@@ -18,6 +18,7 @@ from ignite_train.trainer import Trainer
 from ignite_train.update.decision import Decision
 from ignite_train.update.gradient_changes import trusted_norm
 from ignite_train.update.update import Update
+from ignite_train.update.weak_method import WeakMethod
 
 __all__ = ["LocalUpdate"]
 
@@ -82,8 +83,8 @@ class LocalUpdate(Update):
 
     def join(self, trainer: Trainer) -> None:
         """Sends the verdict of this rank with the statistics of `trainer`'s updates. To be called once, before the first."""
-        self._trainer, this = weakref.proxy(trainer), weakref.proxy(self)
-        self._verdict = _OwnVerdict(self.statistics, lambda totals: this._decide_alone(totals))
+        self._trainer = weakref.proxy(trainer)
+        self._verdict = _OwnVerdict(self.statistics, WeakMethod(self._decide_alone))
         trainer.piggybacks.append(self._verdict)
 
     def _decide_alone(self, totals: Totals) -> Decision:

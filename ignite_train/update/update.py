@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -48,6 +47,7 @@ from ignite_train.update.norm_limits import NormLimits
 from ignite_train.update.options import UpdateOptions
 from ignite_train.update.out_of_memory import Recovery
 from ignite_train.update.queued_step import QueuedStep
+from ignite_train.update.weak_method import WeakMethod
 
 __all__ = ["Update"]
 
@@ -88,7 +88,7 @@ class Update:
     _num_placeholders: int = 0
 
     def __post_init__(self) -> None:
-        this = weakref.proxy(self)  # what it gives its parts to call must not keep it, its model and its optimizer alive
+        # What it gives its parts to call must not keep it, its model and its optimizer alive.
         self._failures = FailuresInARow(self.options.give_up_after)
         self._gradient_changes = GradientChanges(
             gradients=self.gradients,
@@ -100,7 +100,7 @@ class Update:
             reduction=self.reduction,
             gradients=self.gradients,
             carried=self.carried,
-            loss_of=lambda micro_batch, index=None: this._loss_without_wrapper(micro_batch, index),
+            loss_of=WeakMethod(self._loss_without_wrapper),
             raises=self.options.on_nonfinite == "raise",
             loss_scaling=self.loss_scaling,
         )
@@ -112,9 +112,9 @@ class Update:
                 statistics=self.statistics,
                 carried=self.carried,
                 state=self.state,
-                forward=lambda micro_batch: this._forward(micro_batch),
-                backward=lambda output: this._run_backward(output),
-                decide=lambda trainer, totals: this._decide(trainer, totals),
+                forward=WeakMethod(self._forward),
+                backward=WeakMethod(self._run_backward),
+                decide=WeakMethod(self._decide),
                 normalize=self.options.normalize,
                 keeps_graph=self.options.create_graph,
                 if_not_finite="overflow" if self.loss_scaling.enabled else "nonfinite",
