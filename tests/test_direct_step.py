@@ -170,6 +170,25 @@ def test_steps_are_counted_as_by_torch(count):
     assert counts[0][0] in (count + 4, 2.0**24)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["float64", "bfloat16"])
+def test_steps_that_have_become_another_dtype_are_counted(dtype):
+    """`.data` gives a tensor that has been looked at other memory, and it stays the same object."""
+    counts = []
+    for direct in (True, False):
+        it = made()
+        for number in range(4):
+            if direct:
+                assert it.direct() is None
+            else:
+                it.optimizer.step()
+            if number == 1:
+                for state in it.optimizer.state.values():
+                    state["step"].data = state["step"].data.to(dtype)
+        counts.append([(float(state["step"]), state["step"].dtype) for state in it.optimizer.state.values()])
+
+    assert counts[0] == counts[1] == [(5.0, dtype)] * len(counts[0])
+
+
 def test_nothing_is_kept_alive():
     """Neither gradients nor moments that were replaced."""
     it = made()
