@@ -189,6 +189,15 @@ def test_steps_that_have_become_another_dtype_are_counted(dtype):
     assert counts[0] == counts[1] == [(5.0, dtype)] * len(counts[0])
 
 
+def test_a_count_is_a_change_that_autograd_sees():
+    """As after `optimizer.step`: what was saved for a backward is not used with another value."""
+    it = made()
+    step = it.optimizer.state[it.model.bias]["step"]
+    version = step._version
+    assert it.direct() is None
+    assert step._version == version + 1
+
+
 def test_nothing_is_kept_alive():
     """Neither gradients nor moments that were replaced."""
     it = made()
@@ -333,6 +342,7 @@ REASONS: dict[str, tuple[Callable[[SimpleNamespace, pytest.MonkeyPatch], None], 
     ),
     "dtype of a moment": (moment("exp_avg_sq", Tensor.double), "a group has tensors of several dtypes or devices"),
     "number of steps": (moment("step", Tensor.double), "a number of steps is not a tensor that the kernel takes"),
+    "two numbers of steps": (moment("step", lambda m: m.repeat(2)), "a number of steps is not a tensor that the kernel takes"),
     "trial": (differs, "a trial step has shown that torch does something else"),
 }
 
