@@ -64,7 +64,7 @@ class UpdateOutput:
     def from_update(cls, **fields: Any) -> UpdateOutput:
         """As `UpdateOutput(**fields)`, in a tenth of the instructions: a frozen dataclass sets each field by a call of its own.
 
-        Every field that has a mapping must be given.
+        Every field that has a mapping must be given, and names are not checked.
         """
         record = object.__new__(cls)
         record.__dict__.update(fields)  # a field that is left out is found on the class, which has its default

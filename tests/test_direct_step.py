@@ -170,6 +170,34 @@ def test_steps_are_counted_as_by_torch(count):
     assert counts[0][0] in (count + 4, 2.0**24)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["float64", "bfloat16"])
+def test_steps_that_have_become_another_dtype_are_counted(dtype):
+    """`.data` gives a tensor that has been looked at other memory, and it stays the same object."""
+    counts = []
+    for direct in (True, False):
+        it = made()
+        for number in range(4):
+            if direct:
+                assert it.direct() is None
+            else:
+                it.optimizer.step()
+            if number == 1:
+                for state in it.optimizer.state.values():
+                    state["step"].data = state["step"].data.to(dtype)
+        counts.append([(float(state["step"]), state["step"].dtype) for state in it.optimizer.state.values()])
+
+    assert counts[0] == counts[1] == [(5.0, dtype)] * len(counts[0])
+
+
+def test_a_count_is_a_change_that_autograd_sees():
+    """As after `optimizer.step`: what was saved for a backward is not used with another value."""
+    it = made()
+    step = it.optimizer.state[it.model.bias]["step"]
+    version = step._version
+    assert it.direct() is None
+    assert step._version == version + 1
+
+
 def test_nothing_is_kept_alive():
     """Neither gradients nor moments that were replaced."""
     it = made()
@@ -314,6 +342,7 @@ REASONS: dict[str, tuple[Callable[[SimpleNamespace, pytest.MonkeyPatch], None], 
     ),
     "dtype of a moment": (moment("exp_avg_sq", Tensor.double), "a group has tensors of several dtypes or devices"),
     "number of steps": (moment("step", Tensor.double), "a number of steps is not a tensor that the kernel takes"),
+    "two numbers of steps": (moment("step", lambda m: m.repeat(2)), "a number of steps is not a tensor that the kernel takes"),
     "trial": (differs, "a trial step has shown that torch does something else"),
 }
 

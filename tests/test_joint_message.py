@@ -113,20 +113,24 @@ class Wire:
 def cross_between(sides: list[list[nn.Parameter]], monkeypatch: pytest.MonkeyPatch) -> list[PairMessage]:
     """Sends the gradients of both sides to each other, and gives the messages back, unpacked."""
     given: dict[int, Tensor] = {}
-    messages, packed = [], []
+    messages = []
     for rank, owners in enumerate(sides):
         monkeypatch.setattr(collectives, "rank", lambda rank=rank: rank)
-        message = PairMessage(STATISTICS, len(owners), 1, owners, Wire(rank, given))  # type: ignore[arg-type]
-        gradients = [owner.grad for owner in owners]
+        messages.append(PairMessage(STATISTICS, len(owners), 1, owners, Wire(rank, given)))  # type: ignore[arg-type]
+    exchange(messages, sides)
+    return messages
+
+
+def exchange(messages: list[PairMessage], sides: list[list[nn.Parameter]]) -> None:
+    """Sends what the parameters have now; each message crosses twice, because the first one is sent before the other."""
+    packed = [[owner.grad for owner in owners] for owners in sides]
+    for rank, (message, gradients) in enumerate(zip(messages, packed, strict=True)):
         here = [gradient is not None for gradient in gradients]
         message.pack(STATISTICS * (rank + 1), here, torch.ones(1, dtype=torch.float64), gradients)
         message.cross()
-        messages.append(message)
-        packed.append(gradients)
     for message, gradients in zip(messages, packed, strict=True):
         message.cross()
         message.unpack(gradients, (message.flags > 0).tolist())
-    return messages
 
 
 def bits_of(values: Tensor) -> Tensor:
@@ -180,6 +184,22 @@ def test_two_ranks_send_each_other_any_layout(monkeypatch: pytest.MonkeyPatch) -
         assert [one.tolist() for one in found] == [*values, [2.0, 4.0, 6.0, 8.0], [3.0, 4.0, 5.0]]
         assert [one.stride() for one in found] == [(2, 1), (1, 2), (1,), (1,), (1,), (1,)]
         assert [one.dtype for one in found] == [owner.dtype for owner in owners if owner.grad is not None]
+
+
+def test_two_ranks_send_nothing_of_the_update_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gradient that is missing in the second update counts as zero, on the other rank too; and it may come back."""
+    sides = [[nn.Parameter(torch.zeros(3))] for _ in range(2)]
+    for (owner,) in sides:
+        owner.grad = torch.ones(3)
+    messages = cross_between(sides, monkeypatch)
+    for values in ((None, 5.0), (None, None), (2.0, 5.0)):
+        for (owner,), value in zip(sides, values, strict=True):
+            owner.grad = None if value is None else torch.full((3,), value)
+        exchange(messages, sides)
+        total = [value for value in values if value is not None]
+        for (owner,), message in zip(sides, messages, strict=True):
+            assert message.flags.tolist() == [len(total)]
+            assert (None if owner.grad is None else owner.grad.tolist()) == ([sum(total)] * 3 if total else None)
 
 
 def test_a_message_may_carry_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -310,3 +310,14 @@ def test_a_record_is_made_of_its_fields():
     assert replace(record, loss=1.0) == replace(expected, loss=1.0) != record
     with pytest.raises(FrozenInstanceError):
         record.loss = 1.0
+
+
+def test_an_update_gives_each_field_of_its_record():
+    """None that the class does not have, and each that has no default of the class itself."""
+    model = nn.Linear(2, 1).double()
+    trainer = create_supervised_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), mse_loss)
+    trainer.run(pairs())
+    record = trainer.state.update_output
+    assert record is not None
+    assert UpdateOutput(**vars(record)) == record
+    assert repr(UpdateOutput(**vars(record))) == repr(record)

@@ -39,7 +39,8 @@ _PRIVATE = [(torch, f"_fused_{name}_") for name in ("sgd", "adam", "adamw", "ada
 _PRIVATE += [(torch.autograd, "_profiler_enabled"), (torch._C, "_set_grad_enabled")]
 _SETTABLE = {"grad_scale", "found_inf", "_init_group", "_optimizer_step_code"}  # attributes that change a step
 _NOTHING, _STRIDED, _LAYOUT = repeat(None), repeat(torch.strided), attrgetter("layout")
-_Number = ctypes.c_float  # how a number of steps lies in memory
+_FLOAT32, _DTYPE = {torch.float32}, attrgetter("dtype")
+_Number = ctypes.c_float  # how a number of steps of dtype float32 lies in memory
 
 
 class _Call(NamedTuple):
@@ -235,17 +236,25 @@ def _make(calls: Sequence[_Call], grad_scale: Tensor | None, found_inf: Tensor |
             if not steps:
                 kernel(*lists, **options, grad_scale=grad_scale, found_inf=found_inf)
                 continue
-            if steps[0].is_cpu:
-                for step in steps:  # as `step += 1` rounds, in a fifth of the instructions
-                    _Number.from_address(step.data_ptr()).value += 1.0
-                torch.autograd.graph.increment_version(steps)
-            else:
-                torch._foreach_add_(steps, 1)
+            _count_up(steps)
             kernel(*lists, steps, **options, grad_scale=grad_scale, found_inf=found_inf)
             if found_inf is not None:
                 torch._foreach_sub_(steps, [found_inf] * len(steps))
     finally:
         torch._C._set_grad_enabled(grad_enabled)
+
+
+def _count_up(steps: list[Tensor]) -> None:
+    """Adds one to each number of steps; on the CPU by writing to memory, in a fourth of the instructions of torch's function.
+
+    The dtype is asked each time: `.data` may have been given another one since the numbers were looked at.
+    """
+    if steps[0].is_cpu and _FLOAT32.issuperset(map(_DTYPE, steps)):
+        for step in steps:
+            _Number.from_address(step.data_ptr()).value += 1.0  # rounded as torch rounds it
+        torch.autograd.graph.increment_version(steps)
+    else:
+        torch._foreach_add_(steps, 1)
 
 
 def _irregularity(call: _Call) -> str | None:

@@ -11,7 +11,7 @@ __all__ = ["BareForward"]
 
 
 class BareForward:
-    """Within it calling the wrapper calls the module inside, with the wrapper's own hooks, as under `no_sync` but for less.
+    """A context in which a call of the wrapper runs its hooks and the module inside, as under `no_sync`, in less time.
 
     Under `no_sync` the forward of the wrapper does nothing but call the module, and still asks a dozen questions and opens two
     contexts in each micro-batch. On a small network that takes as long as a layer. It is left out where the answers are known:

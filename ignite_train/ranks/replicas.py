@@ -151,7 +151,7 @@ class SmallReplicas(ExplicitReduction):
         return not does_more and not has_buffers and sum(map(Tensor.numel, ddp.module.parameters())) <= _TAIL_ELEMENTS
 
     def context(self, *, last: bool) -> AbstractContextManager[Any]:  # noqa: ARG002
-        """What comes to DDP's `no_sync`, always.
+        """A context in which DDP reduces nothing, as in its `no_sync`; the same for each backward.
 
         Raises:
             ValueError: a communication hook was registered meanwhile.
