@@ -117,8 +117,8 @@ class UpdateGraphs:
             numbers: the loss scale, and those of each plan, in float64.
             before: what the micro-batches before it have left; None for a group of one.
             states: of all parameters; changed in place.
-            num_made: float64; one is added to it, in place, if the step is made. So it is known of a step whose results were lost
-                to an interrupt.
+            num_made: float64; one is added to it, in place, if the step is made. It shows a step whose results were lost to
+                an interrupt.
 
         Returns:
             The norm of the accumulated gradients, 1 if the step was made, and the sums of `Gathered`, in one vector; and the
