@@ -33,6 +33,7 @@ from ignite_train import (
 )
 from ignite_train.handlers import Checkpoint, LearningRateSchedule, TrainingMetrics
 from ignite_train.ranks.messages import Piggyback
+from ignite_train.update.update_graphs import UpdateGraphs
 from ranks import run_ranks
 from textbook import Textbook, norm_of
 from tiers import nightly, only, slow
@@ -678,6 +679,34 @@ def test_an_error_loses_no_update_and_repeats_none(name, way, steps):
     assert not way or is_graph(setups[0])
     assert counters(setups[0]) == counters(setups[1])
     assert setups[0].trainer._update.state_dict() == setups[1].trainer._update.state_dict()
+    for one, other in zip(setups[0].model.parameters(), setups[1].model.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [nightly(1), 2])
+def test_a_step_counts_whose_result_is_lost_to_an_interrupt(monkeypatch, steps):
+    """Ctrl-C while a graph runs is raised once it has run, before its result is anywhere: the graph has counted its step."""
+    setups = []
+    for interrupted in (True, False):
+        setup = make(True, OPTIMIZERS["SGD-momentum"], accumulation_steps=steps)
+        setup.trainer.run(batches(*[4] * 2 * steps), max_epochs=1)
+        if interrupted:
+            ordinary = UpdateGraphs.end
+
+            def end(*arguments: Any, ordinary: Callable[..., Any] = ordinary) -> Any:
+                ordinary(*arguments)
+                raise KeyboardInterrupt
+
+            with monkeypatch.context() as patch:
+                patch.setattr(UpdateGraphs, "end", end)
+                with pytest.raises(KeyboardInterrupt):
+                    setup.trainer.run(batches(*[4] * 2 * steps), max_epochs=2)
+            assert setup.trainer.state.num_steps == 3
+        setup.trainer.run(batches(*[4] * 2 * steps), max_epochs=2)
+        setups.append(setup)
+    assert is_graph(setups[0])
+    assert counters(setups[0]) == counters(setups[1])
     for one, other in zip(setups[0].model.parameters(), setups[1].model.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
 

@@ -93,6 +93,9 @@ class CompiledUpdate(Update):
     _numbers: list[float] = field(default_factory=list)  # that the latest graph was given
     _on_device: Tensor = field(default_factory=lambda: torch.empty(0))  # the same
     _result: _Result | None = None  # of the graphs of this update, until it is read
+    _num_made: Tensor = field(init=False)  # on the device: the steps that graphs have made; survives an interrupt inside of one
+    _num_known: int = 0  # those of them that the host knows of
+    _group_size: int = 0  # the micro-batches of the graphs that were last asked for a step
     _num_stepped: int = 0  # the micro-batches of this update, once its graphs have made the step
     _is_told: bool = False  # the loss scaling knows of that step
     _begun: int | None = None  # the micro-batch that has begun, and for which there turned out to be no graph
@@ -102,6 +105,8 @@ class CompiledUpdate(Update):
         assert isinstance(self.optimizer, Optimizer)  # noqa: S101  # as `why_no_compiled_update` has seen
         self._step = CompiledStep(self.optimizer, self.model)
         self._host_statistics = self.statistics if self.statistics.on_host else Statistics(torch.device("cpu"))
+        # not without dimensions: torch 2.13 drops what AOTAutograd's graphs write into such an input on the CPU
+        self._num_made = torch.zeros(1, dtype=torch.float64, device=self.statistics.device)
 
     def __call__(self, trainer: Trainer, micro_batches: Sequence[Any]) -> Any:
         """See `Update`. An update whose graph has made the step counts, also where an error follows: it is not done again."""
@@ -147,9 +152,14 @@ class CompiledUpdate(Update):
         norm, has_stepped, *sums = result.vector.tolist()  # sync
         self._result = None
         if has_stepped:
-            self._num_stepped = result.num_micro_batches
-            self._step.commit()
+            self._note_step(result.num_micro_batches)
         return [norm, *sums]
+
+    def _note_step(self, num_micro_batches: int) -> None:
+        """Counts the step of a graph. Done again after an interrupt in it, this changes nothing that it has done."""
+        self._step.commit()
+        self._num_stepped = num_micro_batches
+        self._num_known += 1
 
     def _decide(self, trainer: Trainer, totals: Totals) -> Decision:
         """See `Update`. After the step of a graph there is nothing that handlers could change."""
@@ -185,9 +195,13 @@ class CompiledUpdate(Update):
         self.loss_scaling.update(overflow=False)
 
     def _discard(self, error: BaseException) -> None:
-        """See `Update`. What a step has made of the update stays, but for its record."""
-        if self._result is not None:  # the error came before it was read
-            self._read(self._result)
+        """See `Update`. What a step has made of the update stays, but for its record. Synchronises with the device.
+
+        An interrupt is raised as soon as the graph has run, before its result is here. So the graph itself counts its steps.
+        """
+        self._result = None
+        if self._num_made.item() > self._num_known:  # sync
+            self._note_step(self._group_size)
         if self._num_stepped:
             self.carried.end_update()
             if not self._is_told:
@@ -296,7 +310,9 @@ class CompiledUpdate(Update):
                     if not is_last:
                         gathered = graphs.add(moved, numbers, gathered)
                     else:
-                        self._result = _Result(*graphs.end(moved, numbers, gathered, tensors.states), done + 1)
+                        self._group_size = done + 1
+                        vector, logs = graphs.end(moved, numbers, gathered, tensors.states, self._num_made)
+                        self._result = _Result(vector, logs, done + 1)
         except CannotCompileError as error:
             self._begun = done
             self._hand_over(error, gathered, done)

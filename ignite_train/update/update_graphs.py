@@ -107,7 +107,9 @@ class UpdateGraphs:
             gathered.gradients[index] = gathered.gradients[index].clone()
         return gathered
 
-    def end(self, micro_batch: Any, numbers: Tensor, before: Gathered | None, states: list[Tensor]) -> tuple[Tensor, Any]:
+    def end(
+        self, micro_batch: Any, numbers: Tensor, before: Gathered | None, states: list[Tensor], num_made: Tensor
+    ) -> tuple[Tensor, Any]:
         """Runs forward and backward of the last micro-batch, and makes the step or withholds it.
 
         Args:
@@ -115,6 +117,8 @@ class UpdateGraphs:
             numbers: the loss scale, and those of each plan, in float64.
             before: what the micro-batches before it have left; None for a group of one.
             states: of all parameters; changed in place.
+            num_made: float64; one is added to it, in place, if the step is made. It shows a step whose results were lost to
+                an interrupt.
 
         Returns:
             The norm of the accumulated gradients, 1 if the step was made, and the sums of `Gathered`, in one vector; and the
@@ -124,9 +128,9 @@ class UpdateGraphs:
             CannotCompileError: no graph can do it; nothing has run.
         """
         if before is None:
-            returned: tuple[Tensor, Any] = self._whole(micro_batch, numbers, states)
+            returned: tuple[Tensor, Any] = self._whole(micro_batch, numbers, states, num_made)
             return returned
-        return self._last(micro_batch, numbers, *before, states), before.logs
+        return self._last(micro_batch, numbers, *before, states, num_made), before.logs
 
     def _compiled(self, traced: Callable[..., Any]) -> _Graph:
         """A method with code of its own: torch counts by code how often something was compiled, and looks graphs up there."""
@@ -141,10 +145,10 @@ class UpdateGraphs:
 
     # --- what is traced: Python runs here while torch compiles, and not in an update ------------------------------------------
 
-    def _trace_whole(self, micro_batch: Any, numbers: Tensor, states: list[Tensor]) -> tuple[Tensor, Any]:
+    def _trace_whole(self, micro_batch: Any, numbers: Tensor, states: list[Tensor], num_made: Tensor) -> tuple[Tensor, Any]:
         _refuse_to_run()
         gradients, sums, logs = self._gather(micro_batch, numbers)
-        return self._finish(gradients, sums, numbers, states), logs
+        return self._finish(gradients, sums, numbers, states, num_made), logs
 
     def _trace_first(self, micro_batch: Any, numbers: Tensor) -> tuple[list[Tensor], Tensor, Any]:
         _refuse_to_run()
@@ -158,12 +162,19 @@ class UpdateGraphs:
         return sums + more_sums
 
     def _trace_last(
-        self, micro_batch: Any, numbers: Tensor, gradients: list[Tensor], sums: Tensor, logs: Any, states: list[Tensor]
+        self,
+        micro_batch: Any,
+        numbers: Tensor,
+        gradients: list[Tensor],
+        sums: Tensor,
+        logs: Any,
+        states: list[Tensor],
+        num_made: Tensor,
     ) -> Tensor:
         _refuse_to_run()
         more, more_sums = self._gather_more(micro_batch, numbers, logs)
         added = [gradient + one for gradient, one in zip(gradients, more, strict=True)]
-        return self._finish(added, sums + more_sums, numbers, states)
+        return self._finish(added, sums + more_sums, numbers, states, num_made)
 
     def _gather(self, micro_batch: Any, numbers: Tensor) -> tuple[list[Tensor], Tensor, Any]:
         with self._precision.autocast():
@@ -193,11 +204,12 @@ class UpdateGraphs:
             found.append(here)
         return found
 
-    def _finish(self, gradients: list[Tensor], sums: Tensor, numbers: Tensor, states: list[Tensor]) -> Tensor:
+    def _finish(self, gradients: list[Tensor], sums: Tensor, numbers: Tensor, states: list[Tensor], num_made: Tensor) -> Tensor:
         with torch.no_grad():
             norm = _norm(gradients)
             may_step, factor = self._decide(norm, sums[0], sums[1], numbers[0])
             self._step(gradients, factor, may_step, numbers, states)
+            num_made.copy_(num_made + may_step)
             return torch.cat([torch.stack([norm, may_step.to(norm.dtype)]), sums])
 
     def _decide(self, norm: Tensor, loss: Tensor, size: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
