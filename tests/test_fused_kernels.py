@@ -308,3 +308,25 @@ def test_moments_with_other_strides_are_laid_out_again(name, again):
     optimizer.load_state_dict(old.state_dict())
     trainer.run(batches, max_epochs=2 if again else 1)
     assert_close(model, right, before, within=1e-6)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_model_may_get_another_layout_in_the_middle(name):
+    """`model.to(memory_format=...)` moves the elements of a parameter, but not those of its moments."""
+    torch.manual_seed(0)
+    model = nn.Conv2d(3, 4, 3)
+    before, unfused = copy.deepcopy(model), copy.deepcopy(model)
+    batches = [torch.randn(2, 3, 8, 8) for _ in range(3)]
+    by_hand = OPTIMIZERS[name](unfused.parameters())
+    by_hand.param_groups[0]["fused"] = False
+    for batch in [*batches, *batches]:
+        by_hand.zero_grad()
+        (unfused(batch) ** 2).mean().backward()
+        by_hand.step()
+    trainer = create_trainer(model, OPTIMIZERS[name](model.parameters()), lambda model, batch: (model(batch) ** 2).mean())
+    trainer.run(batches)
+    model.to(memory_format=torch.channels_last)
+    trainer.run(batches, max_epochs=2)
+    for name, parameter in model.named_parameters():
+        right, start = unfused.get_parameter(name), before.get_parameter(name)
+        torch.testing.assert_close(parameter, right, rtol=0, atol=1e-5 * float((right - start).detach().abs().max()))

@@ -60,6 +60,15 @@ def forgotten(model: nn.Module, optimizer: Optimizer) -> None:
     del optimizer.state[model.weight]
 
 
+def other_layout(model: nn.Module, _: Optimizer) -> None:
+    """As `model.to(memory_format=...)` gives it to a parameter that stays the same object."""
+    model.weight.data = model.weight.detach().t().contiguous().t()
+
+
+def other_strides(model: nn.Module, _: Optimizer) -> None:
+    model.weight.grad = torch.ones(3, 2).t()
+
+
 KNOWN: dict[str, Change] = {
     "nothing": lambda *_: None,
     "new gradients": new_gradients,
@@ -70,6 +79,8 @@ KNOWN: dict[str, Change] = {
 }
 UNKNOWN: dict[str, Change] = {
     "moment": moment,
+    "layout of a parameter": other_layout,
+    "strides of a gradient": other_strides,
     "loaded state": lambda _, optimizer: optimizer.load_state_dict(deepcopy(optimizer.state_dict())),
     "state of a parameter": forgotten,
     "gradient": fewer_gradients,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from operator import is_
 from typing import Any
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor
 
 __all__ = ["direct_graph", "inductor"]
+
+_watching = threading.RLock()  # a call is watched in the class of all graphs
 
 Compiled = Callable[..., Any]
 """Takes the inputs of a graph and gives its outputs, in a list or a tuple."""
@@ -84,7 +87,7 @@ def _watched(compiled: Compiled, inputs: Sequence[Any]) -> tuple[Any, Compiled |
         return compiled(*inputs), None, ()
     if not all(map(_is_plain, inputs)) or torch._C._is_any_autocast_enabled():
         return compiled(*inputs), None, ()
-    ordinary, calls = CompiledFxGraph.__call__, []
+    calls: list[tuple[Any, list[Any], Any]] = []
 
     def watching(graph: Any, given: Any) -> Any:
         kept = [*given]  # the code empties the list
@@ -93,11 +96,13 @@ def _watched(compiled: Compiled, inputs: Sequence[Any]) -> tuple[Any, Compiled |
         return returned
 
     versions = [one._version for one in inputs]
-    CompiledFxGraph.__call__ = watching  # type: ignore[assignment, method-assign]
-    try:
-        outputs = compiled(*inputs)
-    finally:
-        CompiledFxGraph.__call__ = ordinary  # type: ignore[method-assign]
+    with _watching:
+        ordinary = CompiledFxGraph.__call__
+        CompiledFxGraph.__call__ = watching  # type: ignore[assignment, method-assign]
+        try:
+            outputs = compiled(*inputs)
+        finally:
+            CompiledFxGraph.__call__ = ordinary  # type: ignore[method-assign]
     changed = tuple([index for index, one in enumerate(inputs) if one._version != versions[index]])
     if len(calls) != 1:
         return outputs, None, changed

@@ -17,6 +17,7 @@ from ignite_train.model.gradients import Gradients
 __all__ = ["GroupTensors", "SteppedGroup", "gather"]
 
 _NOTHING, _GRADIENT, _VALUES = repeat(None), attrgetter("grad"), methodcaller("values")
+_PARAMETERS, _GRADIENTS = attrgetter("parameters"), attrgetter("gradients")
 
 
 class SteppedGroup(NamedTuple):
@@ -44,6 +45,8 @@ class _Look(NamedTuple):
         kinds: of the gradients.
         options: of the groups.
         ids: of the parameters and of what the states hold.
+        places: where the elements of the parameters lie: `model.to` moves them without making another parameter.
+        strides: of the gradients, which a handler may have replaced.
         freed: gets an entry when one of these tensors is freed, so that its id may be that of another one.
         references: put it there.
         others: what else the states hold.
@@ -52,6 +55,8 @@ class _Look(NamedTuple):
     kinds: set[tuple[torch.device, torch.dtype]]
     options: list[dict[str, Any]]
     ids: list[int]
+    places: list[int]
+    strides: list[tuple[int, ...]]
     freed: list[Any]
     references: list[weakref.ref[Any]]
     others: list[Any]
@@ -81,7 +86,7 @@ class GroupTensors:
     """Which tensors of an optimizer's groups have been looked at, so that what was found need not be found again.
 
     Groups and state stay the truth, see `gather`: what is remembered of a look are the ids of the parameters and the moments,
-    and which options were switched on.
+    where parameters lie in memory, the strides of gradients, and which options were switched on.
 
     Args:
         gradients: those of the optimizer's parameters.
@@ -100,6 +105,8 @@ class GroupTensors:
         last = self._last
         if last is None or last.freed or last.ids != [*map(id, _values(groups))] or last.kinds != self._gradients.kinds:
             return False
+        if last.places != _places(groups) or last.strides != _strides(groups):
+            return False
         options = _options(groups)
         return last.options == options or [*map(_switched, last.options)] == [*map(_switched, options)]
 
@@ -109,7 +116,8 @@ class GroupTensors:
         values = _values(groups)
         references = [weakref.ref(value, freed.append) for value in values if isinstance(value, Tensor)]
         others = [value for value in values if not isinstance(value, Tensor)]
-        self._last = _Look({*self._gradients.kinds}, _options(groups), [*map(id, values)], freed, references, others)
+        ids, places, strides = [*map(id, values)], _places(groups), _strides(groups)
+        self._last = _Look({*self._gradients.kinds}, _options(groups), ids, places, strides, freed, references, others)
         self.num_looks += 1
 
 
@@ -130,6 +138,14 @@ def _values(groups: Sequence[SteppedGroup]) -> list[Any]:
         if any(group.states):
             found += chain.from_iterable(map(_VALUES, group.states))
     return found
+
+
+def _places(groups: Sequence[SteppedGroup]) -> list[int]:
+    return [*map(Tensor.data_ptr, chain.from_iterable(map(_PARAMETERS, groups)))]
+
+
+def _strides(groups: Sequence[SteppedGroup]) -> list[tuple[int, ...]]:
+    return [*map(Tensor.stride, chain.from_iterable(map(_GRADIENTS, groups)))]
 
 
 def _options(groups: Sequence[SteppedGroup]) -> list[dict[str, Any]]:
