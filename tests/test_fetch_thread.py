@@ -8,6 +8,7 @@ import logging
 import os
 import pickle
 import random
+import signal
 import threading
 import traceback
 from collections.abc import Callable, Iterator
@@ -461,6 +462,15 @@ def test_an_error_of_the_dataset_ends_the_run_and_can_be_repaired(at):
     assert end_of(model, trainer) == undisturbed({"max_epochs": 2}, seed=5)
 
 
+@pytest.fixture
+def interrupts() -> Iterator[None]:
+    """SIGINT as a terminal's processes have it: those that a shell starts in the background ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interrupts")
 def test_control_c_while_the_thread_is_waited_for():
     """As the dataset is reading: the run ends, no thread is left, and the next run continues with the same bits."""
     pressed: list[int] = []
