@@ -38,9 +38,8 @@ from ignite_train.checkpoint.reader import CheckpointReader
 from ignite_train.checkpoint.retention import Retention
 from ignite_train.handlers import Checkpoint, LearningRateSchedule, StopOnSignal, TensorBoard, TrainingMetrics, Validation
 from ignite_train.metrics import TIMED_METRICS
-from processes import Processes, forked
+from processes import DEADLINE_SECONDS, Processes, forked
 
-DEADLINE = 60.0  # seconds for anything that ends by itself, on a machine that is busy with other things
 PHASES = ("save", "agreement", "rename", "prune")
 _BY_THE_CLOCK = {*TIMED_METRICS, "seconds"}  # metrics and sums that no run has twice
 
@@ -414,7 +413,7 @@ class Life(Processes):
 
     def wait(self) -> list[int | None]:
         """Waits until all have ended, and gives how."""
-        deadline = time.monotonic() + DEADLINE
+        deadline = time.monotonic() + DEADLINE_SECONDS
         for process in self.processes:
             process.join(max(0.0, deadline - time.monotonic()))
         return [process.exitcode for process in self.processes]
@@ -449,7 +448,7 @@ class Life(Processes):
         return found
 
 
-def until(condition: Callable[[], Any], what: str, seconds: float = DEADLINE) -> None:
+def until(condition: Callable[[], Any], what: str, seconds: float = DEADLINE_SECONDS) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"{what}: not within {seconds} s"

@@ -10,6 +10,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+# For anything that ends by itself within seconds. Only what hangs takes so long, so it allows for a machine that others slow
+# down to a tenth of its speed. The limit of pytest for a whole test is longer, see pyproject.toml.
+DEADLINE_SECONDS = 600.0
+
 # Has imported what most tests import, so that every process of it is there in milliseconds. A session has one such server, and
 # what it has imported is settled when it starts: so the list stands in one place.
 forked = multiprocessing.get_context("forkserver")

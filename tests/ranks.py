@@ -17,14 +17,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from processes import forked
+from processes import DEADLINE_SECONDS, forked
 
 
 class RanksFailedError(AssertionError):
     """Some rank raised, died or did not end in time; the message says what happened on each."""
 
 
-def run_ranks(function: Callable[..., Any], *args: Any, world_size: int = 2, timeout_seconds: float = 100.0) -> list[Any]:
+def run_ranks(
+    function: Callable[..., Any], *args: Any, world_size: int = 2, timeout_seconds: float = DEADLINE_SECONDS
+) -> list[Any]:
     """Calls `function(*args)` on each rank of a fresh gloo group and returns the results in rank order.
 
     Raises:
@@ -53,7 +55,7 @@ class Ranks:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._end()
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout_seconds: float = 100.0) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, timeout_seconds: float = DEADLINE_SECONDS) -> list[Any]:
         """Calls `function(*args)` on each rank and returns the results in rank order.
 
         Raises:

@@ -21,6 +21,7 @@ from bits import bit_by_bit
 from ignite_train import ForwardOutput, ResumableLoader, Trainer, TrainEvents, UpdateOptions, create_trainer
 from ignite_train.data.arriving_group import ArrivingGroup
 from ignite_train.data.samplers import set_epoch
+from processes import DEADLINE_SECONDS
 from ranks import run_ranks
 from update_options import with_options
 
@@ -163,7 +164,7 @@ class Waits(Dataset[Tensor]):
         return 8
 
     def __getitem__(self, index: int) -> Tensor:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + DEADLINE_SECONDS
         while self.computed.value < index - 1:
             if time.monotonic() > deadline:
                 raise RuntimeError(f"sample {index} is asked for, and {self.computed.value} were computed")

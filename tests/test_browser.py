@@ -20,10 +20,10 @@ from PIL import Image
 import cuts
 from ignite_train import create_evaluator, create_trainer
 from ignite_train.handlers import TensorBoard, TrainingMetrics, Validation
+from processes import DEADLINE_SECONDS
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 DATA = cuts.cut(cuts.samples(), [4, 12, 7, 9, 16, 16])  # six micro-batches
-TIMEOUT_SECONDS = 120.0
 LEFT_OF_THE_CHARTS, BELOW_THE_TITLE = 360, 130  # in pixels of the picture
 
 pytestmark = [
@@ -64,7 +64,7 @@ def browse(address: str, profile: Path, *options: str) -> str:
     assert BROWSER is not None
     window = ["--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=1400,1100"]
     command = [BROWSER, *window, "--virtual-time-budget=20000", f"--user-data-dir={profile}", *options, address]
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=TIMEOUT_SECONDS).stdout
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=DEADLINE_SECONDS).stdout
 
 
 def text_of(page: str) -> str:

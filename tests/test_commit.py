@@ -31,6 +31,7 @@ from ignite_train.errors import DamagedCheckpointError
 from ignite_train.handlers import Checkpoint
 from ignite_train.ranks import collectives
 from power_cuts import Operation, Recorder, disk_states, lay_out
+from processes import DEADLINE_SECONDS
 from ranks import run_ranks
 from small_checkpoints import QuickDisk, keep, names, newest, read, save
 
@@ -237,7 +238,7 @@ class Turns:
 
     def _await_turn(self) -> None:
         with self._changed:
-            assert self._changed.wait_for(lambda: self._turn == self._local.rank, timeout=100)
+            assert self._changed.wait_for(lambda: self._turn == self._local.rank, timeout=DEADLINE_SECONDS)
 
 
 def record(root: Path, monkeypatch: pytest.MonkeyPatch, *, world_size: int = 1, last: int = 1, saves: int = 4) -> Recorder:

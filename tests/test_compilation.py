@@ -168,7 +168,7 @@ def train_on_two_ranks(backend: str | None) -> list[float]:
 @pytest.mark.slow
 def test_a_compiled_model_in_ddp():
     """On two ranks the compiled model trains to the same bits as the plain one, alike on both."""
-    plain, compiled = (run_ranks(train_on_two_ranks, backend, timeout_seconds=60.0) for backend in (None, "eager"))
+    plain, compiled = (run_ranks(train_on_two_ranks, backend) for backend in (None, "eager"))
     assert compiled[0] == compiled[1] == plain[0]
 
 
@@ -240,7 +240,7 @@ def train_both_ways(wrapping: str) -> list[tuple[list[float], list[int]]]:
 @pytest.mark.parametrize("wrapping", ["plain", slow("ddp"), nightly("fsdp")])
 def test_equal_blocks_are_compiled_once(wrapping):
     """One graph for all of them in training and one in evaluation, and the same losses, bit by bit."""
-    ranks = [train_both_ways("plain")] if wrapping == "plain" else run_ranks(train_both_ways, wrapping, timeout_seconds=60.0)
+    ranks = [train_both_ways("plain")] if wrapping == "plain" else run_ranks(train_both_ways, wrapping)
     for (losses, _), (compiled_losses, graphs) in ranks:
         assert compiled_losses == losses
         assert graphs == [1, 1, 1, 2, 2, 2, 2, 2, 2]

@@ -206,7 +206,7 @@ def of_a_rank(reduction: str, handlers: str, accelerator: bool) -> tuple[list[in
 @pytest.mark.parametrize(("reduction", "count"), [("ddp", 2), ("auto", 1), ("explicit", 1)])
 def test_an_update_on_two_ranks(reduction, count, handlers, accelerator):
     """The gradients' bucket and one small reduction; or one for both. And one read, once the names of the logs are known."""
-    for reads, collectives, places in run_ranks(of_a_rank, reduction, handlers, accelerator, timeout_seconds=60.0):
+    for reads, collectives, places in run_ranks(of_a_rank, reduction, handlers, accelerator):
         assert collectives[2:] == [count] * (UPDATES - 2), places
         if accelerator:
             assert reads[2:] == [1] * (UPDATES - 2), places

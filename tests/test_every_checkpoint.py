@@ -392,7 +392,7 @@ def test_goes_on_from_whatever_asked_for_a_checkpoint(name: str, tmp_path: Path)
 @pytest.mark.parametrize("kind", one_in(2, LOADERS_OF_RANKS))
 def test_goes_on_with_two_ranks(kind: str, tmp_path: Path) -> None:
     """Each rank finds its own place and its own generators again, also where one has less data than the other."""
-    run_ranks(check, kind, "every update and epoch", tmp_path, 2, timeout_seconds=100)
+    run_ranks(check, kind, "every update and epoch", tmp_path, 2)
 
 
 def test_workers_of_a_validation_that_are_started_again_leave_no_trace(tmp_path: Path) -> None:

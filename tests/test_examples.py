@@ -11,18 +11,18 @@ from pathlib import Path
 
 import pytest
 
+from processes import DEADLINE_SECONDS
 from tiers import nightly, slow
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-TIMEOUT_SECONDS = 200.0
 TINY = [
     *("--max-updates", "6", "--max-bytes", "60000", "--context", "32", "--layers", "1", "--width", "32", "--micro-batch", "8"),
     *("--log-every", "1", "--evaluate-every", "3", "--sample", "20"),
 ]
 
 pytestmark = [
-    pytest.mark.timeout(TIMEOUT_SECONDS + 20),
+    pytest.mark.timeout(DEADLINE_SECONDS + 60),
     pytest.mark.skipif(not EXAMPLES.is_dir(), reason="looks at a checkout, and this is none"),
 ]
 
@@ -34,7 +34,7 @@ def _run(example: str, *arguments: str, launcher: tuple[str, ...] = ()) -> str:
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, env=environment, start_new_session=True, **pipes) as process:
         try:
-            printed, errors = process.communicate(timeout=TIMEOUT_SECONDS)
+            printed, errors = process.communicate(timeout=DEADLINE_SECONDS)
         except BaseException:
             os.killpg(process.pid, signal.SIGKILL)  # with the processes that it has started
             raise
@@ -95,7 +95,7 @@ def test_an_interrupted_language_model_goes_on(alone: str, tmp_path: Path) -> No
             if line.startswith("validation after update 3"):
                 process.send_signal(signal.SIGINT)
                 break
-        printed = process.communicate(timeout=TIMEOUT_SECONDS)[0]
+        printed = process.communicate(timeout=DEADLINE_SECONDS)[0]
     (stopped,) = _numbers(r"stopped after update (\d+); the same command continues from there", printed)
     assert stopped < 6
 

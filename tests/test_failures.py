@@ -36,14 +36,12 @@ import ignite_train
 from ignite_train import ForwardOutput, NonFiniteError, Trainer, TrainEvents, TrainingError, create_evaluator, create_trainer
 from ignite_train.handlers import FailureBoard, HangWatch, PeerFailureError, Validation, failure_board, hang_watch
 from ignite_train.ranks.sealed_messages import SealedMessages
-from processes import Processes, forked
+from processes import DEADLINE_SECONDS, Processes, forked
 from tiers import nightly
 from update_options import with_options
 
-DEADLINE = 30.0  # seconds. The promise is two; what is tested is that no rank waits for ever, on a busy machine too
 
-
-def until(condition: Callable[[], Any], what: str, seconds: float = 60.0) -> Any:
+def until(condition: Callable[[], Any], what: str, seconds: float = DEADLINE_SECONDS) -> Any:
     """Waits for `condition` and returns what it is; an error at the deadline."""
     deadline = time.monotonic() + seconds
     while not (value := condition()):
@@ -69,7 +67,7 @@ class Board:
     def has(self, name: str) -> bool:
         return (self.directory / name).exists()
 
-    def wait_for(self, name: str, seconds: float = 60.0) -> Any:
+    def wait_for(self, name: str, seconds: float = DEADLINE_SECONDS) -> Any:
         until(lambda: self.has(name), f"a note {name!r}", seconds)
         return self.read(name)
 
@@ -105,7 +103,7 @@ class Group(Processes):
             [directory / f"stderr.{rank}" for rank in range(world_size)],
         )
 
-    def status(self, rank: int, seconds: float = 60.0) -> int:
+    def status(self, rank: int, seconds: float = DEADLINE_SECONDS) -> int:
         """Waits for the end of a process and returns its exit status."""
         process = self.processes[rank]
         process.join(seconds)
@@ -139,7 +137,7 @@ def _child(directory: Path, job: bytes, rank: int, world_size: int, place: dict[
 
 def be_patient() -> None:
     """In this process a main thread that is to come out by itself may take its time: nothing else ends it."""
-    failure_board._PATIENCE_SECONDS = failure_board._ROLL_CALL_SECONDS = 60.0
+    failure_board._PATIENCE_SECONDS = failure_board._ROLL_CALL_SECONDS = 2 * DEADLINE_SECONDS
 
 
 def count_looks() -> Callable[[], int]:
@@ -242,7 +240,7 @@ def see_one_rank_fail(group: Group, site: str, failing: int) -> dict[str, float]
     """Asserts what both ranks do and returns the seconds that each took."""
     survivor, board = 1 - failing, group.board
     failed = board.wait_for("failed")
-    assert group.status(survivor, DEADLINE) == 1
+    assert group.status(survivor, DEADLINE_SECONDS) == 1
     ended = time.monotonic()
     kind, message, notes, raised = board.wait_for(f"raised.{failing}")
     assert (kind, message, notes) == ("RuntimeError", f"boom in {site}", [])
@@ -252,7 +250,7 @@ def see_one_rank_fail(group: Group, site: str, failing: int) -> dict[str, float]
     update = 2 if site == "loader" else 3  # the loader is asked before the update begins
     cause = f"rank {failing} failed at update {update}: RuntimeError: boom in {site} (rank {survivor} was at update "
     assert cause in group.stderr(survivor)
-    assert raised - failed < DEADLINE
+    assert raised - failed < DEADLINE_SECONDS
     return {"survivor ended": ended - failed, "failing raised": raised - failed}
 
 
@@ -342,7 +340,7 @@ def test_a_connection_that_breaks_keeps_its_error_and_learns_the_cause(tmp_path:
     """Also where rank 0 fails, whose process holds the store: it stays until the others have read what happened."""
     with Group(tmp_path, fail_and_die, failing, tcp=True) as group:
         assert group.status(failing) == 3
-        assert group.status(1 - failing, DEADLINE) == 1
+        assert group.status(1 - failing, DEADLINE_SECONDS) == 1
         kind, notes = group.board.read(f"raised.{1 - failing}")
         assert kind == "RuntimeError"  # gloo's
         assert [f"rank {failing} failed at update 3: RuntimeError: boom" in note for note in notes] == [True]
@@ -385,7 +383,7 @@ def test_every_survivor_names_the_rank_that_was_killed(
     with Group(tmp_path, die_in_an_update, *arguments, world_size=3, tcp=meeting == "rank 0", agent=agent) as group:
         assert group.status(dying) == -number
         survivors = [rank for rank in range(3) if rank != dying]
-        assert [group.status(rank, DEADLINE) for rank in survivors] == [1, 1]
+        assert [group.status(rank, DEADLINE_SECONDS) for rank in survivors] == [1, 1]
         for rank in survivors:
             stderr = group.stderr(rank)
             if meeting == "rank 0" and dying == 0:
@@ -434,7 +432,7 @@ def test_a_launcher_that_ends_the_others_leaves_time_to_name_the_rank(tmp_path: 
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "FREE_PORT": str(_free_port()), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=DEADLINE_SECONDS,
         check=False,
     )
     assert done.returncode == 1
@@ -500,7 +498,7 @@ def test_a_rank_that_does_not_answer_is_not_said_to_be_dead(tmp_path: Path) -> N
         group.board.wait_for("stopping")
         until(lambda: _state_of(group.processes[1].pid) == "T", "rank 1 is stopped")
         group.board.write("stopped")
-        assert group.status(0, DEADLINE) == 1
+        assert group.status(0, DEADLINE_SECONDS) == 1
         assert "rank 1 is gone or standing still: no answer came within 2 s" in group.stderr(0)
 
 
@@ -652,7 +650,7 @@ def test_a_store_that_does_not_answer_holds_nobody_up(tmp_path: Path) -> None:
         group.board.wait_for("stopping")
         until(lambda: _state_of(group.processes[0].pid) == "T", "rank 0 is stopped")
         group.board.write("stopped")
-        assert group.status(1, DEADLINE) == 1
+        assert group.status(1, DEADLINE_SECONDS) == 1
         assert "RuntimeError: boom" in group.stderr(1)
 
 
@@ -790,7 +788,7 @@ def test_a_stopped_rank_is_noticed_by_the_other(tmp_path: Path, hanging: int, tc
         group.board.wait_for("hangs")
         until(lambda: _state_of(group.processes[hanging].pid) == "T", "the rank is stopped")
         see_a_hang(group, living, [1 - hanging])
-        assert group.status(1 - hanging, DEADLINE) == 1
+        assert group.status(1 - hanging, DEADLINE_SECONDS) == 1
         assert group.lives(hanging)
         stderr = group.stderr(1 - hanging)
         assert f"training hangs: {verdict}" in stderr
@@ -808,7 +806,7 @@ def test_a_rank_that_never_comes_back_is_noticed_by_both(tmp_path: Path) -> None
         group.board.wait_for("hangs")
         until(lambda: group.board.wait_for("place.0").startswith("_engine_run_backward"), "rank 0 waits for the other")
         see_a_hang(group, [0, 1], [0, 1])
-        assert [group.status(rank, DEADLINE) for rank in (0, 1)] == [1, 1]
+        assert [group.status(rank, DEADLINE_SECONDS) for rank in (0, 1)] == [1, 1]
         for rank in (0, 1):
             stderr = group.stderr(rank)
             assert (
@@ -947,5 +945,7 @@ looking.join()
 @pytest.mark.nightly
 def test_looking_at_the_main_thread_does_not_stop_threads_from_starting() -> None:
     """Also where a garbage collection runs a finaliser in the middle of it, for which some versions of Python stood still."""
-    done = subprocess.run([sys.executable, "-c", LOOKS_WHILE_THREADS_START], timeout=100, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", LOOKS_WHILE_THREADS_START], timeout=DEADLINE_SECONDS, capture_output=True, text=True
+    )
     assert (done.returncode, done.stderr) == (0, "")

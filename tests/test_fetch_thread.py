@@ -41,7 +41,7 @@ from ignite_train.handlers import Checkpoint
 from ranks import run_ranks
 from update_options import with_options
 
-SECONDS = 20  # after which something that should happen has not
+SECONDS = 200  # after which something that should happen has not
 
 
 def reading_threads() -> list[threading.Thread]:

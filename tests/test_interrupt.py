@@ -77,7 +77,7 @@ CASES: dict[str, tuple[Any, int, list[str], list[str]]] = {
 def test_ranks_are_interrupted_together(case: str, asking: int) -> None:
     """Whichever rank asks, all end after the same update, fire INTERRUPT, and continue to the end of an undisturbed run."""
     event, number, first, rest = CASES[case]
-    for found in run_ranks(interrupted, event, number, asking, timeout_seconds=60):
+    for found in run_ranks(interrupted, event, number, asking):
         assert found[:3] == (first, rest, False)
         assert found[3] == found[4]
 
@@ -155,9 +155,9 @@ def test_an_iterator_is_continued(call: str, event: Any, at: int, accumulation_s
 def test_iterators_of_ranks_are_continued(event: Any, epoch_length: int | None) -> None:
     """The same on ranks whose iterators differ in length and are read one micro-batch ahead."""
     for accumulation_steps, at in ((1, 1), (2, 2), (2, 3)):
-        whole = run_ranks(stopped, "never", event, at, accumulation_steps, epoch_length, timeout_seconds=60)
+        whole = run_ranks(stopped, "never", event, at, accumulation_steps, epoch_length)
         assert whole[0][1] == whole[1][1]
-        assert run_ranks(stopped, "interrupt", event, at, accumulation_steps, epoch_length, timeout_seconds=60) == whole
+        assert run_ranks(stopped, "interrupt", event, at, accumulation_steps, epoch_length) == whole
 
 
 def other_data_on_one_rank() -> str:
@@ -174,7 +174,7 @@ def other_data_on_one_rank() -> str:
 @pytest.mark.slow
 def test_ranks_continue_their_data_together() -> None:
     """One rank alone with new data is refused on both."""
-    first, second = run_ranks(other_data_on_one_rank, timeout_seconds=60)
+    first, second = run_ranks(other_data_on_one_rank)
     assert first == second
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from processes import DEADLINE_SECONDS
+
 MAKEFILE = Path(__file__).parent.parent / "Makefile"
 
 pytestmark = pytest.mark.skipif(
@@ -31,7 +33,12 @@ def test_an_old_python_is_refused_before_anything_is_installed(tmp_path: Path) -
     python.write_text(OLD_PYTHON, encoding="utf-8")
     python.chmod(0o755)
     result = subprocess.run(
-        ["make", "demo", f"PYTHON={python}"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+        ["make", "demo", f"PYTHON={python}"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_SECONDS,
+        check=False,
     )
 
     assert result.returncode != 0

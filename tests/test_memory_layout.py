@@ -166,7 +166,7 @@ def test_the_layout_of_parameters_changes_no_update(name, part):
 
     The thirds of the three optimizers hold each way, layout and kernel once.
     """
-    for errors in run_ranks(errors_of, name, part, timeout_seconds=100.0):
+    for errors in run_ranks(errors_of, name, part):
         assert [*errors] == [" ".join(cell) for cell in cells(name, part)]
         assert {case: error for case, error in errors.items() if not error < 1e-4} == {}
 

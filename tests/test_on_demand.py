@@ -495,7 +495,7 @@ def fail_on_one_rank() -> Iterator[None]:
 def test_an_error_in_the_loop_of_one_rank_ends_the_others() -> None:
     """The default FailureBoard is open in a session: no rank waits for the one that failed."""
     with pytest.raises(AssertionError) as raised:
-        run_ranks(fail_on_one_rank, timeout_seconds=60)
+        run_ranks(fail_on_one_rank)
     assert "ValueError: the loop of rank 0 failed" in str(raised.value)
     assert "was not done at the deadline" not in str(raised.value)
     assert "no rank may come here" not in str(raised.value)
@@ -579,7 +579,7 @@ def raise_error() -> None:
 def test_a_failure_in_one_trainer_ends_the_sessions_of_all() -> None:
     """Each has its default FailureBoard: rank 0 learns what has failed, and does not wait."""
     with pytest.raises(AssertionError) as raised:
-        run_ranks(fail_in_the_second_trainer, timeout_seconds=60)
+        run_ranks(fail_in_the_second_trainer)
     assert "ValueError: the generator of rank 1 failed" in str(raised.value)
     assert "was not done at the deadline" not in str(raised.value)
     assert "no rank may come here" not in str(raised.value)

@@ -46,6 +46,7 @@ from ignite_train.handlers import (
     TrainingMetrics,
     Validation,
 )
+from processes import DEADLINE_SECONDS
 from ranks import run_ranks
 from tiers import nightly
 
@@ -643,9 +644,9 @@ def sharded_by_zero(directory: str, updates: int, seed: int) -> Any:
 @pytest.mark.slow
 def test_moments_that_are_sharded_by_zero_come_back_bitwise(tmp_path: Path) -> None:
     """Rank 0 writes the moments of all ranks, and each takes its own."""
-    whole = run_ranks(sharded_by_zero, "", 6, 0, timeout_seconds=60)
-    run_ranks(sharded_by_zero, str(tmp_path), 3, 0, timeout_seconds=60)
-    resumed = run_ranks(sharded_by_zero, str(tmp_path), 6, 5, timeout_seconds=60)
+    whole = run_ranks(sharded_by_zero, "", 6, 0)
+    run_ranks(sharded_by_zero, str(tmp_path), 3, 0)
+    resumed = run_ranks(sharded_by_zero, str(tmp_path), 6, 5)
     assert resumed == whole
     assert whole[0][1] != whole[1][1]
 
@@ -854,7 +855,7 @@ _RESUME = "trainer.run(LOADER, max_iters=9)"
 def peak(directory: Path, action: str = _RESUME) -> tuple[str, int]:
     """The error of an action in a new process, and by how many MiB it grew."""
     script = _MEMORY.format(tests=str(Path(__file__).parent), directory=str(directory), action=action)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=True)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=DEADLINE_SECONDS, check=True)
     message, megabytes = json.loads(done.stdout.splitlines()[-1])
     return message, megabytes
 

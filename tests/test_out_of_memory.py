@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from ignite_train.device.memory_summary import memory_summary
+from processes import DEADLINE_SECONDS
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads Linux's /proc")
 
@@ -67,7 +68,7 @@ def test_a_process_without_memory(tmp_path: Path) -> None:
     """Split is the update in smaller micro-batches; skip leaves out the one that does not fit; raise says how much there is."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT, encoding="utf-8")
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=DEADLINE_SECONDS, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
 

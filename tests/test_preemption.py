@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from ignite_train.checkpoint.manifest import is_checkpoint_name
-from killing import DEADLINE, Job, Life, Reference, Stop, committed, compare_ends, done, history, stored, until
+from killing import Job, Life, Reference, Stop, committed, compare_ends, done, history, stored, until
+from processes import DEADLINE_SECONDS
 from tiers import one_in, only, slow
 
 pytestmark = pytest.mark.timeout(300)
@@ -68,7 +69,7 @@ def test_a_signal_ends_a_job_with_a_checkpoint(
     tmp_path: Path, reference: References, stop: Stop, number: signal.Signals, to: int
 ) -> None:
     """To one rank, wherever one of them is: all exit in order, and the next start redoes nothing and ends bitwise equal."""
-    job = Job(tmp_path, epochs=3, every=3, grace_seconds=DEADLINE)
+    job = Job(tmp_path, epochs=3, every=3, grace_seconds=DEADLINE_SECONDS)
     expected = reference(job)
     with Life(job, 0, stop) as life:
         until(life.halted, "the place")
@@ -105,7 +106,7 @@ def test_a_rank_that_is_stuck_leaves_the_checkpoint_as_it_was(
         for rank in to:
             life.send(SIGTERM, rank)
         for rank in to:
-            life.processes[rank].join(DEADLINE)
+            life.processes[rank].join(DEADLINE_SECONDS)
             assert life.processes[rank].exitcode == 128 + SIGTERM, life.stderr()
         life.kill([0, 1])  # as the launcher does when one has ended
         life.wait()

@@ -20,6 +20,7 @@ from torch.nn.utils import parameters_to_vector
 from bits import bit_by_bit
 from ignite_train import Trainer, create_trainer
 from ignite_train.handlers import Checkpoint
+from processes import DEADLINE_SECONDS
 from programs_by_hand import BY_HAND, ByHand, clip_uncut
 from ranks import run_ranks
 from tiers import nightly, slow
@@ -201,7 +202,7 @@ def test_a_program_runs_as_it_is_started(name: str, capsys: pytest.CaptureFixtur
 def test_a_program_runs_under_torchrun() -> None:
     """On two processes, of which the first reports."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(FOLDER / "maml.py")]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_SECONDS, check=False)
 
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("in the first updates") == 1

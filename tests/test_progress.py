@@ -31,6 +31,7 @@ from clock import Clock
 from ignite_train import Evaluator, ForwardOutput, Trainer, create_evaluator, create_trainer
 from ignite_train.handlers import Checkpoint, ProgressLog, StopOnSignal, TrainingMetrics, Validation
 from ignite_train.handlers.progress import _length
+from processes import DEADLINE_SECONDS
 from ranks import run_ranks
 from setups import InfiniteIn
 from update_options import with_options
@@ -492,7 +493,7 @@ def interrupted() -> tuple[list[str], int]:
 
     @trainer.on(EVERY(once=3))
     def wait_until_heard() -> None:  # the line is written by a thread
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + DEADLINE_SECONDS
         while stop._watch._first is None and time.monotonic() < deadline:
             time.sleep(0.01)
 

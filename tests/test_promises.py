@@ -232,7 +232,7 @@ def test_gradients_that_one_rank_changes_otherwise_are_reported(ranks: Ranks, wa
 def test_a_gradient_that_one_rank_makes_infinite_ends_all(ranks: Ranks, way: str) -> None:
     """No rank waits for the one that has raised; where gradients are sharded all raise."""
     with pytest.raises(RanksFailedError) as found:
-        ranks.run(change_on_one_rank, way, math.inf, timeout_seconds=60)
+        ranks.run(change_on_one_rank, way, math.inf)
     first, _, second = str(found.value).partition("\nrank 1: ")
     assert "NonFiniteError" in second
     assert "returned" not in first
@@ -254,7 +254,7 @@ def fail_on_one_rank(name: str, way: str) -> None:
 def test_a_failure_of_one_rank_ends_all(ranks: Ranks, name: str, way: str) -> None:
     """No rank waits for the one that has failed."""
     with pytest.raises(RanksFailedError) as found:
-        ranks.run(fail_on_one_rank, name, way, timeout_seconds=60)
+        ranks.run(fail_on_one_rank, name, way)
     first, _, second = str(found.value).partition("\nrank 1: ")
     assert "StoppedError" in second
     assert "returned" not in first

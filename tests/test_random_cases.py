@@ -33,7 +33,7 @@ def test_some_programs_with_compiled_updates(caplog):
 @pytest.mark.slow
 def test_some_programs_on_two_ranks():
     """The same over two ranks, in each way of crossing them, with uneven data."""
-    assert run_ranks(on_rank, range(10_000, 10_030), timeout_seconds=90) == [[], []]
+    assert run_ranks(on_rank, range(10_000, 10_030)) == [[], []]
 
 
 def on_local_rank(seeds: range) -> list[str]:
@@ -43,13 +43,13 @@ def on_local_rank(seeds: range) -> list[str]:
 @pytest.mark.slow
 def test_some_programs_of_replicas_that_train_on_their_own():
     """Each rank comes to what its own samples come to, with and without outer steps; what is recorded is of all ranks."""
-    assert run_ranks(on_local_rank, range(20_000, 20_030), timeout_seconds=90) == [[], []]
+    assert run_ranks(on_local_rank, range(20_000, 20_030)) == [[], []]
 
 
 @pytest.mark.slow
 def test_a_program_whose_dense_layer_was_divided_twice():
     """DistributedDataParallel divides sparse gradients in place, and their rows are the gradient of the layer beside, too."""
-    assert run_ranks(on_rank, range(10_054, 10_055), timeout_seconds=60) == [[], []]
+    assert run_ranks(on_rank, range(10_054, 10_055)) == [[], []]
 
 
 @pytest.mark.nightly

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from processes import DEADLINE_SECONDS
+
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PERFORMANCE = ROOT / "docs/performance.md"
@@ -59,7 +61,7 @@ def test_the_blocks_run_when_pasted_one_after_the_other(tmp_path: Path) -> None:
     pasted = "".join(blocks(README))
     seeded = f"import torch\ntorch.manual_seed(0)\n{pasted}"
     result = subprocess.run(
-        [sys.executable, "-c", seeded], capture_output=True, text=True, timeout=100, check=False, cwd=tmp_path
+        [sys.executable, "-c", seeded], capture_output=True, text=True, timeout=DEADLINE_SECONDS, check=False, cwd=tmp_path
     )
 
     assert result.returncode == 0, result.stderr
@@ -75,7 +77,7 @@ def test_the_blocks_run_when_pasted_one_after_the_other(tmp_path: Path) -> None:
     ]
     on_checkpoints = commands(README, "python -m ignite_train.checkpoint")
     one_process = [sys.executable, "-c", ONE_AFTER_THE_OTHER, repr(on_checkpoints)]
-    subprocess.run(one_process, capture_output=True, timeout=100, check=True, cwd=tmp_path)
+    subprocess.run(one_process, capture_output=True, timeout=DEADLINE_SECONDS, check=True, cwd=tmp_path)
     assert len(on_checkpoints) == 3
     assert (tmp_path / "model.pt").is_file()
 
@@ -89,7 +91,9 @@ def test_what_makes_it_fast_runs_as_printed(compiler: str, tmp_path: Path) -> No
     script = tmp_path / "performance.py"
     assert printed.count(SIX) == 1
     script.write_text(QUICKLY + printed.replace(SIX, TWO) if compiler == "quick" else printed, encoding="utf-8")
-    result = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=100, check=True, cwd=tmp_path)
+    result = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=DEADLINE_SECONDS, check=True, cwd=tmp_path
+    )
     promised = re.findall(r'^print\("([^"]+)", .*\)  # (\d+)', printed, flags=re.MULTILINE)
 
     assert len(promised) == 3

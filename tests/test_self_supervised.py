@@ -23,19 +23,18 @@ from torch import Tensor, nn
 
 from bits import bit_by_bit
 from ignite_train import Trainer, TrainEvents
-from processes import forked
+from processes import DEADLINE_SECONDS, forked
 from ranks import run_ranks
 from tiers import nightly
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 PAGE = EXAMPLES.parent / "docs/self-supervised.md"
-TIMEOUT_SECONDS = 200.0
 METHODS = ("swav", "dino", "byol")
 WITH_PROTOTYPES = METHODS[:2]
 
 pytestmark = [
     pytest.mark.skipif(not EXAMPLES.is_dir(), reason="looks at a checkout, which is not here"),
-    pytest.mark.timeout(2 * TIMEOUT_SECONDS),
+    pytest.mark.timeout(2 * DEADLINE_SECONDS),
 ]
 
 
@@ -435,7 +434,7 @@ def test_killed_and_resumed_it_ends_with_the_same_bits(method: str, tmp_path: Pa
         job = (method, str(tmp_path / name), killed_after, str(tmp_path / f"{number}.pt"))
         process = forked.Process(target=whole_run, args=job, daemon=True)
         process.start()
-        process.join(TIMEOUT_SECONDS)
+        process.join(DEADLINE_SECONDS)
         process.kill()
         codes.append(process.exitcode)
     straight, resumed = (torch.load(tmp_path / f"{number}.pt") for number in (0, 2))
@@ -447,7 +446,7 @@ def test_killed_and_resumed_it_ends_with_the_same_bits(method: str, tmp_path: Pa
 # --- as it is started ---
 
 
-def started(*arguments: str, timeout_seconds: float = TIMEOUT_SECONDS) -> str:
+def started(*arguments: str, timeout_seconds: float = DEADLINE_SECONDS) -> str:
     """What the example prints; it must succeed in time."""
     command = [sys.executable, str(EXAMPLES / "self_supervised.py"), *arguments]
     environment = os.environ | {"COLUMNS": "120", "NO_COLOR": "1", "TERM": "dumb"}

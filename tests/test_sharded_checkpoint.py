@@ -124,9 +124,9 @@ def load(directory: str, way: str) -> dict[str, Any]:
 @pytest.mark.parametrize(("way", "world_size", "stop"), [("fsdp", 2, 6), slow("ddp", 2, 5), slow("hsdp", 4, 4)])
 def test_resumes_in_the_middle_of_an_epoch(way: str, world_size: int, stop: int, tmp_path: Path) -> None:
     """Broken off in an update of the second epoch, and built anew: all shards, moments, losses and generators are right."""
-    expected = run_ranks(train, None, way, 0, None, world_size=world_size, timeout_seconds=60)
-    broken = run_ranks(train, str(tmp_path), way, 0, stop, world_size=world_size, timeout_seconds=60)
-    resumed = run_ranks(train, str(tmp_path), way, 30, None, world_size=world_size, timeout_seconds=60)
+    expected = run_ranks(train, None, way, 0, None, world_size=world_size)
+    broken = run_ranks(train, str(tmp_path), way, 0, stop, world_size=world_size)
+    resumed = run_ranks(train, str(tmp_path), way, 30, None, world_size=world_size)
     for rank in range(world_size):
         assert resumed[rank]["losses"][0][0] == stop
         assert broken[rank]["losses"][: stop - 1] + resumed[rank]["losses"] == expected[rank]["losses"]
@@ -145,12 +145,10 @@ def test_resumes_in_the_middle_of_an_epoch(way: str, world_size: int, stop: int,
 ])  # fmt: skip
 def test_any_sharding_reads_any_other(first: str, ranks: int, second: str, others: int, tmp_path: Path) -> None:
     """Parameters, buffers and moments are the same numbers, and back in the first sharding they still are."""
-    wrote = run_ranks(train, str(tmp_path / "a"), first, 0, None, 1, world_size=ranks, timeout_seconds=60)
+    wrote = run_ranks(train, str(tmp_path / "a"), first, 0, None, 1, world_size=ranks)
     verify(sorted((tmp_path / "a").glob("update-*"))[-1])  # each number is there once
     for directory, way, world_size in (("a", second, others), ("a", first, ranks)):
-        for rank, state in enumerate(
-            run_ranks(load, str(tmp_path / directory), way, world_size=world_size, timeout_seconds=60)
-        ):
+        for rank, state in enumerate(run_ranks(load, str(tmp_path / directory), way, world_size=world_size)):
             assert state["update"] == len(wrote[0]["losses"])
             assert state["model"] == wrote[rank if rank < ranks else 0]["model"]  # with the buffers of each replica
             assert state["optimizer"]["state"] == wrote[0]["optimizer"]["state"]
@@ -165,9 +163,9 @@ def there_and_back(directory: str, way: str, epochs: int) -> tuple[list[Any], An
 @pytest.mark.slow
 def test_two_ranks_one_and_two_again(tmp_path: Path) -> None:
     """Each resumes where the others ended, an epoch each."""
-    two = run_ranks(train, str(tmp_path), "fsdp", 0, None, 1, timeout_seconds=60)
-    one = run_ranks(there_and_back, str(tmp_path), "none", 2, world_size=1, timeout_seconds=60)
-    last = run_ranks(there_and_back, str(tmp_path), "fsdp", 3, timeout_seconds=60)
+    two = run_ranks(train, str(tmp_path), "fsdp", 0, None, 1)
+    one = run_ranks(there_and_back, str(tmp_path), "none", 2, world_size=1)
+    last = run_ranks(there_and_back, str(tmp_path), "fsdp", 3)
     updates = [[update for update, _ in losses] for losses in (two[0]["losses"], one[0][0], last[0][0])]
     assert [update for part in updates for update in part] == [*range(1, updates[-1][-1] + 1)]
     assert [len(part) for part in updates] == [
@@ -182,7 +180,7 @@ def test_two_ranks_one_and_two_again(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_consolidated_into_one_plain_file(tmp_path: Path) -> None:
     """`torch.load` without pickles gives the state_dict with whole tensors, and a plain model takes it."""
-    wrote = run_ranks(train, str(tmp_path), "fsdp", 0, None, 1, timeout_seconds=60)[0]
+    wrote = run_ranks(train, str(tmp_path), "fsdp", 0, None, 1)[0]
     newest = sorted(tmp_path.glob("update-*"))[-1]
     verify(newest)
     consolidate(newest, tmp_path / "model.pt")
@@ -195,7 +193,7 @@ def test_consolidated_into_one_plain_file(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_each_rank_writes_its_shard_only(tmp_path: Path) -> None:
     """Two ranks write half of the parameters and moments each: no tensor is gathered."""
-    run_ranks(train, str(tmp_path), "fsdp", 0, None, 1, timeout_seconds=60)
+    run_ranks(train, str(tmp_path), "fsdp", 0, None, 1)
     newest = sorted(tmp_path.glob("update-*"))[-1]
     sizes = [(newest / f"rank-0000{rank}.bin").stat().st_size for rank in range(2)]
     sharded = 3 * 4 * sum(parameter.numel() for parameter in Net().parameters())  # with two moments, in float32
@@ -233,15 +231,15 @@ def flipped(path: Path, where: int) -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_damaged_shard_of_one_rank_stops_all(rank: int, tmp_path: Path) -> None:
     """A flipped bit in the newest: all go back to the older one; in that too, and all raise the same and change nothing."""
-    run_ranks(train, str(tmp_path), "fsdp", 0, None, 1, timeout_seconds=60)
+    run_ranks(train, str(tmp_path), "fsdp", 0, None, 1)
     older, newest = sorted(path.name for path in tmp_path.glob("update-*"))[-2:]
     flipped(tmp_path / newest / f"rank-0000{rank}.bin", 10)
-    first = run_ranks(refused, str(tmp_path), timeout_seconds=60)
+    first = run_ranks(refused, str(tmp_path))
     assert [error for error, _, _ in first] == ["", ""]
     assert not (tmp_path / newest).exists()
     assert sum("has the checksum" in line and newest in line for line in first[0][2]) == 1
     flipped(tmp_path / older / f"rank-0000{rank}.bin", 10)
-    second = run_ranks(refused, str(tmp_path), timeout_seconds=60)
+    second = run_ranks(refused, str(tmp_path))
     assert second[0][0] == second[1][0] != ""
     assert "is whole" in second[0][0]
     assert [unchanged for _, unchanged, _ in second] == [True, True]

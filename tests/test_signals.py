@@ -19,7 +19,8 @@ from ignite.engine import Events
 import cuts
 import ignite_train
 from ignite_train.handlers import FailureBoard, StopOnSignal, stop_on_signal
-from test_failures import DEADLINE, Board, Group, Loader, make, threads, until
+from processes import DEADLINE_SECONDS
+from test_failures import Board, Group, Loader, make, threads, until
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
@@ -105,7 +106,7 @@ def test_signals_of_others_reach_them() -> None:
     """A descriptor that was told of signals before, an event loop's say, hears of those that are not ours."""
     ours, theirs = socket.socketpair()
     theirs.setblocking(False)
-    ours.settimeout(DEADLINE)
+    ours.settimeout(DEADLINE_SECONDS)
     heard: list[Any] = []
     trainer = make("auto")
     StopOnSignal([signal.SIGUSR1]).attach(trainer)
@@ -248,7 +249,7 @@ def test_a_rank_that_is_stuck_ends_when_its_grace_is_over(tmp_path: Path) -> Non
             group.board.wait_for(f"sticks.{rank}")
         sent = time.monotonic()
         group.send(signal.SIGTERM, 0, 1)
-        assert [group.status(rank, 1.0 + DEADLINE) for rank in (0, 1)] == [128 + signal.SIGTERM] * 2
+        assert [group.status(rank, 1.0 + DEADLINE_SECONDS) for rank in (0, 1)] == [128 + signal.SIGTERM] * 2
         assert time.monotonic() - sent >= 1.0
         for rank in (0, 1):
             late = f"SIGTERM: the run has not ended within grace_seconds=1; rank {rank}, at update "
@@ -265,7 +266,7 @@ def test_a_second_signal_ends_the_process_at_once(tmp_path: Path) -> None:
         group.send(signal.SIGTERM, 0)
         until(lambda: "SIGTERM: the run ends after" in group.stderr(0), "the first signal is heard of")
         again = time.monotonic()
-        while group.lives(0) and time.monotonic() < again + DEADLINE:
+        while group.lives(0) and time.monotonic() < again + DEADLINE_SECONDS:
             group.send(signal.SIGUSR1, 0)
             time.sleep(0.05)
         assert group.status(0, 1.0) == 128 + signal.SIGUSR1
@@ -333,7 +334,7 @@ def test_torchrun_starts_a_job_again_whose_rank_was_killed(tmp_path: Path) -> No
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=DEADLINE_SECONDS,
     )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "died").exists()

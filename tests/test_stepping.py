@@ -398,6 +398,6 @@ def fsdp_against_one_process() -> tuple[list[float], list[float], list[bool]]:
 
 def test_a_sharded_step_is_folded():
     """FSDP2's shards, stepped by fused AdamW with the factor folded in, are those of the whole model stepped by hand."""
-    for ours, right, folded in run_ranks(fsdp_against_one_process, timeout_seconds=60.0):
+    for ours, right, folded in run_ranks(fsdp_against_one_process):
         assert folded == [True, True]
         assert ours == pytest.approx(right, rel=1e-6, abs=1e-4 * LR)  # the ranks' sums are in another order

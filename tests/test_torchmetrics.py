@@ -88,7 +88,7 @@ def test_torchmetrics_are_exact_over_uneven_ranks(on_trainer: bool) -> None:
     data = [batch for rank, own in enumerate(SIZES) for batch in batches(own, rank)]
     expected = evaluated(data, on_trainer)
     assert expected[0] == expected[1]
-    for found in run_ranks(evaluated_by_ranks, SIZES, on_trainer, timeout_seconds=60):
+    for found in run_ranks(evaluated_by_ranks, SIZES, on_trainer):
         for one, other in zip(found, expected, strict=True):
             assert one == pytest.approx(other, rel=1e-6)
 

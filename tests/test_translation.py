@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from bits import bit_by_bit
 from ignite_train import create_evaluator
 from ignite_train.checkpoint import average_checkpoints, consolidate, find
-from processes import forked
+from processes import DEADLINE_SECONDS, forked
 from ranks import run_ranks
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -330,9 +330,9 @@ def _write(directory: Path, log: Path, changes: dict[str, Any]) -> None:
 
 def wait_for(process: Any, log: Path, text: str) -> None:
     """Until this process has written this, which it must do before it ends."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + DEADLINE_SECONDS
     while not log.exists() or text not in log.read_text():
-        assert time.monotonic() < deadline, f"no {text!r} after two minutes"
+        assert time.monotonic() < deadline, f"no {text!r} after {DEADLINE_SECONDS:.0f} s"
         process.join(0.05)
         assert process.exitcode is None, "it ended before it could be killed"
 

@@ -25,11 +25,11 @@ from ignite.engine import Events
 
 import ignite_train
 from ignite_train import GaveUpError, NonFiniteError, UpdateOptions, UpdateOutput, create_trainer, handlers
+from processes import DEADLINE_SECONDS
 
 ROOT = Path(__file__).parent.parent
 DOCUMENT = ROOT / "docs" / "distributed.md"
 TORCHRUN, SBATCH = ROOT / "examples" / "torchrun.sh", ROOT / "examples" / "slurm.sbatch"
-DEADLINE = 180.0  # for a job of a few seconds, on a machine that is busy
 PATIENCE = 60.0  # for a launcher to end what it has started
 HANDLERS = ("FailureBoard", "GradNormConsistency", "HangWatch", "StateConsistency", "StopOnSignal")
 
@@ -58,7 +58,12 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def alone(script: Path) -> Result:
     """What one process comes to."""
     done = subprocess.run(
-        [sys.executable, script], env=environment(script.parent), capture_output=True, text=True, timeout=DEADLINE, check=False
+        [sys.executable, script],
+        env=environment(script.parent),
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_SECONDS,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return results(done.stdout)[0]
@@ -111,7 +116,7 @@ def run_agents(script: Path, endpoint: str, hosts: tuple[Host, Host]) -> list[Ag
     """Starts examples/torchrun.sh on both hosts, the first of which holds the store, and waits for the end of both."""
     launched = []
     logs = [script.parent / f"{host.address}.{name}" for host in hosts for name in ("output", "errors")]
-    deadline = time.monotonic() + DEADLINE
+    deadline = time.monotonic() + DEADLINE_SECONDS
     with ExitStack() as stack:
         shared = tempfile.mkdtemp(dir=script.parent)
         for number, host in enumerate(hosts):
@@ -122,7 +127,7 @@ def run_agents(script: Path, endpoint: str, hosts: tuple[Host, Host]) -> list[Ag
                 "NPROC": "1",
                 "JOB": script.parent.name,
                 "PET_LOCAL_ADDR": host.address,
-                "PET_RDZV_CONF": f"is_host={number == 0},join_timeout={DEADLINE:.0f}",
+                "PET_RDZV_CONF": f"is_host={number == 0},join_timeout={DEADLINE_SECONDS:.0f}",
                 "RESTARTS": "0",
                 "RUN_DIR": shared,
                 "GLOO_SOCKET_IFNAME": host.interface,
@@ -141,7 +146,7 @@ def run_agents(script: Path, endpoint: str, hosts: tuple[Host, Host]) -> list[Ag
         statuses = [process.poll() for process in launched]
     texts = [log.read_text() for log in logs]
     told = "\n".join(f"--- {log.name}\n{text}" for log, text in zip(logs, texts, strict=True))
-    assert None not in statuses, f"torchrun did not end within {DEADLINE:g} s\n{told}"
+    assert None not in statuses, f"torchrun did not end within {DEADLINE_SECONDS:g} s\n{told}"
     return [Agent(status or 0, *texts[2 * index : 2 * index + 2]) for index, status in enumerate(statuses)]
 
 
@@ -193,7 +198,7 @@ def test_two_agents_on_two_addresses_make_the_updates_of_one_process(script: Pat
 
 def ip(*arguments: str) -> str:
     """Configures the network."""
-    done = subprocess.run(["ip", *arguments], capture_output=True, text=True, timeout=PATIENCE, check=True)
+    done = subprocess.run(["ip", *arguments], capture_output=True, text=True, timeout=DEADLINE_SECONDS, check=True)
     return done.stdout
 
 
@@ -221,7 +226,7 @@ def two_networks() -> Iterator[tuple[Host, Host]]:
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(3 * DEADLINE)
+@pytest.mark.timeout(3 * DEADLINE_SECONDS)
 def test_two_agents_on_two_networks_make_the_updates_of_one_process(script: Path, alone: Result) -> None:
     """The hosts share nothing but a cable, and what crosses it is as much as the gradients of all updates are."""
     with two_networks() as hosts:
@@ -238,7 +243,7 @@ def test_two_agents_on_two_networks_make_the_updates_of_one_process(script: Path
 @pytest.mark.parametrize("path", [TORCHRUN, SBATCH], ids=lambda path: path.name)
 def test_the_shell_understands_it(path: Path) -> None:
     """`bash -n` finds no fault."""
-    done = subprocess.run(["bash", "-n", str(path)], capture_output=True, text=True, timeout=PATIENCE, check=False)
+    done = subprocess.run(["bash", "-n", str(path)], capture_output=True, text=True, timeout=DEADLINE_SECONDS, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -270,7 +275,7 @@ def test_each_task_of_slurm_is_a_rank(tmp_path: Path, status: int) -> None:
     settings = environment(tmp_path, SLURM_JOB_ID="123456", SLURM_JOB_NODELIST="node[7-8]")
     settings["PATH"] = f"{tmp_path}{os.pathsep}{settings['PATH']}"
     command = ["bash", str(SBATCH), str(tmp_path / "train.py"), "--steps 3", str(status)]
-    done = subprocess.run(command, env=settings, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    done = subprocess.run(command, env=settings, capture_output=True, text=True, timeout=DEADLINE_SECONDS, check=False)
     assert done.returncode == status, done.stderr
     *tasks, said = done.stdout.splitlines() if status > 1 else [*done.stdout.splitlines(), None]
     assert said == ("scontrol requeue 123456" if status > 1 else None)

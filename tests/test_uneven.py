@@ -170,7 +170,7 @@ def test_a_placeholder_keeps_ranks_in_step(accumulation_steps: int, way: str, si
 
     The placeholder is the rank's latest micro-batch. It leaves random state, buffers, sums and carried values alone.
     """
-    results = run_ranks(train_in_step, accumulation_steps, way, sized, timeout_seconds=40)
+    results = run_ranks(train_in_step, accumulation_steps, way, sized)
     zero, one = data((3, 2))
     rounds = [*pairs(zero, one), [(zero[2], True), (one[1], False)]]
     updates = [rounds[start : start + accumulation_steps] for start in range(0, 3, accumulation_steps)]
@@ -195,7 +195,7 @@ def train_in_step(accumulation_steps: int, way: str, sized: bool) -> dict[str, A
 @pytest.mark.parametrize(("counts", "accumulation_steps"), [((3, 2), 1), ((4, 3), 2), ((2, 5), 3)])
 def test_the_shortest_is_exact(counts: tuple[int, int], accumulation_steps: int, way: str, sized: bool) -> None:
     """Both ranks run forward as often as the shorter one can, also in the last group: the sum over those, by hand."""
-    results = run_ranks(train_shortest, counts, accumulation_steps, way, sized, timeout_seconds=40)
+    results = run_ranks(train_shortest, counts, accumulation_steps, way, sized)
     rounds = pairs(*data(counts))
     updates = [rounds[start : start + accumulation_steps] for start in range(0, len(rounds), accumulation_steps)]
     expected = by_hand(updates)
@@ -331,7 +331,7 @@ def found_in_step(way: str, policy: str) -> tuple[str, list[int]]:
 @pytest.mark.parametrize("policy", ["replay", "shortest"])
 def test_a_value_that_is_not_finite_is_found_in_step(policy: str, way: str) -> None:
     """The search runs forward equally often on all ranks, so its collectives meet; it ends with the same error on each."""
-    first, second = run_ranks(found_in_step, way, policy, timeout_seconds=20)
+    first, second = run_ranks(found_in_step, way, policy)
     assert first[0] == second[0]
     assert "(rank 0, micro-batch 3 of 4: inf in the micro-batch itself" in first[0]
     assert first[1][0] == second[1][0] == 8

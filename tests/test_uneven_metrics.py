@@ -206,7 +206,7 @@ def evaluated(sizes: list[list[int]]) -> dict[str, Any]:
 def test_each_metric_is_that_of_all_samples(sizes: list[list[int]]) -> None:
     """All of Ignite's, with predictions of many kinds, on both ranks."""
     pytest.importorskip("sklearn")
-    outcomes = run_ranks(evaluated, sizes, timeout_seconds=200)
+    outcomes = run_ranks(evaluated, sizes)
     data = [batch for rank, own in enumerate(sizes) for batch in batches(own, rank)]
     for name, make in OF_IGNITE.items():
         evaluator = make_evaluator()
@@ -314,7 +314,7 @@ def refused(names: list[str]) -> dict[str, str]:
 
 def test_what_has_no_right_number_is_refused_on_all_ranks() -> None:
     """In one line that names the metric; no rank waits for another."""
-    for outcome in run_ranks(refused, list(REFUSED), timeout_seconds=60):
+    for outcome in run_ranks(refused, list(REFUSED)):
         for name, (_, _, message) in REFUSED.items():
             assert outcome[name].startswith(message)
             assert "\n" not in outcome[name]
@@ -344,8 +344,8 @@ def running_metric_of_training() -> str:
 @pytest.mark.slow
 def test_uneven_lists_are_gathered_and_running_metrics_need_ranks_in_step() -> None:
     """A metric of the user's that gathers is exact; a trainer compares the numbers of micro-batches."""
-    assert run_ranks(allowed, timeout_seconds=60) == [[11, True]] * 2
-    for message in run_ranks(running_metric_of_training, timeout_seconds=60):
+    assert run_ranks(allowed) == [[11, True]] * 2
+    for message in run_ranks(running_metric_of_training):
         assert message.startswith(
             "metric 'running' is reduced over ranks after each micro-batch and would hang where they have"
         )

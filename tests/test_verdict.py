@@ -472,7 +472,7 @@ def on_ranks(way: str, name: str, spoilt: int | None, scaled: bool, checked: boo
 )
 def test_all_ranks_step_ahead_alike(way, name, scaled, checked):
     """On two ranks too, in every way of crossing them, overflow, empty groups and new names of logs included."""
-    results = run_ranks(on_ranks, way, name, 4, scaled, checked, timeout_seconds=60.0)
+    results = run_ranks(on_ranks, way, name, 4, scaled, checked)
     (same, queued, seen), (same_too, queued_too, seen_too) = results
     assert same
     assert same_too

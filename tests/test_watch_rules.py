@@ -15,9 +15,9 @@ LIMIT = 10.0
 WAITS, ELSEWHERE, AT_WORK = ("wait (gloo.py:1)", True), ("wait (other.py:2)", True), ("forward (model.py:3)", False)
 
 
-def report(place: tuple[str, bool], *, update: int = 5, over: bool = False) -> Any:
+def report(place: tuple[str, bool], *, update: int = 5, over: bool = False, knows: bool = False) -> Any:
     where, waits = place
-    return hang_watch._Report(1, update, 9, 0, 20, waits, where, over)
+    return hang_watch._Report(1, update, 9, 0, 20, waits, where, over, knows)
 
 
 def watch_of(reports: list[Any], waited: float) -> Any:
@@ -64,6 +64,25 @@ def test_a_rank_waits_in_vain_for_one_that_has_left(place: Any, expected: bool) 
     assert watch_of(reports, LIMIT + 1)._waits_in_vain([0, 1], LIMIT) is expected
 
 
+@pytest.mark.parametrize(
+    ("reports", "store", "expected"),
+    [
+        ([report(AT_WORK, knows=True), report(WAITS)], True, True),
+        ([report(AT_WORK, knows=True), report(WAITS, knows=True)], True, False),
+        ([report(AT_WORK, knows=True), report(WAITS, over=True)], True, False),
+        ([report(AT_WORK, knows=True), None], True, False),
+        ([report(AT_WORK), report(WAITS, knows=True)], True, True),
+        ([report(AT_WORK, knows=True), report(WAITS)], False, False),
+    ],
+    ids=["one does not", "all do", "it has left", "it has not begun", "it does not know that we do", "no store"],
+)
+def test_a_rank_ends_when_the_others_know_why(reports: list[Any], store: bool, expected: bool) -> None:
+    """Its end breaks their connections; one that has not read the finding would report those."""
+    watch = watch_of(reports, 0.0)
+    watch._messages = object() if store else None
+    assert watch._some_have_not_read() is expected
+
+
 def frame(file: str, **names: Any) -> Any:
     return SimpleNamespace(f_code=SimpleNamespace(co_filename=file, co_name="stand"), f_globals=names, f_lineno=12)
 
@@ -85,7 +104,10 @@ def test_a_report_says_where_the_main_thread_is(monkeypatch: pytest.MonkeyPatch,
     watch._main, watch._evaluator = 123, SimpleNamespace(state=SimpleNamespace(iteration=4))
     watch._trainer = SimpleNamespace(state=SimpleNamespace(iteration=7, num_micro_batches=9))
     begun = hang_watch.collectives.collectives_begun()
-    assert watch._look(3, over=True) == hang_watch._Report(3, 7, 9, 4, begun, waits, where, over=True)
+    watch._verdict = ""
+    assert watch._look(3, over=True) == hang_watch._Report(3, 7, 9, 4, begun, waits, where, over=True, knows=False)
+    watch._verdict = "rank 1 is silent"
+    assert watch._look(3, over=True).knows
     watch._evaluator = None
     assert watch._look(3, over=True).evaluated == 0
 

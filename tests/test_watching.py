@@ -23,11 +23,11 @@ import cuts
 from ignite_train import create_evaluator, create_trainer
 from ignite_train.handlers import TrainingMetrics, Validation
 from ignite_train.plot import Curve, read_curves
+from processes import DEADLINE_SECONDS
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs/watching-a-run.md"
 DATA = cuts.cut(cuts.samples(), [4, 12, 7, 9, 16, 16])  # six micro-batches
-TIMEOUT_SECONDS = 240.0
 
 of_a_checkout = pytest.mark.skipif(not PAGE.is_file(), reason="looks at a checkout, and this is none")
 
@@ -40,7 +40,7 @@ def make() -> tuple[Any, Any]:
     return trainer, evaluator
 
 
-def run(example: str, *arguments: str, timeout_seconds: float = TIMEOUT_SECONDS) -> str:
+def run(example: str, *arguments: str, timeout_seconds: float = DEADLINE_SECONDS) -> str:
     """What the example prints."""
     command = [sys.executable, str(ROOT / "examples" / example), *arguments]
     environment = os.environ | {"COLUMNS": "120", "NO_COLOR": "1", "TERM": "dumb"}
@@ -77,7 +77,7 @@ def test_each_picture_has_a_command() -> None:
 
 @of_a_checkout
 @pytest.mark.nightly
-@pytest.mark.timeout(TIMEOUT_SECONDS + 20)
+@pytest.mark.timeout(DEADLINE_SECONDS + 60)
 def test_overflow_looks_like_it(tmp_path: Path) -> None:
     """The scale falls and updates are skipped; all runs are looked at in the nightly test."""
     printed = run("sick_runs.py", "overflow", "--updates", "40", "--directory", str(tmp_path))
@@ -97,12 +97,12 @@ def slowest_ranks(curves: Mapping[str, Curve]) -> list[tuple[float, float]]:
 
 @of_a_checkout
 @pytest.mark.nightly
-@pytest.mark.timeout(4 * TIMEOUT_SECONDS + 20)
+@pytest.mark.timeout(4 * DEADLINE_SECONDS + 20)
 def test_sick_runs_look_sick(tmp_path: Path) -> None:
     """Each in the numbers that the page names; short runs."""
     pictures = tmp_path / "pictures"
     shown = ("--updates", "80", "--directory", str(tmp_path), "--pictures", str(pictures))
-    run("sick_runs.py", "all", *shown, timeout_seconds=4 * TIMEOUT_SECONDS)  # eight processes
+    run("sick_runs.py", "all", *shown, timeout_seconds=4 * DEADLINE_SECONDS)  # eight processes
     curves = {
         name: read_curves(tmp_path / name) for name in ("healthy", "diverging", "overflow", "starved", "straggler", "exploding")
     }
@@ -175,7 +175,7 @@ def records(path: Path) -> Iterator[bytes]:
 
 @of_a_checkout
 @pytest.mark.slow
-@pytest.mark.timeout(TIMEOUT_SECONDS + 20)
+@pytest.mark.timeout(DEADLINE_SECONDS + 60)
 def test_the_tracker_of_the_example_writes_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What W&B has put on the disk has the loss of training and of validation at their updates."""
     pytest.importorskip("wandb", reason="needs the package wandb, which is none of ours")

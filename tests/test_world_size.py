@@ -85,9 +85,7 @@ def travel(
     updates: list[list[int]] = []
     parameters: Any = None
     for world_size, batch_size, accumulation, last_update in legs:
-        outcomes = run_ranks(
-            train, directory, batch_size, accumulation, last_update, reduction, world_size=world_size, timeout_seconds=60
-        )
+        outcomes = run_ranks(train, directory, batch_size, accumulation, last_update, reduction, world_size=world_size)
         for parts in zip(*(parts for parts, _ in outcomes), strict=True):
             updates.append(sorted(index for part in parts for index in part))
         parameters = outcomes[0][1]
@@ -119,9 +117,9 @@ def test_the_same_command_on_other_ranks_uses_each_sample_once(tmp_path: Path) -
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
 def test_a_loader_that_cannot_seek_is_refused_within_an_epoch(tmp_path: Path, before: int, after: int) -> None:
     """On every rank, with the reason and what to do."""
-    run_ranks(train, tmp_path, 4, 2, 3, "ddp", "plain", world_size=before, timeout_seconds=60)
+    run_ranks(train, tmp_path, 4, 2, 3, "ddp", "plain", world_size=before)
     with pytest.raises(RanksFailedError) as caught:
-        run_ranks(train, tmp_path, 4, 2, None, "ddp", "plain", world_size=after, timeout_seconds=60)
+        run_ranks(train, tmp_path, 4, 2, None, "ddp", "plain", world_size=after)
     message = (
         "ValueError: data must be a loader that can seek, such as ResumableLoader, to resume in the middle of an epoch with "
         f"{after} ranks after {before}, got a DataLoader; or resume from a checkpoint of the end of an epoch"
@@ -133,7 +131,7 @@ def test_a_loader_that_cannot_seek_is_refused_within_an_epoch(tmp_path: Path, be
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
 def test_at_the_end_of_an_epoch_any_loader_is_taken(tmp_path: Path, before: int, after: int) -> None:
     """No place has to be found: the second epoch begins on other ranks."""
-    run_ranks(train, tmp_path, 4, 2, None, "ddp", "plain", 1, world_size=before, timeout_seconds=60)
-    outcomes = run_ranks(train, tmp_path, 4, 2, None, "ddp", "plain", world_size=after, timeout_seconds=60)
+    run_ranks(train, tmp_path, 4, 2, None, "ddp", "plain", 1, world_size=before)
+    outcomes = run_ranks(train, tmp_path, 4, 2, None, "ddp", "plain", world_size=after)
     used = [index for updates, _ in outcomes for update in updates for index in update]
     assert Counter(used) == Counter(range(COUNT))
