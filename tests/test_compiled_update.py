@@ -284,7 +284,7 @@ def poisoned(*sizes: int, where: int) -> list[Batch]:
 
 
 @pytest.mark.parametrize(("steps", "where"), [slow(1, 0), slow(1, 2), slow(2, 0), slow(2, 3)])
-def test_a_step_that_is_withheld_leaves_no_trace(bits, steps, where):
+def test_a_step_that_is_skipped_leaves_no_trace(bits, steps, where):
     """Weights and the optimizer's state are the same bits as before, also where it has made no step yet."""
     name = "Adam-amsgrad" if steps == 1 else "SGD-momentum"
     setup = make(optimizer=OPTIMIZERS[name], accumulation_steps=steps, on_nonfinite="skip")

@@ -473,7 +473,7 @@ def test_a_gradient_that_one_rank_lacks_is_named() -> None:
     ],
 )
 def test_the_device_objects_to_what_the_host_raises_for(norms: list[float]) -> None:
-    """Both look at the same sums: an update that the host ends is one whose step the device has withheld."""
+    """Both look at the same sums: an update that the host ends is one whose step the device has skipped."""
     check = GradNormConsistency()
     check._sent = None if norms[0] == -1.0 else (1, norms[0])
     try:

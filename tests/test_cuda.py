@@ -91,7 +91,7 @@ def test_the_same_as_on_the_cpu() -> None:
 
 
 def test_an_overflow_is_skipped_and_leaves_no_trace() -> None:
-    """In fp16 the device withholds the step, and the host learns of it in the same update."""
+    """In fp16 the device skips the step, and the host learns of it in the same update."""
     trainer, model, _ = make(precision="fp16")
     trainer.run(data(), max_iters=3)
     before = [parameter.clone() for parameter in model.parameters()]

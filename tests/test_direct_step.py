@@ -494,8 +494,8 @@ def test_parameters_in_shards():
 OFF: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "numbers": ("_fused_adamw_", lambda kernel: lambda *a, lr, **o: kernel(*a, lr=lr * (1 + 1e-6), **o)),
     "scale": ("_fused_adamw_", lambda kernel: lambda *a, grad_scale, **o: kernel(*a, grad_scale=None, **o)),
-    "withheld": ("_fused_adamw_", lambda kernel: lambda *a, found_inf, **o: kernel(*a, found_inf=None, **o)),
-    "withheld for any number": (
+    "skipped": ("_fused_adamw_", lambda kernel: lambda *a, found_inf, **o: kernel(*a, found_inf=None, **o)),
+    "skipped for any number": (
         "_fused_adamw_",
         lambda kernel: lambda *a, found_inf, **o: kernel(*a, found_inf=None if found_inf is None else found_inf * 0 + 1, **o),
     ),

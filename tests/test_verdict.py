@@ -231,7 +231,7 @@ def test_a_factor_of_one(monkeypatch, bits):
 
 @pytest.mark.parametrize("give_up_after", [None, 1])
 def test_out_of_memory_is_settled_by_the_host(monkeypatch, bits, give_up_after):
-    """Handlers of OUT_OF_MEMORY, and whoever gives up, come before the step: the device withholds it."""
+    """Handlers of OUT_OF_MEMORY, and whoever gives up, come before the step: the device skips it."""
     arguments: dict[str, Any] = {"on_out_of_memory": "skip", "give_up_after": give_up_after}
     monkeypatch.setattr(to_host, "_HOST", "nowhere")
     with monkeypatch.context() as held:
@@ -245,7 +245,7 @@ def test_out_of_memory_is_settled_by_the_host(monkeypatch, bits, give_up_after):
 
 
 def test_a_divisor_beyond_float32_is_left_to_the_host(elsewhere, queued):
-    """A factor of 1e-42 is multiplied in beforehand, as everywhere; the device withholds what it cannot divide by."""
+    """A factor of 1e-42 is multiplied in beforehand, as everywhere; the device skips what it cannot divide by."""
     model = nn.Linear(1, 1, bias=False)
     with torch.no_grad():
         model.weight.zero_()
@@ -297,7 +297,7 @@ _border = st.sampled_from([0.0, 1.0, math.inf, math.nan, 1.7e308, 5e-324, 3.4e38
 )
 @settings(max_examples=400, deadline=None, derandomize=True)
 def test_both_verdicts_are_of_one_arithmetic(size, loss, norm, ranks, scale, clip):
-    """Whatever the sums are, the device withholds what the host skips, and divides by what the host divides by."""
+    """Whatever the sums are, the device skips what the host skips, and divides by what the host divides by."""
     model = nn.Linear(1, 1)
     trainer = create_trainer(model, SGD(model.parameters(), lr=0.1, fused=True), mean, max_grad_norm=clip)
     update: Any = trainer._update
@@ -396,7 +396,7 @@ class Objecting(Piggyback):
 
 
 @pytest.mark.parametrize("raises", [True, False])
-def test_an_objection_withholds_the_step(elsewhere, queued, build, micro_batches, bits, raises):
+def test_an_objection_skips_the_step(elsewhere, queued, build, micro_batches, bits, raises):
     """The device leaves the update to the host, which hears the piggyback before it makes the step, or does not make it."""
     model, _, trainer = build(optimizer=FUSED["sgd"])
     trainer.piggybacks += [Objecting(9, trainer, raises=True), Objecting(3, trainer, raises=raises)]
@@ -436,7 +436,7 @@ def test_the_order_is_said_once(elsewhere, build, micro_batches, caplog):
     lines = [record.message for record in caplog.records if "queued" in record.message]
     assert len(lines) == 1
     assert lines[0].endswith(
-        "at first not, since a parameter has no moments yet, and a step that was withheld would leave some behind"
+        "at first not, since a parameter has no moments yet, and a step that was skipped would leave some behind"
     )
 
 

@@ -90,7 +90,7 @@ class CompiledStep:
 
     Rates, betas and the like are read from the groups in each update and are numbers that the graph is given, so that a
     schedule compiles nothing. Moments, and the tensors that count steps, are those of the optimizer's state. Before its first
-    step they are made as torch makes them, and are the optimizer's once that step is made: one that is withheld leaves none.
+    step they are made as torch makes them, and are the optimizer's once that step is made: one that is skipped leaves none.
 
     Args:
         optimizer: which to step.

@@ -305,8 +305,8 @@ def is_direct_right(
     """
     right, direct = (_trial(kind, switched, dtype, device, decoupled=decoupled) for _ in range(2))
     try:
-        for number, (scale, withheld) in enumerate(_GIVEN):
-            given = {"grad_scale": scale, "found_inf": withheld}
+        for number, (scale, found_inf) in enumerate(_GIVEN):
+            given = {"grad_scale": scale, "found_inf": found_inf}
             tensors = {
                 name: torch.full((), value, dtype=torch.float32, device=device)
                 for name, value in given.items()

@@ -88,7 +88,7 @@ class Stepping:
         return self._host_divisor
 
     def _step_with(self, groups: Sequence[SteppedGroup], **given: Tensor) -> None:
-        """Has the kernel divide by `grad_scale`, and heed `found_inf`."""
+        """Has the kernel divide by `grad_scale`, and skip the step if `found_inf` is not 0."""
         if self._direct(groups, **given) is None:
             return
         attributes: dict[str, Any] = vars(self._optimizer)
@@ -100,19 +100,19 @@ class Stepping:
                 del attributes[name]
 
     def why_not_queued(self) -> str | None:
-        """Why a folded step could not be withheld on the device without a trace; asked at each step."""
+        """Why a folded step could not be skipped by the device without a trace; asked at each step."""
         optimizer = self._optimizer
         if self._takes_closure:
             return "its step evaluates the loss again"
         if optimizer._optimizer_step_post_hooks or _global_optimizer_post_hooks:
-            return "a post-hook of its step would be called for a step that was withheld"
+            return "a post-hook of its step would be called for a step that was skipped"
         for group in optimizer.param_groups:
             if type(optimizer) is SGD and group["momentum"] == 0:
                 continue  # has no state
             key = "momentum_buffer" if type(optimizer) is SGD else "step"
             for parameter in group["params"]:
                 if parameter.grad is not None and optimizer.state.get(parameter, {}).get(key) is None:
-                    return "a parameter has no moments yet, and a step that was withheld would leave some behind"
+                    return "a parameter has no moments yet, and a step that was skipped would leave some behind"
         return None
 
     def why_not_fused(self) -> str | None:

@@ -21,15 +21,15 @@ __all__ = ["QueuedStep"]
 class QueuedStep:
     """On an accelerator, has the device decide about the step, so that it need not wait for the host to do so.
 
-    The sums and the norm lie on the device. Whether the update is plain (samples, finite, nothing for the host to settle) and
-    what to divide the gradients by is computed there; those numbers set out for the host, an event behind them; then the
-    optimizer's fused step is queued, with `grad_scale` and `found_inf`; and only then the host waits, for the event. An update
-    that is not plain is withheld by the kernel, which leaves no trace, and the host decides about it as it does elsewhere.
+    The sums and the norm lie on the device. Whether the update is plain (samples, finite, nothing only the host can decide)
+    and what to divide the gradients by is computed there; those numbers set out for the host, an event behind them; then the
+    optimizer's fused step is queued, with `grad_scale` and `found_inf`; and only then the host waits, for the event. If the
+    update is not plain, the kernel skips the step, which leaves no trace, and the host decides about it as it does elsewhere.
 
     The order of reading and stepping is the other one (the host reads, then steps) wherever the difference could show:
 
     - GRADIENTS_REDUCED or GRADIENTS_READY has a handler, also one whose filter is not due;
-    - the factor cannot be folded into the step, or a step that is withheld would leave a trace; see `Stepping`;
+    - the factor cannot be folded into the step, or a step that is skipped would leave a trace; see `Stepping`;
     - gradients and sums are not all on one device, or it has no float64.
 
     Args:

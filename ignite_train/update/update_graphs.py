@@ -110,7 +110,7 @@ class UpdateGraphs:
     def end(
         self, micro_batch: Any, numbers: Tensor, before: Gathered | None, states: list[Tensor], num_made: Tensor
     ) -> tuple[Tensor, Any]:
-        """Runs forward and backward of the last micro-batch, and makes the step or withholds it.
+        """Runs forward and backward of the last micro-batch, and makes the step or skips it.
 
         Args:
             micro_batch: on the device of the model.
