@@ -20,6 +20,7 @@ __all__ = ["FailureBoard", "PeerFailureError"]
 _logger = logging.getLogger(__name__)
 _POLL_SECONDS = 0.25  # between two looks at the board
 _PATIENCE_SECONDS = 1.0  # for the main thread to end the run by itself
+_PARTS = 10  # of that second
 _ROLL_CALL_SECONDS = 2.0  # for the other ranks to answer
 _LONGEST_MESSAGE = 2000  # characters of an exception's message
 _SAFE_POINTS = (
@@ -233,12 +234,14 @@ class _Watch(threading.Thread):
         self._answer("first heard")
 
     def _insist(self) -> None:
-        """Gives the main thread a second to end the run, and then ends the process."""
-        deadline = time.monotonic() + _PATIENCE_SECONDS
+        """Gives the main thread a second to end the run, and then ends the process.
+
+        The second consists of parts, so that a process that stands still in one of them, as on a busy machine, has the others.
+        """
         self._trainer.add_event_handler(_SAFE_POINTS, self._raise)
         self._call_roll()
-        if not self._over.wait(deadline - time.monotonic()):
-            _logger.error(f"rank {self._rank} ends now: it would wait forever for the rank that failed")
+        if not any(self._over.wait(_PATIENCE_SECONDS / _PARTS) for _ in range(_PARTS)):
+            _logger.error(f"rank {self._rank} ends now: most likely it waits for the rank that failed")
             collectives.end_process(1)
 
     # --- which ranks are still running ---

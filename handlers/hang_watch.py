@@ -26,7 +26,7 @@ __all__ = ["HangWatch"]
 
 _logger = logging.getLogger(__name__)
 _STDERR = 2
-_PATIENCE_SECONDS = 2.0  # to wait for a store that does not answer, or for ranks that have not read the finding
+_PATIENCE_SECONDS = 2.0  # to wait for a store that does not answer, or for ranks that have not told the finding
 
 _MARK = "_WAITS_FOR_RANKS"  # a name that is true in each file of this library that waits for other ranks
 _WAITING_PLACES_OF_TORCH = ("torch/distributed/", "torch/autograd/graph.py")
@@ -130,7 +130,7 @@ class _Report(NamedTuple):
         waits: whether its main thread is at a place where it waits for other ranks.
         where: function, file and line of its main thread.
         over: whether its run has ended.
-        knows: whether it knows that the training hangs.
+        has_told: whether it knows that the training hangs, and has written its stacks.
     """
 
     beat: int
@@ -141,7 +141,7 @@ class _Report(NamedTuple):
     waits: bool
     where: str
     over: bool
-    knows: bool
+    has_told: bool
 
     @property
     def progress(self) -> tuple[int, ...]:
@@ -200,7 +200,7 @@ class _Watch:
         self._heard = [0.0] * world_size
         self._arrived = [0.0] * world_size  # where each rank stands
         self._reports: list[_Report | None] = [None] * world_size
-        self._verdict = ""
+        self._verdict, self._has_told = "", False
         self._messages = SealedMessages.start()
         self._threads = [threading.Thread(target=work, name="HangWatch", daemon=True) for work in (self._talk, self._judge)]
         for thread in self._threads:
@@ -238,9 +238,7 @@ class _Watch:
             where = f"{code.co_name} ({Path(code.co_filename).name}:{frame.f_lineno})"
         evaluated = 0 if evaluator is None else evaluator.state.iteration
         begun = collectives.collectives_begun()
-        return _Report(
-            beat, state.iteration, state.num_micro_batches, evaluated, begun, waits, where, over, bool(self._verdict)
-        )
+        return _Report(beat, state.iteration, state.num_micro_batches, evaluated, begun, waits, where, over, self._has_told)
 
     def _exchange(self) -> None:
         messages = self._messages
@@ -328,22 +326,23 @@ class _Watch:
         )
 
     def _conclude(self) -> None:
-        """Logs the finding and the stacks, waits until the others can do so too, and ends the process.
+        """Logs the finding and the stacks, waits until the others have done so too, and ends the process.
 
-        A rank that ends breaks the connections of the others. One that has not read the finding by then would report that.
+        A rank that ends breaks the connections of the others. One that has not got so far by then would report that instead.
         """
         _logger.error(f"training hangs: {self._verdict}. The stacks of rank {self._rank} follow; then it ends.")
         faulthandler.dump_traceback(_STDERR, all_threads=True)
+        self._has_told = True
         latest = time.monotonic() + _PATIENCE_SECONDS
-        while self._some_have_not_read() and time.monotonic() < latest:
+        while self._some_have_not_told() and time.monotonic() < latest:
             time.sleep(self._interval / 4)
-        time.sleep(3 * self._interval)  # to write their stacks
+        time.sleep(3 * self._interval)  # for the others to learn that this rank has done so
         collectives.end_process(1)
 
-    def _some_have_not_read(self) -> bool:
-        """Whether a rank that is still in the run has not said that it knows the finding, or this one has not said so."""
+    def _some_have_not_told(self) -> bool:
+        """Whether a rank that is still in the run has not said that it has told the finding, or this one has not said so."""
         return self._messages is not None and any(
-            report is not None and not (report.over or report.knows) for report in self._reports
+            report is not None and not (report.over or report.has_told) for report in self._reports
         )
 
 

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 from torch import nn
@@ -14,6 +15,12 @@ from bits import bit_by_bit
 from ignite_train import create_trainer
 from setups import Batch, Setup, summed_loss
 from update_options import with_options
+
+# On a machine that is busy with other things an example takes long, and that is no fault of the code.
+hypothesis.settings.register_profile(
+    "any machine", hypothesis.settings(), deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("any machine")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is slow

@@ -60,6 +60,7 @@ class Job:
         asynchronous: whether a thread writes them.
         keeps_all: no checkpoint is ever removed.
         grace_seconds: of a StopOnSignal; None: there is none.
+        end_together: ranks that end when each of them has given up waiting: the end of one alone would wake the others up.
         stale_seconds: when the lock of a run that stands still is taken over; None: when a user's would be.
     """
 
@@ -71,6 +72,7 @@ class Job:
     asynchronous: bool = True
     keeps_all: bool = False
     grace_seconds: float | None = None
+    end_together: tuple[int, ...] = ()
     stale_seconds: float | None = None
 
     @property
@@ -229,7 +231,7 @@ def _train(job: Job, rank: int, life: int, halt: Halt) -> None:
 
     if job.world_size > 1:
         idist.initialize("gloo", init_method=f"file://{job.directory}/store.{life}", rank=rank, world_size=job.world_size)
-    gather = ignite_train.ranks.collectives.gather_objects
+    gather, end_process = ignite_train.ranks.collectives.gather_objects, ignite_train.ranks.collectives.end_process
     if job.stale_seconds is not None:
         ignite_train.checkpoint.lock.STALE_SECONDS, ignite_train.checkpoint.lock.HEARTBEAT_SECONDS = (
             job.stale_seconds,
@@ -241,7 +243,14 @@ def _train(job: Job, rank: int, life: int, halt: Halt) -> None:
             halt.before("agreement")
         return gather(value, group)
 
+    def end_together(status: int) -> None:
+        (job.directory / f"ends.{life}.{rank}").touch()
+        until(lambda: all((job.directory / f"ends.{life}.{other}").exists() for other in job.end_together), "all give up")
+        end_process(status)
+
     ignite_train.ranks.collectives.gather_objects = halting_gather
+    if job.end_together:
+        ignite_train.ranks.collectives.end_process = end_together  # type: ignore[assignment]
     trainer, evaluator, checkpoint, loader, model, optimizer = build(job, rank)
     # from the first update on: the trial at the start of a run is not a save
     trainer.append_event_handler(Events.STARTED, lambda: setattr(checkpoint.saver, "disk", HaltingDisk(halt)))
@@ -428,9 +437,10 @@ class Life(Processes):
             until(lambda: not self.started(), "all is gone", 10.0)
         orphans = self.started()
         for pid in orphans:
-            name = Path(f"/proc/{pid}/comm").read_text().strip()
-            assert name == "pt_data_worker", f"{name} was left over"
-            os.kill(pid, signal.SIGKILL)
+            with suppress(OSError):  # by now it has ended by itself
+                name = Path(f"/proc/{pid}/comm").read_text().strip()
+                assert name == "pt_data_worker", f"{name} was left over"
+                os.kill(pid, signal.SIGKILL)
         until(lambda: not self.started(), "all is gone")
         return len(orphans)
 
@@ -556,10 +566,11 @@ def _strike(life: Life, kill: Kill) -> bool:
     else:
         until(lambda: life.halted() or life.over(), "the place to be killed at")
     life.kill(kill.victims)
-    life.processes[kill.victims[0]].join()
+    for victim in kill.victims:
+        life.processes[victim].join()
     if kill.stop is not None:
         life.release()
-    hit = life.processes[kill.victims[0]].exitcode == -signal.SIGKILL
+    hit = any(life.processes[victim].exitcode == -signal.SIGKILL for victim in kill.victims)  # one may have been done before
     have_met = all(life.trail(rank) for rank in range(job.world_size))  # or else they wait for one another for minutes
     if hit and not (kill.left_alone and have_met):
         life.kill(range(job.world_size))

@@ -117,6 +117,10 @@ def _serve(pipe: Connection, rank: int, world_size: int, store: str) -> None:
     import ignite.distributed as idist
     import torch
 
+    from ignite_train.handlers import failure_board
+
+    # A rank that raises as the others do may be seconds behind them. One that waits for a rank which is gone raises by itself.
+    failure_board._PATIENCE_SECONDS = failure_board._ROLL_CALL_SECONDS = 60.0
     torch.set_num_threads(1)
     is_last = False
     while not is_last:

@@ -42,7 +42,7 @@ from ignite_train.handlers import (
     predict,
 )
 from ignite_train.metrics import TIMED_METRICS
-from processes import forked
+from processes import DEADLINE_SECONDS, forked
 from ranks import run_ranks
 from tiers import nightly
 
@@ -155,7 +155,7 @@ def test_killed_and_resumed_in_another_order(update: int, tmp_path: Path) -> Non
     """At the thaw, at the beginning of an epoch and near the end."""
     process = forked.Process(target=killed_job, args=(str(tmp_path / "killed"), update, update))
     process.start()
-    process.join(120)
+    process.join(DEADLINE_SECONDS)
     process.kill()
     assert process.exitcode == -signal.SIGKILL
     assert Job(tmp_path / "killed", update + 1).run() == Job(tmp_path / "whole", 0).run()

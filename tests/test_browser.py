@@ -28,7 +28,7 @@ LEFT_OF_THE_CHARTS, BELOW_THE_TITLE = 360, 130  # in pixels of the picture
 
 pytestmark = [
     pytest.mark.nightly,
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(4 * DEADLINE_SECONDS),
     pytest.mark.skipif(BROWSER is None, reason="needs Chromium, which Debian has as the package chromium"),
 ]
 

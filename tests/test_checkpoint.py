@@ -28,6 +28,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from ignite_train import CheckpointError, ResumableLoader, Trainer, TrainEvents, create_evaluator, create_trainer
 from ignite_train.checkpoint.inspection import find, main
 from ignite_train.handlers import Checkpoint, LearningRateSchedule, TrainingMetrics, Validation
+from processes import DEADLINE_SECONDS
 from ranks import run_ranks
 from update_options import with_options
 
@@ -941,7 +942,7 @@ def test_the_run_does_not_wait_for_the_disk(tmp_path: Path) -> None:
     write, gate, at_save = checkpoint.saver.disk.write_file, threading.Event(), []
 
     def slow(path: Path, parts: Iterator[memoryview]) -> None:
-        assert gate.wait(100)
+        assert gate.wait(DEADLINE_SECONDS)
         write(path, parts)
 
     checkpoint.saver.disk.write_file = slow  # type: ignore[method-assign]

@@ -226,7 +226,7 @@ class Turns:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(100)
+            thread.join(DEADLINE_SECONDS)
         self._values.clear()
         if failures:
             raise failures[0]

@@ -165,7 +165,7 @@ def test_every_flipped_bit_is_noticed(whole, tmp_path, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [80, pytest.param(1000, marks=[pytest.mark.nightly, pytest.mark.timeout(600)])])
+@pytest.mark.parametrize("count", [80, pytest.param(1000, marks=[pytest.mark.nightly, pytest.mark.timeout(6000)])])
 @pytest.mark.parametrize("name", FILES)
 def test_a_run_goes_on_from_the_older_one(whole, falls_back, name, count):
     """One random bit in one file: the run resumes from the older one, bitwise, and the log says what was wrong."""

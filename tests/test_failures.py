@@ -140,14 +140,20 @@ def be_patient() -> None:
     failure_board._PATIENCE_SECONDS = failure_board._ROLL_CALL_SECONDS = 2 * DEADLINE_SECONDS
 
 
+def await_answers() -> None:
+    """In this process a rank that is slow to answer is not taken for one that is gone."""
+    failure_board._ROLL_CALL_SECONDS = 2 * DEADLINE_SECONDS
+
+
 def count_looks() -> Callable[[], int]:
-    """Returns how often the threads of this process have asked, from here on, whether something lies in the store."""
+    """Returns how often the board has been looked at in this process from here on; at the first look it is known there."""
     looks: list[str] = []
     has = SealedMessages.has
 
     def counted(self: SealedMessages, name: str) -> bool:
         found = has(self, name)
-        looks.append(name)
+        if name in ("news", "first"):
+            looks.append(name)
         return found
 
     SealedMessages.has = counted  # type: ignore[method-assign]
@@ -198,6 +204,7 @@ class Loader(list[Any]):
 
 def fail_on_one_rank(board: Board, site: str, failing: int, reduction: str, protected: bool) -> None:
     """The rank fails at its third update, tells so, and its process lives on: a slow teardown, or a thread that is not done."""
+    await_answers()
     mine = idist.get_rank() == failing
 
     def boom(here: str, update: int | None = None) -> None:
@@ -226,7 +233,7 @@ def fail_on_one_rank(board: Board, site: str, failing: int, reduction: str, prot
         notes = getattr(error, "__notes__", [])
         board.write(f"raised.{idist.get_rank()}", [type(error).__name__, str(error), notes, time.monotonic()])
         if mine:
-            board.wait_for("release", 100)
+            board.wait_for("release", 3 * DEADLINE_SECONDS)
         raise
 
 
@@ -348,14 +355,16 @@ def test_a_connection_that_breaks_keeps_its_error_and_learns_the_cause(tmp_path:
 
 
 def die_in_an_update(board: Board, dying: int, number: int, reduction: str) -> None:
-    """A signal that no process can handle, or a fault: the rank has no time to say anything."""
-    trainer = make(reduction)
+    """A signal that no process can handle, or a fault: the rank has said no more than which process it is."""
+    await_answers()
+    looks, trainer = count_looks(), make(reduction)
     FailureBoard().attach(trainer)
     HangWatch(timeout_seconds=600).attach(trainer)
 
     @trainer.on(Events.ITERATION_STARTED(once=3))
     def die() -> None:
         if idist.get_rank() == dying:
+            until(looks, "its thread has begun to look at the board")
             os.kill(os.getpid(), number)
 
     trainer.run(cuts.cut(cuts.samples(), [8] * 8), max_epochs=1)
@@ -399,16 +408,17 @@ import ignite.distributed as idist
 from ignite.engine import Events
 import cuts
 from ignite_train.handlers import FailureBoard, StopOnSignal
-from test_failures import make
+from test_failures import count_looks, make, until
 
 def train(local_rank):
-    trainer = make("ddp")
+    looks, trainer = count_looks(), make("ddp")
     FailureBoard().attach(trainer)
     StopOnSignal().attach(trainer)
 
     @trainer.on(Events.ITERATION_STARTED(once=3))
     def die():
         if idist.get_rank() == 1:
+            until(looks, "its thread has said which process this is")
             os.kill(os.getpid(), signal.SIGKILL)
 
     trainer.run(cuts.cut(cuts.samples(), [8] * 8), max_epochs=1)
@@ -477,6 +487,8 @@ def test_a_rank_that_ended_in_good_order_is_not_called_gone(tmp_path: Path, how:
 
 
 def fail_beside_a_stopped_rank(board: Board) -> None:
+    join = failure_board._Watch.join
+    failure_board._Watch.join = lambda watch, timeout=None: join(watch)  # type: ignore[method-assign]  # however busy it is
     trainer = make("ddp")
     FailureBoard().attach(trainer)
 

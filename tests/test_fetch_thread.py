@@ -471,14 +471,26 @@ def interrupts() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("interrupts")
-def test_control_c_while_the_thread_is_waited_for():
+def test_control_c_while_the_thread_is_waited_for(monkeypatch):
     """As the dataset is reading: the run ends, no thread is left, and the next run continues with the same bits."""
     pressed: list[int] = []
+    waits, take = threading.Event(), fetch_thread._ReadAhead.take
+
+    def taking(self: Any, thread: Any) -> Any:
+        if not self.read:
+            waits.set()
+        try:
+            return take(self, thread)
+        finally:
+            waits.clear()
+
+    monkeypatch.setattr(fetch_thread._ReadAhead, "take", taking)
 
     class Pressing(Noisy):
         def __getitem__(self, index: int) -> Tensor:
             if index == 6 and not pressed and threading.current_thread() is not threading.main_thread():
                 pressed.append(index)
+                waits.wait(SECONDS)
                 _thread.interrupt_main()
             return super().__getitem__(index)
 

@@ -16,9 +16,10 @@ import torch
 
 from ignite_train.checkpoint.manifest import is_checkpoint_name, read_manifest
 from killing import Job, Life, Reference, Stop, Toll, committed, endure, kills, stored, until
+from processes import DEADLINE_SECONDS
 from tiers import nightly, one_in, only, slow
 
-pytestmark = pytest.mark.timeout(500)
+pytestmark = pytest.mark.timeout(6 * DEADLINE_SECONDS)
 
 REPORT = Path(__file__).parent.parent / "docs/reliability.md"
 References = Callable[[Job], Reference]
@@ -63,7 +64,7 @@ def test_killed_anywhere_one_process_ends_bitwise_with_any_number_of_workers(
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(3000)
+@pytest.mark.timeout(30_000)
 def test_two_hundred_kills(tmp_path: Path, reference: References) -> None:
     """What docs/reliability.md reports; the loader has workers in each sixth job."""
     started, plan = time.monotonic(), kills(200, seed=int(datetime.now(UTC).timestamp()))

@@ -457,6 +457,8 @@ def test_a_suspended_job_that_wakes_up_writes_nothing_more(tmp_path: Path, stop:
     with Life(job, 0, stop) as first:
         until(first.halted, "the first is somewhere")
         first.send(signal.SIGSTOP, 0)
+        stat = Path(f"/proc/{first.processes[0].pid}/stat")
+        until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", "it counts no more")
         with Life(job, 1) as second:
             assert second.wait() == [0], second.stderr()
             assert "has shown no sign of life" in second.stderr()

@@ -476,7 +476,6 @@ def _one_line(error: Exception) -> None:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", KINDS)
-@pytest.mark.timeout(200)
 def test_a_malicious_checkpoint_is_refused(refused, name):
     """Read by `verify` and by a run that resumes: one line says what is wrong. Nothing is run, and no memory is asked for."""
     refused(KINDS[name], False)
@@ -484,7 +483,6 @@ def test_a_malicious_checkpoint_is_refused(refused, name):
 
 @pytest.mark.sampled(30)
 @pytest.mark.parametrize("name", MISFITS)
-@pytest.mark.timeout(200)
 def test_a_checkpoint_of_another_kind_is_refused(refused, name):
     """Whole, but its values are not what a run is made of: an error in one line, and no crash, now or at the next draw."""
     refused(MISFITS[name], True)

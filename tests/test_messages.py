@@ -122,7 +122,7 @@ def train_beside_a_stranger(board: Board) -> None:
     @trainer.on(Events.ITERATION_STARTED(once=3))
     def wait() -> None:
         board.write("waits")
-        until(lambda: all(looked.count(name) >= 2 for name in ("first", "verdict")), "both watches look", 60)
+        until(lambda: all(looked.count(name) >= 2 for name in ("first", "verdict")), "both watches look")
 
     trainer.run(cuts.cut(cuts.samples(), [8] * 8), max_epochs=1)
     board.write("ended", trainer.state.iteration)
@@ -134,7 +134,7 @@ def test_a_stranger_at_the_store_cannot_end_the_run(tmp_path: Path) -> None:
     """It lists what is there and writes a failure, a hang, ends of ranks and reports: training takes no notice."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with Group(tmp_path, train_beside_a_stranger, agent=store) as group:
-        group.board.wait_for("waits", 60)
+        group.board.wait_for("waits")
         ours = [name for name in store.list_keys() if "ignite_train/" in name]
         corners = {name.rpartition("/")[0] for name in ours}
         assert len(corners) == 2
@@ -151,6 +151,6 @@ def test_a_stranger_at_the_store_cannot_end_the_run(tmp_path: Path) -> None:
             }.items():
                 store.set(f"{corner}/{name}", value)
         group.board.write("forged")
-        assert [group.status(rank, 60) for rank in (0, 1)] == [0, 0]
+        assert [group.status(rank) for rank in (0, 1)] == [0, 0]
         assert group.board.read("ended") == 8
         assert "ERROR" not in group.stderr()

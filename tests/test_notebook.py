@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 
+from processes import DEADLINE_SECONDS
+
 NEEDED = ("ipywidgets", "ipykernel", "nbclient")
 MISSING = [name for name in NEEDED if importlib.util.find_spec(name) is None]
 WIDGET = "application/vnd.jupyter.widget-view+json"
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(240),
+    pytest.mark.timeout(2 * DEADLINE_SECONDS),
     pytest.mark.skipif(bool(MISSING), reason=f"needs {', '.join(MISSING)}: pip install {' '.join(NEEDED)}"),
 ]
 
@@ -41,9 +43,8 @@ def outputs_of(style: str, folder: Path) -> tuple[list[dict[str, Any]], list[str
 
     code = TRAINING.format(style=style)
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)])
-    client = nbclient.NotebookClient(
-        notebook, timeout=200, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
-    )
+    patience = dict.fromkeys(("timeout", "startup_timeout", "iopub_timeout"), int(DEADLINE_SECONDS))
+    client = nbclient.NotebookClient(notebook, kernel_name="python3", resources={"metadata": {"path": str(folder)}}, **patience)
     client.execute()
     (done,) = notebook.cells
     made = [state for state in client.widget_state.values() if state.get("_model_name") == "FloatProgressModel"]

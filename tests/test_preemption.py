@@ -16,7 +16,7 @@ from killing import Job, Life, Reference, Stop, committed, compare_ends, done, h
 from processes import DEADLINE_SECONDS
 from tiers import one_in, only, slow
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(6 * DEADLINE_SECONDS)
 
 SIGTERM, SIGUSR1 = signal.SIGTERM, signal.SIGUSR1
 References = Callable[[Job], Reference]
@@ -97,7 +97,7 @@ def test_a_rank_that_is_stuck_leaves_the_checkpoint_as_it_was(
     tmp_path: Path, reference: References, to: tuple[int, ...]
 ) -> None:
     """Rank 1 does not come back, rank 0 waits for it in a collective: those that got the signal end when the grace is over."""
-    job = Job(tmp_path, epochs=3, every=2, grace_seconds=1.0)
+    job = Job(tmp_path, epochs=3, every=2, grace_seconds=1.0, end_together=to)
     expected = reference(job)
     with Life(job, 0, Stop(1, "training", 6)) as life:
         until(lambda: life.halted() and life.trail(0).count("training") == 6, "rank 0 waits for rank 1")

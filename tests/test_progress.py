@@ -31,6 +31,7 @@ from clock import Clock
 from ignite_train import Evaluator, ForwardOutput, Trainer, create_evaluator, create_trainer
 from ignite_train.handlers import Checkpoint, ProgressLog, StopOnSignal, TrainingMetrics, Validation
 from ignite_train.handlers.progress import _length
+from ignite_train.ranks.collectives import is_main_rank
 from processes import DEADLINE_SECONDS
 from ranks import run_ranks
 from setups import InfiniteIn
@@ -99,7 +100,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch, columns: int) -> Iterator[list[str
         patch.setattr(sys, "stderr", stream)
         yield text
         stream.flush()
-    reader.join(20)
+    reader.join(DEADLINE_SECONDS)
     os.close(leader)
     text.append(b"".join(written).decode().replace("\r\n", "\r\n"))
 
@@ -494,7 +495,7 @@ def interrupted() -> tuple[list[str], int]:
     @trainer.on(EVERY(once=3))
     def wait_until_heard() -> None:  # the line is written by a thread
         deadline = time.monotonic() + DEADLINE_SECONDS
-        while stop._watch._first is None and time.monotonic() < deadline:
+        while (stop._watch._first is None or (is_main_rank() and not heard.lines)) and time.monotonic() < deadline:
             time.sleep(0.01)
 
     trainer.run(DATA, max_epochs=3)

@@ -46,7 +46,7 @@ from ignite_train.ranks import collectives, rank_vote
 from ignite_train.ranks.pair_message import PairMessage
 from processes import DEADLINE_SECONDS
 from ranks import run_ranks
-from test_failures import Board, Group, threads
+from test_failures import TIMEOUT, Board, Clock, Group, be_patient, see_a_hang, threads, until
 from update_options import with_options
 
 Way = Literal["ddp", "auto", "explicit", "fsdp"]
@@ -491,6 +491,7 @@ def test_a_sharded_model_has_one_norm_for_all_ranks(policy: str) -> None:
 
 
 def raise_alone(board: Board, way: Way, protect: Any) -> None:
+    be_patient()
     rank_vote._PATIENCE_SECONDS = 0.5  # type: ignore[attr-defined]
     trainer = Spoiled(way, 2, protect=protect).trainer
     trainer.add_event_handler(
@@ -552,13 +553,21 @@ def test_a_rank_that_raises_alone_does_not_hang_without_protection_either(tmp_pa
         assert group.board.read("raised.1")[0] == "NonFiniteError"
 
 
+def have_cast(ballot: rank_vote.RankVote, voters: list[int]) -> bool:
+    """Whether these have voted for the latest time."""
+    assert ballot._messages is not None
+    return all(ballot._messages.read(f"{ballot._number}/{voter}") for voter in voters)
+
+
 def vote(late: int | None) -> Any:
     ballot, rank = rank_vote.RankVote(), idist.get_rank()
     found = []
     for absentee in (None, late):
-        rank_vote._PATIENCE_SECONDS = DEADLINE_SECONDS if absentee is None else 3.0  # type: ignore[attr-defined]
+        rank_vote._PATIENCE_SECONDS = DEADLINE_SECONDS if absentee is None else 0.2  # type: ignore[attr-defined]
         if rank != absentee:
             ballot.cast()
+            voters = [voter for voter in range(idist.get_world_size()) if voter != absentee]
+            until(partial(have_cast, ballot, voters), "the others have voted")
             found.append(ballot.absent())
         idist.barrier()
     if rank == late:  # it comes when the others have lost patience
@@ -605,7 +614,16 @@ def stop_the_process() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def hang(board: Board, how: Callable[[], None]) -> None:
+SETTINGS = {"timeout_seconds": TIMEOUT, "first_timeout_seconds": TIMEOUT}
+
+
+def watch_of(trainer: Trainer) -> HangWatch:
+    """The one that it has by default."""
+    (watch,) = (default for default in trainer._defaults if isinstance(default, HangWatch))
+    return watch
+
+
+def hang(board: Board, how: Callable[[], None], living: list[int]) -> None:
     """Rank 1 hangs in update 3, with nothing but the defaults."""
 
     def forward(model: nn.Module, micro_batch: cuts.Sample) -> ForwardOutput:
@@ -614,7 +632,8 @@ def hang(board: Board, how: Callable[[], None]) -> None:
             how()
         return cuts.forward(model, micro_batch)
 
-    trainer, _ = make("ddp", forward, protect={"hang_watch": {"timeout_seconds": 1.5, "first_timeout_seconds": 20}})
+    trainer, _ = make("ddp", forward, protect={"hang_watch": SETTINGS})
+    Clock(board, living, watch_of(trainer))
     trainer.run(loader(), max_epochs=1)
 
 
@@ -622,30 +641,36 @@ def hang(board: Board, how: Callable[[], None]) -> None:
 @pytest.mark.parametrize("how", [loop_in_python, loop_in_a_regular_expression, stop_the_process])
 def test_a_rank_that_hangs_ends_the_others_by_default(tmp_path: Path, how: Callable[[], None]) -> None:
     """An endless loop, one that holds Python's lock, and SIGSTOP: rank 0 ends and names rank 1; a rank that can ends too."""
-    with Group(tmp_path, hang, how) as group:
+    living = [0, 1] if how is loop_in_python else [0]
+    with Group(tmp_path, hang, how, living) as group:
         group.board.wait_for("hangs")
-        assert group.status(0, 1.5 + DEADLINE_SECONDS) == 1
-        if how is loop_in_python:
-            assert group.status(1, DEADLINE_SECONDS) == 1
-        verdict = "no rank has moved for more than 1.5 s; rank 1 is behind" if how is loop_in_python else "rank 1 is silent for"
-        assert f"training hangs: {verdict}" in group.stderr(0)
-
-
-WATCH: dict[str, Any] = {"timeout_seconds": 1.0, "first_timeout_seconds": 1.0}
+        see_a_hang(group, living, living)
+        assert [group.status(rank) for rank in living] == [1] * len(living)
+        verdict = "no rank has moved for more than 0.4 s; rank 1 is behind" if how is loop_in_python else "rank 1 is silent for"
+        assert all(f"training hangs: {verdict}" in group.stderr(rank) for rank in living)
 
 
 def take_long(board: Board, how: str, standstill: float | None) -> None:
-    """Between updates 2 and 3 the ranks do something for five times the timeout."""
-    trainer, _ = make("ddp", protect={"hang_watch": {**WATCH, "standstill_seconds": standstill}})
+    """Between updates 2 and 3 the ranks do something until the test has seen enough."""
+    trainer, _ = make("ddp", protect={"hang_watch": {**SETTINGS, "standstill_seconds": standstill}})
+    Clock(board, [0, 1], watch_of(trainer))
 
     @trainer.on(Events.ITERATION_COMPLETED(once=2))
     def something() -> None:
+        board.write(f"takes.{idist.get_rank()}")
         if how == "together" or idist.get_rank() == 0:
-            time.sleep(5.0)
+            board.wait_for("enough")
         else:
             idist.barrier()
 
     trainer.run(loader(), max_epochs=1)
+
+
+def take_time(group: Group) -> None:
+    """Three times the timeout, or until a rank has ended."""
+    for rank in (0, 1):
+        group.board.wait_for(f"takes.{rank}")
+    Clock(group.board, [0, 1]).set_forward(3 * TIMEOUT, over=lambda: not all(group.lives(rank) for rank in (0, 1)))
 
 
 @pytest.mark.slow
@@ -653,8 +678,8 @@ def take_long(board: Board, how: str, standstill: float | None) -> None:
     ("how", "standstill", "status", "verdict"),
     [
         ("together", None, 0, None),
-        ("together", 2.0, 1, "no rank has moved for more than 2 s; no rank is ahead of the others"),
-        ("on rank 0 while rank 1 waits", None, 1, "no rank has moved for more than 1 s; rank 0 is behind"),
+        ("together", 0.8, 1, "no rank has moved for more than 0.8 s; no rank is ahead of the others"),
+        ("on rank 0 while rank 1 waits", None, 1, "no rank has moved for more than 0.4 s; rank 0 is behind"),
     ],
 )
 def test_only_ranks_at_different_places_hang(
@@ -662,6 +687,9 @@ def test_only_ranks_at_different_places_hang(
 ) -> None:
     """What all ranks do together may take long, unless a limit is set for it; what others wait for may not."""
     with Group(tmp_path, take_long, how, standstill) as group:
+        take_time(group)
+        if status == 0:
+            group.board.write("enough")
         assert [group.status(rank) for rank in (0, 1)] == [status, status]
         assert verdict is None or all(f"training hangs: {verdict}" in group.stderr(rank) for rank in (0, 1))
         assert status == 1 or "training hangs" not in group.stderr()
@@ -671,7 +699,7 @@ def read_late(board: Board) -> None:
     """Rank 1 waits for rank 0, finds nothing itself, and is slow to read what rank 0 finds."""
 
     def reads(watch: Any) -> None:
-        if watch._messages.has("verdict"):
+        if not watch._verdict and watch._messages.has("verdict"):
             time.sleep(0.8)
         exchange(watch)
         if watch._verdict:
@@ -693,20 +721,23 @@ def read_late(board: Board) -> None:
 def test_no_rank_ends_before_the_others_know_why(tmp_path: Path) -> None:
     """They would report a broken connection or a silent rank instead of what was found."""
     with Group(tmp_path, read_late) as group:
+        take_time(group)
         assert [group.status(rank) for rank in (0, 1)] == [1, 1]
         assert group.board.read("ends") is True
-        finding = "training hangs: no rank has moved for more than 1 s; rank 0 is behind"
+        finding = "training hangs: no rank has moved for more than 0.4 s; rank 0 is behind"
         assert all(finding in group.stderr(rank) for rank in (0, 1))
 
 
 def gather_for_long(board: Board) -> None:
-    """Rank 0 computes between collectives and rank 1 waits in each of them, in all for five times the timeout."""
-    trainer, _ = make("ddp", protect={"hang_watch": WATCH})
+    """Rank 0 computes between collectives and rank 1 waits in each of them, in all for three times the timeout."""
+    trainer, _ = make("ddp", protect={"hang_watch": SETTINGS})
+    clock = Clock(board, [0, 1], watch_of(trainer))
 
     @trainer.on(Events.ITERATION_COMPLETED(once=2))
     def validate() -> None:
-        for _ in range(50):
-            time.sleep(0.1 * (1 - idist.get_rank()))
+        for _ in range(6):
+            if idist.get_rank() == 0:
+                clock.set_forward(TIMEOUT / 2)
             idist.barrier()
 
     trainer.run(loader(), max_epochs=1)

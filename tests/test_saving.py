@@ -33,6 +33,7 @@ from ignite_train.checkpoint.tensor_files import Snapshot
 from ignite_train.checkpoint.tree import TreeEncoder, decode, dtype_name
 from ignite_train.checkpoint.writer import CheckpointWriter
 from ignite_train.handlers import Checkpoint
+from processes import DEADLINE_SECONDS
 from small_checkpoints import QuickDisk, contents, keep, manifest, names
 
 SAVES = 200
@@ -86,7 +87,7 @@ class Gate(QuickDisk):
         super().make_directory(path)
 
     def create(self, path: Path) -> int:
-        assert self.moved.wait(100)
+        assert self.moved.wait(DEADLINE_SECONDS)
         return super().create(path)
 
 
@@ -155,7 +156,7 @@ def test_a_save_waits_for_the_one_before(tmp_path):
     assert gate.begun <= 1
     assert names(tmp_path) == [name for name in names(tmp_path) if name.startswith(".")]
     gate.moved.set()
-    save_second.join(100)
+    save_second.join(DEADLINE_SECONDS)
     writer.wait()
 
     assert gate.begun == 2
@@ -240,6 +241,26 @@ def test_a_copy_lies_in_memory_as_the_tensor_does():
         assert torch.equal(copy.data, weight)
 
 
+def test_a_run_that_breaks_off_says_what_is_known_of_its_last_save(tmp_path, caplog):
+    """That it takes long, which is no failure; that it has failed; or nothing."""
+    writer = saver(tmp_path)
+    writer.disk = gate = Gate()
+    writer.save(contents(1, "run"), manifest(1))
+    writer.abandon(0.01)
+    gate.moved.set()
+    writer.abandon(DEADLINE_SECONDS)
+    writer.wait()
+    writer.disk = Full()
+    writer.save(contents(2, "run"), manifest(2))
+    writer.abandon(DEADLINE_SECONDS)
+    assert [line.partition(": ")[0] for line in caplog.messages] == [
+        "the last checkpoint is not written after another 0.01 s",
+        "the last checkpoint was not written",
+    ]
+    assert "No space left on device" in caplog.text
+    assert names(tmp_path) == ["update-00000001"]
+
+
 class SlowRemoval(QuickDisk):
     """Removes an old checkpoint only when it is told to; it may be full until then."""
 
@@ -250,7 +271,7 @@ class SlowRemoval(QuickDisk):
 
     def remove_tree(self, path: Path) -> None:
         self.removing.set()
-        assert self.released.wait(100)
+        assert self.released.wait(DEADLINE_SECONDS)
         self.is_full = False
         super().remove_tree(path)
 
@@ -281,7 +302,7 @@ def writer_removing(writer: CheckpointWriter) -> tuple[CheckpointWriter, SlowRem
     for number in (1, 2):
         writer.save(contents(number, "run"), manifest(number))
         writer.wait()
-    assert disk.removing.wait(100)
+    assert disk.removing.wait(DEADLINE_SECONDS)
     return writer, disk
 
 
@@ -318,7 +339,7 @@ def test_the_disk_holds_one_that_is_being_removed(tmp_path, monkeypatch):
             writer.save(contents(number, "run"), manifest(number))
             if number == 3:
                 writer.wait()
-        assert waits.wait(100)
+        assert waits.wait(DEADLINE_SECONDS)
         assert len([name for name in names(tmp_path) if name.startswith(".removed")]) == 1
         assert not writer._durable.is_set()
         disk.released.set()

@@ -398,7 +398,7 @@ def test_two_ranks_make_the_updates_of_one(method: str) -> None:
 
 def kill_this_process(directory: Path) -> None:
     """Once the checkpoint of update 6, which a thread writes, is there."""
-    until = time.monotonic() + 60
+    until = time.monotonic() + DEADLINE_SECONDS
     while not (directory / "update-00000006").exists() and time.monotonic() < until:
         time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGKILL)

@@ -19,6 +19,7 @@ from ignite.engine import Events
 import cuts
 import ignite_train
 from ignite_train.handlers import FailureBoard, StopOnSignal, stop_on_signal
+from ignite_train.ranks import collectives
 from processes import DEADLINE_SECONDS
 from test_failures import Board, Group, Loader, make, threads, until
 
@@ -227,8 +228,21 @@ def test_all_ranks_stop_after_the_same_update(tmp_path: Path, number: signal.Sig
             assert f"{number.name}: the run ends after this update or the next, on all ranks" in group.stderr(rank)
 
 
-def get_stuck(board: Board, grace_seconds: float) -> None:
-    """Rank 1 is stuck in its loader, where it still runs Python; rank 0 waits for it in a collective, where it does not."""
+def get_stuck(board: Board, grace_seconds: float, together: bool) -> None:
+    """Rank 1 is stuck in its loader, where it still runs Python; rank 0 waits for it in a collective, where it does not.
+
+    If they end `together`, a process ends only when both are about to: the end of rank 1 alone would wake rank 0 up.
+    """
+    end_process = collectives.end_process
+
+    def end(status: int) -> None:
+        board.write(f"ends.{idist.get_rank()}")
+        for rank in (0, 1):
+            board.wait_for(f"ends.{rank}")
+        end_process(status)
+
+    if together:
+        collectives.end_process = end  # type: ignore[assignment]
 
     def stick(index: int) -> None:
         if index == 2:
@@ -244,7 +258,7 @@ def get_stuck(board: Board, grace_seconds: float) -> None:
 @pytest.mark.slow
 def test_a_rank_that_is_stuck_ends_when_its_grace_is_over(tmp_path: Path) -> None:
     """Not before, and with its stacks: blocked in a collective or busy in Python."""
-    with Group(tmp_path, get_stuck, 1.0) as group:
+    with Group(tmp_path, get_stuck, 1.0, True) as group:
         for rank in (0, 1):
             group.board.wait_for(f"sticks.{rank}")
         sent = time.monotonic()
@@ -260,7 +274,7 @@ def test_a_rank_that_is_stuck_ends_when_its_grace_is_over(tmp_path: Path) -> Non
 @pytest.mark.slow
 def test_a_second_signal_ends_the_process_at_once(tmp_path: Path) -> None:
     """Whatever grace is left, and also where the main thread runs no handler."""
-    with Group(tmp_path, get_stuck, 100.0) as group:
+    with Group(tmp_path, get_stuck, 3 * DEADLINE_SECONDS, False) as group:
         for rank in (0, 1):
             group.board.wait_for(f"sticks.{rank}")
         group.send(signal.SIGTERM, 0)
@@ -269,7 +283,7 @@ def test_a_second_signal_ends_the_process_at_once(tmp_path: Path) -> None:
         while group.lives(0) and time.monotonic() < again + DEADLINE_SECONDS:
             group.send(signal.SIGUSR1, 0)
             time.sleep(0.05)
-        assert group.status(0, 1.0) == 128 + signal.SIGUSR1
+        assert group.status(0) == 128 + signal.SIGUSR1
         assert "SIGUSR1 again: rank 0, at update " in group.stderr(0)
 
 

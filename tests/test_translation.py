@@ -47,7 +47,7 @@ TINY = {
 NAMES = ["loss", "nll_loss", "ppl", "wps", "ups", "wpb", "bsz", "num_updates", "lr", "gnorm", "clip", "train_wall", "wall"]
 
 pytestmark = [
-    pytest.mark.timeout(220),
+    pytest.mark.timeout(3 * DEADLINE_SECONDS),
     pytest.mark.skipif(not EXAMPLES.is_dir(), reason="looks at a checkout, which is not here"),
 ]
 
@@ -318,23 +318,33 @@ def test_two_ranks_have_the_losses_of_one(alone: tuple[str, Path], tmp_path: Pat
         assert numbers_of(printed, name, "valid") == pytest.approx(numbers_of(alone[0], name, "valid"), rel=2e-3)
 
 
-def _write(directory: Path, log: Path, changes: dict[str, Any]) -> None:
-    """In a process of its own: runs, and writes what is printed to `log`, line by line."""
-    with log.open("w", buffering=1) as file:
-        os.dup2(file.fileno(), 1)
-        sys.stdout = file
+class KilledAt(io.StringIO):
+    """A standard output that kills the process when `text` is printed and a checkpoint of the second epoch is there."""
+
+    def __init__(self, text: str, directory: Path) -> None:
+        super().__init__()
+        self._text, self._directory = text, directory
+
+    def write(self, text: str) -> int:
+        count = super().write(text)
+        if self._text in self.getvalue():
+            deadline = time.monotonic() + DEADLINE_SECONDS
+            while 2 not in self._epochs() and time.monotonic() < deadline:
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return count
+
+    def _epochs(self) -> list[int]:
+        """Of the checkpoints."""
+        return [found.manifest.epoch for found in find(self._directory) if found.manifest is not None]
+
+
+def _train_until(text: str, directory: Path, changes: dict[str, Any]) -> None:
+    """In a process of its own."""
+    torch.set_num_threads(1)
+    with contextlib.redirect_stdout(KilledAt(text, directory)):
         script = recipe()
-        torch.set_num_threads(1)
         script.train(0, script.Settings(save_dir=directory, **{**TINY, **changes}))
-
-
-def wait_for(process: Any, log: Path, text: str) -> None:
-    """Until this process has written this, which it must do before it ends."""
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    while not log.exists() or text not in log.read_text():
-        assert time.monotonic() < deadline, f"no {text!r} after {DEADLINE_SECONDS:.0f} s"
-        process.join(0.05)
-        assert process.exitcode is None, "it ended before it could be killed"
 
 
 @pytest.mark.slow
@@ -342,13 +352,11 @@ def test_killed_and_started_again_it_ends_with_the_same_bits(tmp_path: Path) -> 
     """In the middle of the second epoch, with dropout. Weights, Adam's moments, and the numbers of the updates are the same."""
     changes = {"dropout": 0.3, "save_interval_updates": 2}
     whole = train(tmp_path / "whole", **changes)
-    process = forked.Process(target=_write, args=(tmp_path / "parts", tmp_path / "log", changes), daemon=True)
+    process = forked.Process(target=_train_until, args=("epoch 002:      3", tmp_path / "parts", changes), daemon=True)
     process.start()
-    try:
-        wait_for(process, tmp_path / "log", "epoch 002:      3")
-    finally:
-        process.kill()
-        process.join()
+    process.join(2 * DEADLINE_SECONDS)
+    process.kill()
+    process.join()
     assert process.exitcode == -signal.SIGKILL
     rest = train(tmp_path / "parts", **changes)
 

@@ -32,6 +32,7 @@ from ignite_train.tuning.race import race
 from ignite_train.tuning.search import Search
 from ignite_train.tuning.settings import Settings
 from ignite_train.update.update_graphs import UpdateGraphs
+from processes import DEADLINE_SECONDS
 from ranks import run_ranks
 from tiers import only, slow
 
@@ -612,6 +613,8 @@ def test_workers_are_ended(clock: Clock) -> None:
 
     assert [row.settings.workers for row in found.rows] == [0, 1]
     assert found.rows[1].outcome == "no difference"
+    for worker in multiprocessing.active_children():
+        worker.join(DEADLINE_SECONDS)  # torch waits five seconds and then asks it to end
     assert multiprocessing.active_children() == []
 
 

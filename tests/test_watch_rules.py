@@ -1,4 +1,4 @@
-"""What the watching threads of HangWatch and StopOnSignal decide, without processes and without waiting."""
+"""What the watching threads of HangWatch, FailureBoard and StopOnSignal decide, without processes and without waiting."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from ignite_train.handlers import hang_watch, stop_on_signal
+from ignite_train.handlers import failure_board, hang_watch, stop_on_signal
 
 LIMIT = 10.0
 WAITS, ELSEWHERE, AT_WORK = ("wait (gloo.py:1)", True), ("wait (other.py:2)", True), ("forward (model.py:3)", False)
 
 
-def report(place: tuple[str, bool], *, update: int = 5, over: bool = False, knows: bool = False) -> Any:
+def report(place: tuple[str, bool], *, update: int = 5, over: bool = False, has_told: bool = False) -> Any:
     where, waits = place
-    return hang_watch._Report(1, update, 9, 0, 20, waits, where, over, knows)
+    return hang_watch._Report(1, update, 9, 0, 20, waits, where, over, has_told)
 
 
 def watch_of(reports: list[Any], waited: float) -> Any:
@@ -67,20 +67,20 @@ def test_a_rank_waits_in_vain_for_one_that_has_left(place: Any, expected: bool) 
 @pytest.mark.parametrize(
     ("reports", "store", "expected"),
     [
-        ([report(AT_WORK, knows=True), report(WAITS)], True, True),
-        ([report(AT_WORK, knows=True), report(WAITS, knows=True)], True, False),
-        ([report(AT_WORK, knows=True), report(WAITS, over=True)], True, False),
-        ([report(AT_WORK, knows=True), None], True, False),
-        ([report(AT_WORK), report(WAITS, knows=True)], True, True),
-        ([report(AT_WORK, knows=True), report(WAITS)], False, False),
+        ([report(AT_WORK, has_told=True), report(WAITS)], True, True),
+        ([report(AT_WORK, has_told=True), report(WAITS, has_told=True)], True, False),
+        ([report(AT_WORK, has_told=True), report(WAITS, over=True)], True, False),
+        ([report(AT_WORK, has_told=True), None], True, False),
+        ([report(AT_WORK), report(WAITS, has_told=True)], True, True),
+        ([report(AT_WORK, has_told=True), report(WAITS)], False, False),
     ],
-    ids=["one does not", "all do", "it has left", "it has not begun", "it does not know that we do", "no store"],
+    ids=["one does not", "all do", "it has left", "it has not begun", "it has not heard that we have", "no store"],
 )
-def test_a_rank_ends_when_the_others_know_why(reports: list[Any], store: bool, expected: bool) -> None:
-    """Its end breaks their connections; one that has not read the finding would report those."""
+def test_a_rank_ends_when_the_others_have_said_why(reports: list[Any], store: bool, expected: bool) -> None:
+    """Its end breaks their connections; one that has not told the finding would report those."""
     watch = watch_of(reports, 0.0)
     watch._messages = object() if store else None
-    assert watch._some_have_not_read() is expected
+    assert watch._some_have_not_told() is expected
 
 
 def frame(file: str, **names: Any) -> Any:
@@ -104,12 +104,45 @@ def test_a_report_says_where_the_main_thread_is(monkeypatch: pytest.MonkeyPatch,
     watch._main, watch._evaluator = 123, SimpleNamespace(state=SimpleNamespace(iteration=4))
     watch._trainer = SimpleNamespace(state=SimpleNamespace(iteration=7, num_micro_batches=9))
     begun = hang_watch.collectives.collectives_begun()
-    watch._verdict = ""
-    assert watch._look(3, over=True) == hang_watch._Report(3, 7, 9, 4, begun, waits, where, over=True, knows=False)
-    watch._verdict = "rank 1 is silent"
-    assert watch._look(3, over=True).knows
+    watch._has_told = False
+    assert watch._look(3, over=True) == hang_watch._Report(3, 7, 9, 4, begun, waits, where, over=True, has_told=False)
+    watch._has_told = True
+    assert watch._look(3, over=True).has_told
     watch._evaluator = None
     assert watch._look(3, over=True).evaluated == 0
+
+
+class MainThread:
+    """Stands for the event that the run is over, by a clock: the main thread ends the run after so many waits for it.
+
+    Each wait takes as long as was asked for. In the first one the process stands still, for a minute more.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, ends_after: float) -> None:
+        self.now, self.awaited, self._ends_after = 100.0, 0.0, ends_after
+        monkeypatch.setattr(failure_board, "time", SimpleNamespace(monotonic=lambda: self.now))
+
+    def wait(self, seconds: float) -> bool:
+        stands_still = self.awaited == 0.0
+        self.now += seconds + 60.0 * stands_still
+        self.awaited += seconds
+        return not stands_still and self.awaited > self._ends_after
+
+
+@pytest.mark.parametrize(("ends_after", "ended"), [(0.5, []), (float("inf"), [1])], ids=["it comes out", "it waits forever"])
+def test_a_process_that_stood_still_may_still_end_the_run_itself(
+    monkeypatch: pytest.MonkeyPatch, ends_after: float, ended: list[int]
+) -> None:
+    """The patience with its main thread is a second in which it runs."""
+    found: list[int] = []
+    monkeypatch.setattr(failure_board.collectives, "end_process", found.append)
+    watch: Any = object.__new__(failure_board._Watch)
+    watch._over = main_thread = MainThread(monkeypatch, ends_after)
+    watch._trainer = SimpleNamespace(add_event_handler=lambda *_: None)
+    watch._rank, watch._call_roll = 0, lambda: None
+    watch._insist()
+    assert found == ended
+    assert main_thread.awaited == pytest.approx(1.0 if ended else 0.6)
 
 
 def signal_watch(monkeypatch: pytest.MonkeyPatch, rank: int = 0) -> tuple[Any, Any, list[int]]:

@@ -209,8 +209,13 @@ class CheckpointWriter:
 
     def abandon(self, patience_seconds: float) -> None:
         """After an exception: waits for a save that is still being written; its failure is only logged."""
-        if self._thread is not None and (not self._durable.wait(patience_seconds) or self._error is not None):
-            _logger.warning(f"the last checkpoint was not written: {self._error or 'the other ranks do not answer'}")
+        if self._thread is None:
+            return
+        if not self._durable.wait(patience_seconds):
+            why = "the disk is slow, or other ranks do not answer"
+            _logger.warning(f"the last checkpoint is not written after another {patience_seconds:g} s: {why}")
+        elif self._error is not None:
+            _logger.warning(f"the last checkpoint was not written: {self._error}")
 
     def _write(
         self,
