@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import MethodType
 from typing import Any
 
 import torch
@@ -95,7 +96,7 @@ class TrialRun:
     def __init__(self, model: nn.Module, carried: Carried, forward: Any) -> None:
         self._side_effects = SideEffects(model, carried)
         self._random_state = capture_random_state(accelerators=False)  # that of the device is among the side effects
-        owners = [*model.modules(), getattr(forward, "__self__", forward)]
+        owners = [*model.modules(), forward.__self__ if isinstance(forward, MethodType) else forward]
         generators = {id(one): one for owner in owners for one in generators_within(owner).values()}
         self._generators = [(one, get_generator_state(one)) for one in generators.values()]
         self._attributes = [(vars(one), {**vars(one)}) for one in model.modules()]
