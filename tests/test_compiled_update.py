@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 from collections.abc import Callable
@@ -850,6 +851,85 @@ def test_mistakes_of_forward_are_told_as_without_compiling():
             setup.trainer.run(batches(4, 4), max_epochs=1)
         messages.append(str(raised.value))
     assert messages[0] == messages[1]
+
+
+def weights_of(setup: Setup) -> Tensor:
+    return nn.utils.parameters_to_vector(setup.model.parameters()).detach()
+
+
+def note_weights(setup: Setup) -> list[Tensor]:
+    """Those before each update."""
+    found: list[Tensor] = []
+    setup.trainer.add_event_handler(Events.ITERATION_STARTED, lambda: found.append(weights_of(setup)))
+    return found
+
+
+REFUSED: dict[str, tuple[Any, dict[str, float]]] = {
+    "negative": (-1, {}),
+    "infinite": (math.inf, {}),
+    "infinite-tensor": (torch.tensor(math.inf), {}),
+    "name": (3, {"loss": 1.0}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["negative", "infinite-tensor", nightly("infinite"), nightly("name")])
+def test_what_forward_must_not_return_is_refused_in_later_micro_batches_too(name, bits):
+    """Not only in the one that was looked at before a graph was compiled; and no step is made."""
+
+    def sometimes_wrong(model: nn.Module, batch: Batch) -> ForwardOutput:
+        output = summed_loss(model, batch)
+        return output if len(batch[0]) == 4 else ForwardOutput(output.loss, *REFUSED[name])
+
+    outcomes = []
+    for way in (True, False):
+        setup = make(way, forward=sometimes_wrong)
+        setup.trainer.run(batches(4, 4), max_epochs=1)
+        assert not way or is_graph(setup)
+        weights = note_weights(setup)
+        with pytest.raises(ForwardContractError) as raised:
+            setup.trainer.run(batches(4, 3), max_epochs=2)
+        outcomes.append((str(raised.value), counters(setup)))
+        assert bits(weights[-1]) == bits(weights_of(setup))
+    assert outcomes[0] == outcomes[1]
+
+
+class Assigning(Net):
+    """Assigns its buffer in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count = self.count + 1
+        return super().forward(x) * self.count
+
+
+@pytest.mark.slow
+def test_a_buffer_that_forward_assigns():
+    """It counts the forwards of micro-batches, and not the one before the first of them."""
+    setups = [make(way, net=Assigning) for way in (True, False)]
+    for setup in setups:
+        setup.trainer.run(batches(4, 4), max_epochs=2)
+    assert is_graph(setups[0])
+    assert_alike(*setups)
+
+
+@pytest.mark.slow
+def test_a_copied_trainer_trains_the_copied_model(bits):
+    """Where it compiles for a new size, and where it looks up what was compiled; the original stays as it is."""
+    weights = []
+    for way in (True, False):
+        setup = make(way, OPTIMIZERS["SGD-momentum"])
+        setup.trainer.run(batches(4, 4), max_epochs=1)
+        before = bits([setup.model.state_dict(), setup.optimizer.state_dict()])
+        copied = copy.deepcopy(setup.trainer)
+        copied.run(batches(4, 3), max_epochs=3)
+        assert bits([setup.model.state_dict(), setup.optimizer.state_dict()]) == before
+        assert not way or copied._update._obstacle is None
+        weights.append(nn.utils.parameters_to_vector(copied._update.model.parameters()))
+    torch.testing.assert_close(*weights, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.slow

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from types import MethodType
+from typing import Any
+
 import torch
 from torch import nn
 
 from ignite_train.carried import Carried
-from ignite_train.model.random_state import RandomState
+from ignite_train.model.random_state import (
+    RandomState,
+    capture_random_state,
+    generators_within,
+    get_generator_state,
+    restore_random_state,
+    set_generator_state,
+)
 
-__all__ = ["ReplayPoint", "SideEffects"]
+__all__ = ["ReplayPoint", "SideEffects", "TrialRun"]
 
 
 class ReplayPoint:
@@ -44,6 +54,8 @@ class ReplayPoint:
 class SideEffects:
     """Remembers random state, the buffers of a module and what forward carries, so that running it can leave no trace.
 
+    A buffer that forward assigns, as in `self.mean = 0.9 * self.mean + ...`, is the tensor again that it was.
+
     Args:
         module: whose buffers, and whose device.
         carried: what forward carries.
@@ -52,7 +64,9 @@ class SideEffects:
     def __init__(self, module: nn.Module, carried: Carried) -> None:
         self._carried, self._values = carried, carried.copies()
         self._random_state = RandomState(next((p.device for p in module.parameters()), torch.device("cpu")))
-        self._buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+        self._owners = [(owner, {**owner}) for one in module.modules() if (owner := one._buffers)]
+        buffers = {id(one): one for _, own in self._owners for one in own.values() if one is not None}
+        self._buffers = [(buffer, buffer.clone()) for buffer in buffers.values()]
 
     def undo(self) -> None:
         """Puts them back."""
@@ -61,3 +75,39 @@ class SideEffects:
         with torch.no_grad():
             for buffer, before in self._buffers:
                 buffer.copy_(before)
+        for owner, buffers in self._owners:
+            if isinstance(owner, dict):  # a scripted module has another mapping, whose tensors stay the same
+                owner.update(buffers)
+
+
+class TrialRun:
+    """The same for a forward that is run once more than it would be, and not in each update.
+
+    It also remembers NumPy's generator, those that the modules and forward itself hold, and the attributes of the modules, so
+    that a counter which forward increments does not count this run. What forward changes inside of a list or a dict, or keeps
+    outside of the modules, stays as the run has left it.
+
+    Args:
+        model: whose modules.
+        carried: what forward carries.
+        forward: the user's.
+    """
+
+    def __init__(self, model: nn.Module, carried: Carried, forward: Any) -> None:
+        self._side_effects = SideEffects(model, carried)
+        self._random_state = capture_random_state(accelerators=False)  # that of the device is among the side effects
+        owners = [*model.modules(), forward.__self__ if isinstance(forward, MethodType) else forward]
+        generators = {id(one): one for owner in owners for one in generators_within(owner).values()}
+        self._generators = [(one, get_generator_state(one)) for one in generators.values()]
+        self._attributes = [(vars(one), {**vars(one)}) for one in model.modules()]
+
+    def undo(self) -> None:
+        """Puts them back."""
+        for now, before in self._attributes:
+            if now.keys() != before.keys() or any(now[name] is not value for name, value in before.items()):
+                now.clear()
+                now.update(before)
+        self._side_effects.undo()
+        restore_random_state(self._random_state)
+        for generator, state in self._generators:
+            set_generator_state(generator, state)

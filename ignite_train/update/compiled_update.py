@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from ignite_train.events import TrainEvents
 from ignite_train.forward import ForwardOutput
 from ignite_train.model.compiled_step import CompiledStep, StepPlan, StepTensors
-from ignite_train.model.replay import SideEffects
+from ignite_train.model.replay import TrialRun
 from ignite_train.ranks.messages import RankRequests
 from ignite_train.ranks.statistics import Statistics, Totals
 from ignite_train.state import UpdateOutput
@@ -217,14 +217,14 @@ class CompiledUpdate(Update):
         This is done at first, and when modules, parameters or the optimizer's groups are not what they were. So a mistake of
         forward is told as it is without compiling, also a mean that is declared as a sum.
         """
-        side_effects = SideEffects(self.model, self.carried)
+        trial = TrialRun(self.model, self.carried, self.forward)
         named = [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
         with torch.compiler.set_stance("force_eager"):
             output = self._forward(micro_batch)
             message = misdeclared(output, micro_batch) if self._is_new else None
             loss, parameters = self._scaled(output.loss), [parameter for _, parameter in named]
             gradients = torch.autograd.grad(loss, parameters, allow_unused=True) if named else ()
-        side_effects.undo()
+        trial.undo()
         if message is not None:
             warnings.warn(message, LossDeclarationWarning, stacklevel=2)
         used = frozenset([name for (name, _), one in zip(named, gradients, strict=True) if one is not None])

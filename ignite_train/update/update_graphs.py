@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 
 from ignite_train.errors import ForwardContractError
 from ignite_train.forward import BoundForward
+from ignite_train.metrics import is_published_metric
 from ignite_train.model.compiled_step import StepPlan, stepped
 from ignite_train.model.direct_graph import inductor
 from ignite_train.model.memory_layout import sharing_memory
@@ -21,6 +24,7 @@ __all__ = ["CannotCompileError", "Gathered", "UpdateGraphs"]
 
 _EPSILON = 1e-6  # as in torch's clip_grad_norm_
 _OTHERS = "the loss depends on other parameters than that of an earlier micro-batch"
+_REFUSED = "forward returned a sample size or a name in logs that is refused"
 
 
 class CannotCompileError(Exception):
@@ -133,12 +137,10 @@ class UpdateGraphs:
         return self._last(micro_batch, numbers, *before, states, num_made), before.logs
 
     def _compiled(self, traced: Callable[..., Any]) -> _Graph:
-        """A method with code of its own: torch counts by code how often something was compiled, and looks graphs up there."""
-        assert isinstance(traced, FunctionType)  # noqa: S101
-        own = FunctionType(
-            traced.__code__.replace(), traced.__globals__, traced.__name__, traced.__defaults__, traced.__closure__
+        """A method, with code of its own."""
+        return _Graph(
+            MethodType(_with_own_code(traced), self), self._settings, next(self._model.parameters()).device, self._note_draw
         )
-        return _Graph(MethodType(own, self), self._settings, next(self._model.parameters()).device, self._note_draw)
 
     def _note_draw(self) -> None:
         self.draw = True
@@ -216,7 +218,7 @@ class UpdateGraphs:
         """The operations of `decide`, one by one: whether to step, and what to multiply the gradients by."""
         mean_factor = 1.0 / (scale * size) if self._normalize else 1.0 / scale
         norm = norm * mean_factor
-        may_step = (size > 0) & torch.isfinite(loss / size) & torch.isfinite(norm)
+        may_step = (size > 0) & torch.isfinite(size) & torch.isfinite(loss / size) & torch.isfinite(norm)
         if self._max_grad_norm is None:
             return may_step, mean_factor
         return may_step, mean_factor * torch.clamp(self._max_grad_norm / (norm + _EPSILON), max=1.0)
@@ -240,16 +242,23 @@ class UpdateGraphs:
 
 
 def _read(returned: Any) -> tuple[Tensor, list[Tensor], tuple[tuple[str, bool], ...]]:
-    """The loss; it, the sample size and the logs as float64 scalars; the names of the logs. See `as_forward_output`."""
+    """The loss; it, the sample size and the logs as float64 scalars; the names of the logs. See `as_forward_output`.
+
+    Numbers and names that it refuses are refused here too: the update that is made without a graph then says why.
+    """
     loss, size = returned, 1
     logs: Mapping[str, Any] = {}
     if not isinstance(returned, Tensor):
         loss = returned[0]
         size = returned[1] if len(returned) > 1 else 1
         logs = returned[2] if len(returned) > 2 else {}
+    if isinstance(size, (int, float)) and not 0 <= size < math.inf:
+        raise ForwardContractError(_REFUSED)
     loss = loss.reshape(())
     values, names = [loss, size], []
     for name, value in logs.items():
+        if is_published_metric(name):
+            raise ForwardContractError(_REFUSED)
         names.append((name, isinstance(value, tuple)))
         values.extend(value if isinstance(value, tuple) else [value])
     return loss, [_number(value, loss) for value in values], tuple(names)
@@ -283,6 +292,13 @@ _WHILE_COMPILING = {
 }
 
 
+def _with_own_code(function: Callable[..., Any]) -> FunctionType:
+    """The same function: torch counts by code how often something was compiled, and looks graphs up there."""
+    assert isinstance(function, FunctionType)  # noqa: S101
+    code, named = function.__code__.replace(), function.__name__
+    return FunctionType(code, function.__globals__, named, function.__defaults__, function.__closure__)
+
+
 class _NotCompiledError(Exception):
     """A function was about to run uncompiled."""
 
@@ -296,7 +312,7 @@ class _Graph:
     through what `torch.compile` returns.
 
     Args:
-        function: what to compile; it calls `_refuse_to_run` first.
+        function: a method to compile; it calls `_refuse_to_run` first.
         settings: arguments of `torch.compile`.
         device: that of the model.
         on_draw: called if a call that compiles it draws random numbers.
@@ -304,17 +320,24 @@ class _Graph:
 
     def __init__(
         self,
-        function: Callable[..., Any],
+        function: MethodType,
         settings: Mapping[str, Any],
         device: torch.device,
         on_draw: Callable[[], None],
     ) -> None:
         from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
+        self._settings = settings
         self._function, self._compiled = function, torch.compile(function, **_arguments(settings, on_cpu=device.type == "cpu"))
         self._set_lookup: Callable[[Any], Any] | None = vars(torch._C._dynamo.eval_frame).get("set_eval_frame")
         self._refusals = (TorchDynamoException, FailOnRecompileLimitHit)
         self._device, self._on_draw, self._is_new = device, on_draw, True
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Graph:
+        """The function of the copied object, to be compiled: what torch returned for this one calls the original's."""
+        copied, on_draw = copy.deepcopy((self._function, self._on_draw), memo)
+        function = MethodType(_with_own_code(copied.__func__), copied.__self__)
+        return _Graph(function, self._settings, self._device, on_draw)
 
     def __call__(self, *arguments: Any) -> Any:
         """Calls it.
@@ -390,8 +413,9 @@ def _reason(error: Exception) -> str:
     """What torch says, in one line."""
     if type(error).__name__ == "FailOnRecompileLimitHit":
         return "there are more sizes of micro-batches, or numbers in them, than torch._dynamo.config.recompile_limit"
-    if _OTHERS in str(error):
-        return _OTHERS
+    for reason in (_OTHERS, _REFUSED):
+        if reason in str(error):
+            return reason
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     explained = [line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation: ")]
     return f"torch cannot compile it: {'; '.join([*lines[:1], *explained[:1]]) or type(error).__name__:.300}"

@@ -1,0 +1,79 @@
+"""Running a model leaves no trace: what is remembered of it before, and put back."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ignite_train.carried import Carried
+from ignite_train.model.replay import SideEffects, TrialRun
+
+
+class Noted(nn.Module):
+    """Leaves in itself what forwards are seen to leave there, and draws from generators of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.calls = nn.Parameter(torch.ones(3)), 0
+        self.register_buffer("assigned", torch.zeros(3))
+        self.register_buffer("written", torch.zeros(3))
+        self.register_buffer("nothing", None)
+        self.generator, self.of_numpy = torch.Generator().manual_seed(1), np.random.default_rng(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.latest = x
+        self.assigned = self.assigned + 1
+        self.written.add_(1)
+        draw = torch.rand(3, generator=self.generator) + torch.rand(3)
+        return x * self.weight + draw + float(self.of_numpy.random()) + float(np.random.rand())
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_buffers_are_the_tensors_and_the_values_that_they_were(depth):
+    """Also those that forward assigns, in the module itself and in one inside of it."""
+    noted = Noted()
+    module = nn.Sequential(noted) if depth else noted
+    before = [noted.assigned, noted.written]
+    side_effects = SideEffects(module, Carried())
+    module(torch.ones(3))
+    assert noted.assigned is not before[0]
+    side_effects.undo()
+    assert noted.assigned is before[0]
+    assert noted.written is before[1]
+    assert noted.assigned.tolist() == noted.written.tolist() == [0.0] * 3
+
+
+def test_a_trial_run_leaves_no_trace():
+    """A second forward, after a trial run was undone, gives the very numbers that the first one gave."""
+    noted = Noted()
+    model = nn.Sequential(noted)
+    trial = TrialRun(model, Carried(), lambda model, x: model(x))
+    first = model(torch.ones(3))
+    trial.undo()
+    assert noted.calls == 0
+    assert not hasattr(noted, "latest")
+    assert torch.equal(model(torch.ones(3)), first)
+    assert noted.calls == 1
+
+
+def test_a_trial_run_undoes_the_draws_of_forward_itself():
+    """An object for a forward, or a method of one, may hold a generator."""
+
+    class Forward:
+        def __init__(self) -> None:
+            self.generator = torch.Generator().manual_seed(1)
+
+        def draw(self, _model: nn.Module, _x: Tensor) -> Tensor:
+            return torch.rand(3, generator=self.generator)
+
+        __call__ = draw
+
+    model = Noted()
+    for forward in ((made := Forward()), made.draw):
+        trial = TrialRun(model, Carried(), forward)
+        first = forward(model, torch.ones(3))
+        trial.undo()
+        assert torch.equal(forward(model, torch.ones(3)), first)
