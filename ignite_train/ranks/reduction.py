@@ -138,6 +138,7 @@ class DDPReduction:
         self._ddp = ddp
         self.module = ddp.module if model is ddp else model
         self.divisor = torch.distributed.get_world_size(ddp.process_group)
+        self._unreduced = _frozen_when_wrapped(ddp)
         for parameter in sparse_parameters(ddp.module):
             if parameter.requires_grad:
                 # DDP divides a sparse gradient in place, whose rows may be the gradient that backward hands on to other layers.
@@ -178,7 +179,12 @@ class DDPReduction:
         Gradients that backward leaves in the same memory are told apart at its end, before DDP writes their means: those may
         differ, where another rank has used only one of the parameters. A callback that is queued first runs first, and DDP
         queues its own when the last bucket is full.
+
+        Raises:
+            ValueError: a parameter is trained that was frozen when DDP looked for what to reduce.
         """
+        if any(parameter.requires_grad for parameter in self._unreduced):
+            self._refuse_unreduced(gradients)
         statistics.start(*outgoing)
         if loss.requires_grad:
             loss.register_hook(lambda _: _queue_at_end_of_backward(gradients.separate))  # type: ignore[no-untyped-call]
@@ -197,6 +203,26 @@ class DDPReduction:
 
     def finish(self, *, applied: bool) -> None:
         """Nothing is remembered."""
+
+    def _refuse_unreduced(self, gradients: Gradients) -> None:
+        trained = {*map(id, gradients.parameters())}
+        for parameter in self._unreduced:
+            if parameter.requires_grad and id(parameter) in trained:
+                raise ValueError(
+                    f"model must be wrapped in DistributedDataParallel before {gradients.name(parameter)} is frozen, got it "
+                    "frozen then and trained now, where each rank would keep its own gradient; freeze it after wrapping, or "
+                    "attach Freeze"
+                )
+
+
+def _frozen_when_wrapped(ddp: DistributedDataParallel) -> list[nn.Parameter]:
+    """The parameters that `ddp` was not told to ignore and does not reduce; none where that cannot be found out any more."""
+    reducer = vars(ddp).get("reducer")
+    if reducer is None:
+        return []
+    named = [(name, parameter) for name, parameter in ddp.module.named_parameters() if name not in ddp.parameters_to_ignore]
+    frozen = [parameter for _, parameter in named if not parameter.requires_grad]
+    return frozen if len(reducer.get_backward_stats()) == len(named) - len(frozen) else []
 
 
 def _queue_at_end_of_backward(callback: Callable[[], None]) -> None:
