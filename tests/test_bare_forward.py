@@ -7,13 +7,20 @@ import pickle
 from collections.abc import Iterator
 from typing import Any
 
+import ignite.distributed as idist
 import pytest
 import torch
 import torch.distributed as dist
+from ignite.engine import Events
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
+from ignite_train import TrainEvents, count_traffic, create_trainer
+from ignite_train.ranks import collectives
 from ignite_train.ranks.bare_forward import BareForward
+from ignite_train.ranks.replicas import SmallReplicas
+from ranks import run_ranks
 
 X = torch.arange(6.0).view(2, 3)
 
@@ -117,3 +124,106 @@ def test_a_copy_that_is_made_meanwhile_reduces(way: str) -> None:
     other(X)
     assert other.calls == before + 1
     assert other.require_backward_grad_sync
+
+
+@pytest.mark.usefixtures("alone")
+def test_inputs_are_moved_where_the_wrapper_moves_them() -> None:
+    """Torch accepts `device_ids` on an accelerator only, so they are set behind its back here."""
+    ddp = make(Noting)
+    ddp.device_ids = [0]  # type: ignore[assignment]
+    bare, before = BareForward(ddp), ddp.calls
+    ddp.device_ids = None  # type: ignore[assignment]  # the forward of this test has nowhere to move them to
+    with bare:
+        ddp(X)
+    assert ddp.calls == before + 1
+
+
+@pytest.mark.usefixtures("alone")
+def test_ranks_that_have_joined_are_told_of_each_forward() -> None:
+    """In torch's `Join` the ranks that have run out wait for what a forward of the others sends."""
+    ddp = make(Noting)
+    bare, before = BareForward(ddp), ddp.calls
+    with Join([ddp]), bare:
+        ddp(X)
+    assert ddp.calls == before + 1
+
+
+@pytest.mark.usefixtures("alone")
+def test_hooks_of_compiled_autograd_are_told_not_to_reduce() -> None:
+    """They look in each backward whether the wrapper is under `no_sync`. Torch makes them by a setting of its compiler."""
+    ddp = make(DistributedDataParallel)
+    ddp._use_python_reducer = True
+    with BareForward(ddp):
+        assert not ddp.require_backward_grad_sync
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("kind", [DistributedDataParallel, Doubled], ids=["bare", "under no_sync"])
+def test_a_forward_without_its_backward_reduces_nothing_later(kind: type[DistributedDataParallel]) -> None:
+    """Torch's hooks wait for a backward from then on, and would take that of an update for it; afterwards they reduce."""
+    ddp = make(kind)
+    ddp(X)
+    with count_traffic("cpu") as traffic:
+        train(ddp, BareForward(ddp))
+    assert traffic.collectives == []
+    with count_traffic("cpu") as traffic:
+        ddp(X).sum().backward()
+    assert [one.name for one in traffic.collectives] == ["allreduce_"]
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_backward_of_the_user_that_misses_parameters_is_told_as_torch_tells_it() -> None:
+    """An update does not hide it."""
+    ddp = make(DistributedDataParallel)
+    ddp(X)
+    ddp.module.bias.sum().backward()  # type: ignore[operator, union-attr]
+    with pytest.raises(RuntimeError, match="Expected to have finished reduction in the prior iteration"), BareForward(ddp):
+        ddp(X)
+    assert "forward" not in vars(ddp)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_rank_without_data_does_as_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks agree whether the buckets are to be laid out again in a backward of the user."""
+    monkeypatch.setattr(collectives, "world_size", lambda: 1)
+    ddp = make(DistributedDataParallel)
+    ddp(X)
+    assert SmallReplicas(ddp, ddp).num_placeholders([], 1) == 0
+    with count_traffic("cpu") as traffic:
+        ddp.module(X).sum().backward()
+    assert traffic.collectives == []
+
+
+def _with_forwards_between(ranks: list[int], backwards: int = 0) -> list[float]:
+    """Two epochs; rank 1 has less data. `ranks` run forwards of their own, and so many backwards, between updates."""
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(nn.Linear(3, 1, dtype=torch.float64))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    trainer = create_trainer(ddp, optimizer, lambda model, x: model(x).square().mean(), accumulation_steps=2, protect=False)
+
+    def run_between() -> None:
+        for _ in range(backwards):
+            ddp(X.double()).sum().backward()
+        ddp(X.double())
+
+    if idist.get_rank() in ranks:
+        trainer.add_event_handler(Events.EPOCH_STARTED, run_between)
+        trainer.add_event_handler(TrainEvents.BACKWARD_COMPLETED, lambda: ddp(X.double()))
+        trainer.add_event_handler(Events.ITERATION_COMPLETED, run_between)
+    generator = torch.Generator().manual_seed(idist.get_rank())
+    count = (5, 1)[idist.get_rank()]
+    trainer.run([torch.randn(2, 3, generator=generator, dtype=torch.float64) for _ in range(count)], max_epochs=2)
+    return [*ddp.module.weight.flatten().tolist(), *ddp.module.bias.tolist()]  # type: ignore[union-attr]
+
+
+def _with_and_without() -> list[list[float]]:
+    alone = [_with_forwards_between(ranks) for ranks in ([], [0], [1], [0, 1])]
+    return [*alone, *[_with_forwards_between([0, 1], backwards) for backwards in (1, 2)]]
+
+
+@pytest.mark.slow
+def test_forwards_outside_of_updates_leave_uneven_ranks_in_step() -> None:
+    """No rank waits for a reduction that the others do not make, and the weights have the same bits."""
+    first, second = run_ranks(_with_and_without)
+    assert first == second
+    assert first == [first[0]] * 6

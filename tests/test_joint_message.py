@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ignite_train import UpdateOptions, count_traffic, create_trainer
+from ignite_train.device import to_host
 from ignite_train.ranks import collectives
 from ignite_train.ranks.joint_message import JointMessage
 from ignite_train.ranks.messages import RankRequests
@@ -258,6 +259,21 @@ def test_ranks_that_send_more_than_others_are_an_error(beside: int, monkeypatch:
         return
     with pytest.raises(ValueError, match=r"alike on all ranks, got 15 numbers of an update on this rank, and on average 1[45]"):
         mine.finish(1.0)
+
+
+@pytest.mark.parametrize("beside", [-1, 0, 1], ids=str)
+def test_no_step_is_queued_on_sums_of_ranks_that_send_more_than_others(beside: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An accelerator decides before the host has looked at the lengths."""
+    monkeypatch.setattr(collectives, "world_size", lambda: 2)
+    monkeypatch.setattr(to_host, "_HOST", "nowhere")
+    mine, theirs = Statistics(torch.device("cpu")), Statistics(torch.device("cpu"))
+    vector, other = mine.pack(RankRequests(), beside=4), theirs.pack(RankRequests(), beside=4 + beside)
+    assert vector is not None
+    assert other is not None
+    vector.add_(other)
+    reduced = mine.reduced(torch.ones(()))
+    assert reduced is not None
+    assert float(reduced.obstacles) == (beside != 0)
 
 
 def _frozen_on_one_rank(victim: int) -> None:

@@ -18,6 +18,9 @@ class BareForward:
     the wrapper has neither inputs to move nor buffers to broadcast, reduces all parameters at once, and has torch's own
     forward. Elsewhere this is `no_sync`.
 
+    Neither alone keeps the wrapper from reducing: a forward outside of it has made the hooks wait for a backward, and they take
+    the next one for it. So both begin with `disarm`.
+
     Args:
         ddp: the wrapper; without buffers to broadcast, and of full precision.
     """
@@ -28,10 +31,27 @@ class BareForward:
             type(ddp).forward is _FORWARD
             and self._attributes.get("device_ids", ()) is None
             and self._attributes.get("_delay_all_reduce_all_params") is False
+            and self._attributes.get("_use_python_reducer") is False
         )
         self._no_sync: Any = None  # the open context of the wrapper
 
+    def disarm(self) -> None:
+        """Has the hooks of the wrapper wait for no backward, until its next forward outside of this context.
+
+        A forward with gradients has them reduce in the next backward on this rank, whichever that is. The buckets are laid out
+        once more in the second of such forwards, by a broadcast. So all ranks disarm alike.
+
+        Raises:
+            RuntimeError: torch's own, as in the next forward of the wrapper: it has the gradients of some parameters only and
+                waits for those of others.
+        """
+        reducer = self._attributes.get("reducer")
+        if reducer is not None:
+            reducer._check_reducer_finalized()
+            reducer._reset_state()
+
     def __enter__(self) -> None:
+        self.disarm()
         attributes = self._attributes
         has_begun = attributes.get("_lazy_init_ran") and not attributes["_join_config"].enable
         is_another = "forward" in attributes or attributes.get("_compiled_call_impl") is not None

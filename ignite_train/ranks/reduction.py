@@ -138,6 +138,7 @@ class DDPReduction:
         self._ddp = ddp
         self.module = ddp.module if model is ddp else model
         self.divisor = torch.distributed.get_world_size(ddp.process_group)
+        self._unreduced = _frozen_when_wrapped(ddp)
         for parameter in sparse_parameters(ddp.module):
             if parameter.requires_grad:
                 # DDP divides a sparse gradient in place, whose rows may be the gradient that backward hands on to other layers.
@@ -155,15 +156,19 @@ class DDPReduction:
         """Goes through DDP's forward, with its collectives, to a graph that reaches each parameter without a gradient.
 
         DDP takes what is missing for zero, or, where it looks for unused parameters, for unused on this rank. The module inside
-        is never called, so no data is needed, no hook of the user's runs and no buffer changes. Nothing is multiplied by zero
-        either: 0 · inf would be NaN.
+        is never called, so no data is needed and no buffer changes; nor is any hook of a module, that of the wrapper included.
+        Nothing is multiplied by zero either: 0 · inf would be NaN. Hooks of a parameter, which torch would call with None, are
+        given zeros, or are not called where DDP looks for unused parameters.
         """
         ddp, module = self._ddp, self._ddp.module
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        sparse = [parameter for parameter in sparse_parameters(module) if parameter.requires_grad]
-        ddp.module = _NoData(module, sparse, parameters)
+        sparse = {*map(id, sparse_parameters(module))}
+        if ddp.find_unused_parameters:  # where a dense one that is out of the graph is ready for the reduction
+            parameters = [one for one in parameters if id(one) in sparse or not _has_hooks(one)] or parameters
+        ddp.module = _NoData(module, parameters, sparse)
         try:
-            loss: Tensor = ddp()
+            # not a call of `ddp`, which has hooks
+            loss: Tensor = DistributedDataParallel.forward(ddp)  # type: ignore[no-untyped-call]
         finally:
             ddp.module = module
         return loss
@@ -174,7 +179,12 @@ class DDPReduction:
         Gradients that backward leaves in the same memory are told apart at its end, before DDP writes their means: those may
         differ, where another rank has used only one of the parameters. A callback that is queued first runs first, and DDP
         queues its own when the last bucket is full.
+
+        Raises:
+            ValueError: a parameter is trained that was frozen when DDP looked for what to reduce.
         """
+        if any(parameter.requires_grad for parameter in self._unreduced):
+            self._refuse_unreduced(gradients)
         statistics.start(*outgoing)
         if loss.requires_grad:
             loss.register_hook(lambda _: _queue_at_end_of_backward(gradients.separate))  # type: ignore[no-untyped-call]
@@ -194,6 +204,26 @@ class DDPReduction:
     def finish(self, *, applied: bool) -> None:
         """Nothing is remembered."""
 
+    def _refuse_unreduced(self, gradients: Gradients) -> None:
+        trained = {*map(id, gradients.parameters())}
+        for parameter in self._unreduced:
+            if parameter.requires_grad and id(parameter) in trained:
+                raise ValueError(
+                    f"model must be wrapped in DistributedDataParallel before {gradients.name(parameter)} is frozen, got it "
+                    "frozen then and trained now, where each rank would keep its own gradient; freeze it after wrapping, or "
+                    "attach Freeze"
+                )
+
+
+def _frozen_when_wrapped(ddp: DistributedDataParallel) -> list[nn.Parameter]:
+    """The parameters that `ddp` was not told to ignore and does not reduce; none where that cannot be found out any more."""
+    reducer = vars(ddp).get("reducer")
+    if reducer is None:
+        return []
+    named = [(name, parameter) for name, parameter in ddp.module.named_parameters() if name not in ddp.parameters_to_ignore]
+    frozen = [parameter for _, parameter in named if not parameter.requires_grad]
+    return frozen if len(reducer.get_backward_stats()) == len(named) - len(frozen) else []
+
 
 def _queue_at_end_of_backward(callback: Callable[[], None]) -> None:
     """Has the engine call it when all gradients of the running backward are there."""
@@ -203,29 +233,39 @@ def _queue_at_end_of_backward(callback: Callable[[], None]) -> None:
 class _NoData(nn.Module):
     """A module with the parameters and buffers of another, because DDP looks them up, and with a forward of its own."""
 
-    def __init__(self, module: nn.Module, sparse: list[nn.Parameter], parameters: list[nn.Parameter]) -> None:
+    def __init__(self, module: nn.Module, parameters: list[nn.Parameter], sparse: set[int]) -> None:
         super().__init__()
-        first = {id(parameter) for parameter in sparse}
-        self._borrowed = len(sparse), *sparse, *(parameter for parameter in parameters if id(parameter) not in first)
+        self._borrowed = sparse, *parameters
         self._parameters, self._buffers, self._modules = module._parameters, module._buffers, module._modules
 
     def forward(self) -> Tensor:
         zero: Tensor = _NoGradients.apply(*self._borrowed)  # type: ignore[no-untyped-call]
         return zero
 
+    __call__ = forward  # without the hooks that torch has for all modules
+
 
 class _NoGradients(torch.autograd.Function):
-    """A zero whose backward gives no gradients, but to the first parameters sparse ones without rows, which DDP insists on."""
+    """A zero whose backward gives no gradients, but sparse ones without rows, on which DDP insists, and zeros to hooks."""
 
     @staticmethod
-    def forward(ctx: Any, num_sparse: int, *parameters: Tensor) -> Tensor:
-        ctx.sparse, ctx.count = parameters[:num_sparse], len(parameters)
+    def forward(ctx: Any, sparse: set[int], *parameters: Tensor) -> Tensor:
+        ctx.sparse, ctx.parameters = sparse, parameters
         return torch.zeros((), device=parameters[0].device)  # real, as a loss must be, whatever the parameters are
 
     @staticmethod
     def backward(ctx: Any, *_grad_outputs: Any) -> tuple[Tensor | None, ...]:
-        sparse = [_no_rows(parameter) for parameter in ctx.sparse]
-        return (None, *sparse, *[None] * (ctx.count - len(sparse)))
+        return None, *(_nothing_for(parameter, is_sparse=id(parameter) in ctx.sparse) for parameter in ctx.parameters)
+
+
+def _has_hooks(parameter: Tensor) -> bool:
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
+def _nothing_for(parameter: Tensor, *, is_sparse: bool) -> Tensor | None:
+    if is_sparse:
+        return _no_rows(parameter)
+    return torch.zeros_like(parameter) if _has_hooks(parameter) else None
 
 
 def _no_rows(parameter: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain
 from typing import Any
@@ -149,6 +149,11 @@ class SmallReplicas(ExplicitReduction):
         does_more = ddp._comm_hooks or ddp.parameters_to_ignore or ddp.mixed_precision is not None or ddp.static_graph
         has_buffers = ddp.broadcast_buffers and next(ddp.module.buffers(), None) is not None
         return not does_more and not has_buffers and sum(map(Tensor.numel, ddp.module.parameters())) <= _TAIL_ELEMENTS
+
+    def num_placeholders(self, group: Sequence[Any], max_micro_batches: int | None) -> int:  # noqa: ARG002
+        """None. Disarms the hooks of DDP in each update, on all ranks: also on those without a micro-batch."""
+        self._bare_forward.disarm()
+        return 0
 
     def context(self, *, last: bool) -> AbstractContextManager[Any]:  # noqa: ARG002
         """A context in which DDP reduces nothing, as in its `no_sync`; the same for each backward.

@@ -204,7 +204,7 @@ class Statistics:
         self._wait()
         vector = self._vector
         head, payload = _Head.split(vector)
-        obstacles = head.num_out_of_memory + head.has_new_names
+        obstacles = head.num_out_of_memory + head.has_new_names + (head.length != self._length_of_all(vector))
         for piggyback in self._piggybacks:
             obstacles = obstacles + piggyback.vetoes(payload[: piggyback.payload_size])
             payload = payload[piggyback.payload_size :]
@@ -287,12 +287,16 @@ class Statistics:
             ValueError: the others have sent more or less than this rank.
         """
         assert self._vector is not None  # noqa: S101  # it was sent
-        own = self._vector.numel() + self._num_beside
-        if total != own * self._num_ranks:
+        if total != self._length_of_all(self._vector):
+            own = self._vector.numel() + self._num_beside
             raise ValueError(
                 f"the trainer must be alike on all ranks, got {own} numbers of an update on this rank, and on average "
                 f"{total / self._num_ranks:g}; attach the same handlers, and freeze the same parameters, on all ranks"
             )
+
+    def _length_of_all(self, vector: Tensor) -> int:
+        """What the lengths that the ranks have sent add up to, if all have sent as much as this one."""
+        return (vector.numel() + self._num_beside) * self._num_ranks
 
     def _exchange_names(self) -> None:
         """A log has a name that some rank did not know: all ranks learn it, and repeat the reduction. Collective."""

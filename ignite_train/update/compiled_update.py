@@ -97,7 +97,6 @@ class CompiledUpdate(Update):
     _num_known: int = 0  # those of them that the host knows of
     _group_size: int = 0  # the micro-batches of the graphs that were last asked for a step
     _num_stepped: int = 0  # the micro-batches of this update, once its graphs have made the step
-    _is_told: bool = False  # the loss scaling knows of that step
     _begun: int | None = None  # the micro-batch that has begun, and for which there turned out to be no graph
 
     def __post_init__(self) -> None:
@@ -110,7 +109,7 @@ class CompiledUpdate(Update):
 
     def __call__(self, trainer: Trainer, micro_batches: Sequence[Any]) -> Any:
         """See `Update`. An update whose graph has made the step counts, also where an error follows: it is not done again."""
-        self._num_stepped, self._is_told = 0, False
+        self._num_stepped = 0
         try:
             return super().__call__(trainer, micro_batches)
         except BaseException:

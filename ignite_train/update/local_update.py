@@ -133,7 +133,9 @@ class LocalUpdate(Update):
             self.learning_rates.check(output.learning_rates)
             self.gradients.refuse_dropped()
             self.stepping(own.mean_factor, own.clip_coefficient)
+            self._has_stepped = True
         if reason != "no_samples" and not has_overflowed:
+            self._is_told = True
             self.loss_scaling.update(overflow=False)
         if own.skipped_reason is not None or not self.options.keep_gradients:
             self.gradients.clear()

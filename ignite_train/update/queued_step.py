@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -57,6 +58,7 @@ class QueuedStep:
         self._learning_rates, self._divisor, self._max_grad_norm = learning_rates, divisor, max_grad_norm
         self._normalize = normalize
         self._logged = False
+        self._unread: Tensor | None = None  # whether the step was made that was queued last, until its numbers are read
 
     def __call__(self, trainer: Trainer, norm: float | Tensor | None, scale: float) -> tuple[Totals, bool]:
         """Reads the update's numbers, and says whether the device has made the step that belongs to them.
@@ -90,10 +92,24 @@ class QueuedStep:
         statistics.send(norm, [may_step, *rates])
         trainer._begin_section("optimizer")
         self._stepping.step_if(may_step, divisor)
+        self._unread = may_step
         trainer._begin_section("reduction")
         totals = statistics.finish(norm)
+        self._unread = None
         self._learning_rates.learn(totals.more[1:])
         return totals, totals.more[0] == 1.0
+
+    def made_unread(self) -> bool:
+        """Whether an exception has come between a step that the device made and its numbers. May wait for the device.
+
+        A device that has failed cannot tell, and counts as not having made it.
+        """
+        unread, self._unread = self._unread, None
+        if unread is None:
+            return False
+        with suppress(RuntimeError):
+            return bool(unread.item() == 1.0)  # sync
+        return False
 
     def _why_not_queued(self, trainer: Trainer) -> str | None:
         """Why the host must know the numbers before the step; asked in each update, as handlers and hooks come and go."""

@@ -86,6 +86,8 @@ class Update:
     _search: NonFiniteSearch = field(init=False)
     _closure_step: ClosureStep | None = None
     _num_placeholders: int = 0
+    _has_stepped: bool = False  # the running update has moved the parameters
+    _is_told: bool = False  # the loss scaling knows of that step
 
     def __post_init__(self) -> None:
         # What it gives its parts to call must not keep it, its model and its optimizer alive.
@@ -134,10 +136,12 @@ class Update:
         """
         micro_batches_before, begin_section = trainer.state.num_micro_batches, trainer._begin_section
         begin_section("forward")
+        self._has_stepped = self._is_told = False
         try:
             self._begin(trainer, micro_batches)
             self._accumulate(trainer, micro_batches)
             totals, has_stepped = self._reduce(trainer)
+            self._has_stepped = has_stepped
             decision = self._decide(trainer, totals)
             if self.norm_limits is not None:
                 decision = self.norm_limits(decision)
@@ -145,14 +149,15 @@ class Update:
             begin_section("optimizer")
             if self._closure_step is not None and decision.skipped_reason is None:
                 decision, output = self._step_with_closure(trainer, micro_batches, decision, output)
-                has_stepped = output.applied
+                self._has_stepped = has_stepped = output.applied
             self._step_or_skip(trainer.state.iteration, decision, output, micro_batches, has_stepped=has_stepped)
             self._finish(output)
         except BaseException as error:
             if isinstance(error, FloatingPointError) and not isinstance(error, TrainingError):
                 self._search.explain(error, micro_batches, self.loss_scaling.scale)
-            trainer.state.num_micro_batches, trainer.state.forward_output = micro_batches_before, None
-            trainer.state.micro_batch_in_group = None
+            if not self._settle_step(trainer):
+                trainer.state.num_micro_batches = micro_batches_before
+            trainer.state.forward_output = trainer.state.micro_batch_in_group = None
             self._discard(error)
             raise
         finally:
@@ -322,7 +327,9 @@ class Update:
             self.gradients.refuse_dropped()
             own = decision.clip_coefficients  # of each optimizer, where each has a limit of its own
             self.stepping(decision.mean_factor, *(own.values() if own else (decision.clip_coefficient,)))
+            self._has_stepped = True
         if reason not in ("no_samples", "overflow"):
+            self._is_told = True
             self.loss_scaling.update(overflow=False)
         if reason is not None or not self.options.keep_gradients:
             self.gradients.clear()
@@ -346,6 +353,18 @@ class Update:
         else:
             self.carried.roll_back()
         self.reduction.finish(applied=output.applied)
+
+    def _settle_step(self, trainer: Trainer) -> bool:
+        """Counts the step of an update that is broken off after it, so that none repeats it; says whether there was one."""
+        if not (self.queued_step.made_unread() or self._has_stepped):
+            return False
+        self.carried.end_update()
+        if not self._is_told:
+            self._is_told = True
+            self.loss_scaling.update(overflow=False)
+        trainer._settled = True
+        trainer.state.num_steps += 1
+        return True
 
     def _discard(self, error: BaseException) -> None:
         """Leaves nothing of an update behind that `error` has broken off.
