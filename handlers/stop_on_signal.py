@@ -24,7 +24,7 @@ __all__ = ["StopOnSignal"]
 
 _logger = logging.getLogger(__name__)
 _STDERR = 2
-_SAME_REQUEST_SECONDS = 0.5  # the scheduler and the launcher may both send it
+_SAME_REQUEST_SECONDS = 2.0  # the scheduler and the launcher may both send it, and the machine may be slow
 _PATIENCE_SECONDS = 2.0  # for the thread to end
 _OVER = 0  # no signal has this number
 _SIGNALS = tuple(number for number in signal.Signals if number.name in ("SIGTERM", "SIGUSR1"))
@@ -40,7 +40,7 @@ class StopOnSignal(Handler):
 
     Python runs no signal handler while the main thread is inside a collective or another call that does not return. A thread
     learns of the signal nevertheless. If the run has not ended `grace_seconds` later, that thread logs it, writes the stacks of
-    all threads to standard error and ends the process with status `128 + signal`. A second signal, half a second or more after
+    all threads to standard error and ends the process with status `128 + signal`. A second signal, two seconds or more after
     the first, ends the process at once.
 
     Signal handlers are installed at STARTED, in the main thread only. The earlier ones are put back when the run is over, also
