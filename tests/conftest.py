@@ -16,7 +16,7 @@ from ignite_train import create_trainer
 from setups import Batch, Setup, summed_loss
 from update_options import with_options
 
-# On a machine that is busy with other things an example takes long, and that is no fault of the code.
+# On a machine that is busy with other things an example may take long, although the code is fast.
 hypothesis.settings.register_profile(
     "any machine", hypothesis.settings(), deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )

@@ -918,7 +918,7 @@ def test_a_buffer_that_forward_assigns():
 
 @pytest.mark.slow
 def test_a_copied_trainer_trains_the_copied_model(bits):
-    """Where it compiles for a new size, and where it looks up what was compiled; the original stays as it is."""
+    """Where it compiles for a new size, and where it looks up what was compiled; the original is unchanged."""
     weights = []
     for way in (True, False):
         setup = make(way, OPTIMIZERS["SGD-momentum"])

@@ -242,7 +242,7 @@ def test_a_copy_lies_in_memory_as_the_tensor_does():
 
 
 def test_a_run_that_breaks_off_says_what_is_known_of_its_last_save(tmp_path, caplog):
-    """That it takes long, which is no failure; that it has failed; or nothing."""
+    """That it takes long, which is not a failure; that it has failed; or no line."""
     writer = saver(tmp_path)
     writer.disk = gate = Gate()
     writer.save(contents(1, "run"), manifest(1))

@@ -231,7 +231,7 @@ def test_a_factor_of_one(monkeypatch, bits):
 
 @pytest.mark.parametrize("give_up_after", [None, 1])
 def test_out_of_memory_is_settled_by_the_host(monkeypatch, bits, give_up_after):
-    """Handlers of OUT_OF_MEMORY, and whoever gives up, come before the step: the device skips it."""
+    """Handlers of OUT_OF_MEMORY, and an update that gives up, come before the step: the device skips it."""
     arguments: dict[str, Any] = {"on_out_of_memory": "skip", "give_up_after": give_up_after}
     monkeypatch.setattr(to_host, "_HOST", "nowhere")
     with monkeypatch.context() as held:
