@@ -302,8 +302,9 @@ def test_the_document_names_handlers_and_arguments_that_exist() -> None:
     calls = [(name, inside) for name, inside in re.findall(r"\b([A-Z]\w+)\(([^()]*)\)", text) if name in handlers.__all__]
     taken = {name: {*inspect.signature(getattr(handlers, name)).parameters} for name in handlers.__all__}
     of_handlers = {argument for name in (*HANDLERS, "OuterOptimizer") for argument in taken[name]}
-    of_torch = {"fully_shard", "gradient_as_bucket_view", "nesterov", "reshard_after_forward", "static_graph"}
-    of_others = {"every", "master_port", "max_iters", "create_trainer", *UpdateOutput.__dataclass_fields__}
+    of_torch = {"find_unused_parameters", "fully_shard", "gradient_as_bucket_view", "nesterov", "no_sync"}
+    of_torch |= {"reshard_after_forward", "static_graph"}
+    of_others = {"every", "master_port", "max_iters", "create_evaluator", "create_trainer", *UpdateOutput.__dataclass_fields__}
 
     assert sorted({*HANDLERS} - {*handlers.__all__}) == []
     assert sorted({*HANDLERS} - {*inline}) == []
