@@ -19,6 +19,8 @@ from torch.optim import Optimizer
 
 from ignite_train.arguments import describe, one_of, positive_int, real_number
 from ignite_train.loop.dispatch import Attachable, Stateful
+from ignite_train.loop.sections import unmeasured
+from ignite_train.model.optimizers import Optimizers, each_optimizer, optimizer_of_parts
 from ignite_train.model.random_state import (
     capture_random_state,
     generators_within,
@@ -28,12 +30,15 @@ from ignite_train.model.random_state import (
 )
 from ignite_train.ranks import collectives
 from ignite_train.trainer import Trainer
+from ignite_train.update.failures_in_a_row import FailuresInARow
 
 __all__ = ["LearningRateFinder"]
 
 _SET_ASIDE: Mapping[str, Callable[[], Any]] = {
-    **dict.fromkeys(("on_enter", "on_exit", "piggybacks", "_on_backward", "_on_record", "_defaults"), list),
+    **dict.fromkeys(("on_enter", "on_exit", "piggybacks", "_after_update", "_on_backward", "_on_record", "_defaults"), list),
     **dict.fromkeys(("_stateful", "_stages"), dict),
+    "_sections": lambda: None,
+    "_begin_section": lambda: unmeasured,
 }
 """Attributes of a trainer that belong to its handlers, and what stands in their place during the search."""
 
@@ -89,11 +94,13 @@ class LearningRateFinder(FastaiLRFinder, Attachable):
 
         Args:
             trainer: from `create_trainer`, before its run or between two epochs.
-            to_save: more objects to put back, by name, with `state_dict` and `load_state_dict`. The trainer's model and
-                optimizer are put back without being named; if it has `"optimizer"`, that must be the trainer's.
+            to_save: more objects to put back, by name, with `state_dict` and `load_state_dict`: a teacher or a loss with
+                buffers, say, that forward uses beside the model. The trainer's model and optimizer are put back without being
+                named; if it has `"optimizer"`, that must be the trainer's.
             output_transform: makes the loss of `state.output`; it is averaged over the ranks. None: the loss of the update.
             num_iter: updates of the search; None: those of the run, as its loader and `max_epochs` say.
-            start_lr: the first rate, or one for each parameter group; None: those of the optimizer.
+            start_lr: the first rate, or one for each parameter group; None: those of the optimizer. The groups of several
+                optimizers follow each other.
             end_lr: the last rate, or one for each parameter group.
             step_mode: whether the rates grow by a factor, `"exp"`, or a summand, `"linear"`.
             smooth_f: the share of a loss in the smoothed one, whose rest is that before it; in [0, 1), and 0 does not smooth.
@@ -111,8 +118,8 @@ class LearningRateFinder(FastaiLRFinder, Attachable):
             raise TypeError(f"trainer must be a Trainer, got {describe(trainer)}; pass what create_trainer returned")
         if trainer._running or trainer._epoch_open:
             raise RuntimeError("the search was begun in the middle of an epoch; attach before run, or between two epochs")
-        optimizer: Any = trainer._stateful_parts["optimizer"]
-        others = _checked_objects(to_save or {}, optimizer)
+        optimizer = optimizer_of_parts(trainer._stateful_parts)
+        others = _checked_objects({} if to_save is None else to_save, trainer, [*each_optimizer(optimizer)])
         self._smoothing = real_number("smooth_f", smooth_f, at_least=0)
         if self._smoothing >= 1:
             raise ValueError(f"smooth_f must be less than 1, got {smooth_f!r}")
@@ -209,7 +216,14 @@ class _Search:
         least: the least smoothed loss so far.
     """
 
-    def __init__(self, optimizer: Optimizer, starts: list[float], ends: list[float], mode: str, output_transform: Any) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer | Optimizers,
+        starts: list[float],
+        ends: list[float],
+        mode: str,
+        output_transform: Callable[[Any], float] | None,
+    ) -> None:
         self._optimizer, self._starts, self._ends = optimizer, starts, ends
         self.is_exponential, self._output_transform = mode == "exp", output_transform
         self.length: int | None = None
@@ -250,17 +264,17 @@ class _Before:
     """What a trainer, its model and its optimizer were before, to be put back."""
 
     def __init__(self, trainer: Trainer, others: Mapping[str, Stateful]) -> None:
-        self._trainer, self._others = trainer, [(e, copy.deepcopy(e.state_dict())) for e in others.values()]
         model: Any = trainer._stateful_parts["model"]
-        optimizer: Any = trainer._stateful_parts["optimizer"]
-        self._optimizer = optimizer
+        modules = [model, *(entry for entry in others.values() if isinstance(entry, nn.Module))]
+        self._trainer = trainer
+        self._others = [(e, copy.deepcopy(e.state_dict())) for e in others.values() if not isinstance(e, nn.Module)]
         self._attributes, self._state = dict(vars(trainer)), dict(vars(trainer.state))
         self._times, self._metrics = dict(trainer.state.times), copy.deepcopy(trainer.state.metrics)
         self._update, self._carried = copy.deepcopy(trainer._update.state_dict()), trainer.state.carried.copies()
-        self._tensors = [(value, value.detach().clone()) for value in (*model.parameters(), *model.buffers())]
-        self._modes = [(module, module.training) for module in model.modules()]
-        self._groups = [{k: _copy(v) for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-        self._moments = {p: {key: _copy(value) for key, value in s.items()} for p, s in optimizer.state.items()}
+        tensors = {id(value): value for module in modules for value in (*module.parameters(), *module.buffers())}
+        self._tensors = [(value, value.detach().clone()) for value in tensors.values()]
+        self._modes = [(part, part.training) for module in modules for part in module.modules()]
+        self._optimizers = [_OptimizerBefore(one) for one in each_optimizer(optimizer_of_parts(trainer._stateful_parts))]
         self._random_state = capture_random_state()
         self._generators: list[tuple[Any, Any]] = []
 
@@ -283,12 +297,8 @@ class _Before:
                 value.copy_(before)
         for module, training in self._modes:
             module.training = training
-        for group, settings in zip(self._optimizer.param_groups, self._groups, strict=True):
-            for name in group.keys() - settings.keys() - {"params"}:
-                del group[name]
-            group |= settings
-        self._optimizer.state.clear()
-        self._optimizer.state.update(self._moments)
+        for optimizer in self._optimizers:
+            optimizer.restore()
         for entry, state in self._others:
             entry.load_state_dict(state)
         for generator, state in self._generators:
@@ -296,12 +306,29 @@ class _Before:
         restore_random_state(self._random_state)
 
 
+class _OptimizerBefore:
+    """The settings and the state that an optimizer had before."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._groups = [{k: _copy(v) for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+        self._moments = {p: {key: _copy(value) for key, value in s.items()} for p, s in optimizer.state.items()}
+
+    def restore(self) -> None:
+        for group, settings in zip(self._optimizer.param_groups, self._groups, strict=True):
+            for name in group.keys() - settings.keys() - {"params"}:
+                del group[name]
+            group |= settings
+        self._optimizer.state.clear()
+        self._optimizer.state.update(self._moments)
+
+
 @contextmanager
 def _put_back(trainer: Trainer, others: Mapping[str, Stateful]) -> Iterator[_Before]:
     """In this `with` the trainer has no handlers, skips what is not finite, and everything is put back at its end."""
     before = _Before(trainer, others)
     update: Any = trainer._update
-    options = update.options
+    options, failures = update.options, update._failures
     try:
         for name, make in _SET_ASIDE.items():
             setattr(trainer, name, make())
@@ -309,9 +336,10 @@ def _put_back(trainer: Trainer, others: Mapping[str, Stateful]) -> Iterator[_Bef
         trainer._resume_with, trainer._ended = None, False
         trainer.state.max_epochs, trainer.state.max_iters = trainer.state.epoch + 1, None
         update.options = replace(options, on_nonfinite="skip", give_up_after=None)
+        update._failures = FailuresInARow(None)
         yield before
     finally:
-        update.options = options
+        update.options, update._failures = options, failures
         before.restore()
 
 
@@ -319,15 +347,17 @@ def _copy(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
 
 
-def _checked_objects(to_save: Any, optimizer: Any) -> dict[str, Stateful]:
+def _checked_objects(to_save: Any, trainer: Trainer, optimizers: list[Optimizer]) -> dict[str, Stateful]:
+    """Those that are put back beside what belongs to the trainer."""
     if not isinstance(to_save, Mapping):
         raise TypeError(f"to_save must be a mapping of names to objects, got {describe(to_save)}")
-    if to_save.get("optimizer", optimizer) is not optimizer:
+    if "optimizer" in to_save and all(to_save["optimizer"] is not one for one in optimizers):
         raise ValueError("to_save['optimizer'] must be the optimizer of the trainer, got another one")
     for name, entry in to_save.items():
         if not isinstance(entry, Stateful):
             raise TypeError(f"to_save[{name!r}] must have state_dict and load_state_dict, got {describe(entry)}")
-    return {name: entry for name, entry in to_save.items() if not isinstance(entry, (nn.Module, Optimizer, Trainer))}
+    own = {id(entry) for entry in (trainer, trainer._stateful_parts["model"], *optimizers)}
+    return {name: entry for name, entry in to_save.items() if id(entry) not in own}
 
 
 def _rates(name: str, given: Any, optimizer: Any) -> list[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ from ignite_train.arguments import describe, real_number
 from ignite_train.events import Event, TrainEvents
 from ignite_train.handler import Handler
 from ignite_train.model.averaged_tensors import averaged_tensors, move_towards
+from ignite_train.model.optimizers import optimizer_of_parts
 from ignite_train.ranks import collectives
 from ignite_train.ranks.wrapping import unwrap
 from ignite_train.state import TrainState
@@ -21,13 +23,16 @@ from ignite_train.trainer import Trainer
 
 __all__ = ["MomentumTeacher"]
 
+_logger = logging.getLogger(__name__)
+
 
 class MomentumTeacher(Handler):
     """Moves a teacher towards the student after each step: teacher ← m · teacher + (1 - m) · student.
 
     As in Mean Teacher (arXiv:1703.01780), BYOL (arXiv:2006.07733) and DINO (arXiv:2104.14294). Forward runs the teacher under
     `torch.no_grad()`, beside the student. Make it with `copy.deepcopy(student)`, before the model is wrapped. A skipped update
-    does not move it. Running statistics of normalisation layers follow too; other buffers are the teacher's own.
+    does not move it. Running statistics of normalisation layers follow too; other buffers are the teacher's own. Its parameters
+    should be of float32: small moves are lost by rounding in bfloat16 and float16, which is warned about.
 
     The teacher is saved with the run: its parameters once for all ranks, and the buffers of each rank, which differ as those of
     the student do. `consolidate --entry MomentumTeacher` writes it as a file. All ranks attach it alike; they begin with the
@@ -84,7 +89,7 @@ class MomentumTeacher(Handler):
                 f"teacher must have the parameters of student, sharded alike, got a difference in {wrong[0]!r}; make it with "
                 "copy.deepcopy(student)"
             )
-        optimizer: Any = trainer._stateful_parts["optimizer"]
+        optimizer = optimizer_of_parts(trainer._stateful_parts)
         trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         if any(id(parameter) in trained for parameter in self.teacher.parameters()):
             raise ValueError(
@@ -92,6 +97,7 @@ class MomentumTeacher(Handler):
             )
         if not any(id(parameter) in trained for parameter in self.student.parameters()):
             raise ValueError("student must be trained, got one without parameters of the optimizer; pass a part of the model")
+        self._warn_of_rounding()
         self.teacher.requires_grad_(False)
         if collectives.world_size() > 1:
             for tensor in (*self.teacher.parameters(), *self.teacher.buffers()):
@@ -100,6 +106,17 @@ class MomentumTeacher(Handler):
         if next(self.teacher.buffers(), None) is not None:
             trainer.add_event_handler(Events.STARTED, _TeacherBuffers(self.teacher))
         return trainer.prepend_event_handler(event, self)
+
+    def _warn_of_rounding(self) -> None:
+        """Says that a momentum near 1 moves a teacher in 16 bits by less than what it is rounded to, so that it stays."""
+        rounded = [name for name, value in self.teacher.named_parameters() if value.dtype in (torch.bfloat16, torch.float16)]
+        if rounded and collectives.is_main_rank():
+            kind = str(self.teacher.get_parameter(rounded[0]).dtype).removeprefix("torch.")
+            _logger.warning(
+                f"the teacher has parameters of {kind} ({rounded[0]!r}), in which small moves are lost by rounding, so that it "
+                "may not follow the student; make it with copy.deepcopy(student).float(), and let precision= choose the dtype "
+                "of what it computes"
+            )
 
     def __call__(self, trainer: Trainer) -> None:
         """Moves the teacher once.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from ignite.engine import Events, RemovableEventHandle
@@ -80,6 +81,11 @@ class StochasticWeightAveraging(AveragingHandler):
         self._begin_average()
         with super().swapped_in():
             yield
+
+    def state_dict(self) -> dict[str, Any]:
+        """As `ModelEMA.state_dict`."""
+        self._begin_average()
+        return super().state_dict()
 
     def decay_in(self, number: int) -> float:
         """1 - 1/n: each of n weights has the share 1/n."""

@@ -20,8 +20,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bits import bit_by_bit
 from ignite_train import ForwardOutput, Trainer, TrainEvents, UpdateOptions, create_evaluator, create_trainer
-from ignite_train.checkpoint import consolidate, latest
-from ignite_train.handlers import Checkpoint, MomentumTeacher, StochasticWeightAveraging, TensorBoard, Validation
+from ignite_train.checkpoint import consolidate, latest, load_weights
+from ignite_train.handlers import (
+    Checkpoint,
+    ModelEMA,
+    MomentumTeacher,
+    StochasticWeightAveraging,
+    TensorBoard,
+    Validation,
+)
 from mistakes import Mistake, assert_one_line
 from ranks import run_ranks
 
@@ -75,6 +82,17 @@ def test_before_the_start_it_is_the_weights_of_the_moment() -> None:
     with swa.swapped_in():
         assert bit_by_bit(model.state_dict()) == before
     assert swa.num_updates == 0
+
+
+def test_saved_before_the_start_it_is_the_weights_of_the_moment(tmp_path: Path) -> None:
+    """So that nobody exports the weights with which the run began."""
+    model, found = net(), net()
+    trainer = make(model)
+    StochasticWeightAveraging(start=100).attach(trainer)
+    Checkpoint(tmp_path, asynchronous=False).attach(trainer)
+    trainer.run(DATA, max_epochs=2)
+    load_weights(found, tmp_path, entry="StochasticWeightAveraging")
+    assert bit_by_bit(found.state_dict()) == bit_by_bit(model.state_dict())
 
 
 def test_validated_beside_the_weights_with_a_point_each(tmp_path: Path) -> None:
@@ -163,6 +181,72 @@ def test_the_teacher_follows_its_schedule() -> None:
     assert not any(parameter.requires_grad for parameter in teacher.parameters())
     for name, value in teacher.state_dict().items():
         torch.testing.assert_close(value, expected[name], rtol=1e-12, atol=1e-12)
+
+
+class Spectral(nn.Module):
+    """Has a parameter of complex numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((3,), 1 + 2j, dtype=torch.complex128))
+        self.bias = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.weight).sum(-1, keepdim=True).abs() + self.bias
+
+
+@pytest.mark.parametrize("kind", ["teacher", "ema"])
+def test_complex_parameters_are_averaged(kind: str) -> None:
+    """Against the recursion, as all others are."""
+    model = Spectral()
+    teacher, trainer, ema = copy.deepcopy(model), make(model), ModelEMA(0.75, warm_up=False)
+    expected = copies(model)
+    if kind == "teacher":
+        MomentumTeacher(teacher, model, 0.75).attach(trainer)
+    else:
+        ema.attach(trainer)
+
+    @trainer.on(TrainEvents.STEP_COMPLETED)
+    def follow() -> None:
+        for name, value in copies(model).items():
+            expected[name] = 0.75 * expected[name] + 0.25 * value
+
+    trainer.run(DATA)
+    found = teacher.state_dict() if kind == "teacher" else ema.state_dict()["model"]
+    for name, value in found.items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-12, atol=1e-12)
+
+
+def test_the_student_may_have_several_optimizers() -> None:
+    """The teacher has parameters of neither."""
+    model = net()
+    teacher = copy.deepcopy(model)
+    optimizers = [torch.optim.SGD(model[0].parameters(), lr=0.02), torch.optim.AdamW(model[1:].parameters())]
+    trainer = create_trainer(model, optimizers, forward)
+    MomentumTeacher(teacher, model, 0.0).attach(trainer)
+    trainer.run(DATA)
+    assert bit_by_bit(dict(teacher.named_parameters())) == bit_by_bit(dict(model.named_parameters()))
+
+
+def test_a_teacher_that_would_be_rounded_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
+    """In bfloat16 it stays where it is; in float32 it follows a student in bfloat16."""
+    model = nn.Linear(8, 8).bfloat16()
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+        model.bias.fill_(0.0)
+    rounded, wide = copy.deepcopy(model), copy.deepcopy(model).float()
+
+    def forward(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x).float().mean()  # whose gradient is 1/8 everywhere
+
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=1.0), forward)
+    for teacher in (wide, rounded):
+        MomentumTeacher(teacher, model, 0.996).attach(trainer)
+    trainer.run([torch.ones(4, 8, dtype=torch.bfloat16)] * 3)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "parameters of bfloat16 ('weight')" in caplog.text
+    assert torch.equal(rounded.weight, torch.ones_like(rounded.weight))
+    assert not torch.equal(wide.weight, torch.ones_like(wide.weight))
 
 
 def test_a_part_of_the_model_can_be_the_student() -> None:

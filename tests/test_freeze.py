@@ -78,6 +78,19 @@ def test_against_a_plain_loop(until: Any) -> None:
         torch.testing.assert_close(value.tolist(), weights[name], rtol=1e-12, atol=1e-14)
 
 
+def test_the_optimizer_of_the_frozen_part_may_be_another() -> None:
+    """Of several optimizers one finds nothing to step while its parameters are frozen."""
+    model = net()
+    optimizers = [torch.optim.SGD(part.parameters(), **SETTINGS) for part in (model[0], model[2])]
+    trainer = create_trainer(model, optimizers, mean_loss, max_grad_norm=MAX_NORM)
+    Freeze(model[0], until=UNTIL).attach(trainer)
+    norms = run(trainer, DATA)
+    weights, expected = by_hand()
+    assert norms == pytest.approx(expected, rel=1e-12)
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value.tolist(), weights[name], rtol=1e-12, atol=1e-14)
+
+
 def test_what_is_not_finite_in_a_frozen_module_counts_nothing() -> None:
     """An infinite gradient of a frozen parameter neither ends the run nor skips an update."""
     model = net()

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from bits import bit_by_bit
-from ignite_train import ResumableLoader, Trainer, UpdateOptions, create_trainer
-from ignite_train.handlers import Checkpoint, Freeze, LearningRateFinder, ModelEMA, TrainingMetrics
+from ignite_train import GaveUpError, ResumableLoader, Trainer, UpdateOptions, create_trainer
+from ignite_train.handlers import Checkpoint, Freeze, LearningRateFinder, ModelEMA, OuterOptimizer, TrainingMetrics
 from mistakes import Mistake, assert_one_line
 from ranks import run_ranks
 
@@ -129,6 +129,91 @@ def test_metrics_do_not_count_the_search() -> None:
     metrics.attach(trainer, Events.ITERATION_COMPLETED(every=100))
     search(trainer, MICRO_BATCHES, num_iter=3)
     assert set(metrics.state_dict()["sums"].values()) == {0.0}
+    assert set(metrics.seconds_by_section.values()) == {0.0}
+
+
+def test_an_outer_optimizer_makes_no_step_in_the_search() -> None:
+    """It steps at the same updates afterwards, and from the weights that the run begins with."""
+    ends = []
+    for searches in (False, True):
+        model = net()[0]
+        trainer = make(model, torch.optim.SGD(model.parameters(), lr=0.05), reduction="local")
+        outer = OuterOptimizer(torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9), every=2)
+        outer.attach(trainer)
+        if searches:
+            search(trainer, MICRO_BATCHES, num_iter=5)
+        trainer.run(MICRO_BATCHES)
+        ends.append(bit_by_bit([model.state_dict(), outer.state_dict()]))
+    assert ends[1] == ends[0]
+
+
+def test_modules_beside_the_model_are_put_back_if_they_are_named() -> None:
+    """Weights, running statistics, buffers that no state has, and the mode; the trainer's own may be among them."""
+    model, teacher = net(), nn.BatchNorm1d(3).double()
+    teacher.register_buffer("calls", torch.zeros(()), persistent=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def forward(model: nn.Module, x: Tensor) -> Tensor:
+        teacher.train()
+        teacher.get_buffer("calls").add_(1)
+        with torch.no_grad():
+            teacher.weight.mul_(0.5)
+        return mean_loss(model, teacher(x))
+
+    trainer = create_trainer(model, optimizer, forward)
+    teacher.eval()
+    before = bit_by_bit([dict(teacher.named_parameters()), dict(teacher.named_buffers()), model.state_dict()])
+    search(trainer, MICRO_BATCHES, to_save={"teacher": teacher, "model": model, "optimizer": optimizer, "trainer": trainer})
+    assert bit_by_bit([dict(teacher.named_parameters()), dict(teacher.named_buffers()), model.state_dict()]) == before
+    assert not teacher.training
+
+
+def test_several_optimizers() -> None:
+    """The rates are those of the groups of both, and both are put back."""
+    model = net()
+    optimizers = [torch.optim.SGD(model[0].parameters(), lr=0.1, momentum=0.9), torch.optim.AdamW(model[1:].parameters())]
+    trainer = make(model, optimizers)
+    trainer.run(MICRO_BATCHES)
+    before = bit_by_bit([model.state_dict(), *(one.state_dict() for one in optimizers)])
+    found = search(trainer, MICRO_BATCHES, num_iter=3, start_lr=[1e-3, 1e-4], end_lr=[0.1, 1.0]).get_results()
+    assert found["lr"][-1] == pytest.approx([0.1, 1.0])
+    assert bit_by_bit([model.state_dict(), *(one.state_dict() for one in optimizers)]) == before
+
+
+class Wrapping(torch.optim.Optimizer):
+    """Steps by an optimizer inside it, over the same groups, as SAM does."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.05})
+        self.inside = torch.optim.AdamW(self.param_groups, lr=0.05)
+        self.param_groups = self.inside.param_groups
+
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else closure()
+        self.inside.step()
+        return loss
+
+
+def test_the_optimizer_inside_another_is_put_back() -> None:
+    """Its moments are not in the state of the outer one."""
+    model = net()
+    optimizer = Wrapping(model.parameters())
+    trainer = make(model, optimizer, closure=True)
+    trainer.run(MICRO_BATCHES)
+    before = bit_by_bit([model.state_dict(), optimizer.inside.state_dict()])
+    search(trainer, MICRO_BATCHES)
+    assert bit_by_bit([model.state_dict(), optimizer.inside.state_dict()]) == before
+
+
+def test_skipped_updates_do_not_give_up_the_search() -> None:
+    """A loss that is not finite ends it, whatever number of them would end the run, which still counts its own."""
+    model = net()[0].float()
+    trainer = make(model, torch.optim.SGD(model.parameters(), lr=1.0), on_nonfinite="skip", give_up_after=1)
+    data = [x.float() for x in MICRO_BATCHES]
+    results = search(trainer, data, num_iter=100, end_lr=1e38, diverge_th=1e300).get_results()
+    assert 1 < len(results["loss"]) < 100
+    with pytest.raises(GaveUpError):
+        trainer.run([data[0] * math.nan])
 
 
 def test_what_is_set_in_the_search_is_gone() -> None:

@@ -19,7 +19,8 @@ def averaged_tensors(model: nn.Module) -> dict[str, Tensor]:
         if isinstance(module, FSDPModule):
             module.reshard()  # an evaluation may have left whole parameters in their place
     parameters = {name.replace("_orig_mod.", ""): value for name, value in model.named_parameters()}
-    return {name: value for name, value in parameters.items() if value.is_floating_point()} | averaged_statistics(model)
+    averaged = {name: value for name, value in parameters.items() if value.is_floating_point() or value.is_complex()}
+    return averaged | averaged_statistics(model)
 
 
 def averaged_statistics(model: nn.Module) -> dict[str, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -17,7 +17,9 @@ __all__ = [
     "Optimizers",
     "as_optimizers",
     "check_optimizers",
+    "each_optimizer",
     "inner_optimizers",
+    "optimizer_of_parts",
     "optimizers_as_parts",
     "parts_as_optimizers",
 ]
@@ -98,6 +100,14 @@ def inner_optimizers(optimizer: Optimizer) -> dict[str, Optimizer]:
     return {name: one for name, one in found.items() if one.state is not optimizer.state}
 
 
+def each_optimizer(optimizer: Optimizer | Optimizers) -> Iterator[Optimizer]:
+    """The optimizer, or each of several, and those inside them."""
+    for one in [optimizer] if isinstance(optimizer, Optimizer) else optimizer.named.values():
+        yield one
+        for inner in inner_optimizers(one).values():
+            yield from each_optimizer(inner)
+
+
 def as_optimizers(optimizer: Any) -> Optimizer | Optimizers:
     """One optimizer as it is; a list or a mapping as `Optimizers`, where those in a list are called "0", "1" and so on.
 
@@ -142,6 +152,11 @@ def parts_as_optimizers(parts: Mapping[str, Any]) -> Optimizer | dict[str, Optim
     """The optimizers among the parts of a run, as `create_trainer` takes them."""
     found = {name.removeprefix(_FOLDER): part for name, part in parts.items() if isinstance(part, Optimizer)}
     return found["optimizer"] if "optimizer" in parts else found
+
+
+def optimizer_of_parts(parts: Mapping[str, Any]) -> Optimizer | Optimizers:
+    """What steps the parameters of a run with these parts: its optimizer, or its optimizers together."""
+    return as_optimizers(parts_as_optimizers(parts))
 
 
 def check_optimizers(model: nn.Module, optimizer: Optimizer | Optimizers, *, closure: bool = False) -> None:
