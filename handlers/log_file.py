@@ -29,7 +29,8 @@ class LogFile(RecordingHandler):
 
     A line is with the operating system as soon as it is written, so that a killed process loses none. A run that resumes cuts
     off what was written after its checkpoint, and continues: each line is there once. A run that starts from the beginning
-    renames the file of an earlier one to `*.old`.
+    renames the file of an earlier one to `*.old`. Where there is a file, an evaluation before the run is written only if the
+    run starts from the beginning.
 
     Args:
         path: the file. Its directory is made.
@@ -99,6 +100,10 @@ class LogFile(RecordingHandler):
         """See `RecordingHandler`."""
         return self._file is not None
 
+    def may_be_continued(self) -> bool:
+        """See `RecordingHandler`."""
+        return not self._is_known and self._has_lines()
+
     def record(self, trainer: Trainer, names: tuple[str, ...], values: Sequence[float]) -> None:
         """See `RecordingHandler`."""
         update = trainer.state.iteration
@@ -123,7 +128,7 @@ class LogFile(RecordingHandler):
         """Opens the file at the end of what is to stay of it."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         begin = self.begin or 0
-        if begin == 0 and not self._is_known and self.path.exists() and self.path.stat().st_size > 0:
+        if begin == 0 and not self._is_known and self._has_lines():
             self.path.replace(self.path.with_name(f"{self.path.name}.old"))
         if not self._is_known:
             self._latest, self._lines = begin, sys.maxsize if begin else 0
@@ -135,6 +140,9 @@ class LogFile(RecordingHandler):
             self._lines = 0
         self._is_known = True
         return file
+
+    def _has_lines(self) -> bool:
+        return self.path.exists() and self.path.stat().st_size > 0
 
     def _end(self, file: BinaryIO) -> int:
         """The byte after the last line that is to stay: of an update before the latest, or one of its `_lines` lines."""
@@ -226,7 +234,7 @@ class Csv(LogFile):
                 yield int(fields[0])
 
     def _add(self, file: BinaryIO, place: Mapping[str, int], numbers: Mapping[str, float]) -> BinaryIO:
-        entries: dict[str, float] = {**place, **numbers}
+        entries: dict[str, float] = {**place, **{" ".join(name.splitlines()): value for name, value in numbers.items()}}
         new = [name for name in entries if name not in self._columns]
         if new:
             file = self._widen(file, [*self._columns, *new])

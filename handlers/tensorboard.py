@@ -45,7 +45,8 @@ class TensorBoard(RecordingHandler):
 
     A run that resumes, from a checkpoint or from its beginning, shows each point once: those that an earlier process wrote
     after the place where this one takes over are hidden. What is written is with the operating system at once, so that a
-    killed process loses none of it. A metric that is not a single number becomes several, or is left out with one warning.
+    killed process loses none of it. Where there are points of an earlier process, an evaluation before the run is written only
+    if the run starts from the beginning. A metric that is not a single number becomes several, or is left out with one warning.
 
     Args:
         log_dir: a directory, of one run; `tensorboard --logdir` opens it.
@@ -171,6 +172,10 @@ class TensorBoard(RecordingHandler):
         """See `RecordingHandler`."""
         return self._file is not None
 
+    def may_be_continued(self) -> bool:
+        """See `RecordingHandler`."""
+        return self._file is None and not self._loaded and self._has_files()
+
     def written_name(self, name: str) -> str:
         """Groups of ours are in the section of the training, where they stand behind the loss."""
         name = super().written_name(name)
@@ -207,7 +212,7 @@ class TensorBoard(RecordingHandler):
         begin = update if self.begin is None else self.begin
         hidden_from = begin if self._loaded or begin == 0 else begin + 1
         # What is hidden from the beginning is described again; later processes do not repeat what the first one wrote.
-        is_described = hidden_from > 0 and any(self.log_dir.glob("events.out.tfevents.*"))
+        is_described = hidden_from > 0 and self._has_files()
         self._wait_for_a_later_name()
         file = EventFile(self.log_dir, hidden_from)
         try:
@@ -220,6 +225,9 @@ class TensorBoard(RecordingHandler):
             raise
         self._file = file
         return file
+
+    def _has_files(self) -> bool:
+        return any(self.log_dir.glob("events.out.tfevents.*"))
 
     def _write_again(self, file: EventFile, update: int) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary

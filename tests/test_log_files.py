@@ -131,6 +131,38 @@ def test_a_run_from_the_beginning_does_not_destroy_an_earlier_log(tmp_path: Path
 
 
 @kinds
+def test_an_evaluation_before_a_run_that_resumes_leaves_its_log(tmp_path: Path, kind: str) -> None:
+    """As in a script that evaluates first, or only evaluates: the log has all lines, and the evaluation once."""
+
+    def start() -> tuple[Trainer, LogFile]:
+        trainer, log = make(tmp_path, kind, save=2)
+        next(entry for entry in trainer._stateful.values() if isinstance(entry, Validation)).evaluator.run(DATA)
+        return trainer, log
+
+    for limit in (2, 4):
+        trainer, log = start()
+        trainer.run(DATA, max_iters=limit)
+        assert [row["update"] for row in read(log.path)] == ["0", "1", "2", "3", "4"][: limit + 1]
+    before = log.path.read_bytes()
+    start()
+    assert log.path.read_bytes() == before
+    assert not log.path.with_name(f"{log.path.name}.old").exists()
+
+
+@kinds
+def test_an_evaluation_before_a_run_from_the_beginning_is_in_its_log(tmp_path: Path, kind: str) -> None:
+    """The file of the earlier run has another name, as without the evaluation."""
+    trainer, log = make(tmp_path, kind)
+    trainer.run(DATA, max_iters=3)
+    before = log.path.read_bytes()
+    trainer, log = make(tmp_path, kind)
+    next(entry for entry in trainer._stateful.values() if isinstance(entry, Validation)).evaluator.run(DATA)
+    trainer.run(DATA, max_iters=2)
+    assert [row["update"] for row in read(log.path)] == ["0", "1", "2"]
+    assert log.path.with_name(f"{log.path.name}.old").read_bytes() == before
+
+
+@kinds
 def test_a_second_run_of_the_same_trainer_continues(tmp_path: Path, kind: str) -> None:
     """Also after an exception, with what was written before it."""
     trainer, log = make(tmp_path, kind)
@@ -160,6 +192,17 @@ def test_a_table_gets_columns_when_metrics_come(tmp_path: Path) -> None:
     assert {len(row) for row in rows} == {len(header)}
     assert [row[-1] for row in rows] == ["", "", "", "nan"]
     assert [path.name for path in tmp_path.iterdir()] == ["log.csv"]
+
+
+def test_a_table_has_a_line_for_each_row_whatever_metrics_are_called(tmp_path: Path) -> None:
+    """Ends of lines in a name, which would cut the table off when a run resumes, are blanks there."""
+    for limit in (2, 4):
+        trainer, log = make(tmp_path, "csv", save=1)
+        trainer.prepend_event_handler(EVERY, lambda trainer: trainer.state.metrics.update({'the "first",\nor\rlast': 1.0}))
+        trainer.run(DATA, max_iters=limit)
+    rows = read(log.path)
+    assert [row["update"] for row in rows] == ["1", "2", "3", "4"]
+    assert [row['train/the "first", or last'] for row in rows] == ["1.0"] * 4
 
 
 def test_json_knows_no_nan(tmp_path: Path) -> None:

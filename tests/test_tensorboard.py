@@ -412,6 +412,21 @@ def test_each_point_is_shown_once_when_a_run_resumes(tmp_path: Path, every: int,
     assert shown(tmp_path / "killed/points") == expected
 
 
+def test_an_evaluation_before_a_run_that_resumes_hides_nothing(tmp_path: Path) -> None:
+    """As in a script that evaluates first, or only evaluates: all points are shown, and the evaluation once."""
+    for limit in (2, 4, None):
+        trainer, evaluator = make()
+        TensorBoard(tmp_path / "points").attach(trainer, EVERY(every=1), evaluator=evaluator)
+        TrainingMetrics().attach(trainer, EVERY(every=1))
+        Checkpoint(tmp_path / "checkpoints", every=2, asynchronous=False).attach(trainer)
+        evaluator.run(DATA)
+        if limit is not None:
+            trainer.run(DATA, max_iters=limit)
+        points = shown(tmp_path / "points")
+        assert [step for step, _ in points["train/loss"]] == [1, 2, 3, 4][:limit]
+        assert [step for step, _ in points["validation/loss"]] == [0]
+
+
 class _Clock:
     """A time that passes only where it is slept; notes for how long."""
 

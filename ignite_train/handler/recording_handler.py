@@ -26,8 +26,11 @@ EVERY_50 = every(50, Events.ITERATION_COMPLETED)
 class RecordingHandler(Handler):
     """A handler that writes the metrics of a trainer and of its evaluators as single numbers, on rank 0 only.
 
-    Names have their group, as in `"train/loss"`; see `grouped_metric`. A derived class defines `record`, `recover`, `finish`
-    and `is_open`, and extends `attach` where it needs more events.
+    Names have their group, as in `"train/loss"`; see `grouped_metric`. A derived class defines `record`, `recover`, `finish`,
+    `is_open` and `may_be_continued`, and extends `attach` where it needs more events.
+
+    An evaluation before the run begins, in a process that finds a log, is written when the run begins at its beginning, and
+    left out when it resumes: only then is it known whether the log is continued.
 
     Args:
         on_error: what happens when something cannot be written, because the disk is full, say: `"warn"` and train without it,
@@ -55,6 +58,7 @@ class RecordingHandler(Handler):
         self._left_out: set[str] = set()
         self._names: tuple[str, ...] = ()  # of the metrics, when they were written last
         self._written_names: tuple[str, ...] = ()
+        self._held: dict[str, dict[str, float]] = {}  # of evaluations before the run, by tag
 
     def attach(
         self,
@@ -108,6 +112,10 @@ class RecordingHandler(Handler):
         """Whether this process writes already."""
         raise NotImplementedError
 
+    def may_be_continued(self) -> bool:
+        """Whether there is a log of an earlier process that this one neither continues nor replaces yet."""
+        raise NotImplementedError
+
     def record(self, trainer: Trainer, names: tuple[str, ...], values: Sequence[float]) -> None:
         """Writes numbers with the running update.
 
@@ -156,10 +164,16 @@ class RecordingHandler(Handler):
     def _note_begin(self, trainer: Trainer) -> None:
         if not self.is_open():
             self.begin = trainer.state.iteration
+        held, self._held = self._held, {}
+        for numbers in held.values() if trainer.state.iteration == 0 else ():
+            self._write(trainer, tuple(numbers), [*numbers.values()])
 
     def _write_evaluation(self, evaluator: Engine, trainer: Trainer, tag: str) -> None:
         numbers = grouped_metrics(evaluator.state.metrics, self._left_out, tag)
-        self._write(trainer, tuple(numbers), [*numbers.values()])
+        if self.begin is None and trainer.state.iteration == 0 and self.may_be_continued():
+            self._held[tag] = numbers
+        else:
+            self._write(trainer, tuple(numbers), [*numbers.values()])
 
     def _write_rest(self, trainer: Trainer) -> None:
         """What was published after the last time, at the end of the run."""
