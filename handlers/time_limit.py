@@ -50,6 +50,7 @@ class TimeLimit(Handler):
     def attach(self, trainer: Trainer, event: Event = Events.ITERATION_COMPLETED) -> RemovableEventHandle:
         """Checks the clock at `event`, and before the first update."""
         trainer.on_enter.append(self._start)
+        trainer.on_exit.append(self._stop)
         trainer.add_event_handler(Events.STARTED, self)
         return trainer.add_event_handler(event, self)
 
@@ -68,4 +69,8 @@ class TimeLimit(Handler):
         self._started = None if self._started is None else time.monotonic()
 
     def _start(self, _trainer: Trainer) -> None:
-        self._before, self._started = self.elapsed_seconds, time.monotonic()
+        self._started = time.monotonic()
+
+    def _stop(self) -> None:
+        """The time until the next run does not count."""
+        self._before, self._started = self.elapsed_seconds, None

@@ -131,6 +131,7 @@ class Validation(Handler):
         """Restores them."""
         self.best, self.best_update = state_dict["best"], state_dict["best_update"]
         self._latest_update = state_dict["latest_update"]
+        self.is_best = self.best_update is not None and self.best_update == self._latest_update
 
 
 def _number(name: str, value: Any) -> float:

@@ -16,6 +16,7 @@ from ignite.engine import Events
 from torch import nn
 
 import cuts
+from clock import Clock
 from ignite_train import (
     FairseqLossScaling,
     ForwardContractError,
@@ -226,6 +227,27 @@ def test_validation_once_an_update() -> None:
     assert at == [3, 6, 9, 12]
 
 
+def test_whether_the_latest_validation_was_the_best_is_known_after_a_resume(tmp_path: Path) -> None:
+    """A run that breaks off between the validation and the end of the epoch tells those who ask there."""
+    seen: list[bool] = []
+
+    def start() -> Trainer:
+        trainer, model, _ = make()
+        validation = Validation(create_evaluator(model, cuts.forward), DATA)
+        validation.attach(trainer, Events.ITERATION_COMPLETED(every=6) | Events.EPOCH_COMPLETED)
+        Checkpoint(tmp_path, every=6, asynchronous=False).attach(trainer)
+        trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: seen.append(validation.is_best))
+        return trainer
+
+    broken = start()
+    broken.prepend_event_handler(Events.EPOCH_COMPLETED, lambda: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        broken.run(DATA)
+    assert seen == []
+    start().run(DATA)
+    assert seen == [True]
+
+
 def test_validation_leaves_the_training_as_it_was() -> None:
     """With validation after each update the parameters end bitwise where they end without it, and modes are put back."""
     results = []
@@ -330,6 +352,20 @@ def test_time_limit() -> None:
     over.add_event_handler(Events.COMPLETED, lambda: completed.append(over.state.iteration))
     over.run(DATA, max_epochs=1)
     assert completed == [0]
+
+
+def test_time_between_two_runs_is_not_of_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A notebook that rests between two runs has as much time left as before."""
+    clock = Clock(monkeypatch)
+    trainer, _, _ = make()
+    limit = TimeLimit(seconds=1000)
+    limit.attach(trainer)
+    trainer.add_event_handler(Events.ITERATION_STARTED, clock.take, 10.0)
+    trainer.run(DATA, max_epochs=1)
+    clock.take(3600.0)
+    assert limit.elapsed_seconds == 60.0
+    assert trainer.run(DATA, max_epochs=2).num_steps == 12
+    assert limit.elapsed_seconds == 120.0
 
 
 @pytest.mark.parametrize("seconds", [0, -1, math.nan, "1", True])
