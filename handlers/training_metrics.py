@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import resource
 import sys
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from ignite.engine import Engine, Events, RemovableEventHandle
 
-from ignite_train.arguments import check_state_dict, real_number
+from ignite_train.arguments import check_state_dict, did_you_mean, real_number
 from ignite_train.events import Event, every
 from ignite_train.handler import Handler
 from ignite_train.loop.progress import run_progress
@@ -22,6 +23,7 @@ from ignite_train.trainer import Trainer
 
 __all__ = ["TrainingMetrics"]
 
+_logger = logging.getLogger(__name__)
 _SUMS = ("updates", "steps", "loss", "sample_size", "grad_norm", "grad_norm_max", "clipped")
 _UPDATE = ("forward", "backward", "reduction", "optimizer")  # the sections of an update
 _TRAINING = ("data", *_UPDATE)
@@ -113,12 +115,14 @@ class TrainingMetrics(Handler):
         if flops_per_sample is not None:
             peak = real_number("peak_flops", peak_flops, above=0)
             self._utilisation_per_rate = real_number("flops_per_sample", flops_per_sample, above=0) / peak
+        self._unknown = set(self.per_second)  # names that are still to be looked for among the logs
         self._totals = dict.fromkeys((*SECTIONS, "updates"), 0.0)  # of the intervals that are over
         self._sections: Sections | None = None
         self._pending: list[_Record] = []  # of the interval, not yet added to the sums
         self._sums: dict[str, float] = {}
         self._logs: dict[str, float] = {}
         self._log_weights: dict[str, float] = {}  # of those with a denominator of their own
+        self._published: set[str] = set()  # logs of the interval before
         self._loaded: dict[str, float] = {}  # seconds of this interval in an earlier process
         self._until_interval: dict[str, float] = {}  # seconds of this process before the interval
         self._reset({})
@@ -167,6 +171,7 @@ class TrainingMetrics(Handler):
         seconds = self._in_interval(now)
         by_section = self._since_beginning(seconds)
         self._publish_means(metrics)
+        self._warn_of_unknown()
         self._publish_options(metrics, trainer, output)
         self._publish_speed(metrics, seconds, by_section)
         self._publish_progress(metrics, trainer, seconds, by_section)
@@ -182,6 +187,7 @@ class TrainingMetrics(Handler):
             "sums": dict(self._sums),
             "logs": dict(self._logs),
             "log_weights": dict(self._log_weights),
+            "published": sorted(self._published),
             "seconds": {"interval": self._in_interval(self._clock()), "totals": dict(self._totals)},
         }
 
@@ -199,6 +205,7 @@ class TrainingMetrics(Handler):
         self._sums = {name: saved.get(name, 0.0) for name in _SUMS}  # earlier versions had no maximum
         self._logs = dict(state_dict["logs"])
         self._log_weights = dict(state_dict.get("log_weights", {}))  # earlier versions had none
+        self._published = {*state_dict.get("published", ())}
         if "seconds" in state_dict:
             self._loaded |= state_dict["seconds"]["interval"]
             self._totals |= state_dict["seconds"]["totals"]
@@ -265,8 +272,11 @@ class TrainingMetrics(Handler):
     # --- what is published ------------------------------------------------------------------------------------------------
 
     def _publish_means(self, metrics: dict[str, Any]) -> None:
-        """Publishes the means over the applied updates. If no update was applied, those of the interval before are removed."""
+        """Publishes the means over the applied updates. Those of the interval before that this one lacks are removed."""
         sums, steps = self._sums, self._sums["steps"]
+        for name in self._published - self._logs.keys():
+            metrics.pop(name, None)
+        self._published = {*self._logs}
         if not steps:
             for name in ("loss", "loss_base2", "perplexity", "grad_norm", "grad_norm_max", "clipped", "sample_size"):
                 metrics.pop(name, None)
@@ -283,11 +293,24 @@ class TrainingMetrics(Handler):
         metrics["grad_norm"], metrics["grad_norm_max"] = sums["grad_norm"] / steps, sums["grad_norm_max"]
         metrics["clipped"], metrics["sample_size"] = sums["clipped"] / steps, samples / steps
 
+    def _warn_of_unknown(self) -> None:
+        """Says once which names of `per_second` no log has."""
+        if not self._sums["steps"]:
+            return
+        unknown, self._unknown = self._unknown - self._logs.keys(), set()
+        for name in sorted(unknown) if collectives.is_main_rank() else ():
+            hint = did_you_mean(name, self._logs)
+            _logger.warning(
+                f"per_second has {name!r}, and forward has logged {sorted(self._logs)}: {name}_per_second is 0 until it logs "
+                f"that{hint}"
+            )
+
     def _publish_options(self, metrics: dict[str, Any], trainer: Trainer, output: UpdateOutput) -> None:
         """What the latest update was made with."""
         if len(output.learning_rates) == 1:
             metrics["learning_rate"] = output.learning_rates[0]
         else:
+            metrics.pop("learning_rate", None)  # of the updates before a group was added
             metrics |= {f"learning_rate/{group}": rate for group, rate in enumerate(output.learning_rates)}
         if output.loss_scale != 1.0 or "loss_scale" in metrics:
             metrics["loss_scale"] = output.loss_scale

@@ -137,10 +137,39 @@ def test_an_interval_without_a_step_has_no_means() -> None:
     forward = InfiniteIn(3, 4)
     trainer = forward.trainer = make(forward, on_nonfinite="skip")
     TrainingMetrics().attach(trainer, EVERY(every=2))
-    seen: list[bool] = []
-    trainer.add_event_handler(EVERY(every=2), lambda: seen.append("loss" in trainer.state.metrics))
+    seen: list[set[str]] = []
+    trainer.add_event_handler(EVERY(every=2), lambda: seen.append({"loss", "samples"} & {*trainer.state.metrics}))
     trainer.run(DATA, max_epochs=1)
-    assert seen == [True, False, True]
+    assert seen == [{"loss", "samples"}, set(), {"loss", "samples"}]
+
+
+def test_a_log_that_is_missing_in_an_interval_is_taken_away(tmp_path: Path) -> None:
+    """Also one that an earlier process has published."""
+
+    def start() -> Trainer:
+        trainer = make(forward)
+        TrainingMetrics().attach(trainer, EVERY(every=2))
+        Checkpoint(tmp_path, every=2, asynchronous=False).attach(trainer)
+        return trainer
+
+    def forward(model: nn.Module, micro_batch: Any, state: Any) -> ForwardOutput:
+        output = cuts.forward(model, micro_batch)
+        return output._replace(logs={"rare": 1.0}) if state.iteration <= 2 else output
+
+    assert "rare" in start().run(DATA, max_iters=2).metrics
+    assert "rare" not in start().run(DATA, max_iters=4).metrics
+
+
+def test_a_group_that_is_added_takes_the_name_of_a_single_one_away() -> None:
+    """The rate of the only group would stay as it was for ever."""
+    trainer = make()
+    TrainingMetrics().attach(trainer, EVERY(every=3))
+    optimizer: Any = trainer._stateful_parts["optimizer"]
+    trainer.add_event_handler(EVERY(once=3), lambda: optimizer.add_param_group({"params": [], "lr": 0.01}))
+    assert trainer.run(DATA, max_iters=3).metrics["learning_rate"] == 0.05
+    metrics = trainer.run(DATA, max_iters=6).metrics
+    rates = {name: value for name, value in metrics.items() if "rate" in name}
+    assert rates == {"learning_rate/0": 0.05, "learning_rate/1": 0.01}
 
 
 def test_each_group_has_its_learning_rate_in_full_precision() -> None:
@@ -398,6 +427,17 @@ def test_rates_of_logs(monkeypatch: pytest.MonkeyPatch) -> None:
     metrics = trainer.run(DATA, max_epochs=1).metrics
     assert metrics["samples_per_second"] == 32 / 2.0
     assert metrics["tokens_per_second"] == 3200 / 2.0
+
+
+def test_a_rate_of_a_log_that_there_is_not_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
+    """Once, with the name that was meant."""
+    trainer = make()
+    TrainingMetrics(per_second=("sample",)).attach(trainer, EVERY(every=2))
+    trainer.run(DATA, max_epochs=1)
+    assert [record.getMessage() for record in caplog.records] == [
+        "per_second has 'sample', and forward has logged ['samples']: sample_per_second is 0 until it logs that; did you mean "
+        "'samples'?"
+    ]
 
 
 def test_the_time_to_go_counts_evaluation_apart(monkeypatch: pytest.MonkeyPatch) -> None:
