@@ -10,9 +10,10 @@ from typing import Any, Literal
 import torch
 from ignite.engine import Events
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from ignite_train.arguments import describe, one_of
+from ignite_train.data.description import length_of
 from ignite_train.evaluation.evaluator import Evaluator
 from ignite_train.ranks import collectives
 
@@ -47,8 +48,8 @@ def predict(evaluator: Evaluator, loader: Iterable[Any], *, gather: Literal["all
     Raises:
         TypeError: `evaluator` is not from `create_evaluator`, or outputs are not made of tensors.
         ValueError: forward returned no outputs, or they do not have one row for each sample and otherwise the same shape; or a
-            sample occurs twice; or there are several ranks and the loader has no indices; or `gather` is another one. The same
-            on all ranks.
+            sample occurs twice, or is left out by `drop_last`; or there are several ranks and the loader has no indices; or
+            `gather` is another one. The same on all ranks.
 
     Example:
         >>> import torch
@@ -65,7 +66,7 @@ def predict(evaluator: Evaluator, loader: Iterable[Any], *, gather: Literal["all
         raise TypeError(f"evaluator must be what create_evaluator returned, got {describe(evaluator)}")
     one_of("gather", gather, ("all", "main", "none"))
     watched, indices = _watched(loader)
-    found = _Found(indices)
+    found = _Found(indices, _left_out(loader))
     before = evaluator.state
     # append: nothing else of EPOCH_COMPLETED is left to run when the evaluator is told to skip COMPLETED
     skip = evaluator.append_event_handler(Events.EPOCH_COMPLETED, lambda: evaluator.terminate(skip_completed=True))
@@ -124,17 +125,33 @@ def _watched(loader: Any) -> tuple[Any, _Indices | None]:
     indices = _Indices(getattr(loader, name), of_samples=loader.batch_sampler is not None)
     vars(watched)[name] = indices  # torch's __setattr__ refuses it, for loaders that have begun a pass
     watched._iterator = None  # persistent workers read the sampler with which they were started
+    watched.in_order = True  # else workers give micro-batches as they are ready, and their indices are those of others
     return watched, indices
 
 
-class _Found:
-    """The outputs of this rank's micro-batches, on the CPU."""
+def _left_out(loader: Any) -> ValueError | None:
+    """What is wrong with a loader that drops a last micro-batch: the rows behind a sample of it would stand in its place."""
+    batches = loader.batch_sampler if isinstance(loader, DataLoader) else None
+    if not isinstance(batches, BatchSampler) or not batches.drop_last:
+        return None
+    surplus = (length_of(batches.sampler) or 0) % batches.batch_size
+    if surplus == 0:
+        return None
+    return ValueError(f"loader must give all samples, got drop_last=True, which leaves out {surplus}; pass drop_last=False")
 
-    def __init__(self, indices: _Indices | None) -> None:
-        self._indices = indices
+
+class _Found:
+    """The outputs of this rank's micro-batches, on the CPU.
+
+    Args:
+        indices: of the samples; None: they are in the order of the loader.
+        problem: what is wrong already.
+    """
+
+    def __init__(self, indices: _Indices | None, problem: Exception | None) -> None:
+        self._indices, self._problem = indices, problem
         self._outputs: list[Any] = []
         self._keys: list[tuple[int, int]] = []
-        self._problem: Exception | None = None
 
     def add(self, evaluator: Evaluator) -> None:
         """Keeps those of the latest micro-batch. What is wrong with them is raised later, on all ranks."""

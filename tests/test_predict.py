@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ import cuts
 from ignite_train import ForwardOutput, ResumableLoader, ShardedSampler, create_evaluator, create_trainer
 from ignite_train.handlers import EarlyStopping, ModelEMA, Validation, predict
 from mistakes import Mistake, assert_one_line
+from processes import DEADLINE_SECONDS
 from ranks import run_ranks
 from tiers import slow
 
@@ -54,6 +56,23 @@ class Batches(Dataset[Tensor]):
         return ROWS[4 * index : 4 * index + 4]
 
 
+class Waits(Dataset[Tensor]):
+    """Rows, of which the first is not there before a later one of another worker is read."""
+
+    def __init__(self) -> None:
+        self._is_read = multiprocessing.get_context("fork").Event()
+
+    def __len__(self) -> int:
+        return len(ROWS)
+
+    def __getitem__(self, index: int) -> Tensor:
+        if index == 0:
+            self._is_read.wait(DEADLINE_SECONDS)
+        if index == 6:
+            self._is_read.set()
+        return ROWS[index]
+
+
 class Stream(IterableDataset[Tensor]):
     """Rows without indices."""
 
@@ -73,10 +92,11 @@ def loaders() -> dict[str, Callable[[], Any]]:
         "batches": lambda: DataLoader(Batches(), batch_size=None, sampler=[2, 0, 1]),
         "stream": lambda: DataLoader(Stream(), batch_size=4),
         "workers": lambda: DataLoader(ROWS, batch_size=2, shuffle=True, num_workers=2, persistent_workers=True),
+        "workers-as-they-are-ready": lambda: DataLoader(Waits(), batch_size=2, num_workers=2, in_order=False),
     }
 
 
-@pytest.mark.parametrize("name", [slow(name) if name == "workers" else name for name in loaders()])
+@pytest.mark.parametrize("name", [slow(name) if "workers" in name else name for name in loaders()])
 def test_the_order_is_that_of_the_dataset(name: str) -> None:
     """For each kind of loader, and again in a second call with the same one."""
     loader, evaluator = loaders()[name](), create_evaluator(cuts.linear(), forward)
@@ -190,6 +210,11 @@ MISTAKES: dict[str, Mistake] = {
     "rows": (ValueError, "one row for each of the 4 samples", lambda: run_with(lambda x: x[:1])),
     "widths": (ValueError, "pad them in forward", lambda: run_with(lambda x: x.new_zeros(len(x), len(x)))),
     "structure": (ValueError, "one structure in all", lambda: run_with(lambda x: (x,) * len(x))),
+    "dropped": (
+        ValueError,
+        "got drop_last=True, which leaves out 3",
+        lambda: run_with(lambda x: x, DataLoader(ROWS, batch_size=4, drop_last=True)),  # type: ignore[arg-type]
+    ),
     "twice": (ValueError, "got sample 1 twice", lambda: run_with(lambda x: x, DataLoader(ROWS, sampler=[1, 1]))),  # type: ignore[arg-type]
 }
 
