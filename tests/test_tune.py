@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from copy import deepcopy
+from functools import partial
 from itertools import accumulate, cycle
 from pathlib import Path
 from typing import Any
@@ -180,6 +181,48 @@ def test_the_run_after_it_is_the_run_without_it(kind: str, clock: Clock) -> None
         ends[-1].append(getattr(getattr(loader, "dataset", None), "epochs", None))
 
     assert repr(ends[1]) == repr(ends[0])
+
+
+class Task:
+    """A forward, and a module beside the model that remembers what it has seen."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock, self.teacher = clock, nn.BatchNorm1d(3).double()
+
+    def forward(self, model: nn.Module, x: Tensor) -> Tensor:
+        return by_argument({"only": self.teacher}, self.clock, model, x)
+
+    __call__ = forward
+
+
+def by_argument(teachers: dict[str, nn.Module], clock: Clock, model: nn.Module, x: Tensor) -> Tensor:
+    clock.now += len(x)
+    return model(teachers["only"](x)).sum()
+
+
+def ways_to_a_module(clock: Clock) -> dict[str, tuple[Any, nn.Module]]:
+    """Forwards, and the module that each uses."""
+    task = Task(clock)
+    teachers = {"only": task.teacher}
+
+    def inner(model: nn.Module, x: Tensor) -> Tensor:
+        return by_argument(teachers, clock, model, x)
+
+    return {
+        "method": (task.forward, task.teacher),
+        "object": (task, task.teacher),
+        "partial": (partial(by_argument, teachers, clock), task.teacher),
+        "function": (lambda model, x: inner(model, x), task.teacher),
+    }
+
+
+@pytest.mark.parametrize("way", ["method", "object", "partial", "function"])
+def test_modules_beside_the_model_are_put_back(way: str, clock: Clock) -> None:
+    """Wherever forward has them from."""
+    forward, teacher = ways_to_a_module(clock)[way]
+    before = bit_by_bit(teacher.state_dict())
+    tuned(make(forward), loader_of(), micro_batch=[8])
+    assert bit_by_bit(teacher.state_dict()) == before
 
 
 class Interrupt(BaseException):
