@@ -143,6 +143,7 @@ class ProgressLog(Handler):
             evaluator.add_event_handler(Events.COMPLETED, self._print_evaluation, trainer, tag)
             if isinstance(evaluator, Loop):  # on a stock engine a handler of EXCEPTION_RAISED would suppress the exception
                 evaluator.add_event_handler(Events.EXCEPTION_RAISED, self._close_at_exception)
+                evaluator.on_exit.append(self._close_evaluation)  # also where COMPLETED is skipped, as in a rehearsal
         if self._trainer is not None and self._trainer() is trainer:
             return None
         self._trainer = weakref.ref(trainer)

@@ -467,6 +467,19 @@ def test_the_bar_is_closed_when_the_run_fails(monkeypatch: pytest.MonkeyPatch) -
     assert [(bar.n_at_start, bar.n, bar.total, bar.is_closed) for bar in ShownBar.shown] == [(0, 4, 6, True), (4, 6, 6, True)]
 
 
+def test_the_bar_of_a_rehearsal_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The evaluator's COMPLETED does not fire in it; during the first epoch the bar of the run stands alone."""
+    monkeypatch.setattr("ignite_train.handlers.progress.tqdm", ShownBar)
+    monkeypatch.setattr(ShownBar, "shown", [])
+    trainer, evaluator, _ = make()
+    ProgressLog("bar").attach(trainer, evaluator=evaluator)
+    Validation(evaluator, DATA, sanity=2).attach(trainer)
+    closed: list[bool] = []
+    trainer.add_event_handler(EVERY(once=1), lambda: closed.extend(bar.is_closed for bar in ShownBar.shown))
+    trainer.run(DATA)
+    assert closed == [False, True]
+
+
 def test_a_bar_that_is_closed_within_an_event_is_not_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     """An evaluation that fails closes it; a handler that continues after that leaves the run without a bar."""
     monkeypatch.setattr("ignite_train.handlers.progress.tqdm", ShownBar)
