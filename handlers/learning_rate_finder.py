@@ -31,12 +31,14 @@ from ignite_train.model.random_state import (
 from ignite_train.ranks import collectives
 from ignite_train.trainer import Trainer
 from ignite_train.update.failures_in_a_row import FailuresInARow
+from ignite_train.update.local_update import LocalUpdate
 
 __all__ = ["LearningRateFinder"]
 
 _SET_ASIDE: Mapping[str, Callable[[], Any]] = {
-    **dict.fromkeys(("on_enter", "on_exit", "piggybacks", "_after_update", "_on_backward", "_on_record", "_defaults"), list),
+    **dict.fromkeys(("on_enter", "on_exit", "piggybacks", "_on_backward", "_on_record", "_defaults"), list),
     **dict.fromkeys(("_stateful", "_stages"), dict),
+    "_after_update": lambda: [lambda _: None],  # replicas that nothing makes equal are warned about
     "_sections": lambda: None,
     "_begin_section": lambda: unmeasured,
 }
@@ -332,6 +334,8 @@ def _put_back(trainer: Trainer, others: Mapping[str, Stateful]) -> Iterator[_Bef
     try:
         for name, make in _SET_ASIDE.items():
             setattr(trainer, name, make())
+        if isinstance(update, LocalUpdate):  # by which the ranks agree which of them step
+            trainer.piggybacks.append(update._verdict)
         trainer._set_handlers_aside()
         trainer._resume_with, trainer._ended = None, False
         trainer.state.max_epochs, trainer.state.max_iters = trainer.state.epoch + 1, None

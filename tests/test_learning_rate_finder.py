@@ -132,19 +132,33 @@ def test_metrics_do_not_count_the_search() -> None:
     assert set(metrics.seconds_by_section.values()) == {0.0}
 
 
+def run_with_an_outer_optimizer(*, searches: bool) -> Any:
+    """What remains of it, and how many points the search has."""
+    model = net()[0]
+    trainer = make(model, torch.optim.SGD(model.parameters(), lr=0.05), reduction="local")
+    outer = OuterOptimizer(torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9), every=2)
+    outer.attach(trainer)
+    data = MICRO_BATCHES[idist.get_rank() :: idist.get_world_size()] * 2
+    points = len(search(trainer, data, num_iter=5).get_results()["loss"]) if searches else 5
+    trainer.run(data)
+    return bit_by_bit([model.state_dict(), outer.state_dict()]), trainer.state.num_steps, points
+
+
 def test_an_outer_optimizer_makes_no_step_in_the_search() -> None:
     """It steps at the same updates afterwards, and from the weights that the run begins with."""
-    ends = []
-    for searches in (False, True):
-        model = net()[0]
-        trainer = make(model, torch.optim.SGD(model.parameters(), lr=0.05), reduction="local")
-        outer = OuterOptimizer(torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9), every=2)
-        outer.attach(trainer)
-        if searches:
-            search(trainer, MICRO_BATCHES, num_iter=5)
-        trainer.run(MICRO_BATCHES)
-        ends.append(bit_by_bit([model.state_dict(), outer.state_dict()]))
-    assert ends[1] == ends[0]
+    assert run_with_an_outer_optimizer(searches=True) == run_with_an_outer_optimizer(searches=False)
+
+
+def _with_and_without_a_search() -> Any:
+    return run_with_an_outer_optimizer(searches=True), run_with_an_outer_optimizer(searches=False)
+
+
+@pytest.mark.slow
+def test_replicas_that_train_on_their_own() -> None:
+    """They step in the search, and each has what it had before."""
+    for searched, plain in run_ranks(_with_and_without_a_search):
+        assert searched == plain
+        assert searched[1:] == (6, 5)
 
 
 def test_modules_beside_the_model_are_put_back_if_they_are_named() -> None:
