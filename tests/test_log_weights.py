@@ -206,6 +206,24 @@ def test_ranks_add_up_both(way: str) -> None:
         assert counted[2:] == [2 if way == "ddp" else 1] * 2  # DDP settles its buckets in the second update
 
 
+def evaluate_twice() -> list[dict[str, float]]:
+    """Other logs in the second evaluation, as of data of another kind."""
+    kinds = iter([{"first": 1.0, "pair": (1.0, 2.0)}, {"second": 2.0}])
+    logs: dict[str, Any] = {}
+    evaluator = create_evaluator(cuts.linear(), lambda model, batch: cuts.forward(model, batch)._replace(logs=logs))
+    found = []
+    for logs in kinds:  # noqa: B007  # forward reads it
+        found.append(dict(evaluator.run(cuts.shard([[4], [2]])).metrics))
+    return found
+
+
+@pytest.mark.slow
+def test_an_evaluation_publishes_the_logs_of_its_own() -> None:
+    """On several ranks as on one: no 0 and no NaN for a name of an earlier evaluation."""
+    for found in (evaluate_twice(), *run_ranks(evaluate_twice)):
+        assert [{*metrics} for metrics in found] == [{"loss", "first", "pair"}, {"loss", "second"}]
+
+
 def mixed_on_ranks() -> str:
     """Rank 0 gives a pair and rank 1 a number."""
     value = (1.0, 2.0) if idist.get_rank() == 0 else 1.0

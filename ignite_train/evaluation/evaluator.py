@@ -99,7 +99,7 @@ class Evaluator(Loop):
         self.state = EvaluatorState()
         self.state.max_epochs = 1
         self._epoch_open = False
-        self.statistics.reset()
+        self.statistics = Statistics(self.statistics.device)  # without the logs of another run, which would be published as 0
         training = [module for module in self.model.modules() if module.training]
         self.model.eval()
         try:
