@@ -14,6 +14,7 @@ from ignite_train.arguments import describe, positive_int, real_number
 from ignite_train.device.to_device import ToDevice
 from ignite_train.forward import BoundForward, Forward, as_forward_output, bind_forward
 from ignite_train.handler import Handler
+from ignite_train.model.modules_used import modules_used
 from ignite_train.model.replay import SideEffects
 from ignite_train.ranks import collectives
 from ignite_train.ranks.wrapping import unwrap
@@ -32,8 +33,8 @@ class CurvatureMonitor(Handler):
     The power iteration (G. Golub and C. Van Loan, Matrix Computations, 7.3) repeats v ← Hv / ‖Hv‖ from a random v, with
     λ = vᵀHv, until ‖Hv - λv‖ ≤ `tolerance` · |λ|: some eigenvalue is then that close to λ. Each step of it costs a forward and
     two backwards of the group, reads of the device, and on several ranks an all-reduce of the size of the block. Between two
-    looks it does nothing. Random state, buffers and `state.carried` are put back, and each step sees the same dropout masks,
-    so that a run with it has the bits of one without.
+    looks it does nothing. Random state, buffers, those of other modules that forward uses too, and `state.carried` are put
+    back, and each step sees the same dropout masks, so that a run with it has the bits of one without.
 
     Forward runs without autocast, without `torch.compile` and without the wrapper. It must be differentiable twice: fused
     attention is not, so use `torch.nn.attention.sdpa_kernel(SDPBackend.MATH)` in it. Sharded models are refused. All ranks
@@ -98,6 +99,7 @@ class CurvatureMonitor(Handler):
 
     def __call__(self, trainer: Trainer) -> None:
         """Computes and publishes; a value that is not finite is left out."""
+        self._modules = nn.ModuleList([self._model, *modules_used([self._forward])])
         for name, parameters in (self._blocks or {}).items():
             value = self._largest_eigenvalue(trainer, parameters)
             trainer.state.metrics.pop(f"curvature/{name}", None)
@@ -120,7 +122,7 @@ class CurvatureMonitor(Handler):
 
     def _times_hessian(self, trainer: Trainer, parameters: Sequence[nn.Parameter], direction: Tensor) -> Tensor:
         """Hv of the mean loss over the micro-batches of all ranks; leaves no trace."""
-        state, side_effects = trainer.state, SideEffects(self._model, trainer.state.carried)
+        state, side_effects = trainer.state, SideEffects(self._modules, trainer.state.carried)
         total, sample_size = torch.zeros_like(direction), 0.0
         try:
             for index, micro_batch in enumerate(state.batch):

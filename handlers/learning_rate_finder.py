@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from ignite_train.arguments import describe, one_of, positive_int, real_number
 from ignite_train.loop.dispatch import Attachable, Stateful
 from ignite_train.loop.sections import unmeasured
+from ignite_train.model.modules_used import modules_used
 from ignite_train.model.optimizers import Optimizers, each_optimizer, optimizer_of_parts
 from ignite_train.model.random_state import (
     capture_random_state,
@@ -96,9 +97,9 @@ class LearningRateFinder(FastaiLRFinder, Attachable):
 
         Args:
             trainer: from `create_trainer`, before its run or between two epochs.
-            to_save: more objects to put back, by name, with `state_dict` and `load_state_dict`: a teacher or a loss with
-                buffers, say, that forward uses beside the model. The trainer's model and optimizer are put back without being
-                named; if it has `"optimizer"`, that must be the trainer's.
+            to_save: more objects to put back, by name, with `state_dict` and `load_state_dict`. The trainer's model and
+                optimizer are put back without being named, and so is a module that forward uses beside the model and that is
+                found: a teacher, say, or a loss with buffers. If it has `"optimizer"`, that must be the trainer's.
             output_transform: makes the loss of `state.output`; it is averaged over the ranks. None: the loss of the update.
             num_iter: updates of the search; None: those of the run, as its loader and `max_epochs` say.
             start_lr: the first rate, or one for each parameter group; None: those of the optimizer. The groups of several
@@ -267,7 +268,9 @@ class _Before:
 
     def __init__(self, trainer: Trainer, others: Mapping[str, Stateful]) -> None:
         model: Any = trainer._stateful_parts["model"]
-        modules = [model, *(entry for entry in others.values() if isinstance(entry, nn.Module))]
+        creation = {} if trainer._creation is None else trainer._creation.arguments
+        beside = modules_used(creation[name] for name in creation.keys() & {"forward", "loss_fn", "model_fn"})
+        modules = [model, *beside, *(entry for entry in others.values() if isinstance(entry, nn.Module))]
         self._trainer = trainer
         self._others = [(e, copy.deepcopy(e.state_dict())) for e in others.values() if not isinstance(e, nn.Module)]
         self._attributes, self._state = dict(vars(trainer)), dict(vars(trainer.state))

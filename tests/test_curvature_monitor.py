@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import ignite.distributed as idist
@@ -103,19 +104,26 @@ def test_loggers_show_it_with_the_layers() -> None:
     assert grouped_metric(seen[0]) == "layers/curvature/model"
 
 
+def normalised(beside: nn.Module, model: nn.Module, micro_batch: Any) -> ForwardOutput:
+    x, y = micro_batch
+    return forward(model, (beside(x), y))
+
+
 def test_it_leaves_no_trace() -> None:
-    """Dropout and BatchNorm: parameters, buffers and random state are those of a run without it."""
+    """Dropout and BatchNorm: parameters, buffers and random state are those of a run without it, also beside the model."""
     ends = []
     for looks in (False, True):
         torch.manual_seed(3)
-        model = net(nn.BatchNorm1d(4), nn.Dropout(0.5))
-        trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), forward)
+        model, beside = net(nn.BatchNorm1d(4), nn.Dropout(0.5)), nn.BatchNorm1d(3).double()
+
+        use = partial(normalised, beside)
+        trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), use)
         if looks:
-            CurvatureMonitor(forward, every=2, max_iterations=3).attach(trainer)
+            CurvatureMonitor(use, every=2, max_iterations=3).attach(trainer)
         state = trainer.run(batches(), max_epochs=2)
         assert ("curvature/model" in state.metrics) == looks
         assert state.micro_batch_in_group is None
-        ends.append(bit_by_bit([dict(model.state_dict()), torch.get_rng_state()]))
+        ends.append(bit_by_bit([dict(model.state_dict()), dict(beside.state_dict()), torch.get_rng_state()]))
     assert ends[0] == ends[1]
 
 

@@ -161,23 +161,35 @@ def test_replicas_that_train_on_their_own() -> None:
         assert searched[1:] == (6, 5)
 
 
-def test_modules_beside_the_model_are_put_back_if_they_are_named() -> None:
-    """Weights, running statistics, buffers that no state has, and the mode; the trainer's own may be among them."""
+class Holder:
+    """An object in which no module is looked for."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+
+@pytest.mark.parametrize("is_found", [True, False], ids=["found", "named"])
+def test_modules_beside_the_model_are_put_back(is_found: bool) -> None:
+    """Weights, running statistics, buffers that no state has, and the mode; the trainer's own may be among the named ones."""
     model, teacher = net(), nn.BatchNorm1d(3).double()
     teacher.register_buffer("calls", torch.zeros(()), persistent=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 
+    holder = teacher if is_found else Holder(teacher)
+
     def forward(model: nn.Module, x: Tensor) -> Tensor:
+        teacher = holder if isinstance(holder, nn.Module) else holder.module
         teacher.train()
         teacher.get_buffer("calls").add_(1)
         with torch.no_grad():
-            teacher.weight.mul_(0.5)
+            teacher.get_parameter("weight").mul_(0.5)
         return mean_loss(model, teacher(x))
 
     trainer = create_trainer(model, optimizer, forward)
     teacher.eval()
     before = bit_by_bit([dict(teacher.named_parameters()), dict(teacher.named_buffers()), model.state_dict()])
-    search(trainer, MICRO_BATCHES, to_save={"teacher": teacher, "model": model, "optimizer": optimizer, "trainer": trainer})
+    named = {"teacher": teacher, "model": model, "optimizer": optimizer, "trainer": trainer}
+    search(trainer, MICRO_BATCHES, to_save={} if is_found else named)
     assert bit_by_bit([dict(teacher.named_parameters()), dict(teacher.named_buffers()), model.state_dict()]) == before
     assert not teacher.training
 
