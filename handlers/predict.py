@@ -48,8 +48,8 @@ def predict(evaluator: Evaluator, loader: Iterable[Any], *, gather: Literal["all
     Raises:
         TypeError: `evaluator` is not from `create_evaluator`, or outputs are not made of tensors.
         ValueError: forward returned no outputs, or they do not have one row for each sample and otherwise the same shape; or a
-            sample occurs twice, or is left out by `drop_last`; or there are several ranks and the loader has no indices; or
-            `gather` is another one. The same on all ranks.
+            sample occurs twice, or is left out by `drop_last` or by `uneven="shortest"`; or there are several ranks and the
+            loader has no indices; or `gather` is another one. The same on all ranks.
 
     Example:
         >>> import torch
@@ -75,6 +75,7 @@ def predict(evaluator: Evaluator, loader: Iterable[Any], *, gather: Literal["all
             evaluator.run(watched)
     finally:
         evaluator.state = before
+    found.end()
     problem, keys, rows = found.joined()
     form = None if rows is None else _map(lambda leaf: leaf[:0], rows)
     everyones = collectives.gather_objects((problem, keys, form))
@@ -96,11 +97,17 @@ class _Indices:
     def __init__(self, sampler: Any, *, of_samples: bool) -> None:
         self._sampler, self._of_samples = sampler, of_samples
         self._given: list[Any] = []
+        self._has_ended = False
 
     def __iter__(self) -> Iterator[Any]:
         for given in self._sampler:
             self._given.append(given)
             yield given
+        self._has_ended = True
+
+    def were_all(self, micro_batches: int) -> bool:
+        """Whether there were no more than so many."""
+        return self._has_ended and len(self._given) == micro_batches
 
     def keys(self, micro_batch: int, rows: int) -> list[tuple[int, int]]:
         """The places of the samples of a micro-batch, which has so many rows where the dataset makes the micro-batches."""
@@ -175,6 +182,15 @@ class _Found:
             )
         self._keys += keys
         self._outputs.append(_to_host(output.outputs))
+
+    def end(self) -> None:
+        """Notes it where the evaluation has left out micro-batches of the loader."""
+        number = len(self._outputs)
+        if self._problem is None and self._indices is not None and not self._indices.were_all(number):
+            self._problem = ValueError(
+                f"evaluator must run on all micro-batches of the loader, and ended after {number}; make it with "
+                "uneven='replay' and not 'shortest', and do not terminate it"
+            )
 
     def joined(self) -> tuple[Exception | None, list[tuple[int, int]], Any]:
         """What is wrong with them, the place of each row in the dataset, and the rows; None without a micro-batch."""

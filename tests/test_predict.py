@@ -188,6 +188,22 @@ def test_two_ranks(sizes: tuple[int, int], uneven: str) -> None:
     assert wrong.count("forward must return outputs") == wrong.count("pad them in forward") == 3
 
 
+def _shortest() -> str:
+    share = [[0, 1, 2, 3, 4, 5, 6], [7, 8, 9, 10]][idist.get_rank()]
+    evaluator = create_evaluator(cuts.linear(), forward, uneven="shortest")
+    check(predict(evaluator, DataLoader(ROWS[:8], batch_size=2, sampler=ShardedSampler(ROWS[:8], shuffle=False))), ROWS[:8])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="make it with uneven='replay'") as raised:
+        predict(evaluator, DataLoader(ROWS, batch_size=2, sampler=share))  # type: ignore[arg-type]
+    return str(raised.value)
+
+
+@pytest.mark.slow
+def test_samples_that_the_evaluator_leaves_out_are_an_error_on_all_ranks() -> None:
+    """Where all ranks have as many micro-batches none is left out."""
+    first, second = run_ranks(_shortest)
+    assert first == second
+
+
 @pytest.mark.parametrize("gather", ["all", "main", "none"])
 def test_one_process_gets_all_of_them(gather: Any) -> None:
     """Whatever is asked for."""
@@ -199,6 +215,12 @@ def run_with(outputs: Callable[[Tensor], Any], loader: Any = None) -> Any:
         return ForwardOutput(x.sum(), len(x), outputs=outputs(x))
 
     return predict(create_evaluator(cuts.linear(), forward), loader or DataLoader(ROWS, batch_size=4))  # type: ignore[arg-type]
+
+
+def ended_early() -> None:
+    evaluator = create_evaluator(cuts.linear(), forward)
+    evaluator.add_event_handler(Events.ITERATION_COMPLETED(once=1), lambda: evaluator.terminate())
+    predict(evaluator, DataLoader(ROWS, batch_size=4, shuffle=True))  # type: ignore[arg-type]
 
 
 MISTAKES: dict[str, Mistake] = {
@@ -215,6 +237,7 @@ MISTAKES: dict[str, Mistake] = {
         "got drop_last=True, which leaves out 3",
         lambda: run_with(lambda x: x, DataLoader(ROWS, batch_size=4, drop_last=True)),  # type: ignore[arg-type]
     ),
+    "ended": (ValueError, "must run on all micro-batches of the loader, and ended after 1;", ended_early),
     "twice": (ValueError, "got sample 1 twice", lambda: run_with(lambda x: x, DataLoader(ROWS, sampler=[1, 1]))),  # type: ignore[arg-type]
 }
 
