@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import (
 from ignite_train.arguments import describe
 from ignite_train.events import Event, TrainEvents
 from ignite_train.handler import Handler
+from ignite_train.loop.dispatch import attached
 from ignite_train.model.learning_rates import are_of
 from ignite_train.model.warm_up_schedule import WarmUpSchedule
 from ignite_train.ranks import collectives
@@ -77,8 +78,15 @@ class LearningRateSchedule(Handler):
         """Steps the schedule at `event`.
 
         Raises:
-            ValueError: the schedule is of another optimizer than that of `trainer`.
+            ValueError: the schedule is of another optimizer than that of `trainer`, or would be stepped twice in each update.
         """
+        if any(
+            isinstance(other, LearningRateSchedule) and other.scheduler is self.scheduler for _, other, _ in attached(trainer)
+        ):
+            raise ValueError(
+                f"scheduler must be attached once, got a {type(self.scheduler).__name__} that is attached already and would be "
+                "stepped twice; remove the first handler, or make trainer and scheduler anew"
+            )
         if not are_of(trainer._stateful_parts, self.scheduler.optimizer):
             raise ValueError(
                 f"scheduler must be of the trainer's optimizer, got a {type(self.scheduler).__name__} of another "

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from ignite_train.arguments import describe, real_number
 from ignite_train.events import Event, TrainEvents
 from ignite_train.handler import Handler
+from ignite_train.loop.dispatch import attached
 from ignite_train.model.averaged_tensors import averaged_tensors, move_towards
 from ignite_train.model.optimizers import optimizer_of_parts
 from ignite_train.ranks import collectives
@@ -80,8 +81,10 @@ class MomentumTeacher(Handler):
 
         Raises:
             ValueError: teacher and student do not have the same parameters, or only one of them is sharded, or the optimizer
-                has parameters of the teacher, or none of the student.
+                has parameters of the teacher, or none of the student, or the teacher would be moved twice in each step.
         """
+        if any(isinstance(other, MomentumTeacher) and other.teacher is self.teacher for _, other, _ in attached(trainer)):
+            raise ValueError("teacher must be attached once, got one that is attached already and would be moved twice")
         teacher, student = averaged_tensors(self.teacher), averaged_tensors(self.student)
         wrong = sorted(teacher.keys() ^ student.keys()) or [n for n in teacher if _kind(teacher[n]) != _kind(student[n])]
         if wrong:

@@ -333,6 +333,20 @@ def teach_itself() -> None:
     MomentumTeacher(model, model).attach(make(model))
 
 
+def attach_twice() -> None:
+    model = net()
+    trainer, teacher = make(model), copy.deepcopy(model)
+    for _ in range(2):  # as a cell of a notebook that is run again
+        MomentumTeacher(teacher, model).attach(trainer)
+
+
+def average_twice() -> None:
+    trainer, swa = make(net()), StochasticWeightAveraging()
+    swa.attach(trainer).remove()
+    swa.attach(trainer)
+    swa.attach(trainer, Events.COMPLETED)
+
+
 MISTAKES: dict[str, Mistake] = {
     "start": (ValueError, "start must be at least 0", lambda: StochasticWeightAveraging(-1)),
     "half": (TypeError, "start must be a number of steps", lambda: StochasticWeightAveraging(0.75)),  # type: ignore[arg-type]
@@ -340,6 +354,8 @@ MISTAKES: dict[str, Mistake] = {
     "other": (ValueError, "teacher must have the parameters of student", lambda: attach_teacher(nn.Linear(3, 4))),
     "itself": (ValueError, "teacher must not be trained", teach_itself),
     "untrained": (ValueError, "student must be trained", lambda: attach_teacher(net(), student=net())),
+    "twice": (ValueError, "teacher must be attached once", attach_twice),
+    "average twice": (ValueError, "StochasticWeightAveraging must be attached once", average_twice),
     "momentum": (ValueError, "momentum must be at most 1, got 1.5", lambda: attach_teacher(momentum=1.5)),
     "schedule": (ValueError, "momentum must be at least 0, got -1", lambda: teach_by(lambda state: -1)),
 }

@@ -169,6 +169,19 @@ def test_schedule_needs_no_score() -> None:
         LearningRateSchedule(0.1)  # type: ignore[arg-type]
 
 
+def test_a_schedule_is_not_stepped_twice() -> None:
+    """As by a cell of a notebook that is run again; what was removed may be attached again."""
+    trainer, _, optimizer = make()
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    LearningRateSchedule(schedule).attach(trainer).remove()
+    LearningRateSchedule(schedule).attach(trainer)
+    with pytest.raises(ValueError, match="ExponentialLR that is attached already and would be stepped twice"):
+        LearningRateSchedule(schedule).attach(trainer)
+    LearningRateSchedule(torch.optim.lr_scheduler.StepLR(optimizer, 100)).attach(trainer)
+    trainer.run(DATA[:1])
+    assert optimizer.param_groups[0]["lr"] == 0.025
+
+
 def test_a_schedules_own_type_error_is_not_hidden() -> None:
     """Errors inside a schedule reach the user."""
     trainer, _, optimizer = make()

@@ -16,6 +16,7 @@ from ignite_train.arguments import check_same_model, describe
 from ignite_train.evaluation.evaluator import Evaluator
 from ignite_train.events import Event, TrainEvents
 from ignite_train.handler.handler import Handler
+from ignite_train.loop.dispatch import attached
 from ignite_train.model.averaged_tensors import (
     averaged_statistics,
     averaged_tensors,
@@ -63,8 +64,10 @@ class AveragingHandler(Handler):
         """Averages the weights of `trainer` at `event`, before other handlers there.
 
         Raises:
-            ValueError: `device` is given and the model is sharded.
+            ValueError: `device` is given and the model is sharded, or it is attached already.
         """
+        if any(other is self for _, other, _ in attached(trainer)):
+            raise ValueError(f"{type(self).__name__} must be attached once, or it would average twice; join events by |")
         model = trainer._stateful_parts["model"]
         assert isinstance(model, nn.Module)  # noqa: S101  # create_trainer passes a module
         if self.device is not None and any(isinstance(parameter, DTensor) for parameter in model.parameters()):
