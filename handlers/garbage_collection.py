@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from functools import partial
 
 from ignite.engine import Events, RemovableEventHandle
 
@@ -33,24 +34,28 @@ class GarbageCollection(Handler):
     """
 
     def __init__(self) -> None:
-        self._was_enabled: bool | None = None  # while a run lasts
+        self._was_enabled = False  # before the runs that last
+        self._running: set[int] = set()  # trainers: one may run in the session of another
 
     def attach(self, trainer: Trainer, event: Event = every(1000, Events.ITERATION_COMPLETED)) -> RemovableEventHandle:
         """Collects when a run of `trainer` begins, and at `event`."""
         trainer.on_enter.append(self._begin)
-        trainer.on_exit.append(self._end)
+        trainer.on_exit.append(partial(self._end, id(trainer)))
         return trainer.add_event_handler(event, self)
 
     def __call__(self) -> None:
         """Collects now."""
         gc.collect()
 
-    def _begin(self, _trainer: Trainer) -> None:
-        self._was_enabled = gc.isenabled()
+    def _begin(self, trainer: Trainer) -> None:
+        if not self._running:
+            self._was_enabled = gc.isenabled()
+        self._running.add(id(trainer))
         gc.disable()
         gc.collect()
 
-    def _end(self) -> None:
-        if self._was_enabled:
-            gc.enable()
-        self._was_enabled = None
+    def _end(self, trainer: int) -> None:
+        if trainer in self._running:
+            self._running.remove(trainer)
+            if self._was_enabled and not self._running:
+                gc.enable()

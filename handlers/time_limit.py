@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from ignite.engine import Events, RemovableEventHandle
@@ -41,6 +42,7 @@ class TimeLimit(Handler):
         self.seconds = real_number("seconds", seconds, above=0)
         self._before = 0.0
         self._started: float | None = None
+        self._running: set[int] = set()  # trainers: one may run in the session of another
 
     @property
     def elapsed_seconds(self) -> float:
@@ -50,7 +52,7 @@ class TimeLimit(Handler):
     def attach(self, trainer: Trainer, event: Event = Events.ITERATION_COMPLETED) -> RemovableEventHandle:
         """Checks the clock at `event`, and before the first update."""
         trainer.on_enter.append(self._start)
-        trainer.on_exit.append(self._stop)
+        trainer.on_exit.append(partial(self._stop, id(trainer)))
         trainer.add_event_handler(Events.STARTED, self)
         return trainer.add_event_handler(event, self)
 
@@ -68,9 +70,12 @@ class TimeLimit(Handler):
         self._before = state_dict["elapsed_seconds"]
         self._started = None if self._started is None else time.monotonic()
 
-    def _start(self, _trainer: Trainer) -> None:
-        self._started = time.monotonic()
+    def _start(self, trainer: Trainer) -> None:
+        self._before, self._started = self.elapsed_seconds, time.monotonic()
+        self._running.add(id(trainer))
 
-    def _stop(self) -> None:
+    def _stop(self, trainer: int) -> None:
         """The time until the next run does not count."""
-        self._before, self._started = self.elapsed_seconds, None
+        self._running.discard(trainer)
+        if not self._running:
+            self._before, self._started = self.elapsed_seconds, None

@@ -381,6 +381,19 @@ def test_time_between_two_runs_is_not_of_the_limit(monkeypatch: pytest.MonkeyPat
     assert limit.elapsed_seconds == 120.0
 
 
+def test_a_time_limit_of_two_trainers_counts_until_both_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One trainer may run in the session of another, with the same handler."""
+    clock = Clock(monkeypatch)
+    (outer, _, _), (inner, _, _), limit = make(), make(), TimeLimit(seconds=1000)
+    for trainer in (outer, inner):
+        limit.attach(trainer)
+    with outer.session():
+        inner.run(DATA)
+        clock.take(10.0)
+    clock.take(100.0)
+    assert limit.elapsed_seconds == 10.0
+
+
 @pytest.mark.parametrize("seconds", [0, -1, math.nan, "1", True])
 def test_time_limit_refuses(seconds: Any) -> None:
     """A limit is a positive number of seconds."""

@@ -45,6 +45,18 @@ def collecting() -> Iterator[None]:
     gc.enable() if enabled else gc.disable()
 
 
+def test_one_for_two_trainers_puts_the_setting_back_after_both(collecting: None) -> None:
+    """One trainer may run in the session of another, with the same handler."""
+    outer, inner, collection = make(), make(), GarbageCollection()
+    for trainer in (outer, inner):
+        collection.attach(trainer)
+    gc.enable()
+    with outer.session():
+        inner.run(DATA)
+        assert not gc.isenabled()
+    assert gc.isenabled()
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("enabled", [True, False], ids=["on-before", "off-before"])
 @pytest.mark.parametrize("fails", [True, False], ids=["exception", "to-the-end"])
