@@ -71,6 +71,22 @@ def decay_of(settings: dict[str, Any], number: int) -> float:
     return min(decay, (1 + number) / (10 + number)) if settings.get("warm_up", True) else decay
 
 
+def test_an_error_at_the_end_of_an_evaluation_leaves_the_weights() -> None:
+    """Whatever else is called there fails: all that was to be put back is."""
+    model = net()
+    trainer, evaluator, ema = make(model), create_evaluator(model, forward), ModelEMA(0.5)
+    ema.attach(trainer)
+    evaluator.on_exit.append(lambda: 1 // 0)
+    ema.use_in(evaluator)
+    trainer.run(DATA)
+    before = bit_by_bit(model.state_dict())
+    with pytest.raises(ZeroDivisionError):
+        evaluator.run(DATA)
+    assert bit_by_bit(model.state_dict()) == before
+    evaluator.on_exit.pop(0)
+    assert evaluator.run(DATA).metrics["loss"] > 0
+
+
 @pytest.mark.parametrize(
     "settings",
     [{"decay": 0.9}, {"decay": 0.3}, {"decay": 0.9, "warm_up": False}, {"decay": lambda number: 1 - 1 / number}],

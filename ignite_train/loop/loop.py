@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
 from ignite.engine import Events, State
@@ -126,8 +126,9 @@ class Loop(Dispatcher):
         finally:
             self._running = self._iterating = self.should_interrupt = False
             state.batch = None
-            for at_exit in self.on_exit:
-                at_exit()
+            with ExitStack() as at_exit:  # an error of one leaves none out
+                for function in reversed(self.on_exit):
+                    at_exit.callback(function)
 
     def _refuse_nested_run(self) -> None:
         if self._running:
