@@ -40,6 +40,10 @@ class Validation(Handler):
         best_update: the update in which it was reached, or None.
         is_best: whether the latest validation was the best.
 
+    Raises:
+        TypeError: `sanity` is not an integer.
+        ValueError: `mode` is neither of the two, or `sanity` is negative. In the run: the evaluator has no metric `score`.
+
     Example:
         >>> import torch
         >>> from ignite.engine import Events
