@@ -105,8 +105,8 @@ def create_trainer(
     were cut. Micro-batches are moved to the device of the model.
 
     Args:
-        model: on the device where it trains. A plain module in a single process; on several ranks wrapped by `idist.auto_model` or
-            `DistributedDataParallel`, sharded by `fully_shard`, or plain with `UpdateOptions(reduction="explicit")`.
+        model: on the device where it trains. A plain module in a single process; on several ranks wrapped by `idist.auto_model`
+            or `DistributedDataParallel`, sharded by `fully_shard`, or plain with `UpdateOptions(reduction="explicit")`.
         optimizer: over all parameters of the model that require gradients. Several optimizers with parameters of their own are
             a list or a mapping, `{"muon": muon, "adamw": adamw}`: they step together or not at all.
         forward: `forward(model, micro_batch)` returns `ForwardOutput(loss, sample_size, logs)` with the loss *summed*, a tuple
@@ -114,8 +114,8 @@ def create_trainer(
             positional parameter without a default, it is given `trainer.state` too.
         accumulation_steps: micro-batches to an update: a number, one for each epoch (the last repeats), or a function of
             the number of the update.
-        max_grad_norm: clip the L2 norm of the mean gradient, over all parameters and after the reduction over ranks, to this; None
-            does not clip. With a mapping of optimizers, a mapping of limits by their names clips the gradients of each by
+        max_grad_norm: clip the L2 norm of the mean gradient, over all parameters and after the reduction over ranks, to this;
+            None does not clip. With a mapping of optimizers, a mapping of limits by their names clips the gradients of each by
             their own norm.
         precision: `"fp32"` computes in the model's own dtypes; `"bf16"` and `"fp16"` run `forward` under autocast.
         loss_scaling: the policy; None means `TorchLossScaling()` for `"fp16"` and no scaling otherwise.

@@ -20,6 +20,7 @@ __all__ = [
     "inner_optimizers",
     "optimizers_as_parts",
     "parts_as_optimizers",
+    "stepped_parameters",
 ]
 
 OneOrSeveralOptimizers = Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer]
@@ -142,6 +143,12 @@ def parts_as_optimizers(parts: Mapping[str, Any]) -> Optimizer | dict[str, Optim
     """The optimizers among the parts of a run, as `create_trainer` takes them."""
     found = {name.removeprefix(_FOLDER): part for name, part in parts.items() if isinstance(part, Optimizer)}
     return found["optimizer"] if "optimizer" in parts else found
+
+
+def stepped_parameters(parts: Mapping[str, Any]) -> list[nn.Parameter]:
+    """The parameters of the optimizers among the parts of a run, of one optimizer or of several."""
+    optimizers = [part for part in parts.values() if isinstance(part, Optimizer)]
+    return [parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def check_optimizers(model: nn.Module, optimizer: Optimizer | Optimizers, *, closure: bool = False) -> None:

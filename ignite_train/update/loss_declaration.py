@@ -118,9 +118,9 @@ def _wrong_mean(terms: list[_Term], batch: int | None) -> str | None:
     if batch is None or batch < 2 or not all(_is_plain_sum(term, batch) for term in terms):
         return None
     return (
-        f"forward returned a bare loss, which is taken as a mean, but it looks like a sum over {batch} samples; if it is one, the "
-        f"gradient is {batch} times too large; return ForwardOutput(loss, sample_size=...) or the mean; for a step along the sum "
-        "of a micro-batch return ForwardOutput(loss, sample_size=1)"
+        f"forward returned a bare loss, which is taken as a mean, but it looks like a sum over {batch} samples; if it is one, "
+        f"the gradient is {batch} times too large; return ForwardOutput(loss, sample_size=...) or the mean; for a step along "
+        "the sum of a micro-batch return ForwardOutput(loss, sample_size=1)"
     )
 
 
