@@ -407,24 +407,25 @@ def _check_transform(transform: Any) -> None:
 
 
 def _refuse_other_than_pairs(trainer: Trainer) -> Trainer:
-    """Has `trainer` look at its first micro-batch: Ignite's way of preparing one takes the keys of a mapping for x and y."""
+    """Has `trainer` look at its first micro-batch: Ignite's way of preparing one takes keys or rows for x and y."""
 
     def look(trainer: Trainer) -> None:
         batch = trainer.state.batch[0]
-        if isinstance(batch, Mapping) or (isinstance(batch, (list, tuple)) and len(batch) != 2):
-            what = (
-                f"one with the keys {list(batch)}"
-                if isinstance(batch, Mapping)
-                else f"a {type(batch).__name__} of {len(batch)}"
-            )
+        if isinstance(batch, (Mapping, Tensor)) or (isinstance(batch, (list, tuple)) and len(batch) != 2):
             raise TypeError(
-                f"a micro-batch must be a pair (x, y), got {what:.80}; pass prepare_batch=lambda batch, device, non_blocking: "
-                "(x, y), or use create_trainer"
+                f"a micro-batch must be a pair (x, y), got {_kind_of_batch(batch):.80}; pass prepare_batch=lambda batch, "
+                "device, non_blocking: (x, y), or use create_trainer"
             )
         handle.remove()
 
     handle = trainer.add_event_handler(TrainEvents.MICRO_BATCH_STARTED, look)
     return trainer
+
+
+def _kind_of_batch(batch: Any) -> str:
+    if isinstance(batch, Tensor):  # of two samples: its rows would be taken for x and y
+        return f"a tensor of shape {tuple(batch.shape)}"
+    return f"one with the keys {list(batch)}" if isinstance(batch, Mapping) else f"a {type(batch).__name__} of {len(batch)}"
 
 
 def _checked_options(options: Any) -> UpdateOptions:

@@ -571,9 +571,13 @@ class Trainer(SessionLoop):
         """As in Ignite; a misspelt event is answered with the nearest one.
 
         Raises:
-            TypeError: `handler` cannot be called, or is a method of a learning-rate scheduler.
+            TypeError: `handler` cannot be called, or is a learning-rate scheduler or a method of one.
             ValueError: the event is not known.
         """
+        if isinstance(handler, LRScheduler):
+            raise TypeError(
+                f"handler must not be a scheduler, got {describe(handler)}; use LearningRateSchedule(scheduler).attach(trainer)"
+            )
         if not callable(handler) and not isinstance(handler, Attachable):
             raise TypeError(f"handler must be callable, got {describe(handler)}")
         if isinstance(handler, MethodType) and isinstance(handler.__self__, LRScheduler):

@@ -157,7 +157,7 @@ def scheduler() -> Any:
         "model",
         "(3, 7)",
         "param_groups[0]",
-        "build the optimizer after",
+        "build the optimizer from model.parameters()",
         "nn.ModuleDict(",
     ),
     Case("optimizers-empty", {"optimizer": []}, ValueError, "optimizer", "at least one", "none"),
@@ -538,6 +538,14 @@ def test_a_group_size_that_goes_wrong_later_is_known_at_once():
         "LearningRateSchedule(scheduler).attach(trainer)",
     ),
     Case(
+        "scheduler",
+        lambda trainer: trainer.add_event_handler(TrainEvents.STEP_COMPLETED, scheduler()),
+        TypeError,
+        "handler",
+        "of type ConstantLR",
+        "LearningRateSchedule(scheduler).attach(trainer)",
+    ),
+    Case(
         "attached-to-an-evaluator",
         lambda trainer: ProgressLog().attach(create_evaluator(linear(), Calls())),
         TypeError,
@@ -687,8 +695,9 @@ def test_a_schedule_is_of_the_optimizer_that_steps(build):
         ({"x": torch.ones(2, 2), "y": torch.ones(2, 1)}, "keys ['x', 'y']"),
         ((torch.ones(2, 2), torch.ones(2, 1), torch.ones(2)), "a tuple of 3"),
         ([torch.ones(2, 2)], "a list of 1"),
+        (torch.ones(2, 2), "a tensor of shape (2, 2)"),  # whose rows would be taken for x and y
     ],
-    ids=["mapping", "triple", "single"],
+    ids=["mapping", "triple", "single", "tensor"],
 )
 def test_a_supervised_trainer_says_what_it_takes(batch, says):
     """A micro-batch that is not a pair is refused before forward, each time, unless a prepare_batch makes one of it."""

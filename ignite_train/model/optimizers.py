@@ -197,6 +197,6 @@ def _check_optimizer(label: str, optimizer: Optimizer, names: Mapping[int, str])
             if id(parameter) not in names:
                 raise ValueError(
                     f"{label} must be over the parameters of model, got a foreign one of shape {tuple(parameter.shape)} in "
-                    f"param_groups[{index}]; put a criterion that owns it into one model with the net, nn.ModuleDict({{...}}), "
-                    "or build the optimizer after the model has its final device, dtype and layers"
+                    f"param_groups[{index}]; build the optimizer from model.parameters() after the model has its final device, "
+                    "dtype and layers, or put a criterion that owns it into one model with the net, nn.ModuleDict({...})"
                 )
