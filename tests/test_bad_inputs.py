@@ -40,6 +40,7 @@ from ignite_train.handlers import (
     TensorBoard,
     TimeLimit,
     TrainingMetrics,
+    Validation,
 )
 from update_options import with_options
 
@@ -544,6 +545,20 @@ def test_a_group_size_that_goes_wrong_later_is_known_at_once():
         "handler",
         "of type ConstantLR",
         "LearningRateSchedule(scheduler).attach(trainer)",
+    ),
+    *(
+        Case(
+            f"validation-of-{kind}",
+            lambda trainer, of=of: Validation(of(trainer), [torch.ones(2, 2)]),
+            TypeError,
+            "evaluator must be what create_evaluator returned",
+            says,
+            "Validation(evaluator, loader)",
+        )
+        for kind, of, says in (
+            ("a-trainer", lambda trainer: trainer, "of type Trainer"),
+            ("data", lambda _: [1], "of type list"),
+        )
     ),
     Case(
         "attached-to-an-evaluator",
