@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from ignite_train.arguments import describe, one_of, positive_int, real_number
 from ignite_train.loop.dispatch import Attachable, Stateful
+from ignite_train.model.optimizers import parts_as_optimizers
 from ignite_train.model.random_state import (
     capture_random_state,
     generators_within,
@@ -104,14 +105,14 @@ class LearningRateFinder(FastaiLRFinder, Attachable):
 
         Raises:
             TypeError: an argument has the wrong type.
-            ValueError: an argument has an invalid value.
+            ValueError: an argument has an invalid value, or the trainer has several optimizers.
             RuntimeError: the trainer is in the middle of an epoch.
         """
         if not isinstance(trainer, Trainer):
             raise TypeError(f"trainer must be a Trainer, got {describe(trainer)}; pass what create_trainer returned")
         if trainer._running or trainer._epoch_open:
             raise RuntimeError("the search was begun in the middle of an epoch; attach before run, or between two epochs")
-        optimizer: Any = trainer._stateful_parts["optimizer"]
+        optimizer = _only_optimizer(trainer)
         others = _checked_objects(to_save or {}, optimizer)
         self._smoothing = real_number("smooth_f", smooth_f, at_least=0)
         if self._smoothing >= 1:
@@ -313,6 +314,21 @@ def _put_back(trainer: Trainer, others: Mapping[str, Stateful]) -> Iterator[_Bef
     finally:
         update.options = options
         before.restore()
+
+
+def _only_optimizer(trainer: Trainer) -> Any:
+    """The optimizer whose rates are searched.
+
+    Raises:
+        ValueError: there are several.
+    """
+    found = parts_as_optimizers(trainer._stateful_parts)
+    if isinstance(found, Mapping):
+        raise ValueError(
+            f"trainer must have one optimizer, got {len(found)}: {', '.join(found)}; search with a trainer made with one "
+            "optimizer over all parameters"
+        )
+    return found
 
 
 def _copy(value: Any) -> Any:

@@ -47,8 +47,8 @@ def predict(evaluator: Evaluator, loader: Iterable[Any], *, gather: Literal["all
     Raises:
         TypeError: `evaluator` is not from `create_evaluator`, or outputs are not made of tensors.
         ValueError: forward returned no outputs, or they do not have one row for each sample and otherwise the same shape; or a
-            sample occurs twice; or there are several ranks and the loader has no indices; or `gather` is another one. The same
-            on all ranks.
+            sample occurs twice; or there are several ranks and the loader has no indices; or `gather` is not one of the three.
+            The same on all ranks.
 
     Example:
         >>> import torch

@@ -175,6 +175,18 @@ def test_a_part_of_the_model_can_be_the_student() -> None:
     assert bit_by_bit(teacher.state_dict()) == bit_by_bit(model[0].state_dict())
 
 
+def test_a_student_of_two_optimizers() -> None:
+    """The teacher follows the parameters of both."""
+    model = net()
+    teacher = copy.deepcopy(model)
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (model[:2], model[2:])]
+    trainer = create_trainer(model, optimizers, forward)
+    MomentumTeacher(teacher, model, 0.0).attach(trainer)
+    before = bit_by_bit([*teacher.parameters()])
+    trainer.run(DATA[:2])
+    assert bit_by_bit([*teacher.parameters()]) == bit_by_bit([*model.parameters()]) != before
+
+
 def test_a_teacher_resumed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Broken off in the middle, student and teacher end with the same bits; the teacher is exported as a file."""
 

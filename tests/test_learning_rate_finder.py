@@ -289,6 +289,13 @@ def of_another() -> None:
     begin(to_save={"optimizer": torch.optim.SGD(net().parameters())})
 
 
+def with_two_optimizers() -> None:
+    model = net()
+    optimizers = {f"of {index}": torch.optim.SGD([p], lr=0.1) for index, p in enumerate(model.parameters())}
+    with LearningRateFinder().attach(create_trainer(model, optimizers, mean_loss)):
+        pass
+
+
 MISTAKES: dict[str, Mistake] = {
     "trainer": (TypeError, "trainer must be a Trainer", lambda: LearningRateFinder().attach(net()).__enter__()),  # type: ignore[arg-type]
     "order": (ValueError, "start_lr must be less than end_lr, got 1 and 0.5", lambda: begin(start_lr=1.0, end_lr=0.5)),
@@ -300,6 +307,7 @@ MISTAKES: dict[str, Mistake] = {
     "updates": (ValueError, "num_iter must be at least 1", lambda: begin(num_iter=0)),
     "save": (TypeError, r"to_save\['ema'\] must have state_dict", lambda: begin(to_save={"ema": 3})),
     "optimizer": (ValueError, r"to_save\['optimizer'\] must be the optimizer of the trainer", of_another),
+    "optimizers": (ValueError, "trainer must have one optimizer, got .*: of 0, of 1", with_two_optimizers),
     "running": (RuntimeError, "in the middle of an epoch", begin_in_an_epoch),
     "length": (ValueError, "num_iter must be given", search_without_a_length),
     "picture": (RuntimeError, "nothing to draw", lambda: LearningRateFinder().save_plot("none.png")),
