@@ -832,6 +832,7 @@ def test_arguments_of_an_evaluation(case):
     Case("forward-none", {"forward": None}, TypeError, "forward", "forward(model, micro_batch)", "None"),
     Case("forward-of-one", {"forward": lambda batch: 0}, TypeError, "forward", "forward(model, micro_batch)", "(batch)"),
     Case("precision", {"precision": "float16"}, ValueError, "precision", "'float16'", "did you mean 'fp16'"),
+    Case("uneven", {"uneven": "short"}, ValueError, "uneven", "'short'", "did you mean 'shortest'"),
 )
 def test_arguments_of_create_evaluator(case):
     """A bad argument is refused when the evaluator is made."""
