@@ -205,7 +205,8 @@ def main(
 ) -> None:
     """Measure how long each way to save holds the run, and how long until the state is durable."""
     for size in megabytes:
-        directory = Path(tempfile.mkdtemp(dir="."))
+        Path("runs").mkdir(exist_ok=True)  # on the disk of the checkout, and not followed by git
+        directory = Path(tempfile.mkdtemp(dir="runs"))
         try:
             shown = measure(size, repetitions, directory)
             updates = measure_updates(size, repetitions, directory)

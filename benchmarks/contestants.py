@@ -162,11 +162,12 @@ class Outcome:
     norms: list[float] = field(default_factory=list)
     parameters: Tensor = field(default_factory=lambda: torch.empty(0))
 
-    def check_against(self, other: Outcome, start: Tensor, *, tolerance: float = 1e-2, local_losses: bool = False) -> None:
+    def check_against(self, other: Outcome, start: Tensor, *, tolerance: float = 3e-2, local_losses: bool = False) -> None:
         """Raises an AssertionError unless both moved the parameters from `start` alike and saw the same numbers on the way.
 
-        AdamW amplifies rounding, so that after a hundred updates the ends are a thousandth of the way apart; what is not the
-        same work is many times farther off.
+        AdamW amplifies rounding. After a hundred updates the ends are a thousandth of the way apart, and up to a hundredth
+        where one loop averages over ranks after each micro-batch and the other once. What is not the same work is far beyond
+        that.
         """
         moved = float((other.parameters - start).norm())
         apart = float((other.parameters - self.parameters).norm())

@@ -179,7 +179,7 @@ def train(_local_rank: int, settings: Settings) -> None:
     blocks, held_out_blocks = (cut_into_blocks(text, settings.context) for text in texts)
     bigram = bigram_bits_per_byte(blocks, held_out_blocks)
     # This loader deals blocks out to the processes like cards: with a share of the micro-batch on each, all of them
-    # together see in every update what one process alone would see. And a later run can resume in the middle of it.
+    # together see in every update what one process alone would see. A later run can resume in the middle of an epoch.
     share = settings.micro_batch // processes
     loader = ResumableLoader(blocks, share, shuffle=True, seed=settings.seed, seed_samples=False)
     held_out_loader = DataLoader(held_out_blocks, batch_size=32, sampler=ShardedSampler(held_out_blocks, shuffle=False))

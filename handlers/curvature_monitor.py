@@ -85,7 +85,11 @@ class CurvatureMonitor(Handler):
         self._blocks = None if blocks is None else {name: _trainable(name, block) for name, block in blocks.items()}
 
     def attach(self, trainer: Trainer) -> RemovableEventHandle:
-        """Looks after updates of `trainer`."""
+        """Looks after updates of `trainer`.
+
+        Raises:
+            TypeError: its model is sharded.
+        """
         model = trainer._stateful_parts["model"]
         assert isinstance(model, nn.Module)  # noqa: S101  # for the type
         self._model = unwrap(model)

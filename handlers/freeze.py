@@ -9,7 +9,7 @@ from torch import nn
 
 from ignite_train.arguments import describe, positive_int
 from ignite_train.handler import Handler
-from ignite_train.model.optimizers import optimizer_of_parts
+from ignite_train.model.optimizers import stepped_parameters
 from ignite_train.state import TrainState
 from ignite_train.trainer import Trainer
 
@@ -71,8 +71,7 @@ class Freeze(Handler):
         Raises:
             ValueError: none of them is trained, or no other parameter is.
         """
-        optimizer = optimizer_of_parts(trainer._stateful_parts)
-        trained = [parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.requires_grad]
+        trained = [parameter for parameter in stepped_parameters(trainer._stateful_parts) if parameter.requires_grad]
         own = self._module.parameters() if isinstance(self._module, nn.Module) else self._module
         chosen = {id(parameter) for parameter in own}
         self._parameters = [parameter for parameter in trained if id(parameter) in chosen]

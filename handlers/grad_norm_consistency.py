@@ -89,6 +89,9 @@ class GradNormConsistency(PiggybackHandler):
     Args:
         tolerance: the largest relative difference, greater than 0.
 
+    Raises:
+        TypeError, ValueError: `tolerance` is not a number greater than 0.
+
     Example:
         >>> import torch
         >>> from ignite.engine import Events

@@ -66,6 +66,10 @@ class HangWatch(Handler):
             three times `timeout_seconds`.
         standstill_seconds: how long several ranks may make no progress together; None means without limit.
 
+    Raises:
+        TypeError: a time is not a number.
+        ValueError: `timeout_seconds` is not greater than 0, or one of the others is less than `timeout_seconds`.
+
     Example:
         >>> import torch
         >>> from ignite_train import create_trainer

@@ -85,7 +85,7 @@ class LearningRateSchedule(Handler):
         ):
             raise ValueError(
                 f"scheduler must be attached once, got a {type(self.scheduler).__name__} that is attached already and would be "
-                "stepped twice; remove the first handler, or make trainer and scheduler anew"
+                "stepped twice; remove the first handler, or make a new trainer and a new scheduler"
             )
         if not are_of(trainer._stateful_parts, self.scheduler.optimizer):
             raise ValueError(

@@ -42,7 +42,7 @@ class LogFile(RecordingHandler):
 
     Raises:
         TypeError: `path` is not a path.
-        ValueError: `on_error` is another one.
+        ValueError: `on_error` is neither of the two.
     """
 
     what_is_written = "a line"

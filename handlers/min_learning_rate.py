@@ -28,6 +28,10 @@ class MinLearningRate(Handler):
         optimizer: the trainer's optimizer, whose rates are checked.
         minimum: the rate at which the run ends; at least 0.
 
+    Raises:
+        TypeError: `optimizer` is not an optimizer, or `minimum` is not a number.
+        ValueError: `minimum` is negative or not finite.
+
     Example:
         >>> import torch
         >>> from ignite_train import create_trainer

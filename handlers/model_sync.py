@@ -59,7 +59,12 @@ class ModelSync(Handler):
         self._model: nn.Module | None = None
 
     def attach(self, trainer: Trainer, *, evaluator: Engine) -> None:
-        """Acts when `evaluator` begins, before an average of the weights is put into the model. All ranks attach it alike."""
+        """Acts when `evaluator` begins, before an average of the weights is put into the model. All ranks attach it alike.
+
+        Raises:
+            TypeError: `evaluator` is not an engine that evaluates.
+            ValueError: `with_weights` is True and `trainer` was made with `reduction="local"`.
+        """
         if not isinstance(evaluator, Engine) or isinstance(evaluator, Trainer):
             raise TypeError(f"evaluator must be what create_evaluator returned, got {describe(evaluator)}")
         if self.with_weights and trainer._description["reduction"] == "local":

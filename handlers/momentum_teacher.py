@@ -16,7 +16,7 @@ from ignite_train.events import Event, TrainEvents
 from ignite_train.handler import Handler
 from ignite_train.loop.dispatch import attached
 from ignite_train.model.averaged_tensors import averaged_tensors, move_towards
-from ignite_train.model.optimizers import optimizer_of_parts
+from ignite_train.model.optimizers import stepped_parameters
 from ignite_train.ranks import collectives
 from ignite_train.ranks.wrapping import unwrap
 from ignite_train.state import TrainState
@@ -92,8 +92,7 @@ class MomentumTeacher(Handler):
                 f"teacher must have the parameters of student, sharded alike, got a difference in {wrong[0]!r}; make it with "
                 "copy.deepcopy(student)"
             )
-        optimizer = optimizer_of_parts(trainer._stateful_parts)
-        trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        trained = {id(parameter) for parameter in stepped_parameters(trainer._stateful_parts)}
         if any(id(parameter) in trained for parameter in self.teacher.parameters()):
             raise ValueError(
                 "teacher must not be trained, got one with parameters of the optimizer; pass a deepcopy of student"

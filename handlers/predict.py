@@ -49,7 +49,7 @@ def predict(evaluator: Evaluator, loader: Iterable[Any], *, gather: Literal["all
         TypeError: `evaluator` is not from `create_evaluator`, or outputs are not made of tensors.
         ValueError: forward returned no outputs, or they do not have one row for each sample and otherwise the same shape; or a
             sample occurs twice, or is left out by `drop_last` or by `uneven="shortest"`; or there are several ranks and the
-            loader has no indices; or `gather` is another one. The same on all ranks.
+            loader has no indices; or `gather` is not one of the three. The same on all ranks.
 
     Example:
         >>> import torch

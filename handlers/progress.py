@@ -90,7 +90,7 @@ class ProgressLog(Handler):
             `"auto"` is a bar on a terminal and in a notebook, and lines elsewhere.
 
     Raises:
-        ValueError: `style` is another one.
+        ValueError: `style` is not one of these.
 
     Example:
         >>> import torch

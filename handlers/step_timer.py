@@ -74,7 +74,7 @@ class StepTimer(PiggybackHandler):
 
     Raises:
         TypeError: `window` is not an integer.
-        ValueError: `window` is below 1, or `ranges` is another one.
+        ValueError: `window` is below 1, or `ranges` is not one of these.
 
     Example:
         >>> import torch

@@ -54,6 +54,10 @@ class StopOnSignal(Handler):
     Attributes:
         received: the signal that ended the latest run, or None.
 
+    Raises:
+        ValueError: `signals` has SIGKILL or SIGSTOP, which no process can handle, or `grace_seconds` is not greater than 0.
+        RuntimeError: in `run`, which is not called in the main thread.
+
     Example:
         >>> import signal
         >>> import torch

@@ -60,7 +60,7 @@ class TensorBoard(RecordingHandler):
 
     Raises:
         TypeError: `log_dir` is not a path, or `histograms` not an integer.
-        ValueError: `on_error` is another one, or `histograms` is below 1.
+        ValueError: `on_error` is neither of the two, or `histograms` is below 1.
 
     Example:
         >>> import tempfile

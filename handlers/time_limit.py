@@ -26,6 +26,9 @@ class TimeLimit(Handler):
     Args:
         seconds: the limit, greater than 0.
 
+    Raises:
+        TypeError, ValueError: `seconds` is not a number greater than 0.
+
     Example:
         >>> import torch
         >>> from ignite_train import create_trainer

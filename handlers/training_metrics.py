@@ -81,6 +81,10 @@ class TrainingMetrics(Handler):
             parameters for a token of a transformer. Needs `peak_flops`.
         peak_flops: what one device can do in a second, by its data sheet.
 
+    Raises:
+        TypeError: `per_second` is a string, or one of the last two is not a number.
+        ValueError: one of the last two is given without the other, or is not greater than 0.
+
     Example:
         >>> import torch
         >>> from ignite.engine import Events

@@ -40,6 +40,10 @@ class Validation(Handler):
         best_update: the update in which it was reached, or None.
         is_best: whether the latest validation was the best.
 
+    Raises:
+        TypeError: `evaluator` is not an engine that evaluates, or `sanity` is not an integer.
+        ValueError: `mode` is neither of the two, or `sanity` is negative. In the run: the evaluator has no metric `score`.
+
     Example:
         >>> import torch
         >>> from ignite.engine import Events
@@ -65,6 +69,11 @@ class Validation(Handler):
         mode: Literal["min", "max"] = "min",
         sanity: int = 0,
     ) -> None:
+        if not isinstance(evaluator, Engine) or isinstance(evaluator, Trainer):
+            raise TypeError(
+                f"evaluator must be what create_evaluator returned, got {describe(evaluator)}; "
+                "write Validation(evaluator, loader)"
+            )
         self.evaluator, self.loader, self.score = evaluator, loader, score
         self.sanity = 0 if sanity == 0 else positive_int("sanity", sanity)
         self._sign = 1.0 if one_of("mode", mode, ("min", "max")) == "min" else -1.0

@@ -105,7 +105,8 @@ def create_trainer(
     were cut. Micro-batches are moved to the device of the model.
 
     Args:
-        model: a plain module in a single process; wrapped by `idist.auto_model` or `DistributedDataParallel` on several ranks.
+        model: on the device where it trains. A plain module in a single process; on several ranks wrapped by `idist.auto_model`
+            or `DistributedDataParallel`, sharded by `fully_shard`, or plain with `UpdateOptions(reduction="explicit")`.
         optimizer: over all parameters of the model that require gradients. Several optimizers with parameters of their own are
             a list or a mapping, `{"muon": muon, "adamw": adamw}`: they step together or not at all.
         forward: `forward(model, micro_batch)` returns `ForwardOutput(loss, sample_size, logs)` with the loss *summed*, a tuple
@@ -113,14 +114,15 @@ def create_trainer(
             positional parameter without a default, it is given `trainer.state` too.
         accumulation_steps: micro-batches to an update: a number, one for each epoch (the last repeats), or a function of
             the number of the update.
-        max_grad_norm: clip the gradient's L2 norm over all parameters to this; None leaves it alone. With a mapping of
-            optimizers, a mapping of limits by their names clips the gradients of each by their own norm.
+        max_grad_norm: clip the L2 norm of the mean gradient, over all parameters and after the reduction over ranks, to this;
+            None does not clip. With a mapping of optimizers, a mapping of limits by their names clips the gradients of each by
+            their own norm.
         precision: `"fp32"` computes in the model's own dtypes; `"bf16"` and `"fp16"` run `forward` under autocast.
-        loss_scaling: the policy; None means `TorchLossScaling()` for `"fp16"` and none otherwise.
+        loss_scaling: the policy; None means `TorchLossScaling()` for `"fp16"` and no scaling otherwise.
         compile: compile the model in place: True, or a mapping of `torch.compile`'s options. `"update"` compiles forward,
             backward and step of an update as one graph, or a few, in a single process; so does `{"update": True}` beside such
-            options. Whatever has to see what lies between, such as a handler of FORWARD_COMPLETED, has an update compiled as
-            with True instead; the log says why. Not with `create_graph`.
+            options. While something needs a result from inside the graph, as a handler of FORWARD_COMPLETED does, updates are
+            compiled as with True, and the log says why. Not with `create_graph`.
         protect: with several ranks, whether `FailureBoard`, `HangWatch`, `GradNormConsistency` (in each update) and
             `StateConsistency` (parameters, learning rates and counters, after the first 3 updates of a process and every 1000)
             are attached: True, False, or a mapping of their settings by name in snake_case, such as
@@ -128,10 +130,11 @@ def create_trainer(
             you attach yourself replaces the default. All ranks pass the same.
         seed: make random numbers inside an update a function of (seed, update, micro-batch, rank): dropout and whatever else
             draws from the generators of torch, NumPy or Python; what the step draws is the same on all ranks. Outside of
-            updates the generators are as if the update had drawn nothing. The same on all ranks. None leaves them alone.
-        output_transform: makes `state.output`, which Ignite's handlers read, of the `UpdateOutput` of each update; None leaves
-            it the `UpdateOutput` itself. Called once an update, before GRADIENTS_READY. `state.update_output` is always the
-            record.
+            updates the generators are as if the update had drawn nothing. All ranks pass the same. None leaves the generators
+            alone.
+        output_transform: makes `state.output`, which Ignite's handlers read, of the `UpdateOutput` of each update; with None it
+            is the `UpdateOutput` itself. Called once an update, before GRADIENTS_READY. `state.update_output` is always the
+            `UpdateOutput`.
         options: the rare settings, such as `UpdateOptions(reduction="explicit", on_nonfinite="skip")`; None means the defaults.
 
     Returns:
@@ -140,6 +143,21 @@ def create_trainer(
     Raises:
         TypeError: an argument is of the wrong type, or the model is wrapped in a way that cannot be right.
         ValueError: a value is out of range, or model and optimizer do not belong together.
+
+    Example:
+        >>> import torch
+        >>> from ignite_train import ForwardOutput, create_trainer
+        >>> def forward(model, micro_batch):
+        ...     x, y = micro_batch
+        ...     error = (model(x) - y).square().sum()  # a sum over the samples, and how many they are
+        ...     return ForwardOutput(error, sample_size=len(y))
+        >>> model = torch.nn.Linear(3, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> trainer = create_trainer(model, optimizer, forward, accumulation_steps=2, max_grad_norm=1.0)
+        >>> micro_batches = [(torch.ones(4, 3), torch.ones(4, 1))] * 6
+        >>> state = trainer.run(micro_batches, max_epochs=1)
+        >>> state.iteration, state.update_output.sample_size  # three updates of two micro-batches
+        (3, 8.0)
     """
     options = _checked_options(options)
     _check_model(model)
@@ -277,6 +295,16 @@ def create_supervised_trainer(
 
     Raises:
         TypeError, ValueError: as `create_trainer`, and for what is not supported.
+
+    Example:
+        >>> import torch
+        >>> from ignite_train import create_supervised_trainer
+        >>> model = torch.nn.Linear(3, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> trainer = create_supervised_trainer(model, optimizer, torch.nn.functional.mse_loss)
+        >>> state = trainer.run([(torch.ones(4, 3), torch.ones(4, 1))] * 2, max_epochs=1)
+        >>> state.iteration, state.output == state.update_output.loss  # the mean loss of the latest update
+        (2, True)
     """
     _check_transform(output_transform)
     if not isinstance(deterministic, bool):
@@ -379,24 +407,25 @@ def _check_transform(transform: Any) -> None:
 
 
 def _refuse_other_than_pairs(trainer: Trainer) -> Trainer:
-    """Has `trainer` look at its first micro-batch: Ignite's way of preparing one takes the keys of a mapping for x and y."""
+    """Has `trainer` look at its first micro-batch: Ignite's way of preparing one takes keys or rows for x and y."""
 
     def look(trainer: Trainer) -> None:
         batch = trainer.state.batch[0]
-        if isinstance(batch, Mapping) or (isinstance(batch, (list, tuple)) and len(batch) != 2):
-            what = (
-                f"one with the keys {list(batch)}"
-                if isinstance(batch, Mapping)
-                else f"a {type(batch).__name__} of {len(batch)}"
-            )
+        if isinstance(batch, (Mapping, Tensor)) or (isinstance(batch, (list, tuple)) and len(batch) != 2):
             raise TypeError(
-                f"a micro-batch must be a pair (x, y), got {what:.80}; pass prepare_batch=lambda batch, device, non_blocking: "
-                "(x, y), or use create_trainer"
+                f"a micro-batch must be a pair (x, y), got {_kind_of_batch(batch):.80}; pass prepare_batch=lambda batch, "
+                "device, non_blocking: (x, y), or use create_trainer"
             )
         handle.remove()
 
     handle = trainer.add_event_handler(TrainEvents.MICRO_BATCH_STARTED, look)
     return trainer
+
+
+def _kind_of_batch(batch: Any) -> str:
+    if isinstance(batch, Tensor):  # of two samples: its rows would be taken for x and y
+        return f"a tensor of shape {tuple(batch.shape)}"
+    return f"one with the keys {list(batch)}" if isinstance(batch, Mapping) else f"a {type(batch).__name__} of {len(batch)}"
 
 
 def _checked_options(options: Any) -> UpdateOptions:

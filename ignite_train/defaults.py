@@ -75,7 +75,7 @@ def attach_defaults(
 
     Raises:
         TypeError: an argument is of the wrong type.
-        ValueError: `every` is below 1, `leave_out` has an unknown name, or `log_level` is another one.
+        ValueError: `every` is below 1, `leave_out` has an unknown name, or `log_level` is not one of the four.
 
     Example:
         >>> import tempfile

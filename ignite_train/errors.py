@@ -58,8 +58,8 @@ class SparseGradientError(TrainingError, ValueError):
     def __init__(self, parameter: str) -> None:
         self.parameter = parameter
         super().__init__(
-            f"model must have sparse gradients of nn.Embedding(sparse=True) alone, and none in fully_shard, got one for "
-            f"{parameter!r}; call the embedding with sparse=False"
+            f"the gradient of {parameter!r} is sparse; that is possible for the weight of an nn.Embedding or nn.EmbeddingBag "
+            "with sparse=True, where fully_shard is not used; use such a module, or call the embedding with sparse=False"
         )
 
     def __reduce__(self) -> tuple[type[SparseGradientError], tuple[str]]:
@@ -193,7 +193,7 @@ class GaveUpError(TrainingError, RuntimeError):
         self.update, self.in_a_row, self.why = update, in_a_row, why
         super().__init__(
             f"update {update} is number {in_a_row} in a row that {why}: more updates will not help; look at the data and the "
-            "learning rate, use smaller micro-batches, or raise give_up_after"
+            "learning rate, use smaller micro-batches, or raise give_up_after in UpdateOptions"
         )
 
     def __reduce__(self) -> tuple[type[GaveUpError], tuple[int, int, str]]:

@@ -24,15 +24,15 @@ class TrainEvents(EventEnum):
     ``GRADIENTS_REDUCED``    ``iteration``          ``.grad`` of each parameter is the mean gradient, over ranks too, and may be
                                                     changed in place; its norm is taken after this event. Not fired if the
                                                     update is skipped. Costs a pass over memory if it has a handler
+    ``OUT_OF_MEMORY``        ``iteration``          a micro-batch was dropped or split on some rank; not fired otherwise
     ``GRADIENTS_READY``      ``iteration``          reduced over ranks, norm known in ``state.update_output``, not yet clipped;
                                                     read them with ``trainer.gradients()``
     ``STEP_COMPLETED``       ``num_steps``          the parameters moved; gradients are cleared
     ``STEP_SKIPPED``         ``num_skipped``        overflow, non-finite or no samples: nothing moved; gradients are cleared
-    ``OUT_OF_MEMORY``        ``iteration``          a micro-batch was dropped or split
     =======================  =====================  ========================================================================
 
-    Exactly one of ``STEP_COMPLETED`` and ``STEP_SKIPPED`` fires in an update. Around them Ignite's own events keep their
-    meaning: ``ITERATION_COMPLETED`` is after the update. Ignite compares events by *name*: an event of yours that shares
+    Exactly one of ``STEP_COMPLETED`` and ``STEP_SKIPPED`` fires in an update that no exception ends. Ignite's own events keep
+    their meaning: ``ITERATION_COMPLETED`` is after the update. Ignite compares events by *name*: an event of yours that shares
     a name with one of these is the same event.
     """
 

@@ -46,8 +46,11 @@ _NOT_DECLARED = _NotDeclared(1)
 class ForwardOutput(NamedTuple):
     """The loss of one micro-batch and how much it weighs.
 
+        return ForwardOutput(cross_entropy(logits, y, reduction="sum"), sample_size=len(y))
+
     Attributes:
-        loss: the loss **summed** over the micro-batch, a scalar tensor with a graph.
+        loss: the loss **summed** over the micro-batch, a tensor with one element and, in training, a graph. Where `sample_size`
+            is left out, it is taken as a mean of weight 1.
         sample_size: the weight of this micro-batch in the mean: its targets, tokens or samples. A number or a scalar tensor,
             at least 0. The update's gradient is Σ∇loss / Σsample_size over all micro-batches and ranks.
         logs: sums to be added up over micro-batches and ranks beside the loss; numbers or scalar tensors by name, whose means
@@ -137,7 +140,9 @@ def as_forward_output(returned: Any) -> ForwardOutput:
             "beside sample_size=number of targets, or .mean() alone"
         )
     if not loss.is_floating_point():
-        raise ForwardContractError(f"the loss that forward returned has dtype {loss.dtype}; it must be a real floating point")
+        raise ForwardContractError(
+            f"the loss that forward returned has dtype {loss.dtype}; it must have a real floating-point dtype, such as float32"
+        )
     is_plain = type(sample_size) in _PLAIN_NUMBERS
     if not is_plain:
         _check_number("sample_size", sample_size)

@@ -151,7 +151,11 @@ class TrainState(_Carrying):
         return self._progress()
 
     def get_event_attrib_value(self, event_name: Any) -> int:
-        """The counter that a filter on `event_name` looks at."""
+        """The counter that a filter on `event_name` looks at.
+
+        Raises:
+            RuntimeError: the event has no counter.
+        """
         attribute = self.event_to_attr.get(event_name)
         if attribute is None:
             name = event_name.name if isinstance(event_name, CallableEventWithFilter) else event_name

@@ -497,7 +497,13 @@ class Trainer(SessionLoop):
         self.state.dataloader = loader
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]  # Ignite returns an OrderedDict
-        """Counters, limits, position in the epoch, user keys, the loss scaling and what forward carries, in plain types."""
+        """Counters, limits, position in the epoch, user keys, the loss scaling and what forward carries.
+
+        It has neither model nor optimizer: a `Checkpoint` saves these too.
+
+        Raises:
+            ValueError: a name in `state_dict_user_keys` is one of the trainer's own.
+        """
         state = self.state
         saved: dict[str, Any] = {name: getattr(state, name) for name in _COUNTERS}
         if self._iterating and not self._settled:  # an update that has not had its effect is not done
@@ -562,7 +568,16 @@ class Trainer(SessionLoop):
                 IgniteState.event_to_attr.setdefault(event, attribute)
 
     def add_event_handler(self, event_name: Any, handler: Any, *args: Any, **kwargs: Any) -> RemovableEventHandle:
-        """As in Ignite; a misspelt event is answered with the nearest one."""
+        """As in Ignite; a misspelt event is answered with the nearest one.
+
+        Raises:
+            TypeError: `handler` cannot be called, or is a learning-rate scheduler or a method of one.
+            ValueError: the event is not known.
+        """
+        if isinstance(handler, LRScheduler):
+            raise TypeError(
+                f"handler must not be a scheduler, got {describe(handler)}; use LearningRateSchedule(scheduler).attach(trainer)"
+            )
         if not callable(handler) and not isinstance(handler, Attachable):
             raise TypeError(f"handler must be callable, got {describe(handler)}")
         if isinstance(handler, MethodType) and isinstance(handler.__self__, LRScheduler):

@@ -259,6 +259,18 @@ def test_a_part_of_the_model_can_be_the_student() -> None:
     assert bit_by_bit(teacher.state_dict()) == bit_by_bit(model[0].state_dict())
 
 
+def test_a_student_of_two_optimizers() -> None:
+    """The teacher follows the parameters of both."""
+    model = net()
+    teacher = copy.deepcopy(model)
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (model[:2], model[2:])]
+    trainer = create_trainer(model, optimizers, forward)
+    MomentumTeacher(teacher, model, 0.0).attach(trainer)
+    before = bit_by_bit([*teacher.parameters()])
+    trainer.run(DATA[:2])
+    assert bit_by_bit([*teacher.parameters()]) == bit_by_bit([*model.parameters()]) != before
+
+
 def test_a_teacher_resumed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Broken off in the middle, student and teacher end with the same bits; the teacher is exported as a file."""
 
@@ -283,6 +295,34 @@ def test_a_teacher_resumed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> 
     assert "no checkpoint keeps" not in caplog.text
     consolidate(latest(tmp_path), tmp_path / "teacher.pt", entry="MomentumTeacher")  # type: ignore[arg-type]
     assert bit_by_bit(torch.load(tmp_path / "teacher.pt")) == bit_by_bit(dict(modules[1].state_dict()))
+
+
+def _resumed_on_this_rank(directory: str) -> tuple[Any, Any, list[float]]:
+    """What is different on the ranks: the buffers of the teacher of an undisturbed run, of a resumed one, and running means."""
+
+    def job() -> tuple[Trainer, nn.Module]:
+        model = net()
+        teacher = copy.deepcopy(model).train()  # its own running means follow the data of its rank
+        trainer = make(model, distillation(teacher), reduction="explicit")
+        MomentumTeacher(teacher, model, 0.9).attach(trainer)
+        return trainer, teacher
+
+    data = DATA[2 * idist.get_rank() :][:2]
+    whole, expected = job()
+    whole.run(data, max_epochs=2)
+    for epochs in (1, 2):
+        trainer, teacher = job()
+        Checkpoint(directory, asynchronous=False).attach(trainer)
+        trainer.run(data, max_epochs=epochs)
+    return bit_by_bit([*expected.buffers()]), bit_by_bit([*teacher.buffers()]), teacher[1].running_mean.tolist()
+
+
+def test_each_rank_gets_its_teachers_buffers_back(tmp_path: Path) -> None:
+    """A teacher in training mode keeps running means of its rank's data; resumed, each rank has its own."""
+    (expected, found, mean), (others, of_other, other_mean) = run_ranks(_resumed_on_this_rank, str(tmp_path))
+    assert found == expected
+    assert of_other == others
+    assert mean != other_mean
 
 
 def _teacher_on_this_rank(kind: str) -> Any:

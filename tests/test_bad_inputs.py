@@ -40,6 +40,7 @@ from ignite_train.handlers import (
     TensorBoard,
     TimeLimit,
     TrainingMetrics,
+    Validation,
 )
 from update_options import with_options
 
@@ -157,7 +158,7 @@ def scheduler() -> Any:
         "model",
         "(3, 7)",
         "param_groups[0]",
-        "build the optimizer after",
+        "build the optimizer from model.parameters()",
         "nn.ModuleDict(",
     ),
     Case("optimizers-empty", {"optimizer": []}, ValueError, "optimizer", "at least one", "none"),
@@ -375,8 +376,8 @@ def loss(model: nn.Module) -> torch.Tensor:
     Case("number-first", lambda model: (3, loss(model)), ForwardContractError, "loss", "3 of type int", "not a tensor"),
     Case("vector", lambda model: model(torch.ones(4, 2)), ForwardContractError, "loss", "(4, 1)", ".sum()", ".mean()"),
     Case("nothing", lambda model: loss(model)[None][:0], ForwardContractError, "loss", "(0,)", ".sum()"),
-    Case("integer", lambda model: torch.tensor(3), ForwardContractError, "loss", "torch.int64", "floating point"),
-    Case("complex", lambda model: loss(model) * 1j, ForwardContractError, "loss", "torch.complex64", "floating point"),
+    Case("integer", lambda model: torch.tensor(3), ForwardContractError, "loss", "torch.int64", "floating-point"),
+    Case("complex", lambda model: loss(model) * 1j, ForwardContractError, "loss", "torch.complex64", "floating-point"),
     Case("detached", lambda model: loss(model).detach(), ForwardContractError, "loss", "no graph", ".detach()"),
     Case("foreign", lambda model: torch.ones((), requires_grad=True) * 2, NoGradientError, "no gradient", "loss", "graph"),
     Case("size-negative", lambda model: (loss(model), -1), ForwardContractError, "sample_size", "at least 0", "-1"),
@@ -538,6 +539,28 @@ def test_a_group_size_that_goes_wrong_later_is_known_at_once():
         "LearningRateSchedule(scheduler).attach(trainer)",
     ),
     Case(
+        "scheduler",
+        lambda trainer: trainer.add_event_handler(TrainEvents.STEP_COMPLETED, scheduler()),
+        TypeError,
+        "handler",
+        "of type ConstantLR",
+        "LearningRateSchedule(scheduler).attach(trainer)",
+    ),
+    *(
+        Case(
+            f"validation-of-{kind}",
+            lambda trainer, of=of: Validation(of(trainer), [torch.ones(2, 2)]),
+            TypeError,
+            "evaluator must be what create_evaluator returned",
+            says,
+            "Validation(evaluator, loader)",
+        )
+        for kind, of, says in (
+            ("a-trainer", lambda trainer: trainer, "of type Trainer"),
+            ("data", lambda _: [1], "of type list"),
+        )
+    ),
+    Case(
         "attached-to-an-evaluator",
         lambda trainer: ProgressLog().attach(create_evaluator(linear(), Calls())),
         TypeError,
@@ -687,8 +710,9 @@ def test_a_schedule_is_of_the_optimizer_that_steps(build):
         ({"x": torch.ones(2, 2), "y": torch.ones(2, 1)}, "keys ['x', 'y']"),
         ((torch.ones(2, 2), torch.ones(2, 1), torch.ones(2)), "a tuple of 3"),
         ([torch.ones(2, 2)], "a list of 1"),
+        (torch.ones(2, 2), "a tensor of shape (2, 2)"),  # whose rows would be taken for x and y
     ],
-    ids=["mapping", "triple", "single"],
+    ids=["mapping", "triple", "single", "tensor"],
 )
 def test_a_supervised_trainer_says_what_it_takes(batch, says):
     """A micro-batch that is not a pair is refused before forward, each time, unless a prepare_batch makes one of it."""
@@ -808,6 +832,7 @@ def test_arguments_of_an_evaluation(case):
     Case("forward-none", {"forward": None}, TypeError, "forward", "forward(model, micro_batch)", "None"),
     Case("forward-of-one", {"forward": lambda batch: 0}, TypeError, "forward", "forward(model, micro_batch)", "(batch)"),
     Case("precision", {"precision": "float16"}, ValueError, "precision", "'float16'", "did you mean 'fp16'"),
+    Case("uneven", {"uneven": "short"}, ValueError, "uneven", "'short'", "did you mean 'shortest'"),
 )
 def test_arguments_of_create_evaluator(case):
     """A bad argument is refused when the evaluator is made."""

@@ -91,6 +91,21 @@ def test_the_optimizer_of_the_frozen_part_may_be_another() -> None:
         torch.testing.assert_close(value.tolist(), weights[name], rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.parametrize("limit", [MAX_NORM, {"first": MAX_NORM, "last": MAX_NORM}], ids=["one limit", "a limit each"])
+def test_all_that_one_of_two_optimizers_steps(limit: Any) -> None:
+    """The other one trains as it does alone, and as one optimizer over all would train it; then both train."""
+    model = net()
+    optimizers = {name: torch.optim.SGD(model[index].parameters(), **SETTINGS) for name, index in (("first", 0), ("last", 2))}
+    trainer = create_trainer(model, optimizers, mean_loss, max_grad_norm=limit)
+    Freeze(model[0], until=UNTIL).attach(trainer)
+    before = bit_by_bit(model[0].state_dict())
+    frozen = run(trainer, DATA[:UNTIL])
+    assert bit_by_bit(model[0].state_dict()) == before
+    assert frozen == pytest.approx(by_hand()[1][:UNTIL], rel=1e-12)
+    trainer.run(DATA, max_epochs=2)
+    assert bit_by_bit(model[0].state_dict()) != before
+
+
 def test_what_is_not_finite_in_a_frozen_module_counts_nothing() -> None:
     """An infinite gradient of a frozen parameter neither ends the run nor skips an update."""
     model = net()

@@ -192,8 +192,8 @@ def sparse_message(way: Any) -> str:
 def test_a_sparse_gradient_is_refused_in_one_line():
     """Wherever torch fails over it, with the name of the parameter; and before it fails where the model is sharded."""
     right = (
-        "model must have sparse gradients of nn.Embedding(sparse=True) alone, and none in fully_shard, got one for 'table'; "
-        "call the embedding with sparse=False"
+        "the gradient of 'table' is sparse; that is possible for the weight of an nn.Embedding or nn.EmbeddingBag with "
+        "sparse=True, where fully_shard is not used; use such a module, or call the embedding with sparse=False"
     )
     assert sparse_message("auto") == right
     for way in ("ddp", "explicit", "fsdp"):

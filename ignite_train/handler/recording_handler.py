@@ -43,7 +43,7 @@ class RecordingHandler(Handler):
         begin: the update after which this process took over; None before a run.
 
     Raises:
-        ValueError: `on_error` is another one.
+        ValueError: `on_error` is neither of the two.
     """
 
     what_is_written = "metrics"

@@ -22,6 +22,7 @@ __all__ = [
     "optimizer_of_parts",
     "optimizers_as_parts",
     "parts_as_optimizers",
+    "stepped_parameters",
 ]
 
 OneOrSeveralOptimizers = Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer]
@@ -159,6 +160,12 @@ def optimizer_of_parts(parts: Mapping[str, Any]) -> Optimizer | Optimizers:
     return as_optimizers(parts_as_optimizers(parts))
 
 
+def stepped_parameters(parts: Mapping[str, Any]) -> list[nn.Parameter]:
+    """The parameters of the optimizers among the parts of a run, of one optimizer or of several."""
+    optimizers = [part for part in parts.values() if isinstance(part, Optimizer)]
+    return [parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]]
+
+
 def check_optimizers(model: nn.Module, optimizer: Optimizer | Optimizers, *, closure: bool = False) -> None:
     """Sees to it that each trainable parameter of `model` is stepped once, at a finite rate, and nothing else is stepped.
 
@@ -205,6 +212,6 @@ def _check_optimizer(label: str, optimizer: Optimizer, names: Mapping[int, str])
             if id(parameter) not in names:
                 raise ValueError(
                     f"{label} must be over the parameters of model, got a foreign one of shape {tuple(parameter.shape)} in "
-                    f"param_groups[{index}]; put a criterion that owns it into one model with the net, nn.ModuleDict({{...}}), "
-                    "or build the optimizer after the model has its final device, dtype and layers"
+                    f"param_groups[{index}]; build the optimizer from model.parameters() after the model has its final device, "
+                    "dtype and layers, or put a criterion that owns it into one model with the net, nn.ModuleDict({...})"
                 )

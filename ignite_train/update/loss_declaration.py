@@ -118,8 +118,8 @@ def _wrong_mean(terms: list[_Term], batch: int | None) -> str | None:
     if batch is None or batch < 2 or not all(_is_plain_sum(term, batch) for term in terms):
         return None
     return (
-        f"forward returned a bare loss, which is taken as a mean, but it looks like a sum over {batch} samples, so that the "
-        f"gradient would be {batch} times too large; return ForwardOutput(loss, sample_size=...) or the mean; for a step along "
+        f"forward returned a bare loss, which is taken as a mean, but it looks like a sum over {batch} samples; if it is one, "
+        f"the gradient is {batch} times too large; return ForwardOutput(loss, sample_size=...) or the mean; for a step along "
         "the sum of a micro-batch return ForwardOutput(loss, sample_size=1)"
     )
 
@@ -132,12 +132,12 @@ def _wrong_sum(terms: list[_Term], size: float) -> str | None:
         wrong = all(term.kind == "sum" and _is_divided_by(term, size) for term in terms)
     if wrong:
         return (
-            f"forward returned sample_size={size:g} with a loss that looks like a mean, so that the gradient would be {size:g} "
+            f"forward returned sample_size={size:g} with a loss that looks like a mean; if it is one, the gradient is {size:g} "
             'times too small; return the sum (reduction="sum"), or the mean times sample_size, or the mean alone'
         )
     if size.is_integer() and all(_is_plain_sum(_without(term, size), int(size)) for term in terms):
         return (
-            f"the loss looks like a sum that was multiplied by sample_size={size:g}, so that the gradient would be {size:g} "
+            f"the loss looks like a sum that was multiplied by sample_size={size:g}; if it is one, the gradient is {size:g} "
             "times too large; the loss_fn of create_supervised_trainer must return the mean, or be a loss module of torch with "
             'reduction="sum"'
         )

@@ -88,6 +88,9 @@ class StaticLossScaling:
 
     Args:
         scale: the scale; a power of two loses no bits.
+
+    Raises:
+        TypeError, ValueError: `scale` is not a number greater than 0.
     """
 
     enabled = True
@@ -170,6 +173,10 @@ class TorchLossScaling(_DynamicLossScaling):
         min_scale: the floor. GradScaler has none and reaches 0 in the end.
         max_scale: the ceiling; past 2^24 float16 gradients gain nothing.
         on_floor: at an overflow on the floor, `"raise"` a `LossScaleFloorError` or `"hold"` the scale.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: a value is out of range, or `init_scale` is not between `min_scale` and `max_scale`.
     """
 
     _saved = ("scale", "good_updates")
@@ -217,6 +224,10 @@ class FairseqLossScaling(_DynamicLossScaling):
         min_scale: halving to this or below is refused.
         max_scale: the ceiling.
         on_floor: what refusing means: `"raise"` a `LossScaleFloorError` with the scale put back, or `"hold"` it.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: a value is out of range, or `init_scale` is not between `min_scale` and `max_scale`.
     """
 
     _saved = ("scale", "updates", "last_overflow", "last_rescale", "overflows_since_rescale")
@@ -276,6 +287,10 @@ class DeepSpeedLossScaling(_DynamicLossScaling):
         min_scale: the floor.
         max_scale: the ceiling.
         on_floor: at an overflow on the floor, `"raise"` a `LossScaleFloorError` or `"hold"` the scale.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: a value is out of range, or `init_scale` is not between `min_scale` and `max_scale`.
     """
 
     _saved = ("scale", "updates", "last_overflow", "patience")

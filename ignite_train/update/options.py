@@ -25,15 +25,16 @@ class UpdateOptions:
             `"fsdp"` insist on the hooks of the wrapper. `"local"` leaves them on their rank: each replica steps along the mean
             over its own samples, for `OuterOptimizer` to make them equal again. Loss, logs, stops and the loss scale are those
             of all ranks; a rank whose gradients are not finite skips alone.
-        uneven: what ranks with different numbers of micro-batches do: `"all"` continue until each micro-batch was used, and
-            those that ran out take part with no weight; all stop once the `"shortest"` has run out; or it is an `"error"`.
-            A `forward` with collectives of its own hangs with `"all"`. For it `"shortest"` is exact; `"replay"` uses each
-            micro-batch, and has ranks that ran out run forward on a placeholder without weight, which other ranks' losses see.
+        uneven: what ranks with different numbers of micro-batches do. `"all"`: each micro-batch is used, and ranks that ran
+            out take part with no weight. `"shortest"`: all stop when the first rank has run out. `"error"`: different numbers
+            are an error. A `forward` with collectives of its own hangs with `"all"`. For it `"shortest"` is exact; `"replay"`
+            uses each micro-batch, and ranks that ran out run forward on a placeholder without weight, which enters the other
+            ranks' losses through these collectives.
         on_nonfinite: without loss scaling, what a non-finite gradient or loss does on all ranks: `"raise"` a
             `NonFiniteError` or `"skip"` the update. The parameters are untouched either way.
-        on_out_of_memory: what a `torch.OutOfMemoryError` in forward or backward of one rank does: it is raised; the
-            micro-batch gets weight zero (`"skip"`); or it is halved along its batch dimension and tried again (`"split"`).
-            The latter two need a single process or `reduction="explicit"`.
+        on_out_of_memory: what a `torch.OutOfMemoryError` in forward or backward of one rank does. `"raise"`: it is raised.
+            `"skip"`: the micro-batch gets weight zero. `"split"`: it is halved along its batch dimension and tried again.
+            `"skip"` and `"split"` need a single process or `reduction="explicit"`.
             The error is known by its type: for others that mean the same, such as the `RuntimeError` of the CPU allocator,
             have `forward` catch them and raise a `torch.OutOfMemoryError`.
         give_up_after: this many updates in a row that are skipped because they are not finite, or that run out of memory, end
