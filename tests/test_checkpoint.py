@@ -722,11 +722,6 @@ PERSISTENT = {"num_workers": 1, "persistent_workers": True}
             [],
         ),
         (lambda: DataLoader(PAIRS, 2, **PERSISTENT), ["workers of the DataLoader are persistent"], ["up to its position"]),
-        (
-            lambda: DataLoader(PAIRS, 2, num_workers=1, in_order=False),
-            ["as its workers have them ready .* missed or used twice"],
-            ["up to its position"],
-        ),
     ],
 )
 def test_what_may_not_be_exact_is_said_at_the_start(

@@ -124,13 +124,6 @@ def test_order_and_seeds_are_not_for_others_to_choose(option):
         ResumableLoader(torch.arange(10), 4, shuffle=True, **{option: None})
 
 
-def test_micro_batches_come_in_their_order():
-    """Their number tells which of them are done when a run resumes, so that workers may not choose the order either."""
-    with pytest.raises(ValueError, match="in_order must be True in a ResumableLoader, got False"):
-        ResumableLoader(torch.arange(10), 4, shuffle=True, num_workers=2, in_order=False)
-    assert len(ResumableLoader(torch.arange(10), 4, shuffle=True, in_order=True)) == 3
-
-
 def test_a_dataset_is_told_the_epoch():
     dataset = Noisy()
     loader = ResumableLoader(dataset, 3, shuffle=True)

@@ -78,11 +78,6 @@ def how_exact(loader: Iterable[Any]) -> tuple[list[str], str]:
         )
     else:
         note = f"resuming reads the {kind} again up to its position; a ResumableLoader jumps there"
-        if isinstance(loader, DataLoader) and workers and not loader.in_order:
-            doubts.append(
-                f"the {kind} gives micro-batches as its workers have them ready (in_order=False): after resuming samples are "
-                "missed or used twice in that epoch; use in_order=True"
-            )
         if isinstance(loader, DataLoader) and workers and loader.persistent_workers:
             doubts.append(
                 f"the workers of the {kind} are persistent: what a dataset draws in them depends on earlier epochs and "

@@ -96,10 +96,6 @@ class ResumableLoader(DataLoader[Any]):
         refused = sorted({"sampler", "batch_sampler", "generator", "worker_init_fn"} & options.keys())
         if refused:
             raise ValueError(f"{refused[0]} must be left out of a ResumableLoader, which chooses order and seeds by itself")
-        if not options.get("in_order", True):
-            raise ValueError(
-                "in_order must be True in a ResumableLoader, got False: micro-batches that are done are known by their number"
-            )
         self._order: ShardedSampler | TokenBudgetSampler
         if batches is None:
             if not isinstance(shuffle, bool):
