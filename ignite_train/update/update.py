@@ -26,6 +26,7 @@ from ignite_train.errors import (
 )
 from ignite_train.events import TrainEvents
 from ignite_train.forward import BoundForward, ForwardOutput, as_forward_output
+from ignite_train.model.buffer_rollback import BufferRollback
 from ignite_train.model.gradients import Gradients
 from ignite_train.model.learning_rates import LearningRates
 from ignite_train.model.optimizers import Optimizers
@@ -81,6 +82,7 @@ class Update:
     norm_limits: NormLimits | None
     options: UpdateOptions
     seeding: Seeding | None
+    _buffers: BufferRollback = field(init=False)
     _gradient_changes: GradientChanges = field(init=False)
     _failures: FailuresInARow = field(init=False)
     _search: NonFiniteSearch = field(init=False)
@@ -91,6 +93,8 @@ class Update:
 
     def __post_init__(self) -> None:
         # What it gives its parts to call must not keep it, its model and its optimizer alive.
+        may_skip = self.loss_scaling.enabled or self.options.on_nonfinite == "skip"
+        self._buffers = BufferRollback(self.reduction.module, is_needed=may_skip)
         self._failures = FailuresInARow(self.options.give_up_after)
         self._gradient_changes = GradientChanges(
             gradients=self.gradients,
@@ -199,6 +203,7 @@ class Update:
         self.gradients.clear_stale()
         self._search.mark(self.loss_scaling.scale)
         self.carried.begin_update()
+        self._buffers.mark()
         if self._closure_step is not None:
             self._closure_step.mark()
         self._num_placeholders = self.reduction.num_placeholders(micro_batches, trainer._max_micro_batches)
@@ -347,11 +352,12 @@ class Update:
         return after, trainer._amend(replace(output, num_evaluations=number))
 
     def _finish(self, output: UpdateOutput) -> None:
-        """Keeps what forward has carried on, unless the update was not finite, and tells how the update ended."""
+        """Keeps buffers and what forward has carried on, unless the update was not finite, and tells how the update ended."""
         if output.applied or output.skipped_reason == "no_samples":
             self.carried.end_update()
         else:
             self.carried.roll_back()
+            self._buffers.roll_back()
         self.reduction.finish(applied=output.applied)
 
     def _settle_step(self, trainer: Trainer) -> bool:
