@@ -52,7 +52,8 @@ class _OwnVerdict(Piggyback):
         """Whether this rank steps, whether it is not finite, and of a rank that steps norm² and clip coefficient."""
         self.own = own = self._decide(self._statistics.own_totals(0.0))
         if own.skipped_reason is None:
-            return [1.0, 0.0, own.grad_norm**2, own.clip_coefficient]
+            squared = own.grad_norm * own.grad_norm  # a power raises an OverflowError where a product is infinite
+            return [1.0, 0.0, squared, own.clip_coefficient]
         self._statistics.leave_out()
         return [0.0, float(own.skipped_reason != "no_samples"), 0.0, 0.0]
 
@@ -123,7 +124,7 @@ class LocalUpdate(Update):
         own, reason = self._verdict.own, decision.skipped_reason
         if reason == "nonfinite" and self.options.on_nonfinite == "raise":
             found, absent = self._find_nonfinite(micro_batches, output)
-            raise NonFiniteError(update, output.loss, output.grad_norm, found, absent)
+            raise NonFiniteError(update, output.loss, math.nan, found, absent)  # in the record are those of other ranks
         has_overflowed = self.loss_scaling.enabled and self._verdict.num_not_finite > 0
         scale_fell = has_overflowed and self._lower_scale(micro_batches, output)
         self._failures.count(update, output, scale_fell=scale_fell)
