@@ -281,7 +281,7 @@ class Update:
             max_grad_norm=self.max_grad_norm,
             normalize=self.options.normalize,
         )
-        return self._gradient_changes(trainer, decision)
+        return self._gradient_changes(trainer, decision, are_changed=totals.requests.changes_gradients)
 
     def _show_gradients(self, trainer: Trainer, totals: Totals, decision: Decision, *, has_stepped: bool) -> UpdateOutput:
         """Publishes the record of the update and lets handlers read the gradients.
