@@ -1,4 +1,4 @@
-"""What an update that is skipped leaves in the buffers of the model: nothing."""
+"""What an update that is skipped leaves in the buffers of the model: nothing; and what is said where they stay spoilt."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ignite_train import ForwardOutput, StaticLossScaling, UpdateOptions, create_trainer
+from ignite_train import ForwardOutput, NonFiniteError, StaticLossScaling, UpdateOptions, create_trainer
 
 
 class Model(nn.Module):
@@ -21,6 +21,7 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer, self.norm = nn.Linear(3, 4), nn.BatchNorm1d(4)
+        self.register_buffer("mask", torch.full((2, 2), -math.inf).triu(1))
         self.register_buffer("queue", torch.zeros(2, 4))
         self.register_buffer("mean", torch.zeros(4))
 
@@ -64,3 +65,18 @@ def test_buffers_are_those_of_a_loop_without_the_bad_micro_batch(way: str) -> No
     assert (trainer.state.num_steps, trainer.state.num_skipped) == (4, 1)
     for name, value in expected.state_dict().items():
         assert torch.equal(model.state_dict()[name], value), name
+
+
+@pytest.mark.parametrize("spoils", [True, False], ids=["in the data", "in the loss"])
+def test_an_error_names_the_buffer_that_is_spoilt(spoils: bool) -> None:
+    """Without skipping no copies are made. The next run would evaluate NaN, although no parameter was moved."""
+    model, optimizer = made()
+    x = torch.randn(8, 3)
+    if spoils:
+        trainer = create_trainer(model, optimizer, forward)
+    else:
+        trainer = create_trainer(model, optimizer, lambda model, x: ForwardOutput(forward(model, x).loss * math.nan, len(x)))
+    with pytest.raises(NonFiniteError) as caught:
+        trainer.run([x * math.nan if spoils else x], max_epochs=1)
+    notes = getattr(caught.value, "__notes__", [])
+    assert [note.partition(" has a NaN")[0] for note in notes] == (["the buffer 'queue'"] if spoils else [])

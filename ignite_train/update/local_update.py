@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ignite_train.errors import NonFiniteError
 from ignite_train.ranks import collectives
 from ignite_train.ranks.messages import Piggyback
 from ignite_train.ranks.statistics import Statistics, Totals
@@ -123,8 +122,7 @@ class LocalUpdate(Update):
         assert not has_stepped  # noqa: S101
         own, reason = self._verdict.own, decision.skipped_reason
         if reason == "nonfinite" and self.options.on_nonfinite == "raise":
-            found, absent = self._find_nonfinite(micro_batches, output)
-            raise NonFiniteError(update, output.loss, math.nan, found, absent)  # in the record are those of other ranks
+            raise self._nonfinite_error(update, micro_batches, replace(output, grad_norm=math.nan))  # it is that of others
         has_overflowed = self.loss_scaling.enabled and self._verdict.num_not_finite > 0
         scale_fell = has_overflowed and self._lower_scale(micro_batches, output)
         self._failures.count(update, output, scale_fell=scale_fell)

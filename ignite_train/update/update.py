@@ -29,6 +29,7 @@ from ignite_train.forward import BoundForward, ForwardOutput, as_forward_output
 from ignite_train.model.buffer_rollback import BufferRollback
 from ignite_train.model.gradients import Gradients
 from ignite_train.model.learning_rates import LearningRates
+from ignite_train.model.nonfinite import spoilt_buffer
 from ignite_train.model.optimizers import Optimizers
 from ignite_train.model.precision import Precision
 from ignite_train.model.seeding import Seeding
@@ -323,8 +324,7 @@ class Update:
         reason = decision.skipped_reason
         assert reason is None or not has_stepped  # noqa: S101  # host and device decide from the same numbers
         if reason == "nonfinite" and self.options.on_nonfinite == "raise":
-            found, absent = self._find_nonfinite(micro_batches, output)
-            raise NonFiniteError(update, output.loss, output.grad_norm, found, absent)
+            raise self._nonfinite_error(update, micro_batches, output)
         scale_fell = reason == "overflow" and self._lower_scale(micro_batches, output)
         self._failures.count(update, output, scale_fell=scale_fell)
         if reason is None and not has_stepped:
@@ -425,6 +425,16 @@ class Update:
             found += tuple(f"rank {rank} saw no overflow" for rank in absent)
             raise LossScaleFloorError(error.loss_scale, error.floor, found) from None
         return self.loss_scaling.scale < before
+
+    def _nonfinite_error(self, update: int, micro_batches: Sequence[Any], output: UpdateOutput) -> NonFiniteError:
+        """The error that ends the run. Forward may have left a NaN where it stays, such as in running statistics."""
+        error = NonFiniteError(update, output.loss, output.grad_norm, *self._find_nonfinite(micro_batches, output))
+        if (name := spoilt_buffer(self.reduction.module)) is not None:
+            error.add_note(
+                f"the buffer {name!r} has a NaN by now, which may stay there: continue from a checkpoint, or "
+                "pass options=UpdateOptions(on_nonfinite='skip'), which puts buffers back"
+            )
+        return error
 
     def _find_nonfinite(self, micro_batches: Sequence[Any], output: UpdateOutput) -> tuple[tuple[str, ...], tuple[int, ...]]:
         return self._search(micro_batches, self._num_placeholders, loss_is_finite=math.isfinite(output.loss))
