@@ -108,6 +108,9 @@ class ExplicitReduction(PlainReduction):
             return
         self._planned, self._dtypes, self._message = trainable, dtypes, None
         self._compare_new(gradients)
+        for parameter in gradients.parameters():
+            if not parameter.requires_grad:  # frozen within this update: what is there is of this rank alone
+                parameter.grad = None
         known = sparse_parameters(self.module)
         sparse = [parameter for parameter in trainable if parameter in known]
         trainable = [parameter for parameter in trainable if parameter not in known]
