@@ -19,6 +19,7 @@ from ignite_train.errors import (
     NonFiniteError,
     SparseGradientError,
     TrainingError,
+    UnlikeParametersError,
     UnreadableCheckpointError,
 )
 from ignite_train.evaluation.evaluator import Evaluator, create_evaluator
@@ -86,6 +87,7 @@ __all__ = [
     "Trainer",
     "TrainingError",
     "Tuned",
+    "UnlikeParametersError",
     "UnreadableCheckpointError",
     "UpdateOptions",
     "UpdateOutput",

@@ -6,6 +6,7 @@ A caller's mistake that is known before the first batch is a plain `ValueError` 
     ├── ForwardContractError   (TypeError)           `forward` did not return a loss, sample size and logs
     ├── NoGradientError        (RuntimeError)        backward reached no parameter of the optimizer
     ├── SparseGradientError    (ValueError)          backward left a sparse gradient
+    ├── UnlikeParametersError  (RuntimeError)        sharded, and the ranks have used different parameters
     ├── LearningRateError      (ValueError)          a learning rate is NaN or infinite
     ├── GradientAccessError    (RuntimeError)        gradients were asked for outside of GRADIENTS_READY
     ├── CheckpointError        (RuntimeError)        a checkpoint could not be written, found or read
@@ -32,6 +33,7 @@ __all__ = [
     "NonFiniteError",
     "SparseGradientError",
     "TrainingError",
+    "UnlikeParametersError",
     "UnreadableCheckpointError",
 ]
 
@@ -64,6 +66,28 @@ class SparseGradientError(TrainingError, ValueError):
 
     def __reduce__(self) -> tuple[type[SparseGradientError], tuple[str]]:
         return type(self), (self.parameter,)
+
+
+class UnlikeParametersError(TrainingError, RuntimeError):
+    """In a sharded model some ranks have gradients of other parameters than the rest. Raised on all of them, before the step.
+
+    Attributes:
+        parameter: the first such parameter.
+        ranks: those that have a gradient of it.
+    """
+
+    def __init__(self, parameter: str, ranks: tuple[int, ...]) -> None:
+        self.parameter, self.ranks = parameter, ranks
+        super().__init__(
+            "model must use the same parameters on all ranks in an update, where fully_shard was applied to it, got a gradient "
+            f"of {parameter} on rank {', '.join(map(str, ranks))} alone, which torch has added to gradients of others; no "
+            "parameter was moved; where all ranks call the same sharded modules, call "
+            "model.set_reduce_scatter_unused_params(True); or else train without fully_shard, with "
+            "options=UpdateOptions(reduction='explicit')"
+        )
+
+    def __reduce__(self) -> tuple[type[UnlikeParametersError], tuple[str, tuple[int, ...]]]:
+        return type(self), (self.parameter, self.ranks)
 
 
 class LearningRateError(TrainingError, ValueError):

@@ -40,7 +40,7 @@ __all__ = ["Creation", "DefaultHandler", "OutputTransform", "Process", "Trainer"
 _COUNTERS = ("iteration", "num_steps", "num_skipped", "num_micro_batches")
 _LIMITS = ("epoch_length", "max_epochs", "max_iters")
 _MAY_STOP_BEFORE = (Events.GET_BATCH_COMPLETED, Events.ITERATION_STARTED)  # an update that was fetched
-_STEP_COMPLETED = TrainEvents.STEP_COMPLETED
+_STEP_COMPLETED, _GRADIENTS_REDUCED = TrainEvents.STEP_COMPLETED, TrainEvents.GRADIENTS_REDUCED
 
 
 OutputTransform = Callable[[UpdateOutput], Any]
@@ -609,6 +609,7 @@ class Trainer(SessionLoop):
 
     def _outgoing(self) -> Outgoing:
         """What this rank sends with the statistics of the running update."""
+        self._requests.changes_gradients = self._has_handlers(_GRADIENTS_REDUCED)
         return Outgoing(self._requests, self.piggybacks)
 
     def _groups_done(self) -> int:

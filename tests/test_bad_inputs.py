@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -119,6 +120,13 @@ def several(name: Callable[[Any, Any], Any]) -> dict[str, Any]:
     return {"model": model, "optimizer": name(*(torch.optim.SGD(layer.parameters(), lr=0.1) for layer in model))}
 
 
+def duplicate() -> dict[str, Any]:
+    """A model, and an optimizer that has its weight twice."""
+    model = linear()
+    with warnings.catch_warnings(action="ignore"):  # torch's own, which is all that it does about it
+        return {"model": model, "optimizer": torch.optim.SGD([model.weight, model.weight, model.bias], lr=0.1)}
+
+
 def sparse(kind: Callable[..., Any], **options: Any) -> dict[str, Any]:
     """An embedding with sparse gradients and a layer with dense ones, and an optimizer over both."""
     model = nn.Sequential(nn.Embedding(3, 2, sparse=True), linear())
@@ -140,6 +148,7 @@ def scheduler() -> Any:
     Case("model-lazy", {"model": nn.LazyLinear(1)}, ValueError, "model", "'weight'", "lazy", "run one batch"),
     Case("model-float16", {"model": linear().half()}, ValueError, "model", "'weight'", "float16", "precision='fp16'"),
     Case("model-data-parallel", adapted(nn.DataParallel), TypeError, "model", "DataParallel", "one process for each device"),
+    Case("optimizer-duplicate", duplicate(), ValueError, "optimizer", "'weight' twice in optimizer", "leave it out"),
     Case("sparse-by-adamw", sparse(torch.optim.AdamW), ValueError, "optimizer", "'0.weight'", "AdamW", "SparseAdam"),
     Case(
         "sparse-fused", sparse(torch.optim.SGD, fused=True), ValueError, "optimizer", "'0.weight'", "fused=True", "SparseAdam"

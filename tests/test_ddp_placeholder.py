@@ -102,3 +102,58 @@ def test_uneven_ranks_with_hooks_train_alike() -> None:
     """By hand: Σ of the clamped gradients, 1/2 in each weight, and of 1 in the bias, over the 4 or 2 samples of an update."""
     weight, bias = 0.5 - 0.25 * (1.0 / 4 + 0.5 / 2 + 0.5 / 2), -0.25 * (2.0 / 4 + 1.0 / 2 + 1.0 / 2)
     assert run_ranks(_with_hooks) == [[[weight] * 3 + [bias]] * 3] * 2
+
+
+# --- a forward that calls the wrapper twice ---
+
+TWICE = [((2, 4), 2), ((0, 4), 2), ((3, 4), 2), ((2, 1), 1)]  # micro-batches of each rank, and of an update
+
+
+def _normalised() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
+
+
+def _of_both_views(model: nn.Module, x: Tensor) -> tuple[Tensor, float]:
+    return (model(x) - model(2 * x.abs())).square().sum(), float(len(x))
+
+
+def _samples(rank: int, number: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randn(4, 3, generator=generator, dtype=torch.float64) for _ in range(number)]
+
+
+def _flat(model: nn.Module) -> list[float]:
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).tolist()
+
+
+def _call_twice() -> list[list[float]]:
+    found, rank = [], idist.get_rank()
+    for numbers, steps in TWICE:
+        ddp = DistributedDataParallel(_normalised())
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        trainer = create_trainer(ddp, optimizer, _of_both_views, accumulation_steps=steps)
+        trainer.run(_samples(rank, numbers[rank]), max_epochs=1)
+        assert ddp.broadcast_buffers
+        found.append(_flat(ddp))
+    return found
+
+
+def _called_twice(numbers: tuple[int, int], steps: int) -> list[float]:
+    """By hand."""
+    model = _normalised()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = [_samples(rank, numbers[rank]) for rank in range(2)]
+    for start in range(0, max(numbers), steps):
+        outputs = [_of_both_views(model, x) for own in data for x in own[start : start + steps]]
+        (sum(loss for loss, _ in outputs) / sum(size for _, size in outputs)).backward()  # type: ignore[union-attr]
+        optimizer.step()
+        optimizer.zero_grad()
+    return _flat(model)
+
+
+@pytest.mark.slow
+def test_a_rank_without_data_does_not_wait_for_buffers_of_a_second_forward() -> None:
+    """The wrapper gives buffers to all ranks in each of its forwards, of which a rank without data has one."""
+    expected = [pytest.approx(_called_twice(*case)) for case in TWICE]
+    assert run_ranks(_call_twice) == [expected] * 2

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import cuts
 from ignite_train import (
+    ForwardOutput,
     GradientAccessError,
     NoGradientError,
     NonFiniteError,
@@ -275,3 +276,39 @@ def test_what_handlers_break_is_noticed(build: Build, micro_batches: list[Batch]
     with pytest.raises(NoGradientError, match="a handler of GRADIENTS_REDUCED has dropped all gradients"):
         setup.trainer.update(micro_batches[:1])
     assert setup.contents() == before
+
+
+# --- a handler on some of the ranks ---
+
+
+def read_on(ranks: tuple[int, ...], way: str) -> list[float]:
+    """The weights after updates in which a handler of these ranks looks at the gradients."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    wrapped: nn.Module = DistributedDataParallel(model) if way == "ddp" else fully_shard(model) if way == "fsdp" else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    trainer = create_trainer(
+        wrapped,
+        optimizer,
+        lambda model, x: ForwardOutput(model(x).square().sum(), len(x)),
+        max_grad_norm=0.3,
+        options=UpdateOptions(reduction=way),  # type: ignore[arg-type]
+    )
+    rank = idist.get_rank()
+    if rank in ranks:
+        trainer.add_event_handler(TrainEvents.GRADIENTS_REDUCED, lambda: [p.grad for p in model.parameters()])
+    generator = torch.Generator().manual_seed(rank)
+    trainer.run([torch.randn(3, 3, generator=generator) for _ in range(5)], max_epochs=1)
+    return torch.cat([whole(parameter).detach().flatten() for parameter in model.parameters()]).tolist()
+
+
+def read_in_all_ways() -> list[list[float]]:
+    return [read_on(ranks, way) for way in ("explicit", "ddp", "fsdp") for ranks in ((0, 1), (0,))]
+
+
+@pytest.mark.slow
+def test_a_handler_on_one_rank_leaves_the_ranks_alike() -> None:
+    """All ranks multiply the gradients out where one of them does, bit by bit, and take the norm again with it."""
+    first, second = run_ranks(read_in_all_ways)
+    assert first == second
+    assert first[::2] == first[1::2]

@@ -393,9 +393,32 @@ def test_without_loss_scaling_one_rank_ends_all() -> None:
     """The message on both ranks names the rank on which the loss was not finite."""
     first, second = run_ranks(_stopped)
     assert first == second
-    assert first.startswith("update 2: gradient norm ")
+    assert first.startswith("update 2: gradient norm nan, loss ")  # and not that of rank 1, which is finite
     assert "rank 0, micro-batch 1 of 1: inf in the loss" in first
     assert "rank 1," not in first
+
+
+def _step_far() -> list[Any]:
+    """Two updates; the gradient of the second is huge on rank 1."""
+    model = linear()
+    factor = [1.0, (1.0, 1e170)[idist.get_rank()]]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = create_trainer(
+        model,
+        optimizer,
+        lambda model, x: ForwardOutput(model(x).sum() * factor[trainer.state.iteration - 1], len(x)),
+        max_grad_norm=1.0,
+        options=UpdateOptions(reduction="local"),
+    )
+    trainer.run(share()[:2], max_epochs=1)
+    assert trainer.state.update_output is not None
+    return [trainer.state.num_steps, trainer.state.update_output.applied, trainer.state.update_output.grad_norm]
+
+
+@pytest.mark.slow
+def test_a_norm_whose_square_is_infinite_is_clipped() -> None:
+    """It is finite in float64, and its square, which crosses the ranks, is not."""
+    assert run_ranks(_step_far) == [[2, True, math.inf]] * 2
 
 
 def _uneven() -> dict[str, Any]:

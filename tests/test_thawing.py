@@ -10,7 +10,7 @@ import torch
 from ignite.engine import Events
 from torch import Tensor, nn
 
-from ignite_train import UpdateOptions, create_trainer
+from ignite_train import TrainEvents, UpdateOptions, create_trainer
 from ignite_train.ranks import replicas
 from ranks import run_ranks
 
@@ -95,3 +95,38 @@ def test_what_is_trainable_may_change_in_a_run(name: str, bucketed: bool) -> Non
     assert first == second
     for key, expected in by_hand(PLANS[name]).items():
         assert first[key] == pytest.approx(expected, rel=1e-12, abs=1e-13)
+
+
+def freeze_within(bucketed: bool) -> dict[str, list[list[float]]]:
+    """The weights before and after an update within which a parameter is frozen, and after the next."""
+    if bucketed:
+        replicas._TAIL_ELEMENTS = 6
+    model = weights()
+    trainer = create_trainer(
+        model,
+        torch.optim.SGD(model.parameters(), lr=RATE),
+        lambda model, pair: (residual(model, *pair).square().sum(), len(pair[0])),
+        accumulation_steps=2,
+        options=UpdateOptions(reduction="explicit"),
+    )
+    trainer.add_event_handler(TrainEvents.MICRO_BATCH_STARTED(once=4), lambda: model["b"].requires_grad_(False))
+    seen: dict[str, list[list[float]]] = {key: [] for key in model}
+
+    @trainer.on(Events.ITERATION_COMPLETED)
+    def look() -> None:
+        for key, parameter in model.items():
+            seen[key].append(parameter.tolist())
+
+    trainer.run(data(idist.get_rank())[:6], max_epochs=1)
+    return seen
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bucketed", [False, True], ids=["beside the statistics", "in buckets"])
+def test_a_parameter_that_is_frozen_within_an_update_stays_where_it_is(bucketed: bool) -> None:
+    """The gradients of the micro-batches before do not cross the ranks, which would each step along their own."""
+    first, second = run_ranks(freeze_within, bucketed)
+    assert first == second
+    (before, *after), (other, *others) = first["b"], first["a"]
+    assert after == [before, before]
+    assert other != others[0] != others[1]

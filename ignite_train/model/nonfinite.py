@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-__all__ = ["find_nonfinite"]
+__all__ = ["find_nonfinite", "spoilt_buffer"]
 
 
 def find_nonfinite(
@@ -50,6 +50,12 @@ def find_nonfinite(
             if not all_of_them:
                 break
     return first
+
+
+def spoilt_buffer(module: nn.Module) -> str | None:
+    """The name of the first buffer that has a NaN; None without one. A mask may hold infinities. Waits for the device."""
+    named = ((name, buffer) for name, buffer in module.named_buffers() if buffer.is_floating_point())
+    return next((name for name, buffer in named if bool(torch.isnan(buffer).any())), None)  # sync
 
 
 def _check(found: list[str], what: str, value: Tensor) -> None:

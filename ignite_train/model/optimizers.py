@@ -189,12 +189,12 @@ def check_optimizers(model: nn.Module, optimizer: Optimizer | Optimizers, *, clo
             )
         _check_optimizer(label, one, names)
         for parameter in (parameter for group in one.param_groups for parameter in group["params"]):
-            owner = owners.setdefault(id(parameter), label)
-            if owner != label:
+            if (owner := owners.get(id(parameter))) is not None:  # torch itself only warns of one that is twice in a group
+                where = f"twice in {label}" if owner == label else f"in {owner} and in {label}"
                 raise ValueError(
-                    f"optimizer must step each parameter once, got {names[id(parameter)]!r} in {owner} and in {label}; leave "
-                    "it out of one of them"
+                    f"optimizer must step each parameter once, got {names[id(parameter)]!r} {where}; leave it out of one place"
                 )
+            owners[id(parameter)] = label
     missing = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in owners]
     if missing:
         raise ValueError(

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ignite_train.carried import Carried
+from ignite_train.model.buffer_rollback import BufferRollback
 from ignite_train.model.random_state import (
     RandomState,
     capture_random_state,
@@ -54,8 +55,6 @@ class ReplayPoint:
 class SideEffects:
     """Remembers random state, the buffers of a module and what forward carries, so that running it can leave no trace.
 
-    A buffer that forward assigns, as in `self.mean = 0.9 * self.mean + ...`, is the tensor again that it was.
-
     Args:
         module: whose buffers, and whose device.
         carried: what forward carries.
@@ -64,20 +63,14 @@ class SideEffects:
     def __init__(self, module: nn.Module, carried: Carried) -> None:
         self._carried, self._values = carried, carried.copies()
         self._random_state = RandomState(next((p.device for p in module.parameters()), torch.device("cpu")))
-        self._owners = [(owner, {**owner}) for one in module.modules() if (owner := one._buffers)]
-        buffers = {id(one): one for _, own in self._owners for one in own.values() if one is not None}
-        self._buffers = [(buffer, buffer.clone()) for buffer in buffers.values()]
+        self._buffers = BufferRollback(module)
+        self._buffers.mark()
 
     def undo(self) -> None:
         """Puts them back."""
         self._random_state.restore()
         self._carried.replace(self._values)
-        with torch.no_grad():
-            for buffer, before in self._buffers:
-                buffer.copy_(before)
-        for owner, buffers in self._owners:
-            if isinstance(owner, dict):  # a scripted module has another mapping, whose tensors stay the same
-                owner.update(buffers)
+        self._buffers.roll_back()
 
 
 class TrialRun:

@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ignite_train.model.memory_layout import as_bytes
+
 __all__ = [
     "any_rank",
     "broadcast",
@@ -123,11 +125,11 @@ def broadcast(tensor: Tensor) -> None:
     """Gives `tensor` the values that it has on rank 0, whatever its strides are there and here. Blocking, collective.
 
     A collective copies memory, and so takes elements to other indices where the strides of the ranks differ, and writes over
-    what lies between the elements of a tensor with gaps.
+    what lies between the elements of a tensor with gaps. Bytes cross, since gloo does not know int16 and other dtypes.
     """
     tensor = tensor.detach()
-    values = tensor.contiguous()
-    dist.broadcast(values, src=0)
+    values = tensor.resolve_conj().resolve_neg().contiguous()
+    dist.broadcast(as_bytes(values), src=0)
     if values is not tensor:
         for dimension, stride in enumerate(tensor.stride()):
             if stride == 0:  # an expanded dimension holds one element, which may be written once only

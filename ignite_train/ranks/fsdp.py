@@ -8,14 +8,16 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from ignite_train.model.gradients import Gradients
 from ignite_train.ranks import collectives
 from ignite_train.ranks.messages import Outgoing
 from ignite_train.ranks.placeholders import Placeholders
+from ignite_train.ranks.same_parameters import SameParameters
 from ignite_train.ranks.statistics import Statistics
 
-__all__ = ["FSDPReduction"]
+__all__ = ["FSDPReduction", "check_divide_factors"]
 
 
 class FSDPReduction:
@@ -25,6 +27,9 @@ class FSDPReduction:
     each rank's share of it travels with the statistics, whose reduction therefore starts after the last backward.
 
     Every forward and backward gathers parameters from all ranks, so a rank without data has to run them too, on a placeholder.
+
+    What an update that was broken off has left inside of FSDP2 is dropped when the next one begins, and not at once: other
+    ranks may be in a collective that will not be joined.
 
     Args:
         root: the module that `fully_shard` was applied to last.
@@ -38,13 +43,17 @@ class FSDPReduction:
         self.module = root
         self.divisor = collectives.world_size()
         self._root: Any = root
-        self._placeholders = placeholders
+        self._placeholders, self._same_parameters = placeholders, SameParameters()
+        self._has_begun = False  # an update, which has not ended
 
     def num_placeholders(self, group: Sequence[Any], max_micro_batches: int | None) -> int:
         """As many as the rank with the most micro-batches has more: all run the same number of forwards.
 
         Collective where the choice of placeholders is, and in every update if the loaders have no length.
         """
+        if self._has_begun:
+            self._drop_leftovers()
+        self._has_begun = True
         if not self._placeholders.choose(group):
             return 0
         if max_micro_batches is None:
@@ -72,7 +81,9 @@ class FSDPReduction:
 
     def end(self, outgoing: Outgoing, statistics: Statistics, gradients: Gradients) -> None:
         """Starts the statistics, with this rank's share of the squared norm."""
-        statistics.start(*outgoing, norm_squared=gradients.shard_norm_squared())
+        self._same_parameters.look(gradients)
+        piggybacks = [*outgoing.piggybacks, self._same_parameters]
+        statistics.start(outgoing.requests, piggybacks, norm_squared=gradients.shard_norm_squared())
 
     def norm(self, gradients: Gradients) -> float:
         """The norm, from each rank's shards. Collective."""
@@ -84,4 +95,46 @@ class FSDPReduction:
 
     def finish(self, *, applied: bool) -> None:
         """Tells the placeholders."""
+        self._has_begun = False
         self._placeholders.finish(applied=applied)
+
+    def _drop_leftovers(self) -> None:
+        """Has FSDP2 forget a forward or backward that was broken off, and the gradients that wait for their reduction.
+
+        `reset_iter_state` of torch 2.13 leaves those gradients, which the next backward would add to.
+        """
+        self._root.reset_iter_state()
+        for group in _parameter_groups(self._root):
+            for parameter in group.fsdp_params:
+                parameter.unsharded_accumulated_grad = None
+                if (whole := vars(parameter).get("_unsharded_param")) is not None:  # or else it was never gathered
+                    whole.grad = None
+
+
+def check_divide_factors(root: nn.Module) -> None:
+    """Sees to it that FSDP2 divides gradients by the number of ranks that it sums them over.
+
+    Raises:
+        ValueError: `set_gradient_divide_factor` was called with another number.
+    """
+    groups = _parameter_groups(root)
+    sizes = [_num_ranks(group.mesh_info) for group in groups]
+    for group in groups:
+        factor = group.gradient_divide_factor
+        if factor is not None and factor != max(sizes):
+            raise ValueError(
+                f"model must have its gradients averaged over {max(sizes)} ranks by fully_shard, got "
+                f"set_gradient_divide_factor({factor:g}); leave that call out: the trainer makes the mean over all samples"
+            )
+
+
+def _parameter_groups(root: nn.Module) -> list[Any]:
+    """What FSDP2 keeps of the parameters that it gathers together, which is private in torch."""
+    states = [module._get_fsdp_state() for module in root.modules() if isinstance(module, FSDPModule)]
+    return [group for state in states for group in state._fsdp_param_groups]
+
+
+def _num_ranks(mesh_info: Any) -> int:
+    """Over how many ranks a gradient is averaged."""
+    dimensions = [one for one in (mesh_info.shard_mesh_dim, mesh_info.replicate_mesh_dim) if one is not None]
+    return math.prod(mesh_info.mesh.size(dimension) for dimension in dimensions)

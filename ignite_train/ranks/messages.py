@@ -22,12 +22,15 @@ class RankRequests:
         more_data: this rank's vote on another update: 1 for it, 0 if it has no more micro-batches, less to veto. In what was
             agreed: whether there is one. Looked at only where the loader has no length.
         interrupt: interrupt the run after this update; the next `run` continues in the same epoch.
+        changes_gradients: a handler of this rank may change the mean gradient. Then all ranks multiply it out before the step,
+            since a factor inside of a kernel rounds otherwise.
     """
 
     stop: bool = False
     stop_epoch: bool = False
     more_data: int = 1
     interrupt: bool = False
+    changes_gradients: bool = False
 
 
 class Piggyback(Protocol):

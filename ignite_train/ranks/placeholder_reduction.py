@@ -47,8 +47,9 @@ class PlaceholderReduction:
         Collective where the choice of placeholders is, and in every update if the loaders have no length.
         """
         self._has_placeholder = self._placeholders.choose(group)
+        without_placeholders = self._reduction.num_placeholders(group, max_micro_batches)  # which also begins the update
         if not self._has_placeholder:
-            return self._reduction.num_placeholders(group, max_micro_batches)
+            return without_placeholders
         if max_micro_batches is None:
             max_micro_batches = int(collectives.largest(len(group))[0])
         return max_micro_batches - len(group)

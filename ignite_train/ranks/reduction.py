@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -126,6 +126,10 @@ class NoReduction(PlainReduction):
 class DDPReduction:
     """`DistributedDataParallel`: its hooks average gradients in the last backward, overlapping it.
 
+    Buffers of rank 0 go to all ranks before the first forward, once. The wrapper itself would do so in each call of it that
+    follows one without `no_sync`: twice where forward calls it twice, but once on a rank without data, where the ranks would
+    wait for each other forever.
+
     Args:
         model: `ddp`, or what holds it.
         ddp: the wrapped model.
@@ -139,17 +143,36 @@ class DDPReduction:
         self.module = ddp.module if model is ddp else model
         self.divisor = torch.distributed.get_world_size(ddp.process_group)
         self._unreduced = _frozen_when_wrapped(ddp)
+        self._is_first = True  # the next context is the first one of an update, or of another evaluation of its loss
         for parameter in sparse_parameters(ddp.module):
             if parameter.requires_grad:
                 # DDP divides a sparse gradient in place, whose rows may be the gradient that backward hands on to other layers.
                 parameter.register_hook(torch.clone)  # type: ignore[no-untyped-call]
 
     def context(self, *, last: bool) -> AbstractContextManager[Any]:
-        """DDP's `no_sync`, which must cover forward and backward; none for the last."""
-        return _NOTHING if last else self._ddp.no_sync()
+        """DDP's `no_sync`, which must cover forward and backward; none for the last. Collective, where there are buffers."""
+        ddp = self._ddp
+        within = _NOTHING if last else ddp.no_sync()
+        if not ddp.broadcast_buffers or not ddp.modules_buffers or "buffer_hook" in vars(ddp):
+            return within
+        return self._with_buffers(within, last=last)
+
+    @contextmanager
+    def _with_buffers(self, within: AbstractContextManager[Any], *, last: bool) -> Iterator[None]:
+        """In place of the wrapper, gives the buffers of rank 0 to all."""
+        ddp = self._ddp
+        if self._is_first:
+            ddp._sync_buffers()  # type: ignore[no-untyped-call]
+        self._is_first, ddp.broadcast_buffers = last, False
+        try:
+            with within:
+                yield
+        finally:
+            ddp.broadcast_buffers = True
 
     def num_placeholders(self, group: Sequence[Any], max_micro_batches: int | None) -> int:  # noqa: ARG002
         """One without data, for the one backward that reduces."""
+        self._is_first = True  # also after an update that was broken off
         return 0 if group else 1
 
     def run_placeholder(self, loss_of: Callable[[Any], Tensor]) -> Tensor:  # noqa: ARG002

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import operator
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain
@@ -59,6 +60,7 @@ class ExplicitReduction(PlainReduction):
         self._planned: list[nn.Parameter] = []
         self._dtypes: list[torch.dtype | None] = []  # of their gradients; None: of any
         self._message: JointMessage | PairMessage | None = None
+        self._compared = {id(parameter): weakref.ref(parameter) for parameter in model.parameters()}
 
     def end(self, outgoing: Outgoing, statistics: Statistics, gradients: Gradients) -> float | Tensor:
         """Sums gradients and statistics; a parameter that no rank has a gradient for keeps none."""
@@ -105,6 +107,10 @@ class ExplicitReduction(PlainReduction):
         if dtypes == self._dtypes and all(map(operator.is_, trainable, self._planned)):
             return
         self._planned, self._dtypes, self._message = trainable, dtypes, None
+        self._compare_new(gradients)
+        for parameter in gradients.parameters():
+            if not parameter.requires_grad:  # frozen within this update: what is there is of this rank alone
+                parameter.grad = None
         known = sparse_parameters(self.module)
         sparse = [parameter for parameter in trainable if parameter in known]
         trainable = [parameter for parameter in trainable if parameter not in known]
@@ -120,6 +126,25 @@ class ExplicitReduction(PlainReduction):
         whole = (parameter for parameter in trainable if id(parameter) not in in_tail)
         self._buckets, self._tail = tuple(map(tuple, buckets(whole, gradient_dtype))), tuple(tail)
         self._num_small = sum(map(Tensor.numel, tail))
+
+    def _compare_new(self, gradients: Gradients) -> None:
+        """Looks at parameters that were not in the model at first, whose values no reduction of gradients makes equal.
+
+        Raises:
+            ValueError: one of them has other values on some rank than on rank 0.
+        """
+        for parameter in self._planned:
+            known = self._compared.get(id(parameter))
+            if known is None or known() is not parameter:
+                self._compared[id(parameter)] = weakref.ref(parameter)
+                of_first = parameter.detach().clone()
+                collectives.broadcast(of_first)
+                if collectives.any_rank(not torch.equal(parameter, of_first)):
+                    raise ValueError(
+                        f"model must be the same on all ranks, got other values of {gradients.name(parameter)} than on rank 0, "
+                        "which came into the optimizer during the run; give all ranks the same values, say by "
+                        "torch.distributed.broadcast(parameter.data, src=0), before it is trained"
+                    )
 
 
 class SmallReplicas(ExplicitReduction):

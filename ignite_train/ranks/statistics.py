@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +36,7 @@ class _Head(NamedTuple):
     stop_epoch: Any
     more_data: Any
     interrupt: Any
+    changes_gradients: Any
     has_new_names: Any
     norm_squared: Any
 
@@ -52,7 +54,8 @@ class Reduced(NamedTuple):
         sample_size: Σsample_size.
         loss: Σloss.
         norm: L2 norm of the gradients as they are.
-        obstacles: 0 if all names of logs are known to all ranks, none ran out of memory, and no piggyback vetoes.
+        obstacles: 0 if all names of logs are known to all ranks, none ran out of memory or changes gradients, and no piggyback
+            vetoes.
     """
 
     sample_size: Tensor
@@ -173,7 +176,7 @@ class Statistics:
         collective.
         """
         self._norm_squared, self._num_beside = norm_squared, beside
-        self._requests = RankRequests(requests.stop, requests.stop_epoch, requests.more_data, requests.interrupt)  # as of now
+        self._requests = replace(requests)  # as they are now
         self._piggybacks = piggybacks
         self._payload = [float(number) for piggyback in piggybacks for number in piggyback.payload()]
         self._num_ranks = 1 if alone else self._world_size
@@ -204,7 +207,9 @@ class Statistics:
         self._wait()
         vector = self._vector
         head, payload = _Head.split(vector)
-        obstacles = head.num_out_of_memory + head.has_new_names + (head.length != self._length_of_all(vector))
+        obstacles = (
+            head.num_out_of_memory + head.has_new_names + head.changes_gradients + (head.length != self._length_of_all(vector))
+        )
         for piggyback in self._piggybacks:
             obstacles = obstacles + piggyback.vetoes(payload[: piggyback.payload_size])
             payload = payload[piggyback.payload_size :]
@@ -275,7 +280,9 @@ class Statistics:
             num_micro_batches=round(head.num_micro_batches),
             num_out_of_memory=round(head.num_out_of_memory),
             logs=dict(zip(self._names, logs, strict=True)),
-            requests=RankRequests(head.stop > 0, head.stop_epoch > 0, round(head.more_data), head.interrupt > 0),
+            requests=RankRequests(
+                head.stop > 0, head.stop_epoch > 0, round(head.more_data), head.interrupt > 0, head.changes_gradients > 0
+            ),
             norm=norm,
             more=behind,
         ), payload
@@ -324,6 +331,7 @@ class Statistics:
             stop_epoch=float(self._requests.stop_epoch),
             more_data=float(self._requests.more_data),
             interrupt=float(self._requests.interrupt),
+            changes_gradients=float(self._requests.changes_gradients),
             has_new_names=float(not self._logs.keys() <= {*self._names}),
             norm_squared=self._norm_squared,
         )

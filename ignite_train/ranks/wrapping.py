@@ -12,7 +12,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from ignite_train.arguments import one_of
 from ignite_train.carried import Carried
 from ignite_train.ranks import collectives
-from ignite_train.ranks.fsdp import FSDPReduction
+from ignite_train.ranks.fsdp import FSDPReduction, check_divide_factors
 from ignite_train.ranks.local_reduction import LocalReduction
 from ignite_train.ranks.placeholder_reduction import PlaceholderReduction
 from ignite_train.ranks.placeholders import Placeholders
@@ -122,6 +122,13 @@ def _sharded(model: nn.Module, name: ReductionName, carried: Carried) -> FSDPRed
             f"model must have fully_shard applied to the root module, last, got one where {(whole or ['the root'])[0]!r} is "
             "not sharded; its gradient would not cross the ranks"
         )
+    num_ranks = max(parameter.device_mesh.size() for parameter in model.parameters() if isinstance(parameter, DTensor))
+    if num_ranks != collectives.world_size():
+        raise ValueError(
+            f"model must be sharded or replicated over all {collectives.world_size()} ranks, got a mesh of {num_ranks}; give "
+            "fully_shard a mesh of all ranks, of two dimensions where each shard is to be on several of them"
+        )
+    check_divide_factors(model)
     return FSDPReduction(model, Placeholders(model, carried))
 
 

@@ -130,7 +130,8 @@ class ClosureStep:
         Raises:
             _NotFiniteError: they are not finite, on any rank, so on all.
         """
-        outgoing = Outgoing(RankRequests(), ())  # requests and checks travel with the first evaluation
+        # other requests, and checks, travel with the first evaluation
+        outgoing = Outgoing(RankRequests(changes_gradients=trainer._outgoing().requests.changes_gradients), ())
         self.gradients.clear()
         with torch.enable_grad(), self._as_the_first():  # optimizers switch gradients off around their step
             self._accumulate(outgoing, micro_batches, num_placeholders, 0 if self.replays else evaluation)

@@ -18,7 +18,7 @@ _GRADIENTS_REDUCED = TrainEvents.GRADIENTS_REDUCED  # looked up once: asked for 
 
 @dataclass(kw_only=True)
 class GradientChanges:
-    """Fires GRADIENTS_REDUCED if it has a handler, and decides again about what the handlers have made of the gradients.
+    """Fires GRADIENTS_REDUCED if some rank has a handler, and decides again about what handlers have made of the gradients.
 
     The gradients are multiplied to be those of the mean loss first, which is one pass over memory, and their norm is taken a
     second time, for which sharded models reduce one number over the ranks. An update that is skipped anyway has no mean
@@ -31,13 +31,18 @@ class GradientChanges:
     max_grad_norm: float | None
     _has_logged: bool = False
 
-    def __call__(self, trainer: Trainer, decision: Decision) -> Decision:
+    def __call__(self, trainer: Trainer, decision: Decision, *, are_changed: bool) -> Decision:
         """Gives the decision about the gradients as they are after the event. Collective, where the norm is.
+
+        Args:
+            trainer: fires the event.
+            decision: about the gradients as they are.
+            are_changed: whether some rank has a handler, so that all of them do the same arithmetic.
 
         Raises:
             NoGradientError: handlers have dropped all gradients.
         """
-        if decision.skipped_reason is not None or not trainer._has_handlers(_GRADIENTS_REDUCED):
+        if decision.skipped_reason is not None or not are_changed:
             return decision
         if not self._has_logged:
             self._has_logged = True

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ignite_train.errors import NonFiniteError
 from ignite_train.ranks import collectives
 from ignite_train.ranks.messages import Piggyback
 from ignite_train.ranks.statistics import Statistics, Totals
@@ -52,7 +51,8 @@ class _OwnVerdict(Piggyback):
         """Whether this rank steps, whether it is not finite, and of a rank that steps norm² and clip coefficient."""
         self.own = own = self._decide(self._statistics.own_totals(0.0))
         if own.skipped_reason is None:
-            return [1.0, 0.0, own.grad_norm**2, own.clip_coefficient]
+            squared = own.grad_norm * own.grad_norm  # a power raises an OverflowError where a product is infinite
+            return [1.0, 0.0, squared, own.clip_coefficient]
         self._statistics.leave_out()
         return [0.0, float(own.skipped_reason != "no_samples"), 0.0, 0.0]
 
@@ -122,8 +122,7 @@ class LocalUpdate(Update):
         assert not has_stepped  # noqa: S101
         own, reason = self._verdict.own, decision.skipped_reason
         if reason == "nonfinite" and self.options.on_nonfinite == "raise":
-            found, absent = self._find_nonfinite(micro_batches, output)
-            raise NonFiniteError(update, output.loss, output.grad_norm, found, absent)
+            raise self._nonfinite_error(update, micro_batches, replace(output, grad_norm=math.nan))  # it is that of others
         has_overflowed = self.loss_scaling.enabled and self._verdict.num_not_finite > 0
         scale_fell = has_overflowed and self._lower_scale(micro_batches, output)
         self._failures.count(update, output, scale_fell=scale_fell)

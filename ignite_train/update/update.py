@@ -26,8 +26,10 @@ from ignite_train.errors import (
 )
 from ignite_train.events import TrainEvents
 from ignite_train.forward import BoundForward, ForwardOutput, as_forward_output
+from ignite_train.model.buffer_rollback import BufferRollback
 from ignite_train.model.gradients import Gradients
 from ignite_train.model.learning_rates import LearningRates
+from ignite_train.model.nonfinite import spoilt_buffer
 from ignite_train.model.optimizers import Optimizers
 from ignite_train.model.precision import Precision
 from ignite_train.model.seeding import Seeding
@@ -81,6 +83,7 @@ class Update:
     norm_limits: NormLimits | None
     options: UpdateOptions
     seeding: Seeding | None
+    _buffers: BufferRollback = field(init=False)
     _gradient_changes: GradientChanges = field(init=False)
     _failures: FailuresInARow = field(init=False)
     _search: NonFiniteSearch = field(init=False)
@@ -91,6 +94,8 @@ class Update:
 
     def __post_init__(self) -> None:
         # What it gives its parts to call must not keep it, its model and its optimizer alive.
+        may_skip = self.loss_scaling.enabled or self.options.on_nonfinite == "skip"
+        self._buffers = BufferRollback(self.reduction.module, is_needed=may_skip)
         self._failures = FailuresInARow(self.options.give_up_after)
         self._gradient_changes = GradientChanges(
             gradients=self.gradients,
@@ -199,6 +204,7 @@ class Update:
         self.gradients.clear_stale()
         self._search.mark(self.loss_scaling.scale)
         self.carried.begin_update()
+        self._buffers.mark()
         if self._closure_step is not None:
             self._closure_step.mark()
         self._num_placeholders = self.reduction.num_placeholders(micro_batches, trainer._max_micro_batches)
@@ -276,7 +282,7 @@ class Update:
             max_grad_norm=self.max_grad_norm,
             normalize=self.options.normalize,
         )
-        return self._gradient_changes(trainer, decision)
+        return self._gradient_changes(trainer, decision, are_changed=totals.requests.changes_gradients)
 
     def _show_gradients(self, trainer: Trainer, totals: Totals, decision: Decision, *, has_stepped: bool) -> UpdateOutput:
         """Publishes the record of the update and lets handlers read the gradients.
@@ -318,8 +324,7 @@ class Update:
         reason = decision.skipped_reason
         assert reason is None or not has_stepped  # noqa: S101  # host and device decide from the same numbers
         if reason == "nonfinite" and self.options.on_nonfinite == "raise":
-            found, absent = self._find_nonfinite(micro_batches, output)
-            raise NonFiniteError(update, output.loss, output.grad_norm, found, absent)
+            raise self._nonfinite_error(update, micro_batches, output)
         scale_fell = reason == "overflow" and self._lower_scale(micro_batches, output)
         self._failures.count(update, output, scale_fell=scale_fell)
         if reason is None and not has_stepped:
@@ -347,11 +352,12 @@ class Update:
         return after, trainer._amend(replace(output, num_evaluations=number))
 
     def _finish(self, output: UpdateOutput) -> None:
-        """Keeps what forward has carried on, unless the update was not finite, and tells how the update ended."""
+        """Keeps buffers and what forward has carried on, unless the update was not finite, and tells how the update ended."""
         if output.applied or output.skipped_reason == "no_samples":
             self.carried.end_update()
         else:
             self.carried.roll_back()
+            self._buffers.roll_back()
         self.reduction.finish(applied=output.applied)
 
     def _settle_step(self, trainer: Trainer) -> bool:
@@ -419,6 +425,16 @@ class Update:
             found += tuple(f"rank {rank} saw no overflow" for rank in absent)
             raise LossScaleFloorError(error.loss_scale, error.floor, found) from None
         return self.loss_scaling.scale < before
+
+    def _nonfinite_error(self, update: int, micro_batches: Sequence[Any], output: UpdateOutput) -> NonFiniteError:
+        """The error that ends the run. Forward may have left a NaN where it stays, such as in running statistics."""
+        error = NonFiniteError(update, output.loss, output.grad_norm, *self._find_nonfinite(micro_batches, output))
+        if (name := spoilt_buffer(self.reduction.module)) is not None:
+            error.add_note(
+                f"the buffer {name!r} has a NaN by now, which may stay there: continue from a checkpoint, or "
+                "pass options=UpdateOptions(on_nonfinite='skip'), which puts buffers back"
+            )
+        return error
 
     def _find_nonfinite(self, micro_batches: Sequence[Any], output: UpdateOutput) -> tuple[tuple[str, ...], tuple[int, ...]]:
         return self._search(micro_batches, self._num_placeholders, loss_is_finite=math.isfinite(output.loss))

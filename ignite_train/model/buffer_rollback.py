@@ -1,0 +1,45 @@
+"""Buffers as they were, for what has to leave no trace in them: an update that is skipped, or a forward that is run again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["BufferRollback"]
+
+
+class BufferRollback:
+    """Remembers the buffers of a module, and puts them back.
+
+    In an update that is skipped, a micro-batch that is not finite may have made running means NaN, for good: gradients of later
+    updates would be finite, and what is evaluated would not. A buffer that forward assigns, as in
+    `self.mean = 0.9 * self.mean + ...`, is the tensor again that it was.
+
+    Args:
+        module: whose buffers.
+        is_needed: whether they may have to be put back at all; otherwise nothing is copied.
+    """
+
+    def __init__(self, module: nn.Module, *, is_needed: bool = True) -> None:
+        self._module, self._is_needed = module, is_needed
+        self._owners: list[tuple[Any, Mapping[str, Tensor | None]]] = []
+        self._copies: list[tuple[Tensor, Tensor]] = []  # of each buffer
+
+    def mark(self) -> None:
+        """Remembers them as they are now."""
+        if self._is_needed:
+            self._owners = [(owner, {**owner}) for module in self._module.modules() if (owner := module._buffers)]
+            buffers = {id(one): one for _, own in self._owners for one in own.values() if one is not None}
+            self._copies = [(buffer, buffer.detach().clone()) for buffer in buffers.values()]
+
+    def roll_back(self) -> None:
+        """Puts them back."""
+        with torch.no_grad():
+            for buffer, before in self._copies:
+                buffer.copy_(before)
+        for owner, buffers in self._owners:
+            if isinstance(owner, dict):  # a scripted module has another mapping, whose tensors stay the same
+                owner.update(buffers)

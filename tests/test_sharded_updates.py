@@ -1,0 +1,190 @@
+"""Updates of a sharded model of which FSDP2 takes something for granted: what does not hold is put right, or refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ignite.distributed as idist
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from ignite_train import ForwardOutput, Trainer, TrainEvents, UnlikeParametersError, create_trainer
+from ranks import run_ranks
+
+RATE = 0.1
+
+
+class Branches(nn.Module):
+    """Two layers of one shape, of which forward uses one or both, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right, self.head = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 1)
+
+    def forward(self, x: Tensor, used: str) -> Tensor:
+        out: Tensor = self.head(sum(self.get_submodule(name)(x) for name in used.split()))
+        return out
+
+
+def forward(model: nn.Module, micro_batch: tuple[Tensor, str]) -> ForwardOutput:
+    return ForwardOutput(model(*micro_batch).square().sum(), len(micro_batch[0]))
+
+
+def micro_batches(rank: int, used: list[str]) -> list[tuple[Tensor, str]]:
+    generator = torch.Generator().manual_seed(rank)
+    return [(torch.randn(4, 3, generator=generator, dtype=torch.float64), one) for one in used]
+
+
+def branches() -> Branches:
+    torch.manual_seed(0)
+    return Branches().double()
+
+
+def by_hand(updates: list[list[list[str]]]) -> list[float]:
+    """The weights after these updates: of each update, for each rank what each micro-batch uses."""
+    model = branches()
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    data = [iter(micro_batches(rank, [name for update in updates for name in update[rank]])) for rank in range(2)]
+    for update in updates:
+        outputs = [forward(model, next(data[rank])) for rank in range(2) for _ in update[rank]]
+        (sum(output.loss for output in outputs) / sum(output.sample_size for output in outputs)).backward()  # type: ignore[union-attr]
+        optimizer.step()
+        optimizer.zero_grad()
+    return flat(model)
+
+
+def flat(model: nn.Module) -> list[float]:
+    """All weights, gathered from their shards."""
+    whole = [p.full_tensor() if isinstance(p, torch.distributed.tensor.DTensor) else p for p in model.parameters()]
+    return torch.cat([parameter.detach().flatten() for parameter in whole]).tolist()
+
+
+def make(model: nn.Module, steps: int) -> Trainer:
+    return create_trainer(model, torch.optim.SGD(model.parameters(), lr=RATE), forward, accumulation_steps=steps)
+
+
+# --- ranks that use different parameters ---
+
+
+def train(updates: list[list[list[str]]], each: bool, *, unused: bool = False) -> tuple[str, list[float]]:
+    """The error, if any, and the weights; `each`: the layers are sharded one by one too."""
+    model = branches()
+    for part in (model.left, model.right) if each else ():
+        fully_shard(part)
+    fully_shard(model).set_reduce_scatter_unused_params(unused)
+    trainer = make(model, len(updates[0][0]))
+    rank, error = idist.get_rank(), ""
+    try:
+        trainer.run(micro_batches(rank, [name for update in updates for name in update[rank]]), max_epochs=1)
+    except UnlikeParametersError as raised:
+        error = f"{raised.parameter} on {raised.ranks}"
+    return error, flat(model)
+
+
+LIKE = [["left", "left right"], ["left", "left right"]], [["right", "left"], ["right", "left"]]
+UNLIKE = [["left"], ["right"]]
+
+
+def all_cases() -> list[tuple[str, list[float]]]:
+    begin = [["left right"], ["left right"]]
+    return [
+        train([*LIKE], False),
+        train([*LIKE], True),
+        train([begin, UNLIKE], False),
+        train([begin, UNLIKE], True),
+        train([begin, UNLIKE], False, unused=True),
+    ]
+
+
+@pytest.mark.slow
+def test_ranks_that_use_different_parameters_are_refused_before_the_step() -> None:
+    """FSDP2 would add up the gradients of different layers; micro-batches of a rank may use different ones."""
+    for like, like_each, unlike, unlike_each, unused in run_ranks(all_cases):
+        for error, weights in (like, like_each):
+            assert error == ""
+            assert weights == pytest.approx(by_hand([*LIKE]))
+        begin = [["left right"], ["left right"]]
+        for error, weights in (unlike, unlike_each):
+            assert error == "'left.weight' on (0,)"
+            assert weights == pytest.approx(by_hand([begin]))
+        assert unused[0] == ""
+        assert unused[1] == pytest.approx(by_hand([begin, UNLIKE]))
+
+
+# --- an update that is broken off ---
+
+
+class Broken(Exception):  # noqa: N818  # raised to end an update
+    """Ends an update."""
+
+
+def break_off(place: str, number: int) -> tuple[int, list[float]]:
+    """Runs, is broken off in micro-batch `number`, and runs on."""
+    model = branches()
+    fully_shard(model.left)
+    fully_shard(model)
+    trainer, breaks = make(model, 2), [place]
+
+    def stop(*_: Any) -> None:
+        if breaks and trainer.state.num_micro_batches == number:
+            breaks.clear()
+            raise Broken
+
+    if place == "handler":
+        trainer.add_event_handler(TrainEvents.BACKWARD_COMPLETED, stop)
+    elif place == "forward":
+        model.right.register_forward_hook(stop)
+    elif place == "backward":
+        model.right.register_forward_hook(lambda module, inputs, output: (output.register_hook(stop), None)[1])
+    data = micro_batches(idist.get_rank(), ["left right"] * 6)
+    for _ in breaks:
+        with pytest.raises(Broken):
+            trainer.run(data, max_epochs=1)
+    trainer.run(data, max_epochs=1)
+    return trainer.state.num_steps, flat(model)
+
+
+BREAKS = [(place, number) for place in ("handler", "forward", "backward") for number in (3, 4)]
+
+
+def break_off_everywhere() -> list[tuple[int, list[float]]]:
+    return [break_off(place, number) for place, number in BREAKS]
+
+
+@pytest.mark.slow
+def test_an_update_that_is_broken_off_leaves_no_gradient_inside_of_fsdp() -> None:
+    """The next run repeats it, and comes to the weights of a run that was never broken off."""
+    expected = by_hand([[["left right"] * 2] * 2] * 3)
+    for outcomes in run_ranks(break_off_everywhere):
+        for (place, number), (num_steps, weights) in zip(BREAKS, outcomes, strict=True):
+            assert num_steps == 3, (place, number)
+            assert weights == pytest.approx(expected), (place, number)
+
+
+# --- how it was sharded ---
+
+
+def refusals() -> list[str]:
+    """What is said about a mesh of one rank, and about a factor by which gradients are divided."""
+    mesh, messages = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards")), []
+    for change in ("mesh", "factor", "same factor"):
+        model = branches()
+        fully_shard(model, mesh=mesh["shards"] if change == "mesh" else None)
+        if "factor" in change:
+            model.set_gradient_divide_factor(1.0 if change == "factor" else 2.0)  # type: ignore[attr-defined]
+        try:
+            make(model, 1)
+        except ValueError as error:
+            messages.append(str(error))
+    return messages
+
+
+@pytest.mark.slow
+def test_a_model_whose_gradients_would_not_be_the_mean_is_refused() -> None:
+    """Sharded over some of the ranks only, which then never hear of the others; or its gradients are not divided by them."""
+    for of_mesh, of_factor in run_ranks(refusals):
+        assert of_mesh.startswith("model must be sharded or replicated over all 2 ranks, got a mesh of 1; ")
+        assert of_factor.startswith("model must have its gradients averaged over 2 ranks by fully_shard, got ")
