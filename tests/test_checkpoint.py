@@ -572,6 +572,40 @@ def test_tied_weights_are_stored_once_and_stay_tied(tmp_path: Path) -> None:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("first", "second"), [("whole", "none"), ("part", "none"), ("none", "whole"), ("whole", "part")])
+@pytest.mark.parametrize("stop", [2, 4], ids=["within an epoch", "at its end"])
+def test_the_extra_state_of_a_module_is_put_back_whole(stop: int, tmp_path: Path) -> None:
+    """An evaluation in STARTED appends to the list that the module was given; a resumed run has as many entries."""
+
+    class Counting(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(2, 1)
+            self.seen: list[int] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen.append(len(self.seen))
+            return super().forward(x)
+
+        def get_extra_state(self) -> Any:
+            return {"seen": list(self.seen)}
+
+        def set_extra_state(self, state: Any) -> None:
+            self.seen = state["seen"]
+
+    def run(directory: Path, limits: list[int]) -> list[int]:
+        for limit in limits:
+            trainer, model = make(Counting())
+            evaluator = create_evaluator(model, forward)
+            Checkpoint(directory).attach(trainer)
+            if len(limits) == 1 or limit > limits[0]:
+                trainer.add_event_handler(Events.STARTED, lambda: evaluator.run(LOADER[:1]))  # noqa: B023
+            trainer.run(LOADER[:4], max_iters=limit)
+        return model.seen
+
+    once = run(tmp_path / "whole", [6])
+    assert len(once) == 7
+    assert run(tmp_path / "parts", [stop, 6]) == once[:6]  # restored after STARTED, as the random generators are
+
+
 def test_compiled_or_not(first: str, second: str, tmp_path: Path) -> None:
     """A model is the same whether it, or a layer of it, is compiled: no name has a trace of that."""
 

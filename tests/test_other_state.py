@@ -319,6 +319,49 @@ def test_every_optimizer_goes_on_bitwise(form: str, has_names: bool, tmp_path: P
     assert resumed.state.iteration == 7
 
 
+class Wide(torch.optim.Optimizer):
+    """Keeps over weights in bfloat16 what torch would load as bfloat16, and a string that torch would load as another one."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            if not state:
+                zeros = torch.zeros(parameter.shape)
+                state |= {"mean": zeros, "of": [zeros.clone()], "steps": torch.tensor(0), "kind": "wide"}
+            state["steps"] += 1
+            state["mean"].lerp_(parameter.grad.float(), 0.1)
+            state["of"][0].lerp_(state["mean"], 0.1)
+            parameter -= 0.01 * (state["mean"] + state["of"][0]).to(parameter.dtype)
+
+
+def momentum_of_wide_gradients(parameters: Any) -> torch.optim.Optimizer:
+    """The momentum of torch's SGD, which has the dtype of the gradients."""
+    parameters = [*parameters]
+    for parameter in parameters:
+        parameter.grad_dtype = torch.float32
+    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
+
+
+@pytest.mark.parametrize("optimizer", [Wide, momentum_of_wide_gradients], ids=["own", "sgd"])
+def test_a_state_that_is_wider_than_the_weights_goes_on_bitwise(optimizer: Any, tmp_path: Path) -> None:
+    """Resumed, it has the dtypes, integers and strings that it had, and the weights are those of a run without interruption."""
+    found = []
+    for directory, limits in ((tmp_path / "whole", [7]), (tmp_path / "parts", [3, 7])):
+        for seed, limit in enumerate(limits):
+            model = net(seed).to(torch.bfloat16)
+            trainer = create_trainer(
+                model, optimizer(model.parameters()), lambda model, x: forward(model, x.to(torch.bfloat16))
+            )
+            Checkpoint(directory).attach(trainer)
+            trainer.run(LOADER, max_iters=limit)
+        found.append([bit_by_bit(trainer._stateful_parts[name].state_dict()) for name in ("model", "optimizer")])
+    assert found[0] == found[1]
+
+
 def test_the_odd_one_of_an_unknown_optimizer_is_refused(tmp_path: Path) -> None:
     """Where all others of its shape have the shape of the parameter, one that has not was forged."""
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from ignite.metrics import Metric
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -23,6 +24,7 @@ from ignite_train.checkpoint.state_rules import StateRules
 from ignite_train.checkpoint.tree import KeyPath
 from ignite_train.errors import CheckpointError
 from ignite_train.loop.dispatch import Stateful
+from ignite_train.model.optimizers import load_optimizer_state
 from ignite_train.model.random_state import check_generators, restore_random_state, seed_new_rank
 from ignite_train.ranks import collectives
 from ignite_train.state import UpdateOutput
@@ -213,8 +215,14 @@ def _of_all_ranks(objects: RunObjects) -> list[str]:
 
 
 def _load(entry: Stateful, saved: Any) -> None:
-    """Gives most objects a copy: they may keep it and change it, and the same state may be put back a second time."""
-    entry.load_state_dict(saved if isinstance(entry, SavedModule) else copy.deepcopy(saved))
+    """Gives it a copy: it may keep it and change it, and the same state may be put back a second time."""
+    if isinstance(entry, SavedModule):  # copies the tensors itself
+        saved = {key: value if isinstance(value, Tensor) else copy.deepcopy(value) for key, value in saved.items()}
+        entry.load_state_dict(saved)
+    elif isinstance(entry, Optimizer):
+        load_optimizer_state(entry, copy.deepcopy(saved))
+    else:
+        entry.load_state_dict(copy.deepcopy(saved))
 
 
 class _ShardedTensors:
