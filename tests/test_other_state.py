@@ -749,6 +749,19 @@ def test_a_handler_whose_state_raises_does_not_end_the_run(tmp_path: Path, caplo
         assert "handlers/Raises" not in stored.names()
 
 
+def test_a_metric_that_cannot_be_stored_does_not_end_the_run(tmp_path: Path, caplog: Any) -> None:
+    """A table that a handler has published for a logger is left out with one warning; the other metrics come back."""
+    trainer = build(tmp_path)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: trainer.state.metrics.update(table=object(), numbers=[1, 2]))
+    trainer.run(LOADER, max_iters=3)
+    (line,) = logged(caplog)
+    assert line.startswith("state.metrics['table'] is left out of the checkpoints, so a resumed run starts without it: ")
+    assert line.endswith("; publish a number, a string or a tensor")
+    again = build(tmp_path)
+    again.run(LOADER, max_iters=3)
+    assert again.state.metrics == {"numbers": [1, 2]}
+
+
 class Half:
     """A handler whose state can be stored in part: a tensor that another handler holds too, and a lock."""
 

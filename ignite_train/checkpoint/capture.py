@@ -40,7 +40,8 @@ def capture(run: SavedRun, rules: StateRules) -> Contents:
         trees["description"] = encoder.encode(rules.describe(objects), ("description",))
         tensors = {name: own_piece(tensor, everything=main) for name, tensor in encoder.tensors.items()}
         encoder = TreeEncoder()
-        own = {name: encoder.encode(value, (name,)) for name, value in _own_state(run.trainer, objects, main=main).items()}
+        own_state = _own_state(run.trainer, objects, rules, main=main)
+        own = {name: encoder.encode(value, (name,)) for name, value in own_state.items()}
     except CheckpointError as error:
         return Contents({}, {}, error)
     own |= _handlers(objects, encoder, rules)
@@ -57,18 +58,32 @@ def _state_of(entry: Stateful, *, main: bool) -> Any:
     return entry.state_dict()
 
 
-def _own_state(trainer: Trainer, objects: RunObjects, *, main: bool) -> dict[str, Any]:
+def _own_state(trainer: Trainer, objects: RunObjects, rules: StateRules, *, main: bool) -> dict[str, Any]:
     """What belongs to this rank, besides its handlers."""
     state, buffers = trainer.state, {} if main else objects.buffers()
+    metrics = _storable(state.metrics, rules)
     return {
         **{name: other.state_dict() for name, other in objects.trainers.items()},
         "trainer": trainer.state_dict(),
         "data": trainer._data_position(),
-        "results": {"output": state.update_output and asdict(state.update_output), "metrics": state.metrics},
+        "results": {"output": state.update_output and asdict(state.update_output), "metrics": metrics},
         "buffers": buffers.pop("model", {}),
         "buffers_of": buffers,
         "generators": capture_random_state(),
     }
+
+
+def _storable(metrics: dict[Any, Any], rules: StateRules) -> dict[Any, Any]:
+    """What handlers have published and a checkpoint can hold: a table for a logger is not worth the run."""
+    kept = {}
+    for name, value in metrics.items():
+        try:
+            TreeEncoder().encode({name: value}, ("state.metrics",))
+        except CheckpointError as error:
+            rules.warn_left_out(f"state.metrics[{name!r}]", error, remedy="publish a number, a string or a tensor")
+        else:
+            kept[name] = value
+    return kept
 
 
 def _handlers(objects: RunObjects, encoder: TreeEncoder, rules: StateRules) -> dict[str, Any]:

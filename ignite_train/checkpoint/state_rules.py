@@ -108,15 +108,22 @@ class StateRules:
             pairs = zip(self._script[name], description["options"], decided, strict=True)
             self._in_effect[name] = [{**script, **saved, **wins} for script, saved, wins in pairs]
 
-    def warn_left_out(self, name: str, error: Exception) -> None:
-        """Warns once that the checkpoints do not hold the state of a handler, and says how to silence the warning."""
+    def warn_left_out(self, name: str, error: Exception, *, remedy: str = "") -> None:
+        """Warns once that the checkpoints do not hold something, and says what to do.
+
+        Args:
+            name: of a handler, or of what has the `remedy`.
+            error: why it cannot be stored.
+            remedy: what to do; by default how to leave a handler out without this warning.
+        """
         if name not in self._warned:
             self._warned.add(name)
             reason = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+            handler = name.partition("/")[2]
             _logger.warning(
-                f"{name} is left out of the checkpoints, so a resumed run starts without its state: "
+                f"{name} is left out of the checkpoints, so a resumed run starts without {'it' if remedy else 'its state'}: "
                 f"{' '.join(reason.split()):.300}; "
-                f"Checkpoint(..., leave_out=({name.partition('/')[2]!r},)) leaves it out without this warning"
+                f"{remedy or f'Checkpoint(..., leave_out=({handler!r},)) leaves it out without this warning'}"
             )
 
     def _note(self, objects: RunObjects) -> None:
