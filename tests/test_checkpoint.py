@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from ignite_train import CheckpointError, ResumableLoader, Trainer, TrainEvents, create_evaluator, create_trainer
+from ignite_train.checkpoint import load_weights
 from ignite_train.checkpoint.inspection import find, main
 from ignite_train.handlers import Checkpoint, LearningRateSchedule, TrainingMetrics, Validation
 from processes import DEADLINE_SECONDS
@@ -692,6 +693,35 @@ def test_tied_weights_are_stored_once_and_stay_tied(tmp_path: Path) -> None:
     fresh.run(LOADER, max_epochs=1)
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in other.state_dict().items())
     assert other[2].weight is other[1].weight
+
+
+def test_weights_that_were_not_tied_are_not_loaded_into_tied_ones(tmp_path: Path) -> None:
+    """Frozen, so that no optimizer tells the difference; the last of the two names would win. The other way is no loss."""
+
+    def build(*, tied: bool) -> nn.Sequential:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 1))
+        if tied:
+            model[1].weight = model[0].weight
+        model[:2].requires_grad_(False)
+        return model
+
+    def run(directory: Path, updates: int, *, tied: bool) -> Any:
+        model = build(tied=tied)
+        trainer = create_trainer(model, torch.optim.SGD(model[2].parameters(), lr=0.01), forward)
+        Checkpoint(directory).attach(trainer)
+        trainer.run(LOADER, max_iters=updates)
+        return model
+
+    run(tmp_path / "untied", 2, tied=False)
+    with pytest.raises(CheckpointError, match=r"'0.weight' and '1.weight' are one tensor in this run, and differ there"):
+        run(tmp_path / "untied", 4, tied=True)
+    model: Any = build(tied=True)
+    before = model[0].weight.clone()
+    with pytest.raises(CheckpointError, match="are one tensor in this run"):
+        load_weights(model, tmp_path / "untied")
+    assert torch.equal(model[0].weight, before)
+    expected = run(tmp_path / "tied", 2, tied=True)[0].weight
+    assert torch.equal(run(tmp_path / "tied", 4, tied=False)[1].weight, expected)
 
 
 @pytest.mark.sampled(1)

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ignite_train.carried import Carried
-from ignite_train.checkpoint.claims import EVERY_RANK, Claims, buffers_of, check_module
+from ignite_train.checkpoint.claims import EVERY_RANK, Claims, buffers_of, check_module, check_tied
 from ignite_train.checkpoint.optimizer_state import Consolidates
 from ignite_train.checkpoint.reader import CheckpointReader
 from ignite_train.checkpoint.run_objects import PublishedMetrics, RunObjects, SavedModule, SavedRun
@@ -72,6 +72,9 @@ class RunState:
         self._claims = self._checked_claims(reader, own)
         sharded = _ShardedTensors(self._objects.shared)
         self._shared = {name: reader.read(name, like=sharded.like) for name in self._objects.shared}
+        for name, entry in self._objects.shared.items():
+            if isinstance(entry, SavedModule):
+                check_tied(str(reader.path), name, entry.state_dict(), self._shared[name])
         self._own = {name: reader.read(name, rank=writer, like=sharded.like) for name, writer in own.items()}
         check_generators(self._own["generators"])
         if "numpy" in self._own["data"].get("opening", {}):  # a loader with a state of its own needs none of them
@@ -198,6 +201,7 @@ def restore_model(path: Path, model: SavedModule) -> None:
     with CheckpointReader(path) as reader:
         check_module(str(path), "model", model.state_dict(), reader.outline("model"))
         saved = reader.read("model", like=_ShardedTensors({"model": model}).like)
+    check_tied(str(path), "model", model.state_dict(), saved)
     model.load_state_dict(saved)
 
 

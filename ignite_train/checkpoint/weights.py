@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ignite_train.arguments import describe
+from ignite_train.checkpoint.claims import check_tied
 from ignite_train.checkpoint.inspection import chosen_checkpoint, read_entry
 from ignite_train.checkpoint.reader import CheckpointReader
 from ignite_train.checkpoint.run_objects import SavedModule
@@ -74,6 +75,7 @@ def load_weights(
             f"{path} is of another model: {name!r} does not fit ({wrong}), and {len(left) + len(unknown) - 1} more; "
             "strict=False loads what fits"
         )
+    check_tied(str(path), "model", wanted, {name: found[plain[name]] for name in wanted if name not in left})
     module.load_state_dict({name: v if name in left else _as_part_of(v, found[plain[name]]) for name, v in wanted.items()})
     return left
 
