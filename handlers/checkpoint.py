@@ -287,10 +287,7 @@ class Checkpoint(Handler):
         if collectives.is_main_rank() and not self._has_warned and trainer.state.dataloader is not None:
             log_how_exact(trainer.state.dataloader)
         self._has_warned = True
-        best = None
-        if self.cadence.best is not None:
-            best = together(collectives.gather_objects, "looking for the best checkpoint", self._best_on_disk)[0]
-        self.cadence.start(best)
+        self.cadence.start(None if self.cadence.best is None else self._best_on_disk())
 
     def _follow_evaluations(self) -> None:
         """Looks at the score after all other handlers of the evaluation. On a stock engine it is moved to the end."""
@@ -306,8 +303,13 @@ class Checkpoint(Handler):
             evaluator.append_event_handler(event, self._after_evaluation)
 
     def _best_on_disk(self) -> float | None:
-        found = self.saver.directory.scan()[0] if collectives.is_main_rank() else []
-        return self.saver.retention.best_of([manifest for _, manifest in found])
+        """The best score of the checkpoints in the directory, as rank 0 sees it; None if none has one. Collective."""
+
+        def look() -> float | None:
+            found = self.saver.directory.scan()[0] if collectives.is_main_rank() else []
+            return self.saver.retention.best_of([manifest for _, manifest in found])
+
+        return together(collectives.gather_objects, "looking for the best checkpoint", look)[0]
 
     def _put_back(self, trainer: Trainer) -> None:
         """After all other handlers of STARTED. In the middle of an epoch EPOCH_STARTED follows, where metrics reset."""
@@ -325,6 +327,10 @@ class Checkpoint(Handler):
 
     def _after_evaluation(self, evaluator: Engine) -> None:
         run, _ = self._attached()
+        if self.saver.warns:
+            self.saver.wait()  # the best may be in a save that fails
+        if self.saver.has_lost_one:
+            self.cadence.best_score, self.saver.has_lost_one = self._best_on_disk(), False
         self.cadence.note_evaluation(run.trainer.state.iteration, evaluator.state.metrics)
 
     def _after_update(self, trainer: Trainer) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,9 @@ def test_of_equal_scores_the_newest(tmp_path: Path) -> None:
     assert checkpoint.best.path.name == "update-00000003"
 
 
-def scored(directory: Path, scores: dict[int, float], updates: int, *, metric: str = "loss", **options: Any) -> Checkpoint:
+def scored(
+    directory: Path, scores: dict[int, float], updates: int, *, metric: str = "loss", disk: Any = None, **options: Any
+) -> Checkpoint:
     """A run that saves only at its end and for its scores, which are given by the update after which it evaluates."""
     model = cuts.linear()
     trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.01), cuts.forward)
@@ -84,6 +87,7 @@ def scored(directory: Path, scores: dict[int, float], updates: int, *, metric: s
         Events.EPOCH_COMPLETED, lambda: evaluator.state.metrics.update({metric: scores[trainer.state.iteration]})
     )
     checkpoint = Checkpoint(directory, every=10**6, keep=1, best=metric, **options)
+    checkpoint.saver.disk = disk or checkpoint.saver.disk
     checkpoint.attach(trainer, evaluator=evaluator)
 
     @trainer.on(Events.STARTED | Events.ITERATION_COMPLETED)
@@ -127,6 +131,24 @@ def test_of_several_evaluations_after_one_update_the_first_counts(tmp_path: Path
     test_score.remove()
     assert scores_in(tmp_path) == {1: 2.0, 2: 1.0, 3: 3.0}
     assert checkpoint.best == (tmp_path / "update-00000002", 1.0)
+
+
+@pytest.mark.parametrize("asynchronous", [True, False], ids=["beside the run", "in the run"])
+def test_a_best_that_could_not_be_written_is_not_the_best(asynchronous: bool, tmp_path: Path) -> None:
+    """The disk fails for the best of all, and the run trains on: the next best is kept, though it does not beat the lost one."""
+
+    class FailsOnce(small_checkpoints.QuickDisk):
+        files = 0
+
+        def create(self, path: Path) -> int:
+            self.files += path.suffix == ".bin"
+            if self.files == 2 and path.suffix == ".bin":
+                raise OSError(errno.EIO, "on purpose")
+            return super().create(path)
+
+    scores = {1: 5.0, 2: 1.0, 3: 2.0, 4: 3.0}
+    scored(tmp_path, scores, 5, disk=FailsOnce(), on_error="warn", asynchronous=asynchronous)
+    assert scores_in(tmp_path) == {3: 2.0, 5: None}
 
 
 def test_scores_of_another_metric_do_not_compete(tmp_path: Path) -> None:

@@ -28,6 +28,9 @@ class Cadence(Piggyback):
         best: name of the metric of the evaluator that decides which state is the best.
         retention: says whether a lower or a higher value of it is better.
 
+    Attributes:
+        best_score: the best score of the states that were saved; None if none has one.
+
     Raises:
         TypeError, ValueError: an interval is not a positive number.
     """
@@ -47,7 +50,7 @@ class Cadence(Piggyback):
         if every is None and every_seconds is None and every_epochs is None:
             self.every_epochs = 1
         self.best, self._retention = best, retention
-        self._best_score: float | None = None
+        self.best_score: float | None = None
         self._score: tuple[int, float | None] = (-1, None)  # the update of the latest evaluation, and what it found
         self._is_requested = False
         self._last_save = time.monotonic()
@@ -79,7 +82,7 @@ class Cadence(Piggyback):
         Args:
             best_score: the best score of the checkpoints in the directory; None if none has one.
         """
-        self._last_save, self._is_requested, self._best_score = time.monotonic(), False, best_score
+        self._last_save, self._is_requested, self.best_score = time.monotonic(), False, best_score
         self._saved_moment = None  # the run before may have come as far with another state
 
     def request(self) -> None:
@@ -96,8 +99,8 @@ class Cadence(Piggyback):
         """
         self._saved_moment, self._is_requested, self._last_save = moment, False, started
         score = self.score_of(update)
-        if score is not None and self._retention.is_better(score, self._best_score):
-            self._best_score = score  # not before: the parameters may have moved between an evaluation and the save
+        if score is not None and self._retention.is_better(score, self.best_score):
+            self.best_score = score  # not before: the parameters may have moved between an evaluation and the save
 
     def note_evaluation(self, update: int, metrics: Mapping[str, Any]) -> None:
         """An evaluation is done. If its score is the best so far, a save is requested.
@@ -113,7 +116,7 @@ class Cadence(Piggyback):
             raise ValueError(f"best must be one of the evaluator's metrics {sorted(metrics)}, got {self.best!r}{hint}")
         if self.score_of(update) is None:
             self._score = update, float(metrics[self.best])
-            self._is_requested |= self._retention.is_better(self._score[1], self._best_score)
+            self._is_requested |= self._retention.is_better(self._score[1], self.best_score)
 
     def note_resumed(self, manifest: Manifest) -> None:
         """The run resumes from a checkpoint, whose parameters may have a score."""
