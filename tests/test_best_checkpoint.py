@@ -135,7 +135,7 @@ def test_of_several_evaluations_after_one_update_the_first_counts(tmp_path: Path
 
 @pytest.mark.parametrize("asynchronous", [True, False], ids=["beside the run", "in the run"])
 def test_a_best_that_could_not_be_written_is_not_the_best(asynchronous: bool, tmp_path: Path) -> None:
-    """The disk fails for the best of all, and the run trains on: the next best is kept, though it does not beat the lost one."""
+    """The disk fails for the best of all, and the run trains on: the next best is kept, though the lost one was better."""
 
     class FailsOnce(small_checkpoints.QuickDisk):
         files = 0
