@@ -1088,6 +1088,17 @@ def test_the_command(tmp_path: Path, capsys: Any) -> None:
     assert "no checkpoint in" in capsys.readouterr().out
 
 
+def test_the_command_says_what_was_set_aside(tmp_path: Path, capsys: Any) -> None:
+    """A directory in which all were found damaged is not like an empty one, and neither is verified."""
+    damaged = tmp_path / "damaged-update-00000004-12ab"
+    damaged.mkdir()
+    assert main(["list", str(tmp_path)]) == 0
+    assert f"{damaged.name}  damaged, and renamed by an earlier start\n" in capsys.readouterr().out
+    assert main(["verify", str(tmp_path)]) == 1
+    damaged.rmdir()
+    assert main(["verify", str(tmp_path)]) == 1
+
+
 def test_the_run_does_not_wait_for_the_disk(tmp_path: Path) -> None:
     """While a write is blocked, updates continue until the next save, and what is written then is the state at the save."""
     trainer, model = make()
