@@ -9,6 +9,7 @@ import subprocess
 import sys
 import zlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -776,6 +777,43 @@ class Half:
 
     def __call__(self) -> None:
         """So that it can be a handler."""
+
+
+class Adds:
+    """A handler that is called with a number."""
+
+    def __init__(self) -> None:
+        self.total = 0
+
+    def __call__(self, number: int) -> None:
+        self.total += number
+
+    def add(self, number: int) -> None:
+        self.total += number
+
+    def state_dict(self) -> Any:
+        return {"total": self.total}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.total = state["total"]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [lambda adds: partial(adds, 2), lambda adds: partial(adds.add, 2), lambda adds: partial(partial(adds.add), number=2)],
+    ids=["object", "method", "twice"],
+)
+def test_the_owner_of_a_partial_is_saved(given: Any, tmp_path: Path) -> None:
+    """An object of which a method is attached with some of its arguments; and no longer when it is taken off."""
+    for updates in (3, 5):
+        trainer, adds = build(tmp_path), Adds()
+        trainer.add_event_handler(Events.ITERATION_COMPLETED, handler := given(adds))
+        trainer.run(LOADER, max_iters=updates)
+        assert adds.total == 2 * updates
+    trainer.remove_event_handler(handler, Events.ITERATION_COMPLETED)
+    trainer.run(LOADER, max_iters=6)
+    with CheckpointReader(sorted(tmp_path.glob("update-*"))[-1]) as stored:
+        assert "handlers/Adds" not in stored.names()
 
 
 def test_what_was_half_encoded_leaves_nothing_behind(tmp_path: Path) -> None:
