@@ -222,11 +222,17 @@ class Checkpoint(Handler):
                 an attached `Validation` runs. Any engine of Ignite.
 
         Raises:
-            ValueError: the trainer has a `Checkpoint` already, or `best` is given without an evaluator.
+            ValueError: the trainer has a `Checkpoint` already, or this one has a trainer, or `best` is given without an
+                evaluator.
             TypeError: the `state_dict` of an optimizer does not have the form of torch's.
         """
         if trainer._resume_with is not None:
             raise ValueError("a trainer must have one Checkpoint at most, got a second; give the first more cadences")
+        if self._run is not None:
+            raise ValueError(
+                "Checkpoint must be attached to one trainer, got a second; make another in a directory of its own, or pass the "
+                "second trainer to the first in to_save"
+            )
         if self.cadence.best is not None and evaluator is None:
             raise ValueError(f"best={self.cadence.best!r} needs an evaluator; pass attach(trainer, evaluator=...)")
         if self.cadence.best is not None:  # so that the score in a manifest can be read without the script

@@ -764,6 +764,36 @@ def test_one_checkpoint_to_a_trainer(tmp_path: Path) -> None:
         Checkpoint(tmp_path / "b").attach(trainer)
 
 
+def test_one_trainer_to_a_checkpoint(tmp_path: Path) -> None:
+    """It would save the state of the second whenever the first has trained."""
+    checkpoint = Checkpoint(tmp_path)
+    checkpoint.attach(make()[0])
+    with pytest.raises(ValueError, match=r"attached to one trainer, got a second; .* in to_save"):
+        checkpoint.attach(make()[0])
+
+
+@pytest.mark.parametrize("stop", [2, 4], ids=["within an epoch", "at its end"])
+def test_the_run_itself_among_the_additional_objects(stop: int, tmp_path: Path) -> None:
+    """As Ignite's Checkpoint wants them: all are in the checkpoint anyway, and the run resumes at its place in the data."""
+
+    def run(directory: Path, limits: list[int]) -> Any:
+        for limit in limits:
+            trainer, model = make()
+            seen.append([])
+            trainer.add_event_handler(
+                TrainEvents.MICRO_BATCH_STARTED,
+                lambda: seen[-1].append(trainer.state.num_micro_batches),  # noqa: B023
+            )
+            to_save = {"trainer": trainer, "model": model, "optimizer": trainer._stateful_parts["optimizer"]}
+            Checkpoint(directory, to_save=to_save).attach(trainer)
+            trainer.run(LOADER[:4], max_iters=limit)
+        return model.weight.tolist()
+
+    seen: list[list[int]] = []
+    assert run(tmp_path / "whole", [7]) == run(tmp_path / "parts", [stop, 7])
+    assert seen[0] == [*seen[1], *seen[2]]
+
+
 @pytest.mark.parametrize("asynchronous", [True, False])
 @pytest.mark.parametrize("on_error", ["raise", "warn"])
 def test_a_save_that_fails(on_error: str, asynchronous: bool, tmp_path: Path, caplog: Any) -> None:
