@@ -409,6 +409,22 @@ def test_what_the_script_sets_in_another_way_is_listed(tmp_path: Path, caplog: A
         assert line.count("->") == 2
 
 
+def test_what_is_frozen_now_and_was_not_is_listed(tmp_path: Path, caplog: Any) -> None:
+    """A handler that froze a part in update 2 is not called again in a resumed run, which then trains that part."""
+
+    def run(updates: int, frozen: int) -> list[str]:
+        trainer = build(tmp_path)
+        model: Any = trainer._stateful_parts["model"]
+        trainer.add_event_handler(Events.ITERATION_STARTED(once=2), lambda: model[frozen].requires_grad_(False))
+        caplog.clear()
+        trainer.run(LOADER, max_iters=updates)
+        return [line for line in logged(caplog) if "requires_grad" in line]
+
+    assert run(1, 0) == run(3, 0) == []
+    (line,) = run(4, 1)
+    assert "requires_grad of 0.weight and 1 more: False -> True (the script's is used)" in line
+
+
 def test_an_option_that_a_schedule_moves_has_not_changed(tmp_path: Path, caplog: Any) -> None:
     """The same script again does not warn, whatever its schedules and handlers have made of the rate."""
 

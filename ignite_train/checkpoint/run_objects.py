@@ -196,6 +196,10 @@ class RunObjects:
         assert isinstance(model, SavedModule)  # noqa: S101  # create_trainer passes a module
         return model
 
+    def frozen_parameters(self) -> list[str]:
+        """The names of the parameters of the trained model that have no gradients now."""
+        return [name for name, parameter in self.model.parameters() if not parameter.requires_grad]
+
     def parameter_names(self) -> dict[int, list[str]]:
         """All names of each parameter of the modules, by its `id`; those of the trained model come first."""
         names: dict[int, list[str]] = {}
