@@ -772,6 +772,26 @@ def test_one_trainer_to_a_checkpoint(tmp_path: Path) -> None:
         checkpoint.attach(make()[0])
 
 
+def test_a_state_that_draws_random_numbers_leaves_no_trace(tmp_path: Path) -> None:
+    """The run is the same with and without saves, and so is one that was resumed."""
+
+    class Draws(Remembers):
+        def state_dict(self) -> Any:
+            return float(torch.rand(()))
+
+    def run(directory: Path, limits: list[int], **options: Any) -> Any:
+        for limit in limits:
+            torch.manual_seed(4)
+            trainer, model = make(nn.Sequential(nn.Dropout(0.5), nn.Linear(2, 1)))
+            Checkpoint(directory, to_save={"draws": Draws()}, **options).attach(trainer)
+            trainer.run(LOADER, max_iters=limit)
+        return [model[1].weight.tolist(), torch.get_rng_state().tolist()]
+
+    whole = run(tmp_path / "whole", [7], every=100)
+    assert run(tmp_path / "often", [7], every=1) == whole
+    assert run(tmp_path / "parts", [3, 7], every=2) == whole
+
+
 @pytest.mark.parametrize("stop", [2, 4], ids=["within an epoch", "at its end"])
 def test_the_run_itself_among_the_additional_objects(stop: int, tmp_path: Path) -> None:
     """As Ignite's Checkpoint wants them: all are in the checkpoint anyway, and the run resumes at its place in the data."""
