@@ -19,7 +19,7 @@ from ignite_train.checkpoint.directory import Contents, together
 from ignite_train.checkpoint.disk import refuse_other_systems
 from ignite_train.checkpoint.held_state import HeldState
 from ignite_train.checkpoint.inspection import best
-from ignite_train.checkpoint.manifest import Manifest
+from ignite_train.checkpoint.manifest import Manifest, seal
 from ignite_train.checkpoint.resume import Resumption, log_how_exact
 from ignite_train.checkpoint.retention import Retention
 from ignite_train.checkpoint.run_objects import SavedRun, checked_objects
@@ -77,7 +77,8 @@ class Checkpoint(Handler):
             always saved.
         keep: how many of the newest checkpoints stay.
         keep_every: checkpoints whose update is a multiple of this are never removed.
-        best: name of a metric of the evaluator. Whenever it is the best so far, that state is saved too.
+        best: name of a metric of the evaluator. Whenever it is the best so far, that state is saved too. Of several evaluations
+            after the same update the first counts.
         mode: whether the best is the `"min"` or the `"max"`.
         keep_best: how many of the best checkpoints stay.
         to_save: more objects with `state_dict` and `load_state_dict`, by name. They must be equal on all ranks, since rank 0
@@ -149,6 +150,7 @@ class Checkpoint(Handler):
             best=positive_int("keep_best", keep_best),
             lower_is_better=one_of("mode", mode, ("min", "max")) == "min",
             every=None if keep_every is None else positive_int("keep_every", keep_every),
+            metric=best,
         )
         self.cadence = Cadence(
             every=every, every_seconds=every_seconds, every_epochs=every_epochs, best=best, retention=retention
@@ -220,11 +222,17 @@ class Checkpoint(Handler):
                 an attached `Validation` runs. Any engine of Ignite.
 
         Raises:
-            ValueError: the trainer has a `Checkpoint` already, or `best` is given without an evaluator.
+            ValueError: the trainer has a `Checkpoint` already, or this one has a trainer, or `best` is given without an
+                evaluator.
             TypeError: the `state_dict` of an optimizer does not have the form of torch's.
         """
         if trainer._resume_with is not None:
             raise ValueError("a trainer must have one Checkpoint at most, got a second; give the first more cadences")
+        if self._run is not None:
+            raise ValueError(
+                "Checkpoint must be attached to one trainer, got a second; make another in a directory of its own, or pass the "
+                "second trainer to the first in to_save"
+            )
         if self.cadence.best is not None and evaluator is None:
             raise ValueError(f"best={self.cadence.best!r} needs an evaluator; pass attach(trainer, evaluator=...)")
         if self.cadence.best is not None:  # so that the score in a manifest can be read without the script
@@ -257,6 +265,7 @@ class Checkpoint(Handler):
         with self.saver.holding():
             self.restore(resume)
             yield
+            self._attached()[1].finish()
 
     def restore(self, resume: str | Path) -> None:
         """Puts the run back to the state that `resume` names. `trainer.run` calls it; see there. Collective.
@@ -274,7 +283,7 @@ class Checkpoint(Handler):
         self._rules.begin(run, self._held.names(run.engines))
         manifest = resumption.restore(resume)
         if manifest is not None:
-            self.cadence.note_score(manifest.update, manifest.score)
+            self.cadence.note_resumed(manifest)
 
     def _start(self, trainer: Trainer) -> None:
         """When `run` begins: prepares saving, and says what may not be exact."""
@@ -284,10 +293,7 @@ class Checkpoint(Handler):
         if collectives.is_main_rank() and not self._has_warned and trainer.state.dataloader is not None:
             log_how_exact(trainer.state.dataloader)
         self._has_warned = True
-        best = None
-        if self.cadence.best is not None:
-            best = together(collectives.gather_objects, "looking for the best checkpoint", self._best_on_disk)[0]
-        self.cadence.start(best)
+        self.cadence.start(None if self.cadence.best is None else self._best_on_disk())
 
     def _follow_evaluations(self) -> None:
         """Looks at the score after all other handlers of the evaluation. On a stock engine it is moved to the end."""
@@ -303,8 +309,13 @@ class Checkpoint(Handler):
             evaluator.append_event_handler(event, self._after_evaluation)
 
     def _best_on_disk(self) -> float | None:
-        found = self.saver.directory.scan()[0] if collectives.is_main_rank() else []
-        return self.saver.retention.best_of([manifest for _, manifest in found])
+        """The best score of the checkpoints in the directory, as rank 0 sees it; None if none has one. Collective."""
+
+        def look() -> float | None:
+            found = self.saver.directory.scan()[0] if collectives.is_main_rank() else []
+            return self.saver.retention.best_of([manifest for _, manifest in found])
+
+        return together(collectives.gather_objects, "looking for the best checkpoint", look)[0]
 
     def _put_back(self, trainer: Trainer) -> None:
         """After all other handlers of STARTED. In the middle of an epoch EPOCH_STARTED follows, where metrics reset."""
@@ -313,14 +324,19 @@ class Checkpoint(Handler):
         if trainer.state_dict()["epoch_iteration"] == 0:
             resumption.put_back_objects()
 
-    def _try_out(self) -> None:
+    def _try_out(self, trainer: Trainer) -> None:
         """After all other handlers of STARTED: an error that each save would meet is found before the first batch."""
+        seal(self._manifest(trainer))
         self.saver.try_out(self._capture())
 
     # --- when the run is saved --------------------------------------------------------------------------------------------
 
     def _after_evaluation(self, evaluator: Engine) -> None:
         run, _ = self._attached()
+        if self.saver.warns:
+            self.saver.wait()  # the best may be in a save that fails
+        if self.saver.has_lost_one:
+            self.cadence.best_score, self.saver.has_lost_one = self._best_on_disk(), False
         self.cadence.note_evaluation(run.trainer.state.iteration, evaluator.state.metrics)
 
     def _after_update(self, trainer: Trainer) -> None:
@@ -334,6 +350,7 @@ class Checkpoint(Handler):
 
     def _at_end(self) -> None:
         """Saves the last state if it is not saved yet, and waits until it is on the disk."""
+        self._attached()[1].put_back_objects()  # where the run was stopped before its epoch was continued
         if self.cadence.is_due_at_end(self._moment()):
             self._save(is_last=True)
         with self._attached()[0].trainer._within("checkpoint"):
@@ -348,16 +365,17 @@ class Checkpoint(Handler):
     def save(self) -> None:
         """Saves the run: from a handler, at the end of the running update or epoch, after all else there; between runs at once.
 
-        Collective.
+        Between runs it is on the disk when this returns. Collective.
 
         Raises:
-            CheckpointError: the save before failed, or some state cannot be stored.
+            CheckpointError: the save before failed, or some state cannot be stored; or, between runs, this save failed.
             RuntimeError: `attach` was not called.
         """
         if self._is_running:
             self.cadence.request()
         else:
             self._save()
+            self.saver.wait()  # no training runs beside it, and the process may end next
 
     # --- saving -----------------------------------------------------------------------------------------------------------
 
@@ -368,7 +386,7 @@ class Checkpoint(Handler):
             for trainer in (run.trainer, *run.trainers.values()):
                 trainer.verify_ranks()  # a state on which the ranks do not agree must not be saved
             self.saver.save(self._capture(), self._manifest(run.trainer), is_last=is_last)
-        self.cadence.note_save(self._moment(), started)
+        self.cadence.note_save(self._moment(), run.trainer.state.iteration, started)
         self.held_seconds = time.monotonic() - started
         self.total_held_seconds += self.held_seconds
 

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from ignite_train.arguments import check_same_model, check_state_dict, describe, one_of, positive_int
 from ignite_train.errors import NonFiniteError
 from ignite_train.handler import Handler
-from ignite_train.model.optimizers import parts_as_optimizers
+from ignite_train.model.optimizers import load_optimizer_state, parts_as_optimizers
 from ignite_train.ranks import collectives
 from ignite_train.ranks.mean_over_ranks import mean_over_ranks
 from ignite_train.trainer import Trainer
@@ -146,7 +146,7 @@ class OuterOptimizer(Handler):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes it over.
+        """Takes it over, with the options of the outer optimizer, and warns of those that the script sets to other values.
 
         Raises:
             ValueError: it is of another model.
@@ -154,10 +154,26 @@ class OuterOptimizer(Handler):
         check_state_dict("OuterOptimizer", state_dict, ("optimizer", "weights", "num_outer_steps"), ("num_outer_steps",))
         saved = state_dict["weights"]
         check_same_model(saved, self._weights)
-        self.optimizer.load_state_dict(state_dict["optimizer"])
+        self._warn_of_options(state_dict["optimizer"])
+        load_optimizer_state(self.optimizer, state_dict["optimizer"])
         self.num_outer_steps = state_dict["num_outer_steps"]
         for name, value in self._weights.items():
             value.copy_(saved[name])
+
+    def _warn_of_options(self, saved: Mapping[str, Any]) -> None:
+        """Says which options of the script a loaded state replaces."""
+        pairs = zip(self.optimizer.param_groups, saved["param_groups"], strict=False)
+        changes = {
+            f"{key}: {other[key]!r} -> {group[key]!r}"
+            for group, other in pairs
+            for key in group.keys() & other.keys() - {"params", "param_names"}
+            if other[key] != group[key]
+        }
+        if changes and collectives.is_main_rank():
+            _logger.warning(
+                f"OuterOptimizer: the script has changed {', '.join(sorted(changes))}, and the checkpoint's values are used; "
+                "set them in optimizer.param_groups in a handler of ITERATION_STARTED to use the script's"
+            )
 
     def _take_parameters(self, model: nn.Module) -> None:
         """Finds the parameters of the optimizers inside, which the outer one must have too, by their names."""
@@ -286,7 +302,7 @@ class _Replica:
             )
         self._outer._num_updates, self._trainer._ranks_are_alike = num_updates, num_updates == 0
         for optimizer, state in zip(self._outer._inside, state_dict.get("optimizers", ()), strict=False):
-            optimizer.load_state_dict(state)
+            load_optimizer_state(optimizer, state)
         with torch.no_grad():
             for name, value in state_dict.get("weights", {}).items():
                 self._outer._parameters[name].copy_(value)

@@ -538,8 +538,10 @@ class Trainer(SessionLoop):
         check_state_dict("Trainer", state_dict, [*counters, *_LIMITS, "ended", "update", *self.state_dict_user_keys], counters)
         for key in (key for key in ("max_epochs", "max_iters") if state_dict[key] is not None):
             positive_int(f"state_dict[{key!r}]", state_dict[key])
+        carried = Carried()
+        carried.load_state_dict(state_dict.get("carried", carried.state_dict()))  # earlier versions had none
         self._update.load_state_dict(state_dict["update"])
-        self.state.carried.load_state_dict(state_dict.get("carried", Carried().state_dict()))  # earlier versions had none
+        self.state.carried.load_state_dict(carried.state_dict())
         self._groups, self._position, self._kept = None, {}, None
         if self._stream is not None:  # its place must be found again
             self._stream = self._as_stream(self._stream.data, self._stream.updates_per_epoch)

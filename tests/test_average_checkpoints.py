@@ -14,6 +14,8 @@ from torch import nn
 from bits import bit_by_bit
 from ignite_train import CheckpointError, create_trainer
 from ignite_train.checkpoint import average_checkpoints, consolidate, find, load_weights
+from ignite_train.checkpoint.manifest import read_manifest
+from ignite_train.errors import DamagedCheckpointError, UnreadableCheckpointError
 from ignite_train.handlers import Checkpoint
 
 DATA = [torch.randn(4, 3, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
@@ -67,6 +69,36 @@ def test_checkpoints_and_files_by_their_paths(tmp_path: Path) -> None:
     mean = average_checkpoints([paths[0], tmp_path / "second.pt", str(tmp_path / "third.pt")])
     assert torch.equal(mean["0.weight"], exact_mean(states[:3], "0.weight").float())
     assert bit_by_bit(average_checkpoints([paths[3]])) == bit_by_bit(states[3])
+
+
+def test_the_last_are_those_that_were_written_last(tmp_path: Path) -> None:
+    """After the run went back to an earlier checkpoint, those of the abandoned part with more updates are not the last."""
+    train(tmp_path)
+    early = find(tmp_path)[0]
+    model = net()
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.5), lambda model, x: model(x).square().mean())
+    Checkpoint(tmp_path, every_epochs=1, keep=9, asynchronous=False, script_wins=("lr",)).attach(trainer)
+    trainer.run(DATA, max_epochs=3, resume=early.path)
+    assert [entry.manifest.epoch for entry in find(tmp_path) if entry.manifest] == [1, 4, 5, 2, 3]
+    last = [entry.path for entry in find(tmp_path)][-2:]
+    assert bit_by_bit(average_checkpoints(tmp_path, last=2)) == bit_by_bit(average_checkpoints(last))
+
+
+@pytest.mark.parametrize("error", [DamagedCheckpointError, UnreadableCheckpointError], ids=["damaged", "unreadable"])
+def test_one_that_cannot_be_read_is_not_passed_over(error: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be one of the last."""
+    train(tmp_path)
+    newest = find(tmp_path)[-1].path
+
+    def read(checkpoint: Path) -> Any:
+        if checkpoint == newest:
+            raise error(str(checkpoint), "on purpose")
+        return read_manifest(checkpoint)
+
+    for module in ("directory", "reader"):
+        monkeypatch.setattr(f"ignite_train.checkpoint.{module}.read_manifest", read)
+    with pytest.raises(error, match="on purpose"):
+        average_checkpoints(tmp_path, last=2)
 
 
 @pytest.mark.parametrize(

@@ -757,6 +757,12 @@ def changed(**changes: Any) -> Callable[[dict[str, Any]], Any]:
     return lambda state: state | changes
 
 
+def another_scale(state: dict[str, Any], in_a_row: Any = None, **changes: Any) -> dict[str, Any]:
+    """With a loss scale that could be taken over, and something else that cannot."""
+    update = {**state["update"], "in_a_row": in_a_row or {}}
+    return state | {"update": update | {"loss_scaling": update["loss_scaling"] | {"scale": 4.0}}} | changes
+
+
 @cases(
     Case("none", lambda state: None, TypeError, "state_dict", "None"),
     Case("list", lambda state: list(state), TypeError, "state_dict", "list"),
@@ -788,6 +794,8 @@ def changed(**changes: Any) -> Callable[[dict[str, Any]], Any]:
     ),
     Case("update-empty", changed(update={}), ValueError, "state_dict['update']", "loss_scaling"),
     Case("update-none", changed(update=None), (ValueError, TypeError), "state_dict['update']", "None"),
+    Case("carried", lambda state: another_scale(state, carried={"values": {}}), ValueError, "Carried", "devices"),
+    Case("in-a-row", lambda state: another_scale(state, in_a_row={"was skipped": -1}), ValueError, "was skipped", "-1"),
     Case("scaling", changed(update={"loss_scaling": {"scale": 8.0}}), ValueError, "TorchLossScaling", "good_updates", "scale"),
 )
 def test_damaged_states(case):

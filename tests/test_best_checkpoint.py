@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import cuts
 import small_checkpoints
 from bits import bit_by_bit
 from ignite_train import CheckpointError, create_evaluator, create_trainer
-from ignite_train.checkpoint import best
+from ignite_train.checkpoint import best, find
 from ignite_train.checkpoint.inspection import main
 from ignite_train.handlers import Checkpoint, Validation
 from ranks import run_ranks
@@ -73,6 +74,100 @@ def test_of_equal_scores_the_newest(tmp_path: Path) -> None:
     trainer, checkpoint, _, _ = job(tmp_path, scores=[2.0, 1.0, 1.0, 3.0])
     trainer.run(cuts.cut(cuts.samples(), [8] * 4), max_epochs=1)
     assert checkpoint.best.path.name == "update-00000003"
+
+
+def scored(
+    directory: Path, scores: dict[int, float], updates: int, *, metric: str = "loss", disk: Any = None, **options: Any
+) -> Checkpoint:
+    """A run that saves only at its end and for its scores, which are given by the update after which it evaluates."""
+    model = cuts.linear()
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.01), cuts.forward)
+    evaluator = create_evaluator(model, cuts.forward)
+    evaluator.add_event_handler(
+        Events.EPOCH_COMPLETED, lambda: evaluator.state.metrics.update({metric: scores[trainer.state.iteration]})
+    )
+    checkpoint = Checkpoint(directory, every=10**6, keep=1, best=metric, **options)
+    checkpoint.saver.disk = disk or checkpoint.saver.disk
+    checkpoint.attach(trainer, evaluator=evaluator)
+
+    @trainer.on(Events.STARTED | Events.ITERATION_COMPLETED)
+    def evaluate() -> None:
+        if trainer.state.iteration in scores:
+            evaluator.run(cuts.cut(cuts.samples(), [4]))
+
+    trainer.run(cuts.cut(cuts.samples(), [4] * 8), max_iters=updates)
+    return checkpoint
+
+
+def scores_in(directory: Path) -> dict[int, float | None]:
+    return {entry.manifest.update: entry.manifest.score for entry in find(directory) if entry.manifest}
+
+
+def test_the_score_of_weights_that_were_not_saved_is_not_the_best(tmp_path: Path) -> None:
+    """The weights of the beginning are the best of all; the best that there are on the disk is kept."""
+    checkpoint = scored(tmp_path, {0: 0.1, 1: 0.5, 2: 0.4, 3: 0.6}, 4)
+    assert scores_in(tmp_path) == {2: 0.4, 4: None}
+    assert checkpoint.best == (tmp_path / "update-00000002", 0.4)
+
+
+@pytest.mark.parametrize("score", [float("-inf"), float("nan")], ids=str)
+def test_a_score_that_is_not_finite_is_not_the_best(score: float, tmp_path: Path) -> None:
+    """No checkpoint has it, so it must not keep later ones from being the best."""
+    scored(tmp_path, {1: 5.0, 2: score, 3: 3.0, 4: 4.0}, 5)
+    assert scores_in(tmp_path) == {3: 3.0, 5: None}
+
+
+def test_of_several_evaluations_after_one_update_the_first_counts(tmp_path: Path) -> None:
+    """A test set at the end, evaluated by the evaluator of the validation, does not decide which weights are the best."""
+    trainer, checkpoint, _, _ = job(tmp_path, scores=[2.0, 1.0, 3.0])
+    evaluator = checkpoint._attached()[0].evaluator
+    assert evaluator is not None
+    test_score = evaluator.append_event_handler(  # type: ignore[attr-defined]
+        Events.EPOCH_COMPLETED, lambda: trainer.should_terminate and evaluator.state.metrics.update(loss=0.5)
+    )
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), lambda: trainer.terminate())
+    trainer.add_event_handler(Events.COMPLETED, lambda: evaluator.run(cuts.cut(cuts.samples(), [4])))
+    trainer.run(cuts.cut(cuts.samples(), [8] * 4), max_epochs=1)
+    test_score.remove()
+    assert scores_in(tmp_path) == {1: 2.0, 2: 1.0, 3: 3.0}
+    assert checkpoint.best == (tmp_path / "update-00000002", 1.0)
+
+
+@pytest.mark.parametrize("asynchronous", [True, False], ids=["beside the run", "in the run"])
+def test_a_best_that_could_not_be_written_is_not_the_best(asynchronous: bool, tmp_path: Path) -> None:
+    """The disk fails for the best of all, and the run trains on: the next best is kept, though the lost one was better."""
+
+    class FailsOnce(small_checkpoints.QuickDisk):
+        files = 0
+
+        def create(self, path: Path) -> int:
+            self.files += path.suffix == ".bin"
+            if self.files == 2 and path.suffix == ".bin":
+                raise OSError(errno.EIO, "on purpose")
+            return super().create(path)
+
+    scores = {1: 5.0, 2: 1.0, 3: 2.0, 4: 3.0}
+    scored(tmp_path, scores, 5, disk=FailsOnce(), on_error="warn", asynchronous=asynchronous)
+    assert scores_in(tmp_path) == {3: 2.0, 5: None}
+
+
+def test_scores_of_another_metric_do_not_compete(tmp_path: Path) -> None:
+    """The script names another metric: its best are found, and the best by the one before stays too."""
+    scored(tmp_path, {1: 2.5, 2: 1.5, 3: 2.0}, 3)
+    assert scores_in(tmp_path) == {2: 1.5, 3: 2.0}
+    checkpoint = scored(tmp_path, {3: 0.2, 4: 0.3, 5: 0.9, 6: 0.5}, 7, metric="accuracy", mode="max")
+    assert scores_in(tmp_path) == {2: 1.5, 5: 0.9, 7: None}
+    assert checkpoint.best == (tmp_path / "update-00000005", 0.9)
+
+
+def test_without_a_metric_the_best_of_the_script_before_stays(tmp_path: Path) -> None:
+    """The script says nothing of the best any more: those with a high score are not taken for the worst."""
+    scored(tmp_path, {1: 0.2, 2: 0.9, 3: 0.5}, 3, metric="accuracy", mode="max")
+    model = cuts.linear()
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.01), cuts.forward)
+    Checkpoint(tmp_path, every=1, keep=1).attach(trainer)
+    trainer.run(cuts.cut(cuts.samples(), [4] * 8), max_iters=5)
+    assert scores_in(tmp_path) == {2: 0.9, 5: None}
 
 
 def test_without_a_best(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -62,6 +62,29 @@ def in_thread(numbers: Numbers) -> ResumableLoader:
     return ResumableLoader(numbers, 1, shuffle=True, seed=7, fetch_in_thread=True)
 
 
+class OneState:
+    """A loader whose state is one object that it changes, and not a copy of it."""
+
+    def __init__(self, numbers: Numbers) -> None:
+        self.numbers, self.state, self.loaded = numbers, {"next": 0}, {"next": 0}
+
+    def __iter__(self) -> Iterator[Tensor]:
+        self.state, self.loaded = self.loaded, {"next": 0}
+        return self.rest()
+
+    def rest(self) -> Iterator[Tensor]:
+        while self.state["next"] < SAMPLES:
+            sample = self.numbers[self.state["next"]][None]
+            self.state["next"] += 1
+            yield sample
+
+    def state_dict(self) -> dict[str, int]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.loaded = state
+
+
 LOADERS = {make.__name__: make for make in (Iterable, from_own, from_process, resumable, in_thread)}
 
 
@@ -155,6 +178,15 @@ def test_no_micro_batch_is_lost_or_repeated(loader, length, steps, part):
         if found != expected and (length is None or loader != "from_process"):  # which shuffles a later pass differently
             different.append(place)
     assert different == []
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("stop", ["error", "terminate"])
+def test_a_loader_that_changes_the_state_that_it_gave(stop, steps, monkeypatch):
+    """Its micro-batches are repeated too: the state before them was copied."""
+    monkeypatch.setitem(LOADERS, "OneState", OneState)
+    for number in range(1, 2 * -(-SAMPLES // steps)):
+        assert train("OneState", None, steps, stop, "GRADIENTS_READY", number) == undisturbed("OneState", None, steps)
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from ignite_train import CheckpointError, ResumableLoader, Trainer, TrainEvents, create_evaluator, create_trainer
+from ignite_train.checkpoint import load_weights
 from ignite_train.checkpoint.inspection import find, main
 from ignite_train.handlers import Checkpoint, LearningRateSchedule, TrainingMetrics, Validation
 from processes import DEADLINE_SECONDS
@@ -137,7 +138,6 @@ def test_by_hand(tmp_path: Path) -> None:
     trainer.run(LOADER, max_iters=3)
     assert names(tmp_path) == ["2", "3"]
     checkpoint.save()
-    checkpoint.saver.wait()
     assert [path.name for path in tmp_path.glob("*3*")] == ["update-00000003.1"]  # it took the place of the one before
     fresh, _ = make(accumulation_steps=2)
     again = Remembers([])
@@ -157,10 +157,52 @@ def test_by_hand_before_the_first_run(tmp_path: Path) -> None:
         checkpoint.attach(trainer)
         if not trained:
             checkpoint.save()
-            checkpoint.saver.wait()
         trainer.run(LOADER, max_iters=2, resume="auto" if not trained else tmp_path / "update-00000000")
         trained.append(model.weight.tolist())
     assert trained[0] == trained[1]
+
+
+def test_by_hand_between_runs_it_is_on_the_disk_at_once(tmp_path: Path, monkeypatch: Any) -> None:
+    """The process may end next, and its threads with it."""
+    trainer, _ = make()
+    checkpoint = Checkpoint(tmp_path)
+    checkpoint.attach(trainer)
+    trainer.run(LOADER, max_iters=2)
+    is_awaited = threading.Event()
+    wait, rename = checkpoint.saver.wait, checkpoint.saver.disk.rename
+
+    def note_wait(**options: Any) -> None:
+        if checkpoint.saver.is_writing:
+            is_awaited.set()
+        wait(**options)
+
+    def rename_then(source: Path, target: Path) -> None:
+        is_awaited.wait(DEADLINE_SECONDS)
+        rename(source, target)
+
+    monkeypatch.setattr(checkpoint.saver, "wait", note_wait)
+    monkeypatch.setattr(checkpoint.saver.disk, "rename", rename_then)
+    checkpoint.save()
+    was_awaited = is_awaited.is_set()
+    is_awaited.set()
+    wait()
+    assert was_awaited
+
+
+def test_the_end_is_saved_though_an_earlier_run_came_as_far(tmp_path: Path) -> None:
+    """A trainer that goes back to an earlier checkpoint and then trains with another rate ends with other weights."""
+    trainer, model = make()
+    Checkpoint(tmp_path, every=100, keep=9).attach(trainer)
+    trainer.run(LOADER, max_iters=2)
+    trainer.run(LOADER, max_iters=4)
+    optimizer: Any = trainer._stateful_parts["optimizer"]
+    trainer.add_event_handler(Events.ITERATION_STARTED, lambda: optimizer.param_groups[0].update(lr=0.5))
+    trainer.run(LOADER, max_iters=4, resume=tmp_path / "update-00000002")
+    assert [path.name for path in sorted(tmp_path.glob("update-*"))] == ["update-00000002", "update-00000004.1"]
+    fresh, resumed = make()
+    Checkpoint(tmp_path).attach(fresh)
+    fresh.run(LOADER, max_iters=4)
+    assert torch.equal(resumed.weight, model.weight)  # type: ignore[arg-type]
 
 
 def test_a_handler_attached_later_still_runs_before_it(tmp_path: Path) -> None:
@@ -386,6 +428,43 @@ def test_a_finished_run_does_nothing_until_the_limit_is_raised(tmp_path: Path, c
     assert trainer.state.iteration == 18
 
 
+def test_what_the_script_changes_after_a_finished_run_is_kept(tmp_path: Path) -> None:
+    """Also where the run was finished by an earlier process, so that this one has restored it and done nothing."""
+    ended = []
+    for name, process in (("first", 1), ("second", 1), ("second", 2)):
+        trainer, model = make()
+        Checkpoint(tmp_path / name).attach(trainer)
+        trainer.run(LOADER, max_epochs=1)
+        if (name, process) == ("second", 1):
+            continue
+        with torch.no_grad():
+            model.weight.zero_()  # type: ignore[operator, union-attr]
+        trainer.run(LOADER, max_epochs=2)
+        ended.append(model.weight.tolist())  # type: ignore[operator, union-attr]
+    assert ended[0] == ended[1]
+
+
+def test_stopped_before_its_epoch_is_continued_a_run_saves_what_it_restored(tmp_path: Path) -> None:
+    """What handlers of STARTED draw in a run that another one of them ends at once is not in its checkpoint."""
+
+    def run(directory: Path, limits: list[int]) -> Any:
+        for number, limit in enumerate(limits):
+            torch.manual_seed(number)
+            trainer, model = make(nn.Sequential(nn.Dropout(0.5), nn.Linear(2, 1)))
+            torch.nn.init.ones_(model[1].weight)
+            torch.nn.init.ones_(model[1].bias)
+            Checkpoint(directory).attach(trainer)
+            trainer.add_event_handler(Events.STARTED, lambda: torch.rand(3))
+            if limit == 0:
+                trainer.add_event_handler(Events.STARTED, trainer.terminate)
+            trainer.run(LOADER, max_iters=limit or 5)
+        return {**model.state_dict(), "generator": torch.get_rng_state()}
+
+    whole = run(tmp_path / "whole", [5])
+    parts = run(tmp_path / "parts", [2, 0, 5])
+    assert all(torch.equal(parts[name], value) for name, value in whole.items())
+
+
 @pytest.mark.slow
 def test_saved_and_loaded_again_and_again(tmp_path: Path, bits: Any) -> None:
     """In one process: going back to the same checkpoint gives the same run each time, and saves continue to work."""
@@ -453,6 +532,18 @@ def test_what_cannot_be_stored_names_its_place(tmp_path: Path) -> None:
     assert [*tmp_path.iterdir()] == []
 
 
+def test_a_config_that_cannot_be_stored_is_found_before_the_first_update(tmp_path: Path) -> None:
+    """It stands in the manifest, which is written last."""
+    deep: dict[str, Any] = {}
+    for _ in range(99):
+        deep = {"inner": deep}
+    trainer, _ = make()
+    Checkpoint(tmp_path, config=deep).attach(trainer)
+    with pytest.raises(CheckpointError, match=r"config.* cannot be stored: it is nested deeper than 64"):
+        trainer.run(LOADER, max_epochs=1)
+    assert trainer.state.iteration == 0
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "schedule",
@@ -480,6 +571,40 @@ def test_schedules_with_nested_state(schedule: Any, tmp_path: Path) -> None:
         return rates
 
     assert run(tmp_path, [2, 5, 9]) == run(None, [9])
+
+
+@pytest.mark.parametrize("stop", [2, 4], ids=["within an epoch", "at its end"])
+def test_the_extra_state_of_a_module_is_put_back_whole(stop: int, tmp_path: Path) -> None:
+    """An evaluation in STARTED appends to the list that the module was given; a resumed run has as many entries."""
+
+    class Counting(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(2, 1)
+            self.seen: list[int] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen.append(len(self.seen))
+            return super().forward(x)
+
+        def get_extra_state(self) -> Any:
+            return {"seen": list(self.seen)}
+
+        def set_extra_state(self, state: Any) -> None:
+            self.seen = state["seen"]
+
+    def run(directory: Path, limits: list[int]) -> list[int]:
+        for limit in limits:
+            trainer, model = make(Counting())
+            evaluator = create_evaluator(model, forward)
+            Checkpoint(directory).attach(trainer)
+            if len(limits) == 1 or limit > limits[0]:
+                trainer.add_event_handler(Events.STARTED, lambda: evaluator.run(LOADER[:1]))  # noqa: B023
+            trainer.run(LOADER[:4], max_iters=limit)
+        return model.seen
+
+    once = run(tmp_path / "whole", [6])
+    assert len(once) == 7
+    assert run(tmp_path / "parts", [stop, 6]) == once[:6]  # restored after STARTED, as the random generators are
 
 
 def test_own_objects_and_user_keys(tmp_path: Path) -> None:
@@ -570,6 +695,35 @@ def test_tied_weights_are_stored_once_and_stay_tied(tmp_path: Path) -> None:
     assert other[2].weight is other[1].weight
 
 
+def test_weights_that_were_not_tied_are_not_loaded_into_tied_ones(tmp_path: Path) -> None:
+    """Frozen, so that no optimizer tells the difference; the last of the two names would win. The other way is no loss."""
+
+    def build(*, tied: bool) -> nn.Sequential:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 1))
+        if tied:
+            model[1].weight = model[0].weight
+        model[:2].requires_grad_(False)
+        return model
+
+    def run(directory: Path, updates: int, *, tied: bool) -> Any:
+        model = build(tied=tied)
+        trainer = create_trainer(model, torch.optim.SGD(model[2].parameters(), lr=0.01), forward)
+        Checkpoint(directory).attach(trainer)
+        trainer.run(LOADER, max_iters=updates)
+        return model
+
+    run(tmp_path / "untied", 2, tied=False)
+    with pytest.raises(CheckpointError, match=r"'0.weight' and '1.weight' are one tensor in this run, and differ there"):
+        run(tmp_path / "untied", 4, tied=True)
+    model: Any = build(tied=True)
+    before = model[0].weight.clone()
+    with pytest.raises(CheckpointError, match="are one tensor in this run"):
+        load_weights(model, tmp_path / "untied")
+    assert torch.equal(model[0].weight, before)
+    expected = run(tmp_path / "tied", 2, tied=True)[0].weight
+    assert torch.equal(run(tmp_path / "tied", 4, tied=False)[1].weight, expected)
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("first", "second"), [("whole", "none"), ("part", "none"), ("none", "whole"), ("whole", "part")])
 def test_compiled_or_not(first: str, second: str, tmp_path: Path) -> None:
@@ -608,6 +762,56 @@ def test_one_checkpoint_to_a_trainer(tmp_path: Path) -> None:
     Checkpoint(tmp_path).attach(trainer)
     with pytest.raises(ValueError, match="one Checkpoint at most, got a second"):
         Checkpoint(tmp_path / "b").attach(trainer)
+
+
+def test_one_trainer_to_a_checkpoint(tmp_path: Path) -> None:
+    """It would save the state of the second whenever the first has trained."""
+    checkpoint = Checkpoint(tmp_path)
+    checkpoint.attach(make()[0])
+    with pytest.raises(ValueError, match=r"attached to one trainer, got a second; .* in to_save"):
+        checkpoint.attach(make()[0])
+
+
+def test_a_state_that_draws_random_numbers_leaves_no_trace(tmp_path: Path) -> None:
+    """The run is the same with and without saves, and so is one that was resumed."""
+
+    class Draws(Remembers):
+        def state_dict(self) -> Any:
+            return float(torch.rand(()))
+
+    def run(directory: Path, limits: list[int], **options: Any) -> Any:
+        for limit in limits:
+            torch.manual_seed(4)
+            trainer, model = make(nn.Sequential(nn.Dropout(0.5), nn.Linear(2, 1)))
+            Checkpoint(directory, to_save={"draws": Draws()}, **options).attach(trainer)
+            trainer.run(LOADER, max_iters=limit)
+        return [model[1].weight.tolist(), torch.get_rng_state().tolist()]
+
+    whole = run(tmp_path / "whole", [7], every=100)
+    assert run(tmp_path / "often", [7], every=1) == whole
+    assert run(tmp_path / "parts", [3, 7], every=2) == whole
+
+
+@pytest.mark.parametrize("stop", [2, 4], ids=["within an epoch", "at its end"])
+def test_the_run_itself_among_the_additional_objects(stop: int, tmp_path: Path) -> None:
+    """As Ignite's Checkpoint wants them: all are in the checkpoint anyway, and the run resumes at its place in the data."""
+
+    def run(directory: Path, limits: list[int]) -> Any:
+        for limit in limits:
+            trainer, model = make()
+            seen.append([])
+            trainer.add_event_handler(
+                TrainEvents.MICRO_BATCH_STARTED,
+                lambda: seen[-1].append(trainer.state.num_micro_batches),  # noqa: B023
+            )
+            to_save = {"trainer": trainer, "model": model, "optimizer": trainer._stateful_parts["optimizer"]}
+            Checkpoint(directory, to_save=to_save).attach(trainer)
+            trainer.run(LOADER[:4], max_iters=limit)
+        return model.weight.tolist()
+
+    seen: list[list[int]] = []
+    assert run(tmp_path / "whole", [7]) == run(tmp_path / "parts", [stop, 7])
+    assert seen[0] == [*seen[1], *seen[2]]
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
@@ -932,6 +1136,17 @@ def test_the_command(tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "empty").mkdir()
     assert main(["list", str(tmp_path / "empty")]) == 0
     assert "no checkpoint in" in capsys.readouterr().out
+
+
+def test_the_command_says_what_was_set_aside(tmp_path: Path, capsys: Any) -> None:
+    """A directory in which all were found damaged is not like an empty one, and neither is verified."""
+    damaged = tmp_path / "damaged-update-00000004-12ab"
+    damaged.mkdir()
+    assert main(["list", str(tmp_path)]) == 0
+    assert f"{damaged.name}  damaged, and renamed by an earlier start\n" in capsys.readouterr().out
+    assert main(["verify", str(tmp_path)]) == 1
+    damaged.rmdir()
+    assert main(["verify", str(tmp_path)]) == 1
 
 
 def test_the_run_does_not_wait_for_the_disk(tmp_path: Path) -> None:

@@ -563,6 +563,21 @@ def _limited_file_size(directory: Path) -> str:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
 
+class Shared(QuickDisk):
+    """Another process has made each directory of a path just before."""
+
+    def make_directory(self, path: Path) -> None:
+        if not path.name.startswith("."):
+            path.mkdir()
+        super().make_directory(path)
+
+
+def test_two_runs_that_make_their_common_directory_at_once(tmp_path):
+    """Both find it missing, and one of them makes it first."""
+    assert failure(tmp_path / "runs" / "first", 1, Shared()) == ""
+    assert newest(tmp_path / "runs" / "first") == 1
+
+
 def test_a_real_limit_on_the_size_of_files(tmp_path):
     """The system itself writes a part of a file and then refuses the rest."""
     (message,) = run_ranks(_limited_file_size, tmp_path, world_size=1)

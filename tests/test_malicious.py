@@ -5,6 +5,7 @@ Each is forged so that its checksums are right, and only the malice is wrong.
 
 from __future__ import annotations
 
+import enum
 import json
 import math
 import os
@@ -777,6 +778,23 @@ def test_two_names_for_the_same_numbers_are_stored_once(value, count):
     x = torch.randn(2, 3, dtype=torch.complex64)
 
     assert len(contents(value(x)).pieces) == count
+
+
+class _Text(str, enum.Enum):  # noqa: UP042  # a StrEnum is another string than this one
+    WARM = "warm"
+
+
+@pytest.mark.parametrize(
+    ("value", "plain"),
+    [(_Text.WARM, "warm"), ({_Text.WARM: 1}, {"warm": 1}), (np.str_("warm"), "warm"), (enum.IntEnum("N", "A").A, 1)],
+    ids=["string of an enum", "key of an enum", "numpy", "number of an enum"],
+)
+def test_what_equals_a_plain_value_comes_back_as_that(value, plain):
+    """Also where `str` gives something else, such as the name of a member."""
+    found = decode(TreeEncoder().encode(value, ("x",)), ("x",))
+
+    assert found == value == plain
+    assert type(found) is type(plain)
 
 
 class _Named(tuple):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import zlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -319,6 +320,49 @@ def test_every_optimizer_goes_on_bitwise(form: str, has_names: bool, tmp_path: P
     assert resumed.state.iteration == 7
 
 
+class Wide(torch.optim.Optimizer):
+    """Keeps over weights in bfloat16 what torch would load as bfloat16, and a string that torch would load as another one."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            if not state:
+                zeros = torch.zeros(parameter.shape)
+                state |= {"mean": zeros, "of": [zeros.clone()], "steps": torch.tensor(0), "kind": "wide"}
+            state["steps"] += 1
+            state["mean"].lerp_(parameter.grad.float(), 0.1)
+            state["of"][0].lerp_(state["mean"], 0.1)
+            parameter -= 0.01 * (state["mean"] + state["of"][0]).to(parameter.dtype)
+
+
+def momentum_of_wide_gradients(parameters: Any) -> torch.optim.Optimizer:
+    """The momentum of torch's SGD, which has the dtype of the gradients."""
+    parameters = [*parameters]
+    for parameter in parameters:
+        parameter.grad_dtype = torch.float32
+    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
+
+
+@pytest.mark.parametrize("optimizer", [Wide, momentum_of_wide_gradients], ids=["own", "sgd"])
+def test_a_state_that_is_wider_than_the_weights_goes_on_bitwise(optimizer: Any, tmp_path: Path) -> None:
+    """Resumed, it has the dtypes, integers and strings that it had, and the weights are those of a run without interruption."""
+    found = []
+    for directory, limits in ((tmp_path / "whole", [7]), (tmp_path / "parts", [3, 7])):
+        for seed, limit in enumerate(limits):
+            model = net(seed).to(torch.bfloat16)
+            trainer = create_trainer(
+                model, optimizer(model.parameters()), lambda model, x: forward(model, x.to(torch.bfloat16))
+            )
+            Checkpoint(directory).attach(trainer)
+            trainer.run(LOADER, max_iters=limit)
+        found.append([bit_by_bit(trainer._stateful_parts[name].state_dict()) for name in ("model", "optimizer")])
+    assert found[0] == found[1]
+
+
 def test_the_odd_one_of_an_unknown_optimizer_is_refused(tmp_path: Path) -> None:
     """Where all others of its shape have the shape of the parameter, one that has not was forged."""
 
@@ -363,6 +407,22 @@ def test_what_the_script_sets_in_another_way_is_listed(tmp_path: Path, caplog: A
         assert "changed since: optimizer.lr: 0.01 -> 0.5 (the checkpoint's is used; script_wins=('lr',) takes the " in line
         assert "optimizer.amsgrad: False -> True (the checkpoint's is used" in line
         assert line.count("->") == 2
+
+
+def test_what_is_frozen_now_and_was_not_is_listed(tmp_path: Path, caplog: Any) -> None:
+    """A handler that froze a part in update 2 is not called again in a resumed run, which then trains that part."""
+
+    def run(updates: int, frozen: int) -> list[str]:
+        trainer = build(tmp_path)
+        model: Any = trainer._stateful_parts["model"]
+        trainer.add_event_handler(Events.ITERATION_STARTED(once=2), lambda: model[frozen].requires_grad_(False))
+        caplog.clear()
+        trainer.run(LOADER, max_iters=updates)
+        return [line for line in logged(caplog) if "requires_grad" in line]
+
+    assert run(1, 0) == run(3, 0) == []
+    (line,) = run(4, 1)
+    assert "requires_grad of 0.weight and 1 more: False -> True (the script's is used)" in line
 
 
 def test_an_option_that_a_schedule_moves_has_not_changed(tmp_path: Path, caplog: Any) -> None:
@@ -706,6 +766,19 @@ def test_a_handler_whose_state_raises_does_not_end_the_run(tmp_path: Path, caplo
         assert "handlers/Raises" not in stored.names()
 
 
+def test_a_metric_that_cannot_be_stored_does_not_end_the_run(tmp_path: Path, caplog: Any) -> None:
+    """A table that a handler has published for a logger is left out with one warning; the other metrics come back."""
+    trainer = build(tmp_path)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: trainer.state.metrics.update(table=object(), numbers=[1, 2]))
+    trainer.run(LOADER, max_iters=3)
+    (line,) = logged(caplog)
+    assert line.startswith("state.metrics['table'] is left out of the checkpoints, so a resumed run starts without it: ")
+    assert line.endswith("; publish a number, a string or a tensor")
+    again = build(tmp_path)
+    again.run(LOADER, max_iters=3)
+    assert again.state.metrics == {"numbers": [1, 2]}
+
+
 class Half:
     """A handler whose state can be stored in part: a tensor that another handler holds too, and a lock."""
 
@@ -720,6 +793,43 @@ class Half:
 
     def __call__(self) -> None:
         """So that it can be a handler."""
+
+
+class Adds:
+    """A handler that is called with a number."""
+
+    def __init__(self) -> None:
+        self.total = 0
+
+    def __call__(self, number: int) -> None:
+        self.total += number
+
+    def add(self, number: int) -> None:
+        self.total += number
+
+    def state_dict(self) -> Any:
+        return {"total": self.total}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.total = state["total"]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [lambda adds: partial(adds, 2), lambda adds: partial(adds.add, 2), lambda adds: partial(partial(adds.add), number=2)],
+    ids=["object", "method", "twice"],
+)
+def test_the_owner_of_a_partial_is_saved(given: Any, tmp_path: Path) -> None:
+    """An object of which a method is attached with some of its arguments; and no longer when it is taken off."""
+    for updates in (3, 5):
+        trainer, adds = build(tmp_path), Adds()
+        trainer.add_event_handler(Events.ITERATION_COMPLETED, handler := given(adds))
+        trainer.run(LOADER, max_iters=updates)
+        assert adds.total == 2 * updates
+    trainer.remove_event_handler(handler, Events.ITERATION_COMPLETED)
+    trainer.run(LOADER, max_iters=6)
+    with CheckpointReader(sorted(tmp_path.glob("update-*"))[-1]) as stored:
+        assert "handlers/Adds" not in stored.names()
 
 
 def test_what_was_half_encoded_leaves_nothing_behind(tmp_path: Path) -> None:

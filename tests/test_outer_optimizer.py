@@ -251,6 +251,25 @@ def test_resumed_it_divides_by_the_rate_of_the_schedule(tmp_path: Path) -> None:
     assert weight_of(trainer) == pytest.approx(by_hand("slowmo", 3 * H, 1, rates)[0], rel=1e-11, abs=1e-13)
 
 
+def test_what_the_script_sets_in_another_way_is_listed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A resumed run takes the options of the outer optimizer from the checkpoint, and says so once; else it says nothing."""
+    found = []
+    for rate, updates in ((0.7, 4), (0.7, 5), (0.1, 6)):
+        model = linear()
+        inner = torch.optim.SGD(model.parameters(), lr=RATE)
+        trainer = create_trainer(model, inner, forward, options=UpdateOptions(reduction="local"))
+        outer = OuterOptimizer(torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9), every=2)
+        outer.attach(trainer)
+        Checkpoint(tmp_path).attach(trainer)
+        caplog.clear()
+        trainer.run(DATA, max_iters=updates)
+        found.append([line for line in caplog.messages if "OuterOptimizer" in line])
+    assert found[:2] == [[], []]
+    (line,) = found[2]
+    assert "the script has changed lr: 0.7 -> 0.1, and the checkpoint's values are used" in line
+    assert outer.optimizer.param_groups[0]["lr"] == 0.7
+
+
 def test_a_rate_of_zero_has_no_outer_gradient() -> None:
     """It would become infinite; the weights are still those of before the outer step."""
     trainer, outer = make("slowmo", every=2)

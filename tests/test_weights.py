@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bits import bit_by_bit
 from ignite_train import CheckpointError, count_traffic, create_evaluator, create_trainer
-from ignite_train.checkpoint import best, consolidate, latest, load_weights
+from ignite_train.checkpoint import average_checkpoints, best, consolidate, latest, load_weights
 from ignite_train.checkpoint.inspection import write_weights
 from ignite_train.handlers import Checkpoint, ModelEMA, Validation
 from ranks import run_ranks
@@ -181,9 +181,26 @@ def test_mistakes(name: str, tmp_path: Path) -> None:
     assert "\n" not in str(raised.value)
 
 
+def test_a_model_whose_only_part_is_called_module(tmp_path: Path) -> None:
+    """Its names look like those of a wrapper: it loads its own weights and those of the part, from a run and from a file."""
+    model = nn.ModuleDict({"module": net()})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    trainer = create_trainer(model, optimizer, lambda model, x: mean_loss(model["module"], x))
+    Checkpoint(tmp_path / "run").attach(trainer)
+    trainer.run(DATA, max_epochs=1)
+    torch.save(model.state_dict(), tmp_path / "whole.pt")
+    torch.save(model["module"].state_dict(), tmp_path / "part.pt")
+    for path in (tmp_path / "run", tmp_path / "whole.pt", tmp_path / "part.pt"):
+        assert loaded(path, nn.ModuleDict({"module": net(seed=9)})) == bit_by_bit(dict(model.state_dict()))
+        assert loaded(path) == bit_by_bit(dict(model["module"].state_dict()))
+
+
 def test_an_entry_without_weights(tmp_path: Path) -> None:
-    """A handler of the run that holds none, and a name that is misspelt."""
+    """A handler of the run that holds none, what is empty, and a name that is misspelt."""
     train(tmp_path)
+    for entry in ("buffers_of", "optimizer"):
+        with pytest.raises(CheckpointError, match=f"entry must be an object with weights, got '{entry}'"):
+            average_checkpoints(tmp_path, last=1, entry=entry)
     with pytest.raises(CheckpointError, match="is of another model"):
         load_weights(net(), tmp_path, entry="optimizer")
     with pytest.raises(CheckpointError, match="entry must be an object of"):

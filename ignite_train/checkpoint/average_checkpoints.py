@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ignite_train.arguments import describe, positive_int
-from ignite_train.checkpoint.inspection import find, write_weights
+from ignite_train.checkpoint.inspection import find, verify, write_weights
 from ignite_train.checkpoint.weights import read_weights
 from ignite_train.errors import CheckpointError
 
@@ -45,7 +45,9 @@ def average_checkpoints(
         TypeError: `paths` is of the wrong type, or `last` is not an integer.
         ValueError: `paths` is empty, or `last` is below 1.
         CheckpointError: there are fewer than `last` checkpoints, or they are not of one model.
-        DamagedCheckpointError: something that was needed is not what was written.
+        DamagedCheckpointError: something that was needed is not what was written; with `last`, the manifest of any checkpoint.
+        CheckpointFormatError: with `last`, one of the checkpoints has a newer format.
+        UnreadableCheckpointError: with `last`, the disk gave an error for one of them.
 
     Example:
         >>> import tempfile
@@ -59,6 +61,8 @@ def average_checkpoints(
     """
     chosen = _chosen(paths, last)
     newest = read_weights(chosen[-1], entry=entry)
+    if not any(isinstance(value, Tensor) for value in newest.values()):
+        raise CheckpointError(f"entry must be an object with weights, got {entry!r} in {chosen[-1]}, which has no tensors")
     sums = {name: _wide(value) for name, value in newest.items() if _is_averaged(value)}
     for path in chosen[:-1]:
         state = read_weights(path, entry=entry)
@@ -77,13 +81,19 @@ def _chosen(paths: str | Path | Sequence[str | Path], last: int | None) -> list[
         positive_int("last", last)
         if not isinstance(paths, str | Path):
             raise TypeError(f"paths must be the directory of a run with last={last}, got {describe(paths)}")
-        by_update = {found.manifest.update: found.path for found in find(paths) if found.manifest is not None}
+        by_update: dict[int, Path] = {}  # in the order in which they were written: the newest last
+        for found in find(paths):
+            if found.manifest is None:
+                verify(found.path)  # raises, since it may be one of the newest
+            else:
+                by_update.pop(found.manifest.update, None)
+                by_update[found.manifest.update] = found.path
         if len(by_update) < last:
             raise CheckpointError(
                 f"{paths} must have {last} checkpoints of different updates, as last={last} asks, and has {len(by_update)}; "
                 "lower last, or train with Checkpoint(keep=...)"
             )
-        return [by_update[update] for update in sorted(by_update)[-last:]]
+        return [*by_update.values()][-last:]
     if isinstance(paths, str | Path) or not isinstance(paths, Sequence):
         raise TypeError(f"paths must be a list of checkpoints or files, or a directory with last=..., got {describe(paths)}")
     if not paths:

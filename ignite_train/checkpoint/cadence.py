@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ignite_train.arguments import did_you_mean, positive_int, real_number
+from ignite_train.checkpoint.manifest import Manifest
 from ignite_train.checkpoint.retention import Retention
 from ignite_train.ranks import collectives
 from ignite_train.ranks.messages import Piggyback
@@ -27,6 +28,9 @@ class Cadence(Piggyback):
         best: name of the metric of the evaluator that decides which state is the best.
         retention: says whether a lower or a higher value of it is better.
 
+    Attributes:
+        best_score: the best score of the states that were saved; None if none has one.
+
     Raises:
         TypeError, ValueError: an interval is not a positive number.
     """
@@ -46,7 +50,7 @@ class Cadence(Piggyback):
         if every is None and every_seconds is None and every_epochs is None:
             self.every_epochs = 1
         self.best, self._retention = best, retention
-        self._best_score: float | None = None
+        self.best_score: float | None = None
         self._score: tuple[int, float | None] = (-1, None)  # the update of the latest evaluation, and what it found
         self._is_requested = False
         self._last_save = time.monotonic()
@@ -78,23 +82,31 @@ class Cadence(Piggyback):
         Args:
             best_score: the best score of the checkpoints in the directory; None if none has one.
         """
-        self._last_save, self._is_requested, self._best_score = time.monotonic(), False, best_score
+        self._last_save, self._is_requested, self.best_score = time.monotonic(), False, best_score
+        self._saved_moment = None  # the run before may have come as far with another state
 
     def request(self) -> None:
         """Save at the end of the running update or epoch."""
         self._is_requested = True
 
-    def note_save(self, moment: Any, started: float) -> None:
+    def note_save(self, moment: Any, update: int, started: float) -> None:
         """The run is saved: nothing is due until the next interval is over.
 
         Args:
             moment: the counters of the run, which tell whether its last state is saved.
+            update: the latest one.
             started: when the save began, by `time.monotonic`.
         """
         self._saved_moment, self._is_requested, self._last_save = moment, False, started
+        score = self.score_of(update)
+        if score is not None and self._retention.is_better(score, self.best_score):
+            self.best_score = score  # not before: the parameters may have moved between an evaluation and the save
 
     def note_evaluation(self, update: int, metrics: Mapping[str, Any]) -> None:
         """An evaluation is done. If its score is the best so far, a save is requested.
+
+        Of several evaluations after the same update the first counts, as for handlers that react to a score: a later one may
+        be of other data.
 
         Raises:
             ValueError: `best` is not one of the metrics.
@@ -102,14 +114,13 @@ class Cadence(Piggyback):
         if self.best is None or self.best not in metrics:
             hint = did_you_mean(self.best, metrics)
             raise ValueError(f"best must be one of the evaluator's metrics {sorted(metrics)}, got {self.best!r}{hint}")
-        score = float(metrics[self.best])
-        self.note_score(update, score)
-        if self._retention.is_better(score, self._best_score):
-            self._best_score, self._is_requested = score, True
+        if self.score_of(update) is None:
+            self._score = update, float(metrics[self.best])
+            self._is_requested |= self._retention.is_better(self._score[1], self.best_score)
 
-    def note_score(self, update: int, score: float | None) -> None:
-        """The parameters after this update have this score."""
-        self._score = update, score
+    def note_resumed(self, manifest: Manifest) -> None:
+        """The run resumes from a checkpoint, whose parameters may have a score."""
+        self._score = manifest.update, manifest.score if self._retention.is_own(manifest) else None
 
     def score_of(self, update: int) -> float | None:
         """The score of the parameters after this update; None if they were not evaluated."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
 from ignite_train.checkpoint.directory import Contents
@@ -19,7 +20,7 @@ from ignite_train.checkpoint.state_rules import StateRules
 from ignite_train.checkpoint.tree import TreeEncoder
 from ignite_train.errors import CheckpointError
 from ignite_train.loop.dispatch import Stateful
-from ignite_train.model.random_state import capture_random_state
+from ignite_train.model.random_state import RandomState, capture_random_state
 from ignite_train.ranks import collectives
 from ignite_train.trainer import Trainer
 
@@ -31,8 +32,17 @@ def capture(run: SavedRun, rules: StateRules) -> Contents:
 
     Collective where a `state_dict` is, as those of Ignite's metrics are. State that cannot be stored is a failure in the
     result, so that all ranks learn of it; its message says where it is. A handler that cannot be stored is left out, with a
-    warning.
+    warning. A `state_dict` that draws random numbers, as that of torchdata's loader does between two passes, leaves no trace.
     """
+    generators, before = capture_random_state(), RandomState(torch.device("cpu"))
+    try:
+        return _capture(run, rules, generators)
+    finally:
+        if before.has_moved():
+            before.restore()
+
+
+def _capture(run: SavedRun, rules: StateRules, generators: dict[str, Any]) -> Contents:
     objects, encoder, main = rules.keep(run.objects()), TreeEncoder(), collectives.is_main_rank()
     shared = {name: _state_of(entry, main=main) for name, entry in objects.shared.items()}
     try:
@@ -40,7 +50,8 @@ def capture(run: SavedRun, rules: StateRules) -> Contents:
         trees["description"] = encoder.encode(rules.describe(objects), ("description",))
         tensors = {name: own_piece(tensor, everything=main) for name, tensor in encoder.tensors.items()}
         encoder = TreeEncoder()
-        own = {name: encoder.encode(value, (name,)) for name, value in _own_state(run.trainer, objects, main=main).items()}
+        own_state = {**_own_state(run.trainer, objects, rules, main=main), "generators": generators}
+        own = {name: encoder.encode(value, (name,)) for name, value in own_state.items()}
     except CheckpointError as error:
         return Contents({}, {}, error)
     own |= _handlers(objects, encoder, rules)
@@ -57,18 +68,31 @@ def _state_of(entry: Stateful, *, main: bool) -> Any:
     return entry.state_dict()
 
 
-def _own_state(trainer: Trainer, objects: RunObjects, *, main: bool) -> dict[str, Any]:
-    """What belongs to this rank, besides its handlers."""
+def _own_state(trainer: Trainer, objects: RunObjects, rules: StateRules, *, main: bool) -> dict[str, Any]:
+    """What belongs to this rank, besides its handlers and its generators."""
     state, buffers = trainer.state, {} if main else objects.buffers()
+    metrics = _storable(state.metrics, rules)
     return {
         **{name: other.state_dict() for name, other in objects.trainers.items()},
         "trainer": trainer.state_dict(),
         "data": trainer._data_position(),
-        "results": {"output": state.update_output and asdict(state.update_output), "metrics": state.metrics},
+        "results": {"output": state.update_output and asdict(state.update_output), "metrics": metrics},
         "buffers": buffers.pop("model", {}),
         "buffers_of": buffers,
-        "generators": capture_random_state(),
     }
+
+
+def _storable(metrics: dict[Any, Any], rules: StateRules) -> dict[Any, Any]:
+    """What handlers have published and a checkpoint can hold: a table for a logger is not worth the run."""
+    kept = {}
+    for name, value in metrics.items():
+        try:
+            TreeEncoder().encode({name: value}, ("state.metrics",))
+        except CheckpointError as error:
+            rules.warn_left_out(f"state.metrics[{name!r}]", error, remedy="publish a number, a string or a tensor")
+        else:
+            kept[name] = value
+    return kept
 
 
 def _handlers(objects: RunObjects, encoder: TreeEncoder, rules: StateRules) -> dict[str, Any]:

@@ -10,6 +10,8 @@ from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ignite_train.arguments import describe
@@ -19,10 +21,11 @@ from ignite_train.checkpoint.run_objects import RunObjects, SavedModule
 from ignite_train.checkpoint.schedule_state import check_schedule, why_not_rescaled
 from ignite_train.checkpoint.state_rules import StateRules
 from ignite_train.errors import CheckpointError
+from ignite_train.model.memory_layout import as_bytes
 from ignite_train.model.optimizers import InnerState
 from ignite_train.state import UpdateOutput
 
-__all__ = ["EVERY_RANK", "Claims", "buffers_of", "check_module"]
+__all__ = ["EVERY_RANK", "Claims", "buffers_of", "check_module", "check_tied"]
 
 EVERY_RANK = ("trainer", "data", "results", "buffers", "generators")
 """The states that each rank writes, besides its handlers."""
@@ -157,6 +160,29 @@ def check_module(path: str, name: str, current: Mapping[str, Any], saved: Mappin
     if wrong:
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         raise CheckpointError(f"{path} is of another {name}: {', '.join(wrong[:3])}{more}; build the {name} that was saved")
+
+
+def check_tied(path: str, name: str, current: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Checks that names of one tensor of this run have the same numbers in a saved module; or else the last would win.
+
+    Raises:
+        CheckpointError: they do not, because the weights were not tied then.
+    """
+    names: dict[Any, str] = {}
+    for key, value in current.items():
+        if isinstance(value, Tensor) and value.numel() and not value.is_meta and not isinstance(value, DTensor):
+            first = names.setdefault((value.data_ptr(), value.dtype, tuple(value.shape), value.stride()), key)
+            one, other = saved.get(first), saved.get(key)
+            if one is not other and isinstance(one, Tensor) and isinstance(other, Tensor) and not _same_bits(one, other):
+                raise CheckpointError(
+                    f"{path} is of another {name}: {first!r} and {key!r} are one tensor in this run, and differ there; build "
+                    f"the {name} that was saved"
+                )
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    is_alike = one.shape == other.shape and one.dtype == other.dtype
+    return is_alike and torch.equal(as_bytes(one.contiguous()), as_bytes(other.contiguous()))
 
 
 def _tensors(value: Any) -> Iterator[TensorClaim]:

@@ -185,7 +185,8 @@ class CheckpointDirectory:
             CheckpointFormatError: there is a checkpoint of a newer format, which this version can neither order nor replace.
         """
         for path in reversed([path for path in (self.path, *self.path.parents) if not path.exists()]):
-            self.disk.make_directory(path)
+            with suppress(FileExistsError):  # another run beside this one has just made it
+                self.disk.make_directory(path)
             self.disk.sync_directory(path.parent)  # a checkpoint is as durable as the way to it
         if self.lock is not None:
             self.lock.hold()

@@ -25,7 +25,6 @@ from ignite_train.checkpoint.disk import Disk
 from ignite_train.checkpoint.manifest import MANIFEST, Manifest, UnusableCheckpoint, read_manifest
 from ignite_train.checkpoint.reader import CheckpointReader
 from ignite_train.checkpoint.run_objects import HANDLERS
-from ignite_train.checkpoint.tree import decode
 from ignite_train.errors import CheckpointError, CheckpointFormatError, DamagedCheckpointError, UnreadableCheckpointError
 
 __all__ = [
@@ -118,7 +117,8 @@ def latest(directory: str | Path) -> Path | None:
 def best(directory: str | Path) -> Found | None:
     """The checkpoint in `directory` with the best score; None if none has one. Of equal ones the newest.
 
-    Whether a lower score is better is what the newest with a score says. Reads manifests only; see `verify`.
+    Of which metric, and whether a lower score is better, is what the newest with a score says; those with a score of another
+    metric, which an earlier script has named, do not count. Reads manifests only; see `verify`.
 
     Raises:
         CheckpointError: the directory does not exist, or an older version has written the newest, which does not say it.
@@ -127,20 +127,12 @@ def best(directory: str | Path) -> Found | None:
     if not scored:
         return None
     newest, manifest = scored[-1]
-    mode = _mode(manifest)
-    if mode is None:
+    if manifest.scored_by is None:
         raise CheckpointError(f"{newest.path} does not say whether a lower score is better; name the best checkpoint itself")
+    metric, mode = manifest.scored_by
     sign = 1.0 if mode == "min" else -1.0
-    return min(reversed(scored), key=lambda entry: sign * (entry[1].score or 0.0))[0]
-
-
-def _mode(manifest: Manifest) -> str | None:
-    """`"min"` or `"max"`, as the run that wrote it was told; None if it was not told, or does not say."""
-    try:
-        mode = decode(manifest.config, ("config",))["trainer"]["best"]["mode"]
-    except (KeyError, TypeError):
-        return None
-    return mode if mode in ("min", "max") else None
+    alike = [entry for entry in scored if entry[1].scored_by is None or entry[1].scored_by[0] == metric]
+    return min(reversed(alike), key=lambda entry: sign * (entry[1].score or 0.0))[0]
 
 
 def chosen_checkpoint(path: str | Path, *, best: bool = False) -> Path:
@@ -256,8 +248,11 @@ def _list(directory: Path, *, thoroughly: bool) -> int:
         notes += ["best"] if entry.path == best_path else []
         notes += ["latest"] if entry is found[-1] and not (damage or entry.unreadable) else []
         print(f"{entry.path.name}  {', '.join(note for note in notes if note)}")  # noqa: T201
+    for name in CheckpointDirectory(directory, Disk()).set_aside_before():
+        print(f"{name}  damaged, and renamed by an earlier start")  # noqa: T201
     if not found:
         print(f"no checkpoint in {directory}")  # noqa: T201
+        status |= thoroughly
     return status
 
 

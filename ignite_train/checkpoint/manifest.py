@@ -113,6 +113,13 @@ class Manifest:
     versions: dict[str, str]
     files: dict[str, FileRecord]
 
+    @property
+    def scored_by(self) -> tuple[str, str] | None:
+        """The metric of the score, and `"min"` or `"max"` for what is best, as its run was told; None if it does not say."""
+        best = _value(_value(self.config, "trainer"), "best")
+        metric, mode = _value(best, "metric"), _value(best, "mode")
+        return (metric, mode) if isinstance(metric, str) and mode in ("min", "max") else None
+
 
 def compact_json(value: Any) -> bytes:
     """JSON without spaces."""
@@ -271,6 +278,12 @@ def _checked_record(name: str, record: Any) -> FileRecord:
     if type(size) is not int or not 0 <= size < 2**63 or not (known if name.endswith(".json") else crc32 is None):
         raise ValueError(f"its manifest has an invalid size or checksum of {name}")
     return FileRecord(size, crc32)
+
+
+def _value(tree: Any, key: str) -> Any:
+    """What a dict has for a key, by their trees, or None: `decode` reads all of it, which is slow for each of many."""
+    pairs = tree.get("dict", ()) if isinstance(tree, dict) else ()
+    return next((value for name, value in pairs if name == key), None)
 
 
 def one_line(error: Exception) -> str:

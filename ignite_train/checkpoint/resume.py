@@ -57,6 +57,7 @@ class Resumption:
         self._run, self._rules, self._writer = run, rules, writer
         self._config, self._on_changed_data = config, on_changed_data
         self._state: RunState | None = None  # until its objects are put back for the second time
+        self._half_restored: Path | None = None  # the checkpoint of which some object has raised when it was given its state
 
     def restore(self, resume: str | Path) -> Manifest | None:
         """Does what `resume` asks for; see `Trainer.run`. Collective.
@@ -69,20 +70,31 @@ class Resumption:
             CheckpointError: no checkpoint was found where one must be, or none is whole, or it is of another run.
         """
         trainer = self._run.trainer
-        if resume in ("auto", "never") and (trainer.state.iteration or trainer.state.epoch):
+        if resume in ("auto", "never") and (trainer.state.iteration or trainer.state.epoch) and self._half_restored is None:
             return None
         root, names = checkpoint_to_resume(self._writer.directory, resume)
         if not names:
+            self._refuse_half_restored()
             return None
         disk = self._writer.disk if root == self._writer.directory.path else None
         state, manifest, path = read_agreed(root, names, disk, lambda reader: RunState(reader, self._run, self._rules))
+        self._half_restored = path
         together(collectives.gather_objects, f"resuming from {path}", state.restore)
+        self._half_restored = None
         trainer._load_data_position(trainer._data_position(), on_changed_data=self._on_changed_data)
         self._state = state
         self._writer.resume_from(path)
         if collectives.is_main_rank():
             _log_resumption(path, manifest, plain_config(self._config, trainer._description), state)
         return manifest
+
+    def _refuse_half_restored(self) -> None:
+        """Raises CheckpointError if training would continue with a mixture of two states."""
+        if self._half_restored is not None:
+            raise CheckpointError(
+                f"training must not continue: the run holds parts of {self._half_restored}, and others could not be restored; "
+                "resume from a checkpoint, or build model, optimizer and trainer again"
+            )
 
     def put_back_objects(self) -> None:
         """Undoes what the handlers of STARTED and EPOCH_STARTED have done to a restored state. Does so once.
@@ -92,6 +104,10 @@ class Resumption:
         if self._state is not None:
             self._state.restore_objects()
             self._state = None
+
+    def finish(self) -> None:
+        """A run is over. What changes the run after it, such as the script, is not undone by the next one."""
+        self._state = None
 
 
 @dataclass(frozen=True, slots=True)

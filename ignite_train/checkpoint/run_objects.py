@@ -50,7 +50,12 @@ class SavedRun:
     @property
     def trainers(self) -> dict[str, Trainer]:
         """The other trainers, which the user has named, by their names in a checkpoint."""
-        return {f"to_save/{name}": entry for name, entry in self.to_save.items() if isinstance(entry, Trainer)}
+        return {name: entry for name, entry in self._named.items() if isinstance(entry, Trainer)}
+
+    @property
+    def _named(self) -> dict[str, Stateful]:
+        """The user's additional objects, by their names in a checkpoint; without the trainer itself, which is saved anyway."""
+        return {f"to_save/{name}": entry for name, entry in self.to_save.items() if entry is not self.trainer}
 
     @property
     def evaluators(self) -> list[Engine]:
@@ -69,8 +74,8 @@ class SavedRun:
 
     def objects(self) -> RunObjects:
         """All that has a state, besides the trainer itself, as attached by now. An object is listed once."""
-        named = {f"to_save/{name}": entry for name, entry in self.to_save.items()}
-        shared = self.trainer._stateful_parts | {name: e for name, e in named.items() if name not in self.trainers}
+        others = {name: entry for name, entry in self._named.items() if name not in self.trainers}
+        shared = self.trainer._stateful_parts | others
         own = {f"{HANDLERS}{name}": entry for name, entry in stateful_handlers(self.trainer).items()}
         for prefix, trainer in self.trainers.items():
             _add(shared, f"{prefix}/", trainer._stateful_parts)
@@ -190,6 +195,10 @@ class RunObjects:
         model = self.shared["model"]
         assert isinstance(model, SavedModule)  # noqa: S101  # create_trainer passes a module
         return model
+
+    def frozen_parameters(self) -> list[str]:
+        """The names of the parameters of the trained model that have no gradients now."""
+        return [name for name, parameter in self.model.parameters() if not parameter.requires_grad]
 
     def parameter_names(self) -> dict[int, list[str]]:
         """All names of each parameter of the modules, by its `id`; those of the trained model come first."""

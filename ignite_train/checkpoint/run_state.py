@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 from ignite.metrics import Metric
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ignite_train.carried import Carried
-from ignite_train.checkpoint.claims import EVERY_RANK, Claims, buffers_of, check_module
+from ignite_train.checkpoint.claims import EVERY_RANK, Claims, buffers_of, check_module, check_tied
 from ignite_train.checkpoint.optimizer_state import Consolidates
 from ignite_train.checkpoint.reader import CheckpointReader
 from ignite_train.checkpoint.run_objects import PublishedMetrics, RunObjects, SavedModule, SavedRun
@@ -23,6 +24,7 @@ from ignite_train.checkpoint.state_rules import StateRules
 from ignite_train.checkpoint.tree import KeyPath
 from ignite_train.errors import CheckpointError
 from ignite_train.loop.dispatch import Stateful
+from ignite_train.model.optimizers import load_optimizer_state
 from ignite_train.model.random_state import check_generators, restore_random_state, seed_new_rank
 from ignite_train.ranks import collectives
 from ignite_train.state import UpdateOutput
@@ -70,6 +72,9 @@ class RunState:
         self._claims = self._checked_claims(reader, own)
         sharded = _ShardedTensors(self._objects.shared)
         self._shared = {name: reader.read(name, like=sharded.like) for name in self._objects.shared}
+        for name, entry in self._objects.shared.items():
+            if isinstance(entry, SavedModule):
+                check_tied(str(reader.path), name, entry.state_dict(), self._shared[name])
         self._own = {name: reader.read(name, rank=writer, like=sharded.like) for name, writer in own.items()}
         check_generators(self._own["generators"])
         if "numpy" in self._own["data"].get("opening", {}):  # a loader with a state of its own needs none of them
@@ -196,6 +201,7 @@ def restore_model(path: Path, model: SavedModule) -> None:
     with CheckpointReader(path) as reader:
         check_module(str(path), "model", model.state_dict(), reader.outline("model"))
         saved = reader.read("model", like=_ShardedTensors({"model": model}).like)
+    check_tied(str(path), "model", model.state_dict(), saved)
     model.load_state_dict(saved)
 
 
@@ -213,8 +219,14 @@ def _of_all_ranks(objects: RunObjects) -> list[str]:
 
 
 def _load(entry: Stateful, saved: Any) -> None:
-    """Gives most objects a copy: they may keep it and change it, and the same state may be put back a second time."""
-    entry.load_state_dict(saved if isinstance(entry, SavedModule) else copy.deepcopy(saved))
+    """Gives it a copy: it may keep it and change it, and the same state may be put back a second time."""
+    if isinstance(entry, SavedModule):  # copies the tensors itself
+        saved = {key: value if isinstance(value, Tensor) else copy.deepcopy(value) for key, value in saved.items()}
+        entry.load_state_dict(saved)
+    elif isinstance(entry, Optimizer):
+        load_optimizer_state(entry, copy.deepcopy(saved))
+    else:
+        entry.load_state_dict(copy.deepcopy(saved))
 
 
 class _ShardedTensors:

@@ -74,7 +74,7 @@ class StateRules:
             name: describe_optimizer(optimizer, names, self._in_effect[name]) for name, optimizer in objects.optimizers.items()
         }
         schedules = {name: describe_schedule(schedule) for name, schedule in objects.schedules.items()}
-        return {"optimizers": optimizers, "schedules": schedules}
+        return {"optimizers": optimizers, "schedules": schedules, "frozen": objects.frozen_parameters()}
 
     def decided(self, name: str) -> list[dict[str, Any]]:
         """The options of each group of an optimizer that the script decides."""
@@ -94,6 +94,10 @@ class StateRules:
             lines += option_changes(name, optimizers.get(name), self._script[name], self.script_wins)
         for name, schedule in objects.schedules.items():
             lines += schedule_changes(name, schedule, schedules.get(name))
+        before, now = description.get("frozen"), objects.frozen_parameters()
+        if isinstance(before, list):
+            lines += _frozen_changes([name for name in before if name not in now], "False -> True")
+            lines += _frozen_changes([name for name in now if name not in before], "True -> False")
         return lines
 
     def continue_with(self, name: str, description: Any) -> None:
@@ -108,21 +112,34 @@ class StateRules:
             pairs = zip(self._script[name], description["options"], decided, strict=True)
             self._in_effect[name] = [{**script, **saved, **wins} for script, saved, wins in pairs]
 
-    def warn_left_out(self, name: str, error: Exception) -> None:
-        """Warns once that the checkpoints do not hold the state of a handler, and says how to silence the warning."""
+    def warn_left_out(self, name: str, error: Exception, *, remedy: str = "") -> None:
+        """Warns once that the checkpoints do not hold something, and says what to do.
+
+        Args:
+            name: of a handler, or of what has the `remedy`.
+            error: why it cannot be stored.
+            remedy: what to do; by default how to leave a handler out without this warning.
+        """
         if name not in self._warned:
             self._warned.add(name)
             reason = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+            handler = name.partition("/")[2]
             _logger.warning(
-                f"{name} is left out of the checkpoints, so a resumed run starts without its state: "
+                f"{name} is left out of the checkpoints, so a resumed run starts without {'it' if remedy else 'its state'}: "
                 f"{' '.join(reason.split()):.300}; "
-                f"Checkpoint(..., leave_out=({name.partition('/')[2]!r},)) leaves it out without this warning"
+                f"{remedy or f'Checkpoint(..., leave_out=({handler!r},)) leaves it out without this warning'}"
             )
 
     def _note(self, objects: RunObjects) -> None:
         for name, optimizer in objects.optimizers.items():
             if name not in self._script:
                 self._script[name] = self._in_effect[name] = script_options(optimizer)
+
+
+def _frozen_changes(names: list[str], change: str) -> list[str]:
+    """A line for parameters that the script has frozen, or trains, other than the run did when it was saved."""
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return [f"requires_grad of {names[0]}{more}: {change} (the script's is used)"] if names else []
 
 
 def _names(argument: str, names: Any) -> tuple[str, ...]:

@@ -74,7 +74,7 @@ class TreeEncoder:
         if isinstance(value, (float, np.floating)) and not isinstance(value, np.longdouble):
             return float(value) if math.isfinite(value) else {"float": str(float(value))}
         if isinstance(value, str):
-            return str(value)
+            return str.__str__(value)  # `str` of an enum of strings is the name of its member
         if isinstance(value, (Tensor, np.ndarray)):
             return self._encode_tensor(value, path)
         return self._encode_container(value, path)

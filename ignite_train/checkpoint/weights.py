@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ignite_train.arguments import describe
+from ignite_train.checkpoint.claims import check_tied
 from ignite_train.checkpoint.inspection import chosen_checkpoint, read_entry
 from ignite_train.checkpoint.reader import CheckpointReader
 from ignite_train.checkpoint.run_objects import SavedModule
@@ -64,16 +65,18 @@ def load_weights(
     module, path = SavedModule(unwrap(model)), Path(path)
     found = read_weights(path, entry=entry, best=best)
     wanted = module.state_dict()
-    left = [name for name, value in wanted.items() if name not in found or not _fits(value, found[name])]
-    unknown = [name for name in found if name not in wanted]
+    plain = _plain_names(wanted)
+    left = [name for name, value in wanted.items() if plain[name] not in found or not _fits(value, found[plain[name]])]
+    unknown = [name for name in found if name not in plain.values()]
     if (strict and (left or unknown)) or len(left) == len(wanted):
         name = (left or unknown)[0]
-        wrong = "it has another shape there" if name in wanted and name in found else "only one of them has it"
+        wrong = "it has another shape there" if name in left and plain[name] in found else "only one of them has it"
         raise CheckpointError(
             f"{path} is of another model: {name!r} does not fit ({wrong}), and {len(left) + len(unknown) - 1} more; "
             "strict=False loads what fits"
         )
-    module.load_state_dict({name: v if name in left else _as_part_of(v, found[name]) for name, v in wanted.items()})
+    check_tied(str(path), "model", wanted, {name: found[plain[name]] for name in wanted if name not in left})
+    module.load_state_dict({name: v if name in left else _as_part_of(v, found[plain[name]]) for name, v in wanted.items()})
     return left
 
 
@@ -91,9 +94,9 @@ def read_weights(path: str | Path, *, entry: str = "model", best: bool = False) 
 def _read_checkpoint(path: Path, entry: str, *, best: bool) -> dict[str, Any]:
     with CheckpointReader(chosen_checkpoint(path, best=best)) as stored:
         state = read_entry(stored, entry)
-    if not isinstance(state, Mapping):
+    if not isinstance(state, Mapping) or not state or not all(isinstance(name, str) for name in state):
         raise CheckpointError(f"entry must be an object with weights, got {entry!r} in {path}, which is {describe(state)}")
-    return _plain_names(state)
+    return {plain: state[name] for name, plain in _plain_names(state).items()}
 
 
 def _read_file(path: Path, entry: str, *, best: bool) -> dict[str, Any]:
@@ -109,15 +112,15 @@ def _read_file(path: Path, entry: str, *, best: bool) -> dict[str, Any]:
             state = state[name]
     if not isinstance(state, Mapping) or not any(isinstance(value, Tensor) for value in state.values()):
         raise CheckpointError(f"{path} must hold a state_dict, got {describe(state)}")
-    return _plain_names(state)
+    return {plain: state[name] for name, plain in _plain_names(state).items()}
 
 
-def _plain_names(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The state without the names that wrappers around the whole model, or parts of it, have added."""
+def _plain_names(state: Iterable[str]) -> dict[str, str]:
+    """The names in a state without what wrappers around the whole model, or parts of it, have added; by the names with it."""
     names = {name: name.replace("_orig_mod.", "") for name in state}
-    while all(name.startswith(_WRAPPERS[0]) for name in names.values()):
+    while names and all(name.startswith(_WRAPPERS[0]) for name in names.values()):
         names = {name: plain.removeprefix(_WRAPPERS[0]) for name, plain in names.items()}
-    return {names[name]: value for name, value in state.items()}
+    return names
 
 
 def _fits(wanted: Any, found: Any) -> bool:

@@ -47,6 +47,7 @@ class CheckpointWriter:
     Attributes:
         directory: what they are written to.
         latest: the newest one that is committed.
+        has_lost_one: whether a failure was only logged; the caller sets it back.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class CheckpointWriter:
         self.retention, self.asynchronous, self.warns, self.give_up_after = retention, asynchronous, warns, give_up_after
         self.directory = CheckpointDirectory(path, Disk(), DirectoryLock(path))
         self.latest: Path | None = None
+        self.has_lost_one = False
         self._is_taken_over = False
         self._is_held = False  # by a run; otherwise each save takes the lock
         self._failures = 0  # in a row
@@ -199,6 +201,7 @@ class CheckpointWriter:
                 f"{error}; that is failure {self._failures} in a row, and give_up_after={self.give_up_after}: make the "
                 "directory writable, and start again"
             ) from error
+        self.has_lost_one = True
         if collectives.is_main_rank():
             _logger.warning(f"{error}; training continues, and the older checkpoints are untouched")
 

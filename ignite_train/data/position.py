@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import Any, Protocol, runtime_checkable
@@ -160,7 +161,8 @@ class DataPosition:
     def note(self, *, exhausted: bool) -> None:
         """Call it when a group was read, before anything is read ahead, and when the loader is exhausted."""
         if self._stateful is not None:
-            self._states, self._exhausted = [self._states[1], self._stateful.state_dict()], exhausted
+            state = copy.deepcopy(self._stateful.state_dict())  # some loaders change the object that they have given
+            self._states, self._exhausted = [self._states[1], state], exhausted
             self._generators = [self._generators[1], self._own_generators()]
 
     def take_back_note(self) -> None:
@@ -229,7 +231,7 @@ class DataPosition:
         if self._stateful is not None and saved.get("loader") is not None:
             self._opening = dict(saved.get("opening", {}))
             self._set_own_generators(self._opening.get("own", {}))  # its sampler may be opened again and read past
-            self._stateful.load_state_dict(saved["loader"])
+            self._stateful.load_state_dict(copy.deepcopy(saved["loader"]))
             self._states, self._own_after = [saved["loader"], saved["loader"]], saved["generators"]
             self.at_end = saved["exhausted"]
             if self.at_end:  # do not read on: some loaders have begun the next pass, others would repeat one
@@ -245,7 +247,7 @@ class DataPosition:
         state = saved.get("loader")
         if self._stateful is not None and state is not None and saved["world_size"] == collectives.world_size():
             before = capture_random_state()
-            self._stateful.load_state_dict(state)
+            self._stateful.load_state_dict(copy.deepcopy(state))
             open_loader(self._loader)  # this continues the earlier pass, so that the next one is new
             restore_random_state(before)
         if saved.get("world_size", collectives.world_size()) == collectives.world_size():

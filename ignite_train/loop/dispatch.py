@@ -271,7 +271,9 @@ def _list_stateful(listed: dict[str, Stateful], handler: Any) -> None:
 
 
 def _owner(handler: Any) -> Any:
-    """The handler, or the object whose method it is."""
+    """The handler, or the object whose method it is, also where some of its arguments are given by `functools.partial`."""
+    while isinstance(handler, functools.partial):
+        handler = handler.func
     return handler.__self__ if isinstance(handler, types.MethodType) else handler
 
 

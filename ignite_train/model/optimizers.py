@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from ignite_train.arguments import describe
@@ -19,6 +19,7 @@ __all__ = [
     "check_optimizers",
     "each_optimizer",
     "inner_optimizers",
+    "load_optimizer_state",
     "optimizer_of_parts",
     "optimizers_as_parts",
     "parts_as_optimizers",
@@ -90,9 +91,38 @@ class InnerState:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """To be called after the outer one has loaded its own."""
-        self.inner.load_state_dict(dict(state_dict))
+        load_optimizer_state(self.inner, state_dict)
         if self._shares_groups:
             self.inner.param_groups = self._outer.param_groups
+
+
+def load_optimizer_state(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
+    """Loads what `Optimizer.state_dict` gave, each value as it was saved; tensors where torch puts them.
+
+    torch's `load_state_dict` gives each tensor of the state the dtype of its parameter, which loses bits of moments in float32
+    over weights in bfloat16, and makes other values of strings. An optimizer that overrides `load_state_dict` decides itself.
+    """
+    optimizer.load_state_dict(dict(state_dict))
+    if type(optimizer).load_state_dict is not Optimizer.load_state_dict:
+        return
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+    for parameter, key in zip(parameters, keys, strict=True):
+        saved, loaded = state_dict["state"].get(key), optimizer.state.get(parameter)
+        if isinstance(saved, Mapping) and isinstance(loaded, dict):
+            for name in saved.keys() & loaded.keys() - {"step"}:  # whose dtype and device depend on the kernel
+                loaded[name] = _as_saved(saved[name], loaded[name])
+
+
+def _as_saved(saved: Any, loaded: Any) -> Any:
+    """`saved`, with its tensors on the devices of those in `loaded`."""
+    if isinstance(saved, Tensor) and isinstance(loaded, Tensor):
+        return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device)
+    if isinstance(saved, Mapping) and isinstance(loaded, Mapping):
+        return {key: _as_saved(value, loaded[key]) for key, value in saved.items()}
+    if isinstance(saved, (list, tuple)) and isinstance(loaded, (list, tuple)):
+        return type(saved)(_as_saved(one, other) for one, other in zip(saved, loaded, strict=True))
+    return saved
 
 
 def inner_optimizers(optimizer: Optimizer) -> dict[str, Optimizer]:

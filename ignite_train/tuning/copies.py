@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ignite_train.model.optimizers import OneOrSeveralOptimizers
+from ignite_train.model.optimizers import OneOrSeveralOptimizers, load_optimizer_state
 from ignite_train.ranks.wrapping import unwrap
 
 __all__ = ["copies_of", "each_optimizer", "empty_copies", "set_fused", "set_memory_layout"]
@@ -100,7 +100,7 @@ def set_fused(optimizer: Optimizer, *, fused: bool | None) -> Optimizer:
     saved = optimizer.state_dict()
     for group in saved["param_groups"]:
         group |= changes
-    twin.load_state_dict(saved)
+    load_optimizer_state(twin, saved)
     return twin
 
 

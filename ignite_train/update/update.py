@@ -191,8 +191,10 @@ class Update:
         """
         if not isinstance(state_dict, Mapping) or "loss_scaling" not in state_dict:
             raise ValueError(f"state_dict['update'] must be a mapping with the key loss_scaling, got {describe(state_dict)}")
-        self._failures.load_state_dict(state_dict.get("in_a_row", {}))  # a checkpoint of an earlier version has none
+        counts = state_dict.get("in_a_row", {})  # a checkpoint of an earlier version has none
+        FailuresInARow(None).load_state_dict(counts)  # an error leaves both as they are
         self.loss_scaling.load_state_dict(state_dict["loss_scaling"])
+        self._failures.load_state_dict(counts)
 
     def _begin(self, trainer: Trainer, micro_batches: Sequence[Any]) -> None:
         if self.seeding is not None:
