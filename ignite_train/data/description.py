@@ -30,13 +30,13 @@ class _Described(Protocol):
     def describe(self) -> dict[str, Any]: ...
 
 
-def length_of(loader: Iterable[Any]) -> int | None:
-    """Micro-batches in a pass over `loader`; None if it has no length."""
+def length_of(loader: Any) -> int | None:
+    """Micro-batches in a pass over `loader`, or the length of a sampler or dataset; None if it has none."""
     if not isinstance(loader, Sized):
         return None
     try:
         return len(loader)
-    except TypeError:  # a DataLoader over an iterable dataset without a length
+    except (TypeError, NotImplementedError):  # a DataLoader over an iterable dataset, or over a sampler without a length
         return None
 
 
@@ -111,13 +111,13 @@ def _describe_sampler(sampler: Any) -> dict[str, Any]:
         options = vars(sampler)
         described |= {name: options[name] for name in ("shuffle", "seed", "num_replicas")}
     elif isinstance(sampler, Sized):
-        described["num_samples"] = len(sampler)
+        described["num_samples"] = length_of(sampler)
     return described
 
 
 def _length_of_dataset(loader: DataLoader[Any]) -> int | None:
     dataset: Any = loader.dataset
-    return len(dataset) if isinstance(dataset, Sized) else None
+    return length_of(dataset)
 
 
 def _has_fixed_order(described: Mapping[str, Any]) -> bool:

@@ -78,6 +78,11 @@ def how_exact(loader: Iterable[Any]) -> tuple[list[str], str]:
         )
     else:
         note = f"resuming reads the {kind} again up to its position; a ResumableLoader jumps there"
+        if workers and not vars(loader).get("in_order", True):  # older versions of torch do not have it
+            doubts.append(
+                f"the {kind} has in_order=False: its workers give micro-batches in an order that differs from pass to pass, so "
+                "that resuming within an epoch misses some and repeats others; leave in_order out"
+            )
         if isinstance(loader, DataLoader) and workers and loader.persistent_workers:
             doubts.append(
                 f"the workers of the {kind} are persistent: what a dataset draws in them depends on earlier epochs and "
@@ -208,9 +213,10 @@ class DataPosition:
         reports = [f"{'; '.join(lines)} (rank {rank})" for rank, lines in enumerate(found) if lines]
         if reports:
             raise ValueError(
-                f"data must be unchanged to resume in the middle of an epoch, got {reports[0]}: samples would be missed or "
-                "used twice; undo the change, or resume from a checkpoint of the end of an epoch (resume=PATH), where any "
-                "change is allowed, or pass Checkpoint(..., on_changed_data='warn')"
+                "data must be unchanged to resume in the middle of an epoch, or of a pass with epoch_length, got "
+                f"{reports[0]}: samples would be missed or used twice; undo the change, or pass Checkpoint(..., "
+                "on_changed_data='warn'), or resume from a checkpoint of the end of an epoch (resume=PATH), where any change "
+                "is allowed without epoch_length"
             )
 
     def _go_to(self, saved: Mapping[str, Any]) -> None:
@@ -222,11 +228,11 @@ class DataPosition:
             return
         if not same_ranks:
             raise ValueError(
-                f"data must be a loader that can seek, such as ResumableLoader, to resume in the middle of an epoch with "
-                f"{collectives.world_size()} ranks after {saved['world_size']}, got a {type(self._loader).__name__}; "
-                "or resume from a checkpoint of the end of an epoch"
+                f"data must be a loader that can seek, such as ResumableLoader, and epoch_length be left out, to resume in the "
+                f"middle of an epoch with {collectives.world_size()} ranks after {saved['world_size']}, got a "
+                f"{type(self._loader).__name__}; or resume from a checkpoint of the end of an epoch"
             )
-        if self._stateful is not None and saved.get("loader") is not None:
+        if self._stateful is not None and self._has_state_of_same_kind(saved):
             self._opening = dict(saved.get("opening", {}))
             self._set_own_generators(self._opening.get("own", {}))  # its sampler may be opened again and read past
             self._stateful.load_state_dict(saved["loader"])
@@ -242,14 +248,25 @@ class DataPosition:
         """Puts back the state and the generators of a loader, which depend on earlier passes."""
         if self._seekable is not None:
             self._seekable.seek(0)
-        state = saved.get("loader")
-        if self._stateful is not None and state is not None and saved["world_size"] == collectives.world_size():
+        same_ranks = saved.get("world_size") == collectives.world_size()
+        if self._stateful is not None and same_ranks and self._has_state_of_same_kind(saved):
             before = capture_random_state()
-            self._stateful.load_state_dict(state)
+            self._stateful.load_state_dict(saved["loader"])
             open_loader(self._loader)  # this continues the earlier pass, so that the next one is new
             restore_random_state(before)
+        elif self._stateful is not None and saved.get("loader") is not None and not same_ranks and collectives.is_main_rank():
+            _logger.warning(
+                f"the {type(self._loader).__name__} begins at the start of its data, because {saved['world_size']} ranks have "
+                f"written its place, and {collectives.world_size()} cannot continue there: samples that were used lately are "
+                "used again; a ResumableLoader without epoch_length avoids that"
+            )
         if saved.get("world_size", collectives.world_size()) == collectives.world_size():
             self._set_own_generators(saved.get("generators", {}))
+
+    def _has_state_of_same_kind(self, saved: Mapping[str, Any]) -> bool:
+        """Whether there is the state of a loader, and not one that another kind of loader has written."""
+        described = saved.get("description", self._description)  # that of an earlier version has none
+        return saved.get("loader") is not None and described["loader"] == self._description["loader"]
 
     def _warn_of_another_loader(self, saved: Mapping[str, Any]) -> None:
         kind = type(self._loader).__name__
