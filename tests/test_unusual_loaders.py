@@ -86,8 +86,9 @@ class WithoutLength:
     [
         lambda: DataLoader(torch.arange(3.0)[:, None], 1, sampler=WithoutLength()),
         lambda: DataLoader(WithoutLength(), 1, sampler=range(3)),
+        lambda: DataLoader(torch.arange(3.0)[:, None], 1, sampler=np.arange(3)),  # type: ignore[arg-type]
     ],
-    ids=["sampler", "dataset"],
+    ids=["sampler", "dataset", "array"],
 )
 def test_a_length_that_is_not_told_is_none(loader: Callable[[], Any]) -> None:
     trainer, seen = make(2)
@@ -145,6 +146,84 @@ def test_a_dataset_in_a_worker_that_is_kept_is_told_the_epoch(tmp_path: Path) ->
         return seen
 
     assert train(max_epochs=3) + train(max_epochs=5) == [[float(epoch)] * 2 for epoch in range(5)]
+
+
+class Counting:
+    """A sampler whose order depends on the number of passes, which it counts itself."""
+
+    def __init__(self) -> None:
+        self.passes = 0
+
+    def __len__(self) -> int:
+        return 4
+
+    def __iter__(self) -> Iterator[int]:
+        self.passes += 1
+        return iter([(index + self.passes) % 4 for index in range(4)])
+
+
+class Shuffling(Counting):
+    """The same, by a list that it changes."""
+
+    def __init__(self) -> None:
+        self.passes = [0, 1, 2, 3]  # type: ignore[assignment]
+
+    def __iter__(self) -> Iterator[int]:
+        self.passes.append(self.passes.pop(0))  # type: ignore[attr-defined]
+        return iter([*self.passes])  # type: ignore[misc]
+
+
+class Told(Counting):
+    """The same, by the epoch that it is told; a pass leaves something behind."""
+
+    def set_epoch(self, epoch: int) -> None:
+        self.passes = epoch
+
+
+class Drawing(Counting):
+    """One whose order is drawn; what it remembers changes nothing, and is no number."""
+
+    def __init__(self) -> None:
+        self.passes = "none"  # type: ignore[assignment]
+
+    def __iter__(self) -> Iterator[int]:
+        self.passes = "some"  # type: ignore[assignment]
+        return iter(torch.randperm(4).tolist())
+
+
+@pytest.mark.parametrize("again", ["in-the-process", "in-another-process"])
+@pytest.mark.parametrize("updates", [2, 4, 6], ids=lambda updates: f"after-{updates}")
+@pytest.mark.parametrize("kind", [Counting, Shuffling, Told, Drawing])
+def test_a_sampler_that_remembers_passes_is_warned_about(
+    kind: type[Counting], updates: int, again: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Wherever the samples differ from those of a run that was not stopped."""
+
+    def loader() -> Any:
+        sampler: Any = kind()
+        return DataLoader(torch.arange(4), 1, sampler=sampler)
+
+    def run(trainer: Trainer, data: Any, updates: int) -> None:
+        trainer.run(data, max_iters=updates)
+
+    whole, expected = make()
+    run(whole, loader(), 12)
+    trainer, seen = make()
+    Checkpoint(tmp_path).attach(trainer)
+    data = loader()
+    run(trainer, data, updates)
+    caplog.clear()
+    if again == "in-another-process":
+        done, data = seen, loader()
+        trainer, seen = make()
+        Checkpoint(tmp_path).attach(trainer)
+        run(trainer, data, 12)
+        seen = done + seen
+    else:
+        run(trainer, data, 12)
+    warned = any("the sampler is not as it was" in line and f"{kind.__name__}.passes: " in line for line in caplog.messages)
+    assert warned == (seen != expected)
+    assert warned is False or kind in (Counting, Shuffling)
 
 
 # --- seeds and order -------------------------------------------------------------------------------------------------------

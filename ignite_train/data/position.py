@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from ignite_train.data.description import Seekable, changes, describe_data, length_of
+from ignite_train.data.description import Seekable, attributes_of_samplers, changes, describe_data, length_of
 from ignite_train.data.resumable_loader import ResumableLoader
 from ignite_train.model.random_state import (
     capture_random_state,
@@ -140,7 +140,8 @@ class DataPosition:
         else:
             self._go_to_the_start(saved)
             generators = capture_random_state()
-        before = {**generators, "own": self._own_generators()}
+        self._warn_of_changed_samplers(saved["opening"] if self.reads_past and "opening" in saved else saved)
+        before = {**generators, "own": self._own_generators(), "samplers": attributes_of_samplers(self._loader)}
         if not skip:
             self._before_opening = before
         if self._seekable is None and not self._opening:
@@ -192,7 +193,7 @@ class DataPosition:
                 state["generators"] = self._generators[latest]
             return position | state | {"opening": self._opening}
         if isinstance(self._loader, DataLoader):
-            position["workers"] = self._loader.num_workers
+            position["workers"], position["samplers"] = self._loader.num_workers, attributes_of_samplers(self._loader)
         return position | {"opening": self._opening}
 
     def _compare(self, saved: Mapping[str, Any], *, in_epoch: bool) -> None:
@@ -279,6 +280,17 @@ class DataPosition:
             _logger.warning(
                 f"num_workers: {before} -> {now}: what a dataset draws differs until the end of the epoch; a "
                 "ResumableLoader avoids that"
+            )
+
+    def _warn_of_changed_samplers(self, saved: Mapping[str, Any]) -> None:
+        """Says where a sampler of the user's own is not what it was at that place, since only its generators are put back."""
+        before, now = saved.get("samplers", {}), attributes_of_samplers(self._loader)
+        changed = [f"{name}: {value!r} -> {now.get(name)!r}" for name, value in before.items() if now.get(name) != value]
+        if changed and self._stateful is None:
+            _logger.warning(
+                f"the sampler is not as it was at this place of the data ({', '.join(changed)}), since its attributes are not "
+                "saved: if its order depends on them, samples are missed and others used twice; let the order depend on "
+                "set_epoch(epoch), or on a random generator that the sampler holds"
             )
 
     def _own_generators(self) -> dict[str, Any]:
