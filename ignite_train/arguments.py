@@ -88,10 +88,12 @@ def whole_number(name: str, value: Any) -> int:
         TypeError: `value` is not a real number, or is a bool.
         ValueError: `value` is negative, not finite or has a fraction.
     """
-    number = int(real_number(name, value, at_least=0))
-    if number != value:
+    number = real_number(name, value, at_least=0)
+    if isinstance(value, Integral):  # a float does not hold all digits of a seed of 64 bits
+        return int(value)
+    if number != int(number):
         raise ValueError(f"{name} must be a whole number, got {value!r}")
-    return number
+    return int(number)
 
 
 def one_of(name: str, value: Any, choices: Iterable[str]) -> str:

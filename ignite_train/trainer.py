@@ -622,6 +622,8 @@ class Trainer(SessionLoop):
     def _open(self, data: Iterable[Any]) -> MicroBatchPass:
         source = data if self._stream is None else self._stream
         kept, self._kept = self._kept, None
+        if self._stream is not None:
+            self._stream.on_changed_data = self._on_changed_data
         if kept is not None and self._may_continue(source is kept[0]):
             kept[1].length = kept[1].length if self._stream is None else self._stream.updates_per_epoch
             return self._opened(kept[1])
@@ -677,6 +679,13 @@ class Trainer(SessionLoop):
         self._requests.more_data, self._micro_batches_before = batches.more, self.state.num_micro_batches
         self._max_micro_batches = batches.max_micro_batches
         return group
+
+    def _stops_before_iteration(self) -> bool:
+        """Only where the fetch can be undone, because a handler may stop the run here.
+
+        A stop that comes from elsewhere, such as a handler of a signal that arrives during the fetch, comes after the update.
+        """
+        return self._fetched.can_be_undone and super()._stops_before_iteration()
 
     def _leave_out_iteration(self) -> None:
         """Leaves no trace of a group that was fetched and not used, or of a pass that was opened and not used.

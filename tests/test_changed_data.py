@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import ignite.distributed as idist
 import pytest
 import torch
 from torch import Tensor, nn
@@ -49,7 +50,15 @@ def replacing(*, replacement: bool) -> Any:
     return DataLoader(torch.arange(SAMPLES), 4, sampler=sampler)
 
 
-def train(directory: Path, loader: Any, accumulation_steps: int = 2, *, to: int | None = None, **options: Any) -> list[int]:
+def train(
+    directory: Path,
+    loader: Any,
+    accumulation_steps: int = 2,
+    *,
+    to: int | None = None,
+    epoch_length: int | None = None,
+    **options: Any,
+) -> list[int]:
     """Trains until update `to` or the end of the first epoch, and gives the samples in the order in which they were used."""
     model = nn.Linear(1, 1)
     seen: list[int] = []
@@ -59,9 +68,10 @@ def train(directory: Path, loader: Any, accumulation_steps: int = 2, *, to: int 
         return model(x.float()[:, None]).square().mean() * 1e-6
 
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    trainer = create_trainer(model, optimizer, forward, accumulation_steps=accumulation_steps)
+    update_options = UpdateOptions(reduction="explicit" if idist.get_world_size() > 1 else "auto")
+    trainer = create_trainer(model, optimizer, forward, accumulation_steps=accumulation_steps, options=update_options)
     Checkpoint(directory, **options).attach(trainer)
-    trainer.run(loader, **({"max_epochs": 1} if to is None else {"max_iters": to}))
+    trainer.run(loader, epoch_length=epoch_length, **({"max_epochs": 1} if to is None else {"max_iters": to}))
     return seen
 
 
@@ -161,6 +171,44 @@ def test_at_the_beginning_of_an_epoch_any_change_is_listed(case: str, tmp_path: 
     seen = train(tmp_path, loader, 1, to=6 + len(loader))
     assert sum("data has changed" in line and message in line for line in caplog.messages) == 1
     assert len(seen) == sum(len(x) for x in after())
+
+
+@pytest.mark.parametrize("after", [plain, stateful, resumable], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("lengths", [(None, 3), (3, None)], ids=["to-epoch_length", "from-epoch_length"])
+def test_at_the_beginning_of_an_epoch_another_kind_of_state_is_left_alone(lengths: Any, after: Any, tmp_path: Path) -> None:
+    """A loader with a state, and a run with `epoch_length`, which has one too: neither can read what the other has written."""
+    train(tmp_path, stateful(), to=UPDATES, epoch_length=lengths[0])
+    seen = train(tmp_path, after(), to=2 * UPDATES, epoch_length=lengths[1])
+    assert Counter(seen) == Counter(range(SAMPLES))
+
+
+@pytest.mark.parametrize("updates", [2, 3], ids=["within-an-epoch", "end-of-an-epoch"])
+def test_a_user_who_insists_is_warned_with_epoch_length_too(updates: int, tmp_path: Path, caplog: Any) -> None:
+    """There an epoch ends in the middle of a pass over the data, where a change is refused too."""
+    train(tmp_path, resumable(), to=updates, epoch_length=3)
+    with pytest.raises(ValueError, match="middle of an epoch, or of a pass with epoch_length, got samples: 48 -> 60"):
+        train(tmp_path, resumable(60), to=updates + 2, epoch_length=3)
+    caplog.clear()
+    seen = train(tmp_path, resumable(60), to=updates + 2, epoch_length=3, on_changed_data="warn")
+    assert len(seen) == 16
+    assert sum("data has changed" in line and "samples: 48 -> 60" in line for line in caplog.messages) == 1
+
+
+def _with_epoch_length(directory: Path, updates: int) -> None:
+    train(directory, resumable(), to=updates, epoch_length=2)
+
+
+@pytest.mark.parametrize("updates", [2, 3], ids=["end-of-an-epoch", "within-an-epoch"])
+def test_another_number_of_ranks_cannot_continue_with_epoch_length(updates: int, tmp_path: Path, caplog: Any) -> None:
+    """Which is said, because there a ResumableLoader does not help: at the end of an epoch its data begins again."""
+    run_ranks(_with_epoch_length, tmp_path, updates)
+    caplog.clear()
+    if updates == 3:
+        with pytest.raises(ValueError, match=r"epoch_length be left out, to resume in the middle .* 1 ranks after 2"):
+            train(tmp_path, resumable(), to=4, epoch_length=2)
+    else:
+        train(tmp_path, resumable(), to=4, epoch_length=2)
+        assert sum("begins at the start of its data, because 2 ranks" in line for line in caplog.messages) == 1
 
 
 @pytest.mark.parametrize(

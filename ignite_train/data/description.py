@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping, Sized
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
+from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from ignite_train.data.samplers import ShardedSampler
+from ignite_train.data.samplers import HasEpoch, ShardedSampler, samplers_of
 
-__all__ = ["Seekable", "changes", "describe_data", "length_of"]
+__all__ = ["Seekable", "attributes_of_samplers", "changes", "describe_data", "length_of"]
+
+_KNOWN = ("torch", "torchdata", "ignite", "ignite_train", "builtins")  # packages whose samplers take orders from generators
+_MAX_ENTRIES = 100_000  # of a list that is hashed
 
 
 @runtime_checkable
@@ -30,13 +36,13 @@ class _Described(Protocol):
     def describe(self) -> dict[str, Any]: ...
 
 
-def length_of(loader: Iterable[Any]) -> int | None:
-    """Micro-batches in a pass over `loader`; None if it has no length."""
+def length_of(loader: Any) -> int | None:
+    """Micro-batches in a pass over `loader`, or the length of a sampler or dataset; None if it has none."""
     if not isinstance(loader, Sized):
         return None
     try:
         return len(loader)
-    except TypeError:  # a DataLoader over an iterable dataset without a length
+    except (TypeError, NotImplementedError):  # a DataLoader over an iterable dataset, or over a sampler without a length
         return None
 
 
@@ -78,6 +84,39 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any], *, jumps: bool) -
     return refused, [_line(key, before, now) for key in keys if key in harmless and not (jumps and key == "batch_size")]
 
 
+def attributes_of_samplers(loader: Iterable[Any]) -> dict[str, Any]:
+    """The plain attributes of samplers of the user's own that are not told the epoch; of long ones a hash.
+
+    Such a sampler may count its passes, or shuffle the order that the pass before has left.
+    """
+    samplers = samplers_of(loader) if isinstance(loader, DataLoader) else iter(())
+    found = {
+        f"{type(sampler).__name__}.{name}": _short(value)
+        for sampler in samplers
+        if type(sampler).__module__.partition(".")[0] not in _KNOWN and not isinstance(sampler, HasEpoch)
+        for name, value in _variables(sampler).items()
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _variables(sampler: Any) -> Mapping[str, Any]:
+    try:
+        variables: dict[str, Any] = vars(sampler)
+    except TypeError:  # an array, say
+        return {}
+    return variables
+
+
+def _short(value: Any) -> Any:
+    """A number as it is, a hash of a list or an array; None of anything else, and of what is too long to look at each time."""
+    if isinstance(value, (bool, int, float)):
+        return value
+    if not isinstance(value, (list, np.ndarray, Tensor)) or len(value) > _MAX_ENTRIES:
+        return None
+    text = repr(value if isinstance(value, list) else value.tolist())
+    return None if " at 0x" in text else hashlib.blake2b(text.encode(), digest_size=8).hexdigest()  # an object in the list
+
+
 def _describe_batches(loader: DataLoader[Any]) -> dict[str, Any]:
     described: dict[str, Any] = {"batch_size": loader.batch_size}
     if isinstance(loader, Seekable):
@@ -111,13 +150,13 @@ def _describe_sampler(sampler: Any) -> dict[str, Any]:
         options = vars(sampler)
         described |= {name: options[name] for name in ("shuffle", "seed", "num_replicas")}
     elif isinstance(sampler, Sized):
-        described["num_samples"] = len(sampler)
+        described["num_samples"] = length_of(sampler)
     return described
 
 
 def _length_of_dataset(loader: DataLoader[Any]) -> int | None:
     dataset: Any = loader.dataset
-    return len(dataset) if isinstance(dataset, Sized) else None
+    return length_of(dataset)
 
 
 def _has_fixed_order(described: Mapping[str, Any]) -> bool:

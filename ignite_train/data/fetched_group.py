@@ -20,11 +20,14 @@ class FetchedGroup:
         group: the micro-batches of this rank; None where none were fetched, or the pass has ended.
         random_state: of the generators before the fetch, as `capture_random_state` gave it; None where no handler can stop the
             run before the update, so that the fetch will not be undone.
+
+    Attributes:
+        can_be_undone: whether the next fetch can be made to give and draw the same.
     """
 
     def __init__(self, group: Sequence[Any] | None = None, random_state: dict[str, Any] | None = None) -> None:
         self._group: Sequence[Any] = () if group is None else group
-        self._random_state = random_state
+        self._random_state, self.can_be_undone = random_state, random_state is not None
         self._as_fetched: Sequence[Any] | None = None  # what can be given back
         if random_state is not None and group is not None:  # handlers may change a list
             self._as_fetched = list(group) if isinstance(group, list) else group

@@ -17,6 +17,7 @@ from ignite_train.data.description import length_of
 from ignite_train.data.fetch_thread import FetchThread
 from ignite_train.data.position import DataPosition, open_loader
 from ignite_train.data.resumable_loader import ResumableLoader
+from ignite_train.data.reused_memory import ReusedMemory
 from ignite_train.data.samplers import set_epoch
 from ignite_train.data.stream import Stream
 from ignite_train.ranks import collectives
@@ -109,7 +110,7 @@ class MicroBatchGrouping:
         set_epoch(loader, epoch - 1)
         groups = MicroBatchPass(
             loader,
-            lambda done: self._size(epoch, first_update + done),
+            self._sizes(epoch, first_update),
             self._uneven,
             skip,
             position,
@@ -134,9 +135,8 @@ class MicroBatchGrouping:
         if min(lengths) < 0:
             return None
         micro_batches = min(lengths) if self._uneven == "shortest" else max(lengths)
-        return _count_updates(
-            micro_batches, lambda done: self._size(epoch, first_update + done), 0, drops_last_group=self._drops_last_group
-        )
+        size = self._sizes(epoch, first_update)
+        return _count_updates(micro_batches, size, 0, drops_last_group=self._drops_last_group)
 
     def max_micro_batches_of(self, group: list[Any]) -> int | None:
         """Of a group that comes from no loader: as many as this rank has, or None with `"replay"`, where ranks may differ."""
@@ -164,17 +164,22 @@ class MicroBatchGrouping:
                     f"length: if a rank has fewer micro-batches than others, the run hangs at the end of the epoch; {remedy}"
                 )
 
-    def _size(self, epoch: int, update: int) -> int:
-        if type(self._steps) is int:
-            return self._steps
-        if isinstance(self._steps, Sequence):
-            return self._steps[min(epoch, len(self._steps)) - 1]
-        if callable(self._steps):
+    def _sizes(self, epoch: int, first_update: int) -> Callable[[int], int]:
+        """How many micro-batches the groups of an epoch have: a function of the number of groups before."""
+        steps = self._steps
+        if isinstance(steps, Sequence):
+            return _AlwaysSame(int(steps[min(epoch, len(steps)) - 1]))
+        if not callable(steps):
+            return _AlwaysSame(int(steps))
+
+        def size(done: int) -> int:
+            update = first_update + done
             try:
-                return positive_int(f"accumulation_steps({update})", self._steps(update))
+                return positive_int(f"accumulation_steps({update})", steps(update))
             except StopIteration as error:  # would look like the end of the data
                 raise RuntimeError(f"accumulation_steps({update}) raised StopIteration; only the data ends an epoch") from error
-        return self._steps
+
+        return size
 
 
 class MicroBatchPass:
@@ -212,8 +217,7 @@ class MicroBatchPass:
         none_is_empty: bool = False,
     ) -> None:
         self._size, self._done, self._position = size, skip, 0
-        self._none_is_empty = none_is_empty
-        self._loader, self._place = loader, DataPosition(loader)
+        self._none_is_empty, self._loader, self._place = none_is_empty, loader, DataPosition(loader)
         self._place.find(position, skip)
         if isinstance(loader, Stream):
             self._place.note(exhausted=False)  # it may begin anywhere, and the first group may have to be read again
@@ -238,6 +242,7 @@ class MicroBatchPass:
         self._fills_up = collectives.world_size() > 1  # with empty groups, while other ranks have more
         self._looks_ahead = self._fills_up and self.length is None
         self._groups_arrive = _reads_ahead(loader) and not (needs_whole_groups or self._looks_ahead)
+        self._watch: ReusedMemory | None = ReusedMemory()  # until a first group of several was read
         self._ahead: list[Any] = []
         self._nothing_behind = False  # the look ahead has found no other group
         self._read = self.num_read = 0  # micro-batches since the position was found, and in the latest group
@@ -248,6 +253,8 @@ class MicroBatchPass:
         self._micro_batches = iter(()) if self._place.at_end else open_loader(loader)
         if self._place.reads_past:
             self._read = sum(1 for _ in islice(self._micro_batches, self._before)) - self._before
+            if position.get("exhausted"):  # then its sampler has drawn after the last index already
+                self._ahead += islice(self._micro_batches, 1)
         self._place.found()
         if self._looks_ahead:
             self._look_ahead()
@@ -269,6 +276,8 @@ class MicroBatchPass:
             raise StopIteration
         if self._looks_ahead:
             self._look_ahead()
+        if self._watch is not None and self._watch.num_seen > 1:
+            self._watch = None
         return [micro_batch for micro_batch in group if micro_batch is not None] if self._none_is_empty else group
 
     def position(self, done: int) -> dict[str, Any]:
@@ -371,7 +380,7 @@ class MicroBatchPass:
         if expected:
             return self._take_arriving(expected, size)
         group, self._ahead = self._ahead[:size], self._ahead[size:]
-        group += islice(self._micro_batches, size - len(group))
+        group += self._read_list(size - len(group))
         self._exhausted = len(group) < size
         for micro_batch in group:
             self._count(micro_batch)
@@ -379,6 +388,16 @@ class MicroBatchPass:
             self._refuse_no_group(len(group))
             return []
         return group
+
+    def _read_list(self, number: int) -> list[Any]:
+        """The next micro-batches of the loader, fewer at its end."""
+        if self._watch is None or (number < 2 and not self._looks_ahead):
+            return list(islice(self._micro_batches, number))
+        read: list[Any] = []
+        for micro_batch in islice(self._micro_batches, number):
+            self._watch.see(micro_batch)
+            read.append(micro_batch)
+        return read
 
     def _expected(self, size: int) -> int:
         """How many micro-batches the next group will have on this rank, if its loader gives what its length has said."""
@@ -418,7 +437,7 @@ class MicroBatchPass:
 
     def _look_ahead(self) -> None:
         wanted = self._size(self._done) if self._drops_last_group else 1
-        self._ahead += islice(self._micro_batches, max(0, wanted - len(self._ahead)))
+        self._ahead += self._read_list(max(0, wanted - len(self._ahead)))
         self._nothing_behind = len(self._ahead) < wanted
         self.more = self._against if self._nothing_behind else 1
 
@@ -446,8 +465,29 @@ def _reads_ahead(loader: Iterable[Any]) -> bool:
     return isinstance(loader, DataLoader) and loader.num_workers > 0
 
 
+class _AlwaysSame:
+    """The size of the groups of an epoch, where it is one number.
+
+    Args:
+        size: that number.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __call__(self, done: int) -> int:  # noqa: ARG002
+        """The size of the group after `done` others."""
+        return self.size
+
+
 def _count_updates(micro_batches: int, size: Callable[[int], int], done: int, *, drops_last_group: bool) -> int:
-    """Updates of an epoch that has `micro_batches` left after `done` updates; `size(done)` is that of the next group."""
+    """Updates of an epoch that has `micro_batches` left after `done` updates; `size(done)` is that of the next group.
+
+    Groups of one size are not counted one by one, because a sampler without an end may say that it has 10¹² samples.
+    """
+    if isinstance(size, _AlwaysSame):
+        whole, rest = divmod(micro_batches, size.size)
+        return done + whole + (rest > 0 and not drops_last_group)
     while micro_batches >= (size(done) if drops_last_group else 1):
         micro_batches -= size(done)
         done += 1

@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from ignite_train.data.description import Seekable, changes, describe_data, length_of
+from ignite_train.data.description import Seekable, attributes_of_samplers, changes, describe_data, length_of
 from ignite_train.data.resumable_loader import ResumableLoader
 from ignite_train.model.random_state import (
     capture_random_state,
@@ -79,6 +79,11 @@ def how_exact(loader: Iterable[Any]) -> tuple[list[str], str]:
         )
     else:
         note = f"resuming reads the {kind} again up to its position; a ResumableLoader jumps there"
+        if workers and not vars(loader).get("in_order", True):  # older versions of torch do not have it
+            doubts.append(
+                f"the {kind} has in_order=False: its workers give micro-batches in an order that differs from pass to pass, so "
+                "that resuming within an epoch misses some and repeats others; leave in_order out"
+            )
         if isinstance(loader, DataLoader) and workers and loader.persistent_workers:
             doubts.append(
                 f"the workers of the {kind} are persistent: what a dataset draws in them depends on earlier epochs and "
@@ -113,7 +118,7 @@ class DataPosition:
         self._before_opening: dict[str, Any] = {}  # the generators, where the pass begins at its start
         self._generators: list[Any] = [None, None]  # of a stateful loader, before and after the latest group
         self._states: list[Any] = [None, None]  # of a stateful loader, before and after the latest group
-        self._exhausted = False  # whether it was exhausted then
+        self._exhausted = False  # whether the loader was exhausted after the latest group
         self._own_after: Any = {}  # its own generators once the position is found
         self._generators_before: dict[str, Any] | None = None
         self.at_end = self.jumps = False
@@ -136,7 +141,8 @@ class DataPosition:
         else:
             self._go_to_the_start(saved)
             generators = capture_random_state()
-        before = {**generators, "own": self._own_generators()}
+        self._warn_of_changed_samplers(saved["opening"] if self.reads_past and "opening" in saved else saved)
+        before = {**generators, "own": self._own_generators(), "samplers": attributes_of_samplers(self._loader)}
         if not skip:
             self._before_opening = before
         if self._seekable is None and not self._opening:
@@ -160,9 +166,10 @@ class DataPosition:
 
     def note(self, *, exhausted: bool) -> None:
         """Call it when a group was read, before anything is read ahead, and when the loader is exhausted."""
+        self._exhausted = exhausted
         if self._stateful is not None:
             state = copy.deepcopy(self._stateful.state_dict())  # some loaders change the object that they have given
-            self._states, self._exhausted = [self._states[1], state], exhausted
+            self._states = [self._states[1], state]
             self._generators = [self._generators[1], self._own_generators()]
 
     def take_back_note(self) -> None:
@@ -182,14 +189,14 @@ class DataPosition:
         position["description"] = self._description
         if self._seekable is not None:
             return position | {"samples": self._first_sample + rounds * self._seekable.samples_per_round}
-        position["micro_batches"] = given
+        position |= {"micro_batches": given, "exhausted": self._exhausted and latest}
         if self._stateful is not None:
-            state = {"loader": self._states[latest], "exhausted": self._exhausted and latest}
+            state = {"loader": self._states[latest]}
             if self._generators[latest] is not None:
                 state["generators"] = self._generators[latest]
             return position | state | {"opening": self._opening}
         if isinstance(self._loader, DataLoader):
-            position["workers"] = self._loader.num_workers
+            position["workers"], position["samplers"] = self._loader.num_workers, attributes_of_samplers(self._loader)
         return position | {"opening": self._opening}
 
     def _compare(self, saved: Mapping[str, Any], *, in_epoch: bool) -> None:
@@ -210,9 +217,10 @@ class DataPosition:
         reports = [f"{'; '.join(lines)} (rank {rank})" for rank, lines in enumerate(found) if lines]
         if reports:
             raise ValueError(
-                f"data must be unchanged to resume in the middle of an epoch, got {reports[0]}: samples would be missed or "
-                "used twice; undo the change, or resume from a checkpoint of the end of an epoch (resume=PATH), where any "
-                "change is allowed, or pass Checkpoint(..., on_changed_data='warn')"
+                "data must be unchanged to resume in the middle of an epoch, or of a pass with epoch_length, got "
+                f"{reports[0]}: samples would be missed or used twice; undo the change, or pass Checkpoint(..., "
+                "on_changed_data='warn'), or resume from a checkpoint of the end of an epoch (resume=PATH), where any change "
+                "is allowed without epoch_length"
             )
 
     def _go_to(self, saved: Mapping[str, Any]) -> None:
@@ -224,11 +232,11 @@ class DataPosition:
             return
         if not same_ranks:
             raise ValueError(
-                f"data must be a loader that can seek, such as ResumableLoader, to resume in the middle of an epoch with "
-                f"{collectives.world_size()} ranks after {saved['world_size']}, got a {type(self._loader).__name__}; "
-                "or resume from a checkpoint of the end of an epoch"
+                f"data must be a loader that can seek, such as ResumableLoader, and epoch_length be left out, to resume in the "
+                f"middle of an epoch with {collectives.world_size()} ranks after {saved['world_size']}, got a "
+                f"{type(self._loader).__name__}; or resume from a checkpoint of the end of an epoch"
             )
-        if self._stateful is not None and saved.get("loader") is not None:
+        if self._stateful is not None and self._has_state_of_same_kind(saved):
             self._opening = dict(saved.get("opening", {}))
             self._set_own_generators(self._opening.get("own", {}))  # its sampler may be opened again and read past
             self._stateful.load_state_dict(copy.deepcopy(saved["loader"]))
@@ -244,14 +252,25 @@ class DataPosition:
         """Puts back the state and the generators of a loader, which depend on earlier passes."""
         if self._seekable is not None:
             self._seekable.seek(0)
-        state = saved.get("loader")
-        if self._stateful is not None and state is not None and saved["world_size"] == collectives.world_size():
+        same_ranks = saved.get("world_size") == collectives.world_size()
+        if self._stateful is not None and same_ranks and self._has_state_of_same_kind(saved):
             before = capture_random_state()
-            self._stateful.load_state_dict(copy.deepcopy(state))
+            self._stateful.load_state_dict(copy.deepcopy(saved["loader"]))
             open_loader(self._loader)  # this continues the earlier pass, so that the next one is new
             restore_random_state(before)
+        elif self._stateful is not None and saved.get("loader") is not None and not same_ranks and collectives.is_main_rank():
+            _logger.warning(
+                f"the {type(self._loader).__name__} begins at the start of its data, because {saved['world_size']} ranks have "
+                f"written its place, and {collectives.world_size()} cannot continue there: samples that were used lately are "
+                "used again; a ResumableLoader without epoch_length avoids that"
+            )
         if saved.get("world_size", collectives.world_size()) == collectives.world_size():
             self._set_own_generators(saved.get("generators", {}))
+
+    def _has_state_of_same_kind(self, saved: Mapping[str, Any]) -> bool:
+        """Whether there is the state of a loader, and not one that another kind of loader has written."""
+        described = saved.get("description", self._description)  # that of an earlier version has none
+        return saved.get("loader") is not None and described["loader"] == self._description["loader"]
 
     def _warn_of_another_loader(self, saved: Mapping[str, Any]) -> None:
         kind = type(self._loader).__name__
@@ -264,6 +283,17 @@ class DataPosition:
             _logger.warning(
                 f"num_workers: {before} -> {now}: what a dataset draws differs until the end of the epoch; a "
                 "ResumableLoader avoids that"
+            )
+
+    def _warn_of_changed_samplers(self, saved: Mapping[str, Any]) -> None:
+        """Says where a sampler of the user's own is not what it was at that place, since only its generators are put back."""
+        before, now = saved.get("samplers", {}), attributes_of_samplers(self._loader)
+        changed = [f"{name}: {value!r} -> {now.get(name)!r}" for name, value in before.items() if now.get(name) != value]
+        if changed and self._stateful is None:
+            _logger.warning(
+                f"the sampler is not as it was at this place of the data ({', '.join(changed)}), since its attributes are not "
+                "saved: if its order depends on them, samples are missed and others used twice; let the order depend on "
+                "set_epoch(epoch), or on a random generator that the sampler holds"
             )
 
     def _own_generators(self) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
-from ignite_train.arguments import describe, positive_int
+from ignite_train.arguments import describe, positive_int, whole_number
 from ignite_train.data.fetch_thread import FetchThread
 from ignite_train.data.samplers import HasEpoch, ShardedSampler
 from ignite_train.data.token_budget_sampler import TokenBudgetSampler
@@ -94,6 +94,8 @@ class ResumableLoader(DataLoader[Any]):
         **options: Any,
     ) -> None:
         refused = sorted({"sampler", "batch_sampler", "generator", "worker_init_fn"} & options.keys())
+        if not options.get("in_order", True):  # the place in the order would not say which samples are done
+            refused.append("in_order")
         if refused:
             raise ValueError(f"{refused[0]} must be left out of a ResumableLoader, which chooses order and seeds by itself")
         self._order: ShardedSampler | TokenBudgetSampler
@@ -117,7 +119,7 @@ class ResumableLoader(DataLoader[Any]):
             generator=torch.Generator(),  # for the seeds of the workers, so that the model's generator is not used
             **options,
         )
-        self._seed = seed
+        self._seed = whole_number("seed", seed)
 
     def __repr__(self) -> str:
         if isinstance(self._order, TokenBudgetSampler):
@@ -152,7 +154,7 @@ class ResumableLoader(DataLoader[Any]):
         self._order.set_epoch(epoch)
 
     def __iter__(self) -> Any:
-        self.generator.manual_seed(self._seed)
+        self.generator.manual_seed(self._seed % 2**64)
         if not self._ahead:
             return super().__iter__()
         return FetchThread(super().__iter__(), ahead=self._ahead, name=repr(self))
@@ -260,14 +262,18 @@ class _Samples(Dataset[Any]):
     def __init__(self, dataset: Any, seed: int, *, seed_samples: bool, in_thread: bool) -> None:
         self._dataset, self._seed, self._seed_samples = dataset, seed, seed_samples
         self._turn = _Turn() if in_thread else None
+        self._epoch: int | None = None  # what the dataset was told last, here or in the process that this one is a copy of
         self.seeds_generators = seed_samples and isinstance(dataset, HasSampleSeed)
 
     def set_epoch(self, epoch: int) -> None:
         """Passes it on to a dataset that has `set_epoch`."""
         if isinstance(self._dataset, HasEpoch):
             self._dataset.set_epoch(epoch)
+            self._epoch = epoch
 
     def __getitems__(self, keys: Sequence[tuple[int, int]]) -> list[Any]:
+        if self._epoch not in (None, keys[0][0]) and get_worker_info() is not None:  # a worker that is kept from epoch to epoch
+            self.set_epoch(keys[0][0])
         if self._turn is not None:
             with self._turn.lock:
                 return [self._fetch(seed_of(self._seed, epoch, index), index) for epoch, index in keys]

@@ -13,7 +13,7 @@ from ignite_train.arguments import describe, whole_number
 from ignite_train.data.epoch_order import Order, epoch_order, is_drawn
 from ignite_train.ranks import collectives
 
-__all__ = ["HasEpoch", "ShardedSampler", "set_epoch"]
+__all__ = ["HasEpoch", "ShardedSampler", "samplers_of", "set_epoch"]
 
 _FIRST_CHUNK, _LAST_CHUNK = 2**10, 2**15  # indices that are computed at once, at the start of an epoch and later
 
@@ -26,14 +26,34 @@ class HasEpoch(Protocol):
         """Says which epoch (0-based) the next pass is."""
 
 
+@runtime_checkable
+class _HasSampler(Protocol):
+    """A sampler of batches that takes the indices from another sampler, such as torch's BatchSampler."""
+
+    sampler: Any
+
+
 def set_epoch(loader: Iterable[Any], epoch: int) -> None:
     """Tells `loader`, its samplers and its dataset which epoch (0-based) the next pass is, as far as they want to know."""
     owners: list[Any] = [loader]
     if isinstance(loader, DataLoader):
-        owners += [loader.sampler, loader.batch_sampler, loader.dataset]
+        owners += [*samplers_of(loader), loader.dataset]
     for owner in owners:
         if isinstance(owner, HasEpoch):
             owner.set_epoch(epoch)
+
+
+def samplers_of(loader: DataLoader[Any]) -> Iterator[Any]:
+    """The samplers of `loader`, each once; also the one from which its `batch_sampler` takes the indices.
+
+    Where `batch_sampler` is given to a DataLoader, its attribute `sampler` is another one, which is not used.
+    """
+    batch_sampler: Any = loader.batch_sampler
+    yield loader.sampler
+    if batch_sampler is not None:
+        yield batch_sampler
+    if isinstance(batch_sampler, _HasSampler) and batch_sampler.sampler is not loader.sampler:
+        yield batch_sampler.sampler
 
 
 class ShardedSampler(Sampler[int]):
@@ -66,7 +86,6 @@ class ShardedSampler(Sampler[int]):
         self._length, self._shuffle = len(dataset), shuffle
         self._seed = whole_number("seed", seed)
         self._epoch = self._start = 0
-        self._rank, self._world_size = collectives.rank(), collectives.world_size()
 
     def set_epoch(self, epoch: int) -> None:
         """Chooses the order of the next pass; a trainer calls it."""
@@ -86,20 +105,20 @@ class ShardedSampler(Sampler[int]):
         return described | ({"order": "computed"} if self._shuffle and not is_drawn(self._length) else {})
 
     def __repr__(self) -> str:
-        rank = f"rank {self._rank} of {self._world_size}"
+        rank = f"rank {collectives.rank()} of {collectives.world_size()}"
         return f"{type(self).__name__}({self._length} samples, shuffle={self._shuffle}, seed={self._seed}, {rank})"
 
     def __len__(self) -> int:
-        return len(range(self._start + self._rank, self._length, self._world_size))
+        return len(range(self._start + collectives.rank(), self._length, collectives.world_size()))
 
     def __iter__(self) -> Iterator[int]:
         start, self._start = self._start, 0
-        positions = range(start + self._rank, self._length, self._world_size)
+        positions = range(start + collectives.rank(), self._length, collectives.world_size())
         return chain.from_iterable(_chunks(positions, self._order_of_epoch())) if self._shuffle else iter(positions)
 
     def _order_of_epoch(self) -> Order:
         """The order that `epoch` chooses; the same on all ranks."""
-        drawn_seed = self._seed * 1_000_003 + self._epoch
+        drawn_seed = (self._seed * 1_000_003 + self._epoch) % 2**64  # what a generator of torch takes
         return epoch_order(self._length, key=(self._seed, self._epoch), drawn_seed=drawn_seed)
 
 

@@ -23,11 +23,15 @@ class Stream:
         data: what the user passed to `run`.
         updates_per_epoch: how many updates make an epoch.
         on_pass_ended: called when a pass has ended, before the next begins; it may call `replace`.
+
+    Attributes:
+        on_changed_data: what happens in the middle of a pass if the data is another one; see `Trainer._load_data_position`.
     """
 
     def __init__(self, data: Iterable[Any], updates_per_epoch: int, on_pass_ended: Callable[[], None]) -> None:
         self.data, self.updates_per_epoch = data, updates_per_epoch
         self._on_pass_ended = on_pass_ended
+        self.on_changed_data = "raise"
         self._passes = 0  # that have ended
         self._given = 0  # micro-batches of this pass, in this process and before
         self._since_found = 0  # of them, in this process
@@ -98,7 +102,7 @@ class Stream:
         self._micro_batches = self._place = None
         self._start = {} if given else state_dict["place"]
         if given:
-            self._begin_pass(state_dict["place"])
+            self._begin_pass({**state_dict["place"], "on_changed_data": self.on_changed_data})
 
     def _begin_pass(self, saved: Mapping[str, Any]) -> None:
         set_epoch(self.data, self._passes)

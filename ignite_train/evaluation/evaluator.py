@@ -20,6 +20,7 @@ from ignite_train.data.description import length_of
 from ignite_train.data.fetch_thread import FetchThread
 from ignite_train.data.grouping import POLICIES, Uneven
 from ignite_train.data.position import open_loader
+from ignite_train.data.samplers import samplers_of
 from ignite_train.device.to_device import ToDevice
 from ignite_train.evaluation.uneven_metrics import metrics_published_at, uneven_metrics
 from ignite_train.forward import Forward, ForwardOutput, as_forward_output, bind_forward
@@ -226,8 +227,10 @@ def _forward(engine: Evaluator, micro_batch: Any) -> ForwardOutput:
 
 
 def _refuse_padding(data: Iterable[Any]) -> None:
-    if isinstance(data, DataLoader) and isinstance(data.sampler, DistributedSampler):
-        sampler = data.sampler
+    samplers: Iterable[Any] = samplers_of(data) if isinstance(data, DataLoader) else ()
+    for sampler in samplers:
+        if not isinstance(sampler, DistributedSampler):
+            continue
         surplus = sampler.total_size - len(sampler.dataset)  # type: ignore[arg-type]
         if surplus > 0:
             raise ValueError(

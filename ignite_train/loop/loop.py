@@ -195,13 +195,13 @@ class Loop(Dispatcher):
         """Runs one iteration on `state.batch`, which handlers before it may replace; or none, if they ask to stop."""
         state = self.state
         self.fire_event(_GET_BATCH_COMPLETED)
-        if self._asked_to_stop():
+        if self._stops_before_iteration():
             self._leave_out_iteration()
             return
         state.iteration += 1
         self._iterating, self._settled = True, False
         self.fire_event(_ITERATION_STARTED)
-        if self._asked_to_stop():
+        if self._stops_before_iteration():
             self._iterating = False
             state.iteration -= 1
             self._leave_out_iteration()
@@ -210,6 +210,10 @@ class Loop(Dispatcher):
         self._iterating = False
         self._epoch_iteration += 1
         self.fire_event(_ITERATION_COMPLETED)
+
+    def _stops_before_iteration(self) -> bool:
+        """Whether a stop was asked for that comes before the iteration whose batch was fetched."""
+        return self._asked_to_stop()
 
     def _leave_out_iteration(self) -> None:
         """Called where a stop was asked for before an iteration. If it stops the run, the next one does that iteration."""

@@ -1,0 +1,361 @@
+"""Loaders and samplers that a loop by hand takes as they are: trained on in the same way, or refused with the reason."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import BatchSampler, DataLoader, Dataset
+from torch.utils.data.distributed import DistributedSampler
+
+from bits import bit_by_bit
+from ignite_train import (
+    ForwardOutput,
+    ResumableLoader,
+    ShardedSampler,
+    TokenBudgetSampler,
+    Trainer,
+    UpdateOptions,
+    create_evaluator,
+    create_trainer,
+)
+from ignite_train.data.position import how_exact
+from ignite_train.handlers import Checkpoint
+from ranks import run_ranks
+
+
+def make(accumulation_steps: Any = 1, **arguments: Any) -> tuple[Trainer, list[list[float]]]:
+    """A trainer, and the micro-batches that it has trained on."""
+    torch.manual_seed(1)
+    model = nn.Linear(1, 1)
+    seen: list[list[float]] = []
+
+    def forward(model: nn.Module, x: Tensor) -> ForwardOutput:
+        seen.append(x.flatten().tolist())
+        return ForwardOutput((model(x.reshape(-1, 1).float()) * 1e-3).square().sum(), len(x))
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return create_trainer(model, optimizer, forward, accumulation_steps=accumulation_steps, **arguments), seen
+
+
+# --- lengths ---------------------------------------------------------------------------------------------------------------
+
+
+class Endless:
+    """A loader without an end that says a length, as one over a sampler with 10¹⁵ samples does."""
+
+    def __len__(self) -> int:
+        return 10**15
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (torch.tensor([float(number)]) for number in count())
+
+
+@pytest.mark.parametrize(("steps", "length"), [(1, 10**15), (7, -(-(10**15) // 7)), ([2, 3], 10**15 // 2)], ids=str)
+def test_a_length_beyond_counting_is_known_at_once(steps: Any, length: int) -> None:
+    trainer, seen = make(steps)
+    assert trainer.total_updates(Endless()) == length
+    trainer.run(Endless(), max_iters=2)
+    assert trainer.state.epoch_length == length
+    assert seen == [[float(number)] for number in range(len(seen))]
+
+
+class WithoutLength:
+    """What says that it has a length and then does not tell it, as some samplers and datasets do."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor([float(index)])
+
+
+@pytest.mark.parametrize(
+    "loader",
+    [
+        lambda: DataLoader(torch.arange(3.0)[:, None], 1, sampler=WithoutLength()),
+        lambda: DataLoader(WithoutLength(), 1, sampler=range(3)),
+        lambda: DataLoader(torch.arange(3.0)[:, None], 1, sampler=np.arange(3)),  # type: ignore[arg-type]
+    ],
+    ids=["sampler", "dataset", "array"],
+)
+def test_a_length_that_is_not_told_is_none(loader: Callable[[], Any]) -> None:
+    trainer, seen = make(2)
+    trainer.run(loader(), max_epochs=1)
+    assert seen == [[0.0], [1.0], [2.0]]
+
+
+# --- epochs ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_sampler_inside_a_batch_sampler_is_told_the_epoch() -> None:
+    sampler = DistributedSampler(range(8), num_replicas=2, rank=1, seed=3)
+    trainer, seen = make()
+    trainer.run(DataLoader(torch.arange(8), batch_sampler=BatchSampler(sampler, 2, drop_last=False)), max_epochs=3)
+    by_hand = DistributedSampler(range(8), num_replicas=2, rank=1, seed=3)
+    expected = []
+    for epoch in range(3):
+        by_hand.set_epoch(epoch)
+        order = [*by_hand]
+        expected += [order[:2], order[2:]]
+    assert seen == expected
+
+
+def test_an_evaluation_refuses_samples_that_a_sampler_inside_a_batch_sampler_repeats() -> None:
+    evaluator = create_evaluator(nn.Linear(1, 1), lambda model, x: ForwardOutput(model(x[:, None]).sum(), len(x)))
+    sampler = DistributedSampler(range(5), num_replicas=2, rank=0)
+    loader = DataLoader(torch.arange(5.0), batch_sampler=BatchSampler(sampler, 2, drop_last=False))
+    with pytest.raises(ValueError, match="each sample once, got a DistributedSampler that repeats 1"):
+        evaluator.run(loader)
+
+
+class Epochal(Dataset[float]):
+    """Each sample is the epoch."""
+
+    def __init__(self) -> None:
+        self.epoch = -1
+
+    def __len__(self) -> int:
+        return 2
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __getitem__(self, index: int) -> float:
+        return float(self.epoch)
+
+
+def test_a_dataset_in_a_worker_that_is_kept_is_told_the_epoch(tmp_path: Path) -> None:
+    """Without it the dataset stays in the first epoch; and in a resumed run in that in which this run has started workers."""
+
+    def train(**limit: int) -> list[list[float]]:
+        trainer, seen = make()
+        Checkpoint(tmp_path).attach(trainer)
+        trainer.run(ResumableLoader(Epochal(), 2, shuffle=True, num_workers=1, persistent_workers=True), **limit)
+        return seen
+
+    assert train(max_epochs=3) + train(max_epochs=5) == [[float(epoch)] * 2 for epoch in range(5)]
+
+
+class Counting:
+    """A sampler whose order depends on the number of passes, which it counts itself."""
+
+    def __init__(self) -> None:
+        self.passes = 0
+
+    def __len__(self) -> int:
+        return 4
+
+    def __iter__(self) -> Iterator[int]:
+        self.passes += 1
+        return iter([(index + self.passes) % 4 for index in range(4)])
+
+
+class Shuffling(Counting):
+    """The same, by a list that it changes."""
+
+    def __init__(self) -> None:
+        self.passes = [0, 1, 2, 3]  # type: ignore[assignment]
+
+    def __iter__(self) -> Iterator[int]:
+        self.passes.append(self.passes.pop(0))  # type: ignore[attr-defined]
+        return iter([*self.passes])  # type: ignore[misc]
+
+
+class Told(Counting):
+    """The same, by the epoch that it is told; a pass leaves something behind."""
+
+    def set_epoch(self, epoch: int) -> None:
+        self.passes = epoch
+
+
+class Drawing(Counting):
+    """One whose order is drawn; what it remembers changes nothing, and is no number."""
+
+    def __init__(self) -> None:
+        self.passes = "none"  # type: ignore[assignment]
+
+    def __iter__(self) -> Iterator[int]:
+        self.passes = "some"  # type: ignore[assignment]
+        return iter(torch.randperm(4).tolist())
+
+
+@pytest.mark.parametrize("again", ["in-the-process", "in-another-process"])
+@pytest.mark.parametrize("updates", [2, 4, 6], ids=lambda updates: f"after-{updates}")
+@pytest.mark.parametrize("kind", [Counting, Shuffling, Told, Drawing])
+def test_a_sampler_that_remembers_passes_is_warned_about(
+    kind: type[Counting], updates: int, again: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Wherever the samples differ from those of a run that was not stopped."""
+
+    def loader() -> Any:
+        sampler: Any = kind()
+        return DataLoader(torch.arange(4), 1, sampler=sampler)
+
+    def run(trainer: Trainer, data: Any, updates: int) -> None:
+        trainer.run(data, max_iters=updates)
+
+    whole, expected = make()
+    run(whole, loader(), 12)
+    trainer, seen = make()
+    Checkpoint(tmp_path).attach(trainer)
+    data = loader()
+    run(trainer, data, updates)
+    caplog.clear()
+    if again == "in-another-process":
+        done, data = seen, loader()
+        trainer, seen = make()
+        Checkpoint(tmp_path).attach(trainer)
+        run(trainer, data, 12)
+        seen = done + seen
+    else:
+        run(trainer, data, 12)
+    warned = any("the sampler is not as it was" in line and f"{kind.__name__}.passes: " in line for line in caplog.messages)
+    assert warned == (seen != expected)
+    assert warned is False or kind in (Counting, Shuffling)
+
+
+# --- seeds and order -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", [2**45, 2**53 + 1, 2**64 - 1], ids=["45-bits", "54-bits", "64-bits"])
+def test_seeds_of_64_bits_are_taken(seed: int) -> None:
+    """As `torch.seed()` gives them. Another seed is another order."""
+    orders = [[*ShardedSampler(range(64), shuffle=True, seed=one)] for one in (seed, seed - 1)]
+    assert orders[0] != orders[1]
+    assert all(sorted(order) == [*range(64)] for order in orders)
+    loader = ResumableLoader(torch.arange(64), 64, shuffle=True, seed=seed)
+    assert [int(one) for one in next(iter(loader))] == orders[0]
+
+
+def test_workers_that_give_what_is_ready_first_have_no_place_to_resume_at() -> None:
+    with pytest.raises(ValueError, match="in_order must be left out of a ResumableLoader"):
+        ResumableLoader(torch.arange(8), 2, shuffle=True, num_workers=2, in_order=False)
+    ResumableLoader(torch.arange(8), 2, shuffle=True, num_workers=2, in_order=True)
+    doubts, _ = how_exact(DataLoader(torch.arange(8), 2, num_workers=2, in_order=False))
+    assert [doubt for doubt in doubts if "in_order=False" in doubt]
+
+
+def test_a_loader_that_is_made_before_the_process_group_deals_samples_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its ranks are those of the pass. Of one rank, as when it was made, each would train on all samples."""
+    batches = TokenBudgetSampler([1] * 8, max_tokens=2, shuffle=False)
+    loaders: list[Any] = [
+        ResumableLoader(torch.arange(8), 2, shuffle=False),
+        DataLoader(torch.arange(8), 2, sampler=ShardedSampler(range(8), shuffle=False)),
+        ResumableLoader(torch.arange(8), batches=batches),
+    ]
+    monkeypatch.setattr("ignite_train.ranks.collectives.rank", lambda: 1)
+    monkeypatch.setattr("ignite_train.ranks.collectives.world_size", lambda: 2)
+    one_by_one = [[1, 3], [5, 7]]
+    assert [[x.tolist() for x in loader] for loader in loaders] == [one_by_one, one_by_one, [[2, 3], [6, 7]]]
+    assert [len(loader) for loader in loaders] == [2, 2, 2]
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------------
+
+
+class Reusing:
+    """Writes each micro-batch into one of a few buffers; where `gives` makes another object of it, in the same memory."""
+
+    def __init__(self, buffers: int, gives: Callable[[Any], Any]) -> None:
+        self.buffers, self.gives = [np.zeros(2, np.float32) for _ in range(buffers)], gives
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in range(6):
+            buffer = self.buffers[number % len(self.buffers)]
+            buffer[:] = number
+            yield self.gives(buffer)
+
+
+GIVES: dict[str, Callable[[Any], Any]] = {
+    "tensor": torch.from_numpy,
+    "part of a tensor": lambda buffer: torch.from_numpy(buffer)[None],
+    "array in a dict": lambda buffer: {"x": buffer},
+}
+
+
+@pytest.mark.parametrize("gives", GIVES)
+@pytest.mark.parametrize(("buffers", "steps"), [(1, 2), (2, 3)])
+def test_a_loader_that_writes_over_what_it_gave_is_refused(gives: str, buffers: int, steps: int) -> None:
+    """An update would train on its last micro-batch as often as it has micro-batches."""
+    trainer, seen = make(steps)
+    with pytest.raises(ValueError, match=r"in memory of its own.*give a copy of each micro-batch"):
+        trainer.run(Reusing(buffers, GIVES[gives]), max_epochs=1)
+    assert seen == []
+
+
+def test_memory_may_be_used_again_in_the_next_update() -> None:
+    """And the same micro-batch may be given again, with NaN in it too."""
+    expected = [[float(number)] * 2 for number in range(6)]
+    for buffers, steps in ((1, 1), (2, 2)):
+        trainer, seen = make(steps)
+        trainer.run(Reusing(buffers, torch.from_numpy), max_epochs=1)
+        assert seen == expected
+    trainer, seen = make(3, protect=False)
+    trainer.run([{"x": torch.tensor([1.0]), "never read": torch.tensor(float("nan"))}["x"]] * 3, max_epochs=1)
+    assert seen == [[1.0]] * 3
+
+
+def _look_ahead() -> str:
+    trainer, _ = make(protect=False, options=UpdateOptions(reduction="explicit"))
+    try:
+        trainer.run(Reusing(1, torch.from_numpy), max_epochs=1)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_memory_that_is_used_again_while_a_rank_reads_ahead_is_refused() -> None:
+    """Ranks whose loaders have no length read one micro-batch ahead, so that one is enough."""
+    assert all("in memory of its own" in message for message in run_ranks(_look_ahead))
+
+
+# --- stops from elsewhere --------------------------------------------------------------------------------------------------
+
+
+class Interrupting(Dataset[Tensor]):
+    """Draws each sample; before that of number `at` the process gets a signal."""
+
+    def __init__(self, at: int) -> None:
+        self.left = at
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> Tensor:
+        self.left -= 1
+        if self.left == 0:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return torch.randn(1)
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("stop", [Trainer.terminate, Trainer.interrupt], ids=["terminate", "interrupt"])
+def test_a_signal_during_a_fetch_changes_no_bit(stop: Callable[[Trainer], None], steps: int) -> None:
+    """The update for which the group is read is done, so that nothing is drawn twice for it."""
+
+    def train(at: int) -> tuple[list[list[float]], Any]:
+        trainer, seen = make(steps)
+        trainer.interrupt_resume_enabled = True
+        before = signal.signal(signal.SIGUSR1, lambda *_: stop(trainer))
+        loader = DataLoader(Interrupting(at), 1, shuffle=True)
+        try:
+            trainer.run(loader, max_epochs=2)
+            trainer.run(loader, max_epochs=2)
+        finally:
+            signal.signal(signal.SIGUSR1, before)
+        return seen, bit_by_bit(trainer._stateful_parts["model"].state_dict())
+
+    whole = train(0)
+    assert [at for at in range(1, 13) if train(at) != whole] == []
