@@ -372,6 +372,11 @@ def test_goes_on_from_every_update_and_every_epoch(kind: str, tmp_path: Path) ->
     check(kind, "every update and epoch", tmp_path)
 
 
+def test_goes_on_after_a_partial_group(tmp_path: Path) -> None:
+    """Reading it has exhausted the loader, whose sampler draws after its last index, before the checkpoint of that update."""
+    check("sampler with the process's", "every update and epoch", tmp_path, accumulation_steps=3)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [*WITH_WORKERS])
 def test_goes_on_with_workers(kind: str, tmp_path: Path) -> None:

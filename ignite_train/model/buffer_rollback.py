@@ -26,20 +26,34 @@ class BufferRollback:
     def __init__(self, module: nn.Module, *, is_needed: bool = True) -> None:
         self._module, self._is_needed = module, is_needed
         self._owners: list[tuple[Any, Mapping[str, Tensor | None]]] = []
-        self._copies: list[tuple[Tensor, Tensor]] = []  # of each buffer
+        self._buffers: list[Tensor] = []
+        self._copies: list[Tensor] = []  # of each buffer; written again where the buffers are the same ones
 
+    @torch.no_grad()
     def mark(self) -> None:
         """Remembers them as they are now."""
-        if self._is_needed:
-            self._owners = [(owner, {**owner}) for module in self._module.modules() if (owner := module._buffers)]
-            buffers = {id(one): one for _, own in self._owners for one in own.values() if one is not None}
-            self._copies = [(buffer, buffer.detach().clone()) for buffer in buffers.values()]
+        if not self._is_needed:
+            return
+        self._owners = [(owner, {**owner}) for module in self._module.modules() if (owner := module._buffers)]
+        buffers = [*{id(one): one for _, own in self._owners for one in own.values() if one is not None}.values()]
+        if not buffers:
+            return
+        if self._has_copies_for(buffers):
+            torch._foreach_copy_(self._copies, buffers)
+        else:
+            self._buffers, self._copies = buffers, [buffer.clone() for buffer in buffers]
 
+    def _has_copies_for(self, buffers: list[Tensor]) -> bool:
+        return len(buffers) == len(self._buffers) and all(
+            one is known and one.shape == copy.shape and one.dtype is copy.dtype
+            for one, known, copy in zip(buffers, self._buffers, self._copies, strict=True)
+        )
+
+    @torch.no_grad()
     def roll_back(self) -> None:
         """Puts them back."""
-        with torch.no_grad():
-            for buffer, before in self._copies:
-                buffer.copy_(before)
+        for buffer, before in zip(self._buffers, self._copies, strict=True):
+            buffer.copy_(before)
         for owner, buffers in self._owners:
             if isinstance(owner, dict):  # a scripted module has another mapping, whose tensors stay the same
                 owner.update(buffers)
