@@ -253,7 +253,7 @@ class MicroBatchPass:
         self._micro_batches = iter(()) if self._place.at_end else open_loader(loader)
         if self._place.reads_past:
             self._read = sum(1 for _ in islice(self._micro_batches, self._before)) - self._before
-        self._place.found()
+        self._place.found(holds_workers=True)
         if self._looks_ahead:
             self._look_ahead()
 
@@ -315,6 +315,7 @@ class MicroBatchPass:
         The loader is exhausted here, since samplers may draw from their generators after the last index, as torch's do.
         """
         self._finished = True
+        self._place.release_workers()
         if self._is_stream:  # it continues in the next epoch
             return
         over = self._ended or (self._looks_ahead and self._nothing_behind)
@@ -337,6 +338,7 @@ class MicroBatchPass:
                     stacklevel=2,
                 )
         self.pause()
+        self._place.release_workers()
         self._micro_batches = iter(())
 
     def pause(self) -> None:
