@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from ignite.engine import Events
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
@@ -224,6 +225,23 @@ def test_a_sampler_that_remembers_passes_is_warned_about(
     warned = any("the sampler is not as it was" in line and f"{kind.__name__}.passes: " in line for line in caplog.messages)
     assert warned == (seen != expected)
     assert warned is False or kind in (Counting, Shuffling)
+
+
+@pytest.mark.parametrize("event", [Events.ITERATION_COMPLETED(once=2), Events.EPOCH_COMPLETED], ids=["within", "at-the-end"])
+def test_workers_that_are_kept_make_one_pass_at_a_time(event: Any) -> None:
+    """An evaluation on the loader that is trained on would end the epoch; when the pass is over it may begin."""
+    trainer, seen = make()
+    evaluator = create_evaluator(nn.Linear(1, 1), lambda model, x: ForwardOutput(model(x[:, None]).sum(), len(x)))
+    loader = DataLoader(torch.arange(6.0), 1, num_workers=1, persistent_workers=True)
+    trainer.add_event_handler(event, lambda: evaluator.run(loader))
+    if event is Events.EPOCH_COMPLETED:
+        trainer.run(loader, max_epochs=2)
+        assert len(seen) == 12
+        return
+    with pytest.raises(ValueError, match="in the middle of a pass: its workers are persistent"):
+        trainer.run(loader, max_epochs=2)
+    trainer.run(loader, max_epochs=2)  # the handler was due once
+    assert [x for (x,) in seen] == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0] * 2
 
 
 # --- seeds and order -------------------------------------------------------------------------------------------------------

@@ -255,7 +255,7 @@ class MicroBatchPass:
             self._read = sum(1 for _ in islice(self._micro_batches, self._before)) - self._before
             if position.get("exhausted"):  # then its sampler has drawn after the last index already
                 self._ahead += islice(self._micro_batches, 1)
-        self._place.found()
+        self._place.found(holds_workers=True)
         if self._looks_ahead:
             self._look_ahead()
 
@@ -317,6 +317,7 @@ class MicroBatchPass:
         The loader is exhausted here, since samplers may draw from their generators after the last index, as torch's do.
         """
         self._finished = True
+        self._place.release_workers()
         if self._is_stream:  # it continues in the next epoch
             return
         over = self._ended or (self._looks_ahead and self._nothing_behind)
@@ -339,6 +340,7 @@ class MicroBatchPass:
                     stacklevel=2,
                 )
         self.pause()
+        self._place.release_workers()
         self._micro_batches = iter(())
 
     def pause(self) -> None:

@@ -6,6 +6,7 @@ import copy
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import Any, Protocol, runtime_checkable
+from weakref import WeakSet
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -23,6 +24,7 @@ from ignite_train.ranks import collectives
 
 __all__ = ["DataPosition", "how_exact", "open_loader"]
 
+_being_read: WeakSet[Any] = WeakSet()  # the iterators of loaders with persistent workers whose pass is not over
 _logger = logging.getLogger(__name__)
 _GENERATORS_ONCE_LISTED = ("generator", "sampler.generator", "batch_sampler.generator")  # without names, in older checkpoints
 
@@ -41,7 +43,15 @@ def open_loader(loader: Iterable[Any]) -> Iterator[Any]:
 
     A DataLoader draws a seed when it starts its workers. Persistent workers start once in a process, so that the first pass of
     a resumed process would draw once more than the same pass did before. That seed is drawn from a copy of the generator.
+
+    Raises:
+        ValueError: a trainer is in the middle of a pass over it, which this one would end because both have the same workers.
     """
+    if isinstance(loader, DataLoader) and loader._iterator is not None and loader._iterator in _being_read:
+        raise ValueError(
+            f"data must not be the {type(loader).__name__} of which a trainer is in the middle of a pass: its workers are "
+            "persistent and make one pass at a time, so that the samples that are left would be missed; pass another loader"
+        )
     starts_workers = isinstance(loader, DataLoader) and loader.persistent_workers and loader._iterator is None
     if not starts_workers:
         return iter(loader)
@@ -134,6 +144,7 @@ class DataPosition:
             ValueError: another number of ranks wrote it and the loader cannot seek; or it is another loader, so that samples
                 would be missed or used twice.
         """
+        self.release_workers()  # of a pass that was broken off before its first group
         self._compare(saved, in_epoch=skip > 0)
         if skip:
             self._generators_before = generators = capture_random_state()
@@ -152,12 +163,24 @@ class DataPosition:
             self._set_own_generators(saved["opening"]["own"])
             self._opening = saved["opening"]
 
-    def found(self) -> None:
-        """Call it once the groups were read past: finding the position leaves the random generators unchanged."""
+    def found(self, *, holds_workers: bool = False) -> None:
+        """Call it once the groups were read past: finding the position leaves the random generators unchanged.
+
+        Args:
+            holds_workers: refuse another pass over a loader with persistent workers, until `release_workers`.
+        """
+        loader = self._loader
+        if holds_workers and isinstance(loader, DataLoader) and loader.persistent_workers and loader._iterator is not None:
+            _being_read.add(loader._iterator)
         if self._generators_before is not None:
             restore_random_state(self._generators_before)
             self._set_own_generators(self._own_after)
             self._generators_before = None
+
+    def release_workers(self) -> None:
+        """Call it when the pass is over."""
+        if isinstance(self._loader, DataLoader) and self._loader._iterator is not None:
+            _being_read.discard(self._loader._iterator)
 
     def take_back_opening(self) -> None:
         """Puts the generators back to what they were before the pass was opened, at the start of an epoch."""
