@@ -121,8 +121,9 @@ def test_a_loader_that_cannot_seek_is_refused_within_an_epoch(tmp_path: Path, be
     with pytest.raises(RanksFailedError) as caught:
         run_ranks(train, tmp_path, 4, 2, None, "ddp", "plain", world_size=after)
     message = (
-        "ValueError: data must be a loader that can seek, such as ResumableLoader, to resume in the middle of an epoch with "
-        f"{after} ranks after {before}, got a DataLoader; or resume from a checkpoint of the end of an epoch"
+        "ValueError: data must be a loader that can seek, such as ResumableLoader, and epoch_length be left out, to resume in "
+        f"the middle of an epoch with {after} ranks after {before}, got a DataLoader; or resume from a checkpoint of the end "
+        "of an epoch"
     )
     assert str(caught.value).count(message) == after
 

@@ -252,9 +252,7 @@ class MicroBatchPass:
         self._surplus: bool | None = None  # whether the loader gave more than its length; None: not looked at yet
         self._micro_batches = iter(()) if self._place.at_end else open_loader(loader)
         if self._place.reads_past:
-            self._read = sum(1 for _ in islice(self._micro_batches, self._before)) - self._before
-            if position.get("exhausted"):  # then its sampler has drawn after the last index already
-                self._ahead += islice(self._micro_batches, 1)
+            self._read_past(was_exhausted=position.get("exhausted", False))
         self._place.found(holds_workers=True)
         if self._looks_ahead:
             self._look_ahead()
@@ -347,6 +345,12 @@ class MicroBatchPass:
         """Ends the thread that reads the loader, if there is one; reading on starts another."""
         if isinstance(self._micro_batches, FetchThread):
             self._micro_batches.pause()
+
+    def _read_past(self, *, was_exhausted: bool) -> None:
+        """Reads what is done of the epoch, and as far beyond it as the interrupted run did."""
+        self._read = sum(1 for _ in islice(self._micro_batches, self._before)) - self._before
+        if was_exhausted:  # then its sampler has drawn after the last index already
+            self._ahead += islice(self._micro_batches, 1)
 
     def _note(self) -> None:
         self._place.note(exhausted=self._exhausted)
