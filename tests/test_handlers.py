@@ -346,6 +346,7 @@ def test_time_limit() -> None:
     """No update begins after the limit; the time of earlier runs counts; a job that is out of time adds nothing."""
     trainer, _, _ = make()
     limit = TimeLimit(seconds=1000)
+    assert limit.elapsed_seconds == 0.0
     limit.attach(trainer)
     trainer.run(DATA, max_epochs=1)
     assert 0 < limit.elapsed_seconds < 1000

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ignite_train import UpdateOptions, count_traffic, create_trainer
+from ignite_train import ForwardOutput, UpdateOptions, count_traffic, create_trainer
 from ignite_train.device import to_host
 from ignite_train.ranks import collectives
 from ignite_train.ranks.joint_message import JointMessage
@@ -274,6 +274,26 @@ def test_no_step_is_queued_on_sums_of_ranks_that_send_more_than_others(beside: i
     reduced = mine.reduced(torch.ones(()))
     assert reduced is not None
     assert float(reduced.obstacles) == (beside != 0)
+
+
+@pytest.mark.parametrize("with_new_name", [False, True])
+@pytest.mark.parametrize("num_out_of_memory", [0, 1])
+def test_no_step_is_queued_where_the_host_has_to_look_first(
+    num_out_of_memory: int, with_new_name: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a lack of memory, and where a log has a name that other ranks may not know; one does not hide the other."""
+    monkeypatch.setattr(collectives, "world_size", lambda: 2)
+    monkeypatch.setattr(to_host, "_HOST", "nowhere")
+    mine, theirs = Statistics(torch.device("cpu")), Statistics(torch.device("cpu"))
+    mine.num_out_of_memory = num_out_of_memory
+    theirs.add(ForwardOutput(torch.ones(()), 1, {"accuracy": torch.ones(())} if with_new_name else {}))
+    vector, other = mine.pack(RankRequests()), theirs.pack(RankRequests())
+    assert vector is not None
+    assert other is not None
+    vector.add_(other)
+    reduced = mine.reduced(torch.ones(()))
+    assert reduced is not None
+    assert (float(reduced.obstacles) > 0) == bool(num_out_of_memory or with_new_name)
 
 
 def _frozen_on_one_rank(victim: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -176,7 +175,8 @@ class Statistics:
         collective.
         """
         self._norm_squared, self._num_beside = norm_squared, beside
-        self._requests = replace(requests)  # as they are now
+        stop, stop_epoch, more_data = requests.stop, requests.stop_epoch, requests.more_data  # as they are now
+        self._requests = RankRequests(stop, stop_epoch, more_data, requests.interrupt, requests.changes_gradients)
         self._piggybacks = piggybacks
         self._payload = [float(number) for piggyback in piggybacks for number in piggyback.payload()]
         self._num_ranks = 1 if alone else self._world_size
