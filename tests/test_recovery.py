@@ -568,10 +568,15 @@ def test_a_sharded_model_trains_and_evaluates_as_one_process_does() -> None:
 
 
 def wrong_sharding() -> None:
-    partly = Net()
+    partly, without_root, grown = Net(), Net(), Net()
     fully_shard(partly.head, mesh=init_device_mesh("cpu", (2,)))
-    with pytest.raises(ValueError, match="fully_shard applied to the root"):
-        create_trainer(partly, torch.optim.SGD(partly.parameters(), lr=0.1), cuts.forward)
+    for part in without_root.children():
+        fully_shard(part, mesh=init_device_mesh("cpu", (2,)))
+    fully_shard(grown, mesh=init_device_mesh("cpu", (2,)))
+    grown.late = nn.Linear(2, 2)
+    for model in (partly, without_root, grown):
+        with pytest.raises(ValueError, match="fully_shard applied to the root"):
+            create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), cuts.forward)
     root = fully_shard(Net(), mesh=init_device_mesh("cpu", (2,)))
     with pytest.raises(ValueError, match="reduction must be 'auto' or 'fsdp'"):
         create_trainer(
