@@ -713,14 +713,15 @@ def test_a_step_counts_whose_result_is_lost_to_an_interrupt(monkeypatch, steps):
 
 
 @pytest.mark.slow
-def test_numbers_of_handlers_travel_with_a_graph():
+@pytest.mark.parametrize("steps", [1, 2])
+def test_numbers_of_handlers_travel_with_a_graph(steps: int):
     """A piggyback gets the sums over the ranks, of which there is one, in each update."""
-    setup = make(accumulation_steps=2)
+    setup = make(accumulation_steps=steps)
     disturber = Disturber()
     setup.trainer.piggybacks.append(disturber)
     with pytest.raises(ArithmeticError, match="refused"):
-        setup.trainer.run(batches(4, 4, 4, 4, 4, 4), max_epochs=1)
-    setup.trainer.run(batches(4, 4, 4, 4, 4, 4), max_epochs=1)
+        setup.trainer.run(batches(*[4] * 3 * steps), max_epochs=1)
+    setup.trainer.run(batches(*[4] * 3 * steps), max_epochs=1)
     assert disturber.came_back == [[1.5, 2.0]] * 2
     assert is_graph(setup)
 
