@@ -85,7 +85,7 @@ def test_before_the_start_it_is_the_weights_of_the_moment() -> None:
 
 
 def test_saved_before_the_start_it_is_the_weights_of_the_moment(tmp_path: Path) -> None:
-    """So that nobody exports the weights with which the run began."""
+    """So that no export has the weights with which the run began."""
     model, found = net(), net()
     trainer = make(model)
     StochasticWeightAveraging(start=100).attach(trainer)

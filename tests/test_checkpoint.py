@@ -696,7 +696,7 @@ def test_tied_weights_are_stored_once_and_stay_tied(tmp_path: Path) -> None:
 
 
 def test_weights_that_were_not_tied_are_not_loaded_into_tied_ones(tmp_path: Path) -> None:
-    """Frozen, so that no optimizer tells the difference; the last of the two names would win. The other way is no loss."""
+    """Frozen, so that no optimizer tells the difference; the last of the two names would win. The other way nothing is lost."""
 
     def build(*, tied: bool) -> nn.Sequential:
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 1))

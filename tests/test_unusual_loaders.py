@@ -182,7 +182,7 @@ class Told(Counting):
 
 
 class Drawing(Counting):
-    """One whose order is drawn; what it remembers changes nothing, and is no number."""
+    """One whose order is drawn; what it remembers changes nothing, and is not a number."""
 
     def __init__(self) -> None:
         self.passes = "none"  # type: ignore[assignment]

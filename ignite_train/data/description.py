@@ -108,7 +108,7 @@ def _variables(sampler: Any) -> Mapping[str, Any]:
 
 
 def _short(value: Any) -> Any:
-    """A number as it is, a hash of a list or an array; None of anything else, and of what is too long to look at each time."""
+    """A number itself, the hash of a list or array; None for anything else, and for what is too long to read each time."""
     if isinstance(value, (bool, int, float)):
         return value
     if not isinstance(value, (list, np.ndarray, Tensor)) or len(value) > _MAX_ENTRIES:

@@ -1,4 +1,4 @@
-"""Buffers as they were, for what has to leave no trace in them: an update that is skipped, or a forward that is run again."""
+"""Copies of buffers, to undo what a skipped update, or a forward that is run again, has done to them."""
 
 from __future__ import annotations
 

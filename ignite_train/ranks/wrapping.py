@@ -126,7 +126,7 @@ def _sharded(model: nn.Module, name: ReductionName, carried: Carried) -> FSDPRed
     if num_ranks != collectives.world_size():
         raise ValueError(
             f"model must be sharded or replicated over all {collectives.world_size()} ranks, got a mesh of {num_ranks}; give "
-            "fully_shard a mesh of all ranks, of two dimensions where each shard is to be on several of them"
+            "fully_shard a mesh of all ranks, of two dimensions if each shard must be on several of them"
         )
     check_divide_factors(model)
     return FSDPReduction(model, Placeholders(model, carried))

@@ -36,7 +36,7 @@ class GradientChanges:
 
         Args:
             trainer: fires the event.
-            decision: about the gradients as they are.
+            decision: about the gradients before the event.
             are_changed: whether some rank has a handler, so that all of them do the same arithmetic.
 
         Raises:
