@@ -30,7 +30,6 @@ from ignite_train.loop.loop import Batches
 from ignite_train.loop.progress import run_progress
 from ignite_train.loop.sections import Sections
 from ignite_train.loop.session_loop import SessionLoop
-from ignite_train.model.random_state import capture_random_state
 from ignite_train.ranks import collectives
 from ignite_train.ranks.messages import Outgoing, Piggyback, RankRequests
 from ignite_train.state import TrainState, UpdateOutput
@@ -667,7 +666,7 @@ class Trainer(SessionLoop):
 
     def _fetch(self, batches: Any) -> Any:
         may_stop = any(map(self._has_handlers, _MAY_STOP_BEFORE))
-        random_state = capture_random_state(accelerators=False) if may_stop else None
+        random_state = batches.capture_random_state() if may_stop else None
         group = super()._fetch(batches)
         micro_batches = group if isinstance(group, (list, Sequence)) else None  # or else the pass has ended
         if self._sections is not None and type(group) is ArrivingGroup:  # an abstract class is asked slowly
@@ -705,7 +704,7 @@ class Trainer(SessionLoop):
                 self._position = self._groups.position(0)
             self._groups, self._pass_is_opened = None, False
         else:
-            fetched.restore_random_state()
+            fetched.restore_random_state(self._groups)
 
     def _take_back(self) -> None:
         super()._take_back()

@@ -372,6 +372,12 @@ def test_goes_on_from_every_update_and_every_epoch(kind: str, tmp_path: Path) ->
     check(kind, "every update and epoch", tmp_path)
 
 
+@pytest.mark.parametrize("name", ["terminate in GET_BATCH_COMPLETED 1", "interrupt in ITERATION_STARTED 2"])
+def test_goes_on_after_a_fetch_that_was_undone(name: str, tmp_path: Path) -> None:
+    """The dataset draws from a generator of its own; what it drew for the group is drawn again, the same."""
+    check("resumable, augmented", name, tmp_path)
+
+
 def test_goes_on_after_a_partial_group(tmp_path: Path) -> None:
     """Reading it has exhausted the loader, whose sampler draws after its last index, before the checkpoint of that update."""
     check("sampler with the process's", "every update and epoch", tmp_path, accumulation_steps=3)

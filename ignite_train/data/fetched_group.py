@@ -8,7 +8,6 @@ from typing import Any
 from ignite_train.arguments import describe
 from ignite_train.data.arriving_group import ArrivingGroup
 from ignite_train.data.grouping import MicroBatchPass
-from ignite_train.model.random_state import restore_random_state
 
 __all__ = ["FetchedGroup"]
 
@@ -18,8 +17,8 @@ class FetchedGroup:
 
     Args:
         group: the micro-batches of this rank; None where none were fetched, or the pass has ended.
-        random_state: of the generators before the fetch, as `capture_random_state` gave it; None where no handler can stop the
-            run before the update, so that the fetch will not be undone.
+        random_state: of the generators before the fetch, as `MicroBatchPass.capture_random_state` gave it; None where no
+            handler can stop the run before the update, so that the fetch will not be undone.
 
     Attributes:
         can_be_undone: whether the next fetch can be made to give and draw the same.
@@ -54,7 +53,7 @@ class FetchedGroup:
         if self._as_fetched is not None:
             groups.give_back(list(self._as_fetched))
 
-    def restore_random_state(self) -> None:
+    def restore_random_state(self, groups: MicroBatchPass) -> None:
         """Puts the generators back to what they were before the fetch, so that the next one draws the same."""
         if self._random_state is not None:
-            restore_random_state(self._random_state)
+            groups.restore_random_state(self._random_state)

@@ -305,6 +305,14 @@ class MicroBatchPass:
         """Call it where the run ends before the first update of the epoch: the next run opens the same pass again."""
         self._place.take_back_opening()
 
+    def capture_random_state(self) -> dict[str, Any]:
+        """The generators of the process and of the loader, for `restore_random_state`."""
+        return self._place.capture_random_state()
+
+    def restore_random_state(self, random_state: dict[str, Any]) -> None:
+        """Puts them back."""
+        self._place.restore_random_state(random_state)
+
     def reads(self, loader: Iterable[Any]) -> bool:
         """Whether this is a pass over `loader`."""
         return self._loader is loader

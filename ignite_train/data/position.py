@@ -184,8 +184,16 @@ class DataPosition:
 
     def take_back_opening(self) -> None:
         """Puts the generators back to what they were before the pass was opened, at the start of an epoch."""
-        restore_random_state(self._before_opening)
-        self._set_own_generators(self._before_opening["own"])
+        self.restore_random_state(self._before_opening)
+
+    def capture_random_state(self) -> dict[str, Any]:
+        """The generators of the process, but for those on accelerators, and of the loader."""
+        return {**capture_random_state(accelerators=False), "own": self._own_generators()}
+
+    def restore_random_state(self, random_state: dict[str, Any]) -> None:
+        """Puts them back."""
+        restore_random_state(random_state)
+        self._set_own_generators(random_state["own"])
 
     def note(self, *, exhausted: bool) -> None:
         """Call it when a group was read, before anything is read ahead, and when the loader is exhausted."""
