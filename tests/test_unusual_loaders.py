@@ -29,6 +29,7 @@ from ignite_train import (
     create_trainer,
 )
 from ignite_train.data.position import how_exact
+from ignite_train.data.reused_memory import ReusedMemory
 from ignite_train.handlers import Checkpoint
 from ranks import run_ranks
 
@@ -323,6 +324,25 @@ def test_memory_may_be_used_again_in_the_next_update() -> None:
     trainer, seen = make(3, protect=False)
     trainer.run([{"x": torch.tensor([1.0]), "never read": torch.tensor(float("nan"))}["x"]] * 3, max_epochs=1)
     assert seen == [[1.0]] * 3
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        pytest.param(torch.ones(3, dtype=torch.complex64).conj(), id="conjugate"),
+        pytest.param(torch.ones(3, dtype=torch.complex64).conj().imag, id="negative"),
+        pytest.param(torch.ones(3, device="meta"), id="meta"),
+        pytest.param(torch.tensor(True), id="0-d"),
+        pytest.param(torch.ones(2, 3, dtype=torch.bfloat16).t(), id="transposed"),
+        pytest.param(torch.ones(2, 2).to_sparse(), id="sparse"),
+    ],
+)
+def test_the_same_micro_batch_may_come_again(tensor: Tensor) -> None:
+    """Of any kind of tensor: nothing was written over it."""
+    watch = ReusedMemory()
+    watch.see({"x": tensor})
+    watch.see({"x": tensor})
+    assert watch.num_seen == 2
 
 
 def _look_ahead() -> str:

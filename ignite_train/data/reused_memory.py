@@ -49,16 +49,23 @@ def _arrays(micro_batch: Any) -> dict[int, Any]:
     """The plain tensors and arrays in a micro-batch that are not empty, by their address."""
     found: dict[int, Any] = {}
     for leaf in pytree.tree_leaves(micro_batch):
-        if type(leaf) is Tensor and leaf.layout is torch.strided and not leaf.is_nested and leaf.numel() > 0:
+        if type(leaf) is Tensor and _has_bytes(leaf):
             found[leaf.data_ptr()] = leaf
         elif type(leaf) is np.ndarray and leaf.size > 0:
             found[leaf.ctypes.data] = leaf
     return found
 
 
+def _has_bytes(tensor: Tensor) -> bool:
+    unusual = tensor.is_nested or tensor.is_meta or tensor.is_quantized
+    return tensor.layout is torch.strided and not unusual and tensor.numel() > 0
+
+
 def _content(array: Any) -> Any:
     """A copy of the bytes, in which NaN is equal to itself."""
-    return array.tobytes() if isinstance(array, np.ndarray) else array.detach().reshape(-1).view(torch.uint8).clone()
+    if isinstance(array, np.ndarray):
+        return array.tobytes()
+    return array.detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8).clone()
 
 
 def _has_changed(array: Any, before: Any) -> bool:
