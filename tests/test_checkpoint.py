@@ -1129,6 +1129,12 @@ def test_the_command(tmp_path: Path, capsys: Any) -> None:
     assert main(["consolidate", str(tmp_path), "--output", str(output)]) == 0
     assert "weights_only=True" in capsys.readouterr().out
     assert set(torch.load(output, weights_only=True)) == {"weight", "bias"}
+    for directory in ("", str(tmp_path)):
+        assert main(["consolidate", str(tmp_path), "--output", directory]) == 1
+        assert "output must be the path of a file" in capsys.readouterr().err
+    other = ["consolidate", str(tmp_path), "--entry", "generators", "--output", str(tmp_path / "generators.pt")]
+    assert main(other) == 0
+    assert "weights_only=False" in capsys.readouterr().out
     assert main(["consolidate", str(newest), "--output", str(output)]) == 1
     assert "is damaged: model['weight']" in capsys.readouterr().err
     assert main(["list", str(tmp_path / "none")]) == 1

@@ -17,7 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch.utils._pytree import tree_leaves
 
 from ignite_train.arguments import did_you_mean
 from ignite_train.checkpoint.directory import CheckpointDirectory
@@ -169,7 +171,7 @@ def consolidate(path: str | Path, output: str | Path, *, entry: str = "model", b
 
     Raises:
         DamagedCheckpointError: something that was needed is not what was written.
-        CheckpointError: the checkpoint has no such object.
+        CheckpointError: the checkpoint has no such object, or `output` is a directory.
     """
     with CheckpointReader(chosen_checkpoint(path, best=best)) as stored:
         model = read_entry(stored, entry)
@@ -177,8 +179,14 @@ def consolidate(path: str | Path, output: str | Path, *, entry: str = "model", b
 
 
 def write_weights(state: Any, output: str | Path) -> None:
-    """Writes a state_dict as a file that `torch.load` reads; the file appears whole or not at all."""
+    """Writes a state_dict as a file that `torch.load` reads; the file appears whole or not at all.
+
+    Raises:
+        CheckpointError: `output` is a directory.
+    """
     output = Path(output)
+    if not output.name or output.is_dir():
+        raise CheckpointError(f"output must be the path of a file, got {str(output)!r}")
     unfinished = output.with_name(f".{output.name}.{os.urandom(4).hex()}")
     try:
         with unfinished.open("xb") as file:
@@ -266,8 +274,11 @@ def _best_path(directory: Path) -> Path | None:
 
 def _consolidate(directory: Path, output: Path, entry: str, *, is_best: bool) -> int:
     path = chosen_checkpoint(directory, best=is_best)
-    consolidate(path, output, entry=entry)
-    print(f"{output}  the {entry} of {path}; torch.load({str(output)!r}, weights_only=True) reads it")  # noqa: T201
+    with CheckpointReader(path) as stored:
+        state = read_entry(stored, entry)
+    write_weights(state, output)
+    is_safe = not any(isinstance(leaf, np.ndarray) for leaf in tree_leaves(state))  # torch reads those as pickled objects
+    print(f"{output}  the {entry} of {path}; torch.load({str(output)!r}, weights_only={is_safe}) reads it")  # noqa: T201
     return 0
 
 
