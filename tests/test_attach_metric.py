@@ -112,6 +112,27 @@ def test_each_micro_batch_of_an_epoch_is_counted() -> None:
     assert seen == pytest.approx([sum(sums[:3]) / 10, sum(sums[3:]) / 10])
 
 
+@pytest.mark.parametrize("where", ["trainer", "evaluator"])
+def test_a_metric_without_a_pair_to_read_says_what_to_do(where: str) -> None:
+    """Python says only that a value cannot be unpacked."""
+    model = nn.Linear(4, 3)
+
+    def without_outputs(model: nn.Module, micro_batch: Batch) -> ForwardOutput:
+        return forward(model, micro_batch)._replace(outputs=None)
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine: Any = create_trainer(model, optimizer, without_outputs)
+    if where == "evaluator":
+        engine = create_evaluator(model, without_outputs)
+    Accuracy().attach(engine, "accuracy")
+    with pytest.raises((TypeError, ValueError), match="unpack") as caught:
+        engine.run(batches(4))
+    (note,) = caught.value.__notes__
+    assert note.startswith("Accuracy reads state.output")
+    assert "outputs=(y_pred, y)" in note
+    assert "attach_metric" in note
+
+
 def test_a_composed_metric_is_attached_in_its_own_way() -> None:
     """The F1 of Ignite, a function of two metrics, equals the one by hand."""
     trainer, _ = make(accumulation_steps=1)

@@ -326,4 +326,17 @@ def call(entry: tuple[Any, tuple[Any, ...], dict[str, Any]], event_args: tuple[A
     first: tuple[Any, ...] = ()
     if args and isinstance(args[0], weakref.ref):
         first, args = (args[0](),), args[1:]
-    handler(*first, *event_args, *args, **(kwargs | event_kwargs if event_kwargs else kwargs))
+    try:
+        handler(*first, *event_args, *args, **(kwargs | event_kwargs if event_kwargs else kwargs))
+    except (TypeError, ValueError) as error:
+        _explain(error, handler)
+        raise
+
+
+def _explain(error: Exception, handler: Any) -> None:
+    """Adds a note where a metric of Ignite's could not read `state.output`, which by default is not a pair."""
+    if isinstance(handler, types.MethodType) and handler.__name__ == "iteration_completed" and "unpack" in str(error):
+        error.add_note(
+            f"{type(handler.__self__).__name__} reads state.output, which is not a pair (y_pred, y) here; in an evaluation let "
+            "forward return ForwardOutput(..., outputs=(y_pred, y)); in training call attach_metric(trainer, metric, name)"
+        )
