@@ -713,6 +713,30 @@ def test_a_step_counts_whose_result_is_lost_to_an_interrupt(monkeypatch, steps):
 
 
 @pytest.mark.slow
+def test_convolutions_have_the_norm_of_an_update_that_is_not_compiled():
+    """By the options that are the default on the CPU: with some of inductor's, torch 2.13 compiles a wrong one."""
+    norms = []
+    for compiled in ("update", False):
+        torch.manual_seed(0)
+        parts: list[nn.Module] = []
+        for inputs, outputs in ((3, 16), (16, 32), (32, 64)):
+            parts += [nn.Conv2d(inputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs), nn.ReLU(), nn.MaxPool2d(2)]
+        model = nn.Sequential(*parts, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 8))
+        micro_batch = torch.randn(8, 3, 32, 32), torch.randint(8, (8,))
+
+        def forward(model: nn.Module, micro_batch: Any) -> ForwardOutput:
+            x, y = micro_batch
+            return ForwardOutput(nn.functional.cross_entropy(model(x), y, reduction="sum"), len(y))
+
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        trainer = create_trainer(model, optimizer, forward, max_grad_norm=1.0, compile=compiled)
+        trainer.run([micro_batch], max_epochs=1)
+        assert trainer.state.update_output is not None
+        norms.append(trainer.state.update_output.grad_norm)
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [1, 2])
 def test_numbers_of_handlers_travel_with_a_graph(steps: int):
     """A piggyback gets the sums over the ranks, of which there is one, in each update."""

@@ -33,9 +33,6 @@ _ON_CPU = {
     # Convolutions keep the memory format of what they are given. To bring weights to another one, and gradients back, in each
     # update makes a graph twice as slow.
     "layout_optimization": False,
-    # The factors of a step, a few numbers, are computed once and not again for each few elements of a parameter.
-    "realize_opcount_threshold": 2,
-    "realize_reads_threshold": 2,
 }
 
 
