@@ -335,6 +335,7 @@ def test_memory_may_be_used_again_in_the_next_update() -> None:
         pytest.param(torch.tensor(True), id="0-d"),
         pytest.param(torch.ones(2, 3, dtype=torch.bfloat16).t(), id="transposed"),
         pytest.param(torch.ones(2, 2).to_sparse(), id="sparse"),
+        pytest.param(torch.ones(9)[::3][:1], id="one element with a stride"),
     ],
 )
 def test_the_same_micro_batch_may_come_again(tensor: Tensor) -> None:

@@ -173,9 +173,14 @@ def consolidate(path: str | Path, output: str | Path, *, entry: str = "model", b
         DamagedCheckpointError: something that was needed is not what was written.
         CheckpointError: the checkpoint has no such object, or `output` is a directory.
     """
-    with CheckpointReader(chosen_checkpoint(path, best=best)) as stored:
-        model = read_entry(stored, entry)
-    write_weights(model, output)
+    _write_entry(chosen_checkpoint(path, best=best), output, entry)
+
+
+def _write_entry(path: Path, output: str | Path, entry: str) -> Any:
+    with CheckpointReader(path) as stored:
+        state = read_entry(stored, entry)
+    write_weights(state, output)
+    return state
 
 
 def write_weights(state: Any, output: str | Path) -> None:
@@ -274,10 +279,8 @@ def _best_path(directory: Path) -> Path | None:
 
 def _consolidate(directory: Path, output: Path, entry: str, *, is_best: bool) -> int:
     path = chosen_checkpoint(directory, best=is_best)
-    with CheckpointReader(path) as stored:
-        state = read_entry(stored, entry)
-    write_weights(state, output)
-    is_safe = not any(isinstance(leaf, np.ndarray) for leaf in tree_leaves(state))  # torch reads those as pickled objects
+    leaves = tree_leaves(_write_entry(path, output, entry))
+    is_safe = not any(isinstance(leaf, np.ndarray) for leaf in leaves)  # torch reads those as pickled objects
     print(f"{output}  the {entry} of {path}; torch.load({str(output)!r}, weights_only={is_safe}) reads it")  # noqa: T201
     return 0
 

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from ignite_train.model.memory_layout import as_bytes
+
 __all__ = ["ReusedMemory"]
 
 
@@ -65,7 +67,7 @@ def _content(array: Any) -> Any:
     """A copy of the bytes, in which NaN is equal to itself."""
     if isinstance(array, np.ndarray):
         return array.tobytes()
-    return array.detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8).clone()
+    return as_bytes(array.detach().resolve_conj().resolve_neg().contiguous()).clone()
 
 
 def _has_changed(array: Any, before: Any) -> bool:
