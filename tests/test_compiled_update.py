@@ -712,11 +712,15 @@ def test_a_step_counts_whose_result_is_lost_to_an_interrupt(monkeypatch, steps):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
 
 
+OF_INDUCTOR = {"cpp_wrapper": True, "layout_optimization": False, "realize_opcount_threshold": 2}
+
+
 @pytest.mark.slow
-def test_convolutions_have_the_norm_of_an_update_that_is_not_compiled():
-    """By the options that are the default on the CPU: with some of inductor's, torch 2.13 compiles a wrong one."""
+@pytest.mark.parametrize("compile", ["update", {"update": True, "options": OF_INDUCTOR}], ids=["default", "wrong"])
+def test_convolutions_have_the_norm_of_an_update_that_is_not_compiled(compile):  # noqa: A002
+    """By the options that are the default on the CPU, and by some of inductor's with which torch 2.13 compiles a wrong one."""
     norms = []
-    for compiled in ("update", False):
+    for compiled in (compile, False):
         torch.manual_seed(0)
         parts: list[nn.Module] = []
         for inputs, outputs in ((3, 16), (16, 32), (32, 64)):
@@ -734,6 +738,43 @@ def test_convolutions_have_the_norm_of_an_update_that_is_not_compiled():
         assert trainer.state.update_output is not None
         norms.append(trainer.state.update_output.grad_norm)
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+
+
+class Mistaken(compiling.CountingBackend):
+    """Computes 1 % too much in the linear layers of one graph."""
+
+    def __init__(self, wrong: int) -> None:
+        super().__init__()
+        self.wrong = wrong
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Tensor], **options: Any) -> Any:
+        if self.graphs == self.wrong:
+            for node in graph.graph.find_nodes(op="call_function", target=torch._C._nn.linear):
+                with graph.graph.inserting_after(node):
+                    more = graph.graph.call_function(torch.mul, (node, 1.01))
+                node.replace_all_uses_with(more)
+                more.args = (node, 1.01)
+            graph.recompile()
+        return super().__call__(graph, inputs, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
+@pytest.mark.parametrize("scale", [None, 2.0**10], ids=["plain", "scaled"])
+@pytest.mark.parametrize(("steps", "wrong"), [(1, 0), (4, 0), (4, 1), (4, 2)])
+def test_a_graph_that_computes_something_else_is_not_used(caplog, steps, wrong, dtype, scale):
+    """Each of the graphs of an update is compared with the same code; its update and all later ones are made without any."""
+    setups = []
+    for compiled in ({"update": True, "backend": Mistaken(wrong)}, False):
+        arguments: dict[str, Any] = {} if scale is None else {"loss_scaling": TorchLossScaling(scale)}
+        arguments |= {"net": partial(Net, norm=True), "accumulation_steps": steps, "max_grad_norm": 0.5}
+        setup = make(compiled, dtype=dtype, **arguments)
+        setup.trainer.run(batches(*[4] * 3 * steps, dtype=dtype), max_epochs=1)
+        setups.append(setup)
+    (reason,) = reasons(caplog)
+    assert "torch has compiled computes" in reason
+    assert not is_graph(setups[0])
+    assert_alike(*setups, tolerance=1e-9 if dtype is torch.float64 else 1e-4)
 
 
 @pytest.mark.slow
@@ -968,6 +1009,26 @@ def test_looking_at_the_first_micro_batch_leaves_no_trace():
         setups.append(setup)
     assert is_graph(setups[0])
     assert_alike(*setups)  # the backend runs torch's own dropout
+
+
+def halving_loss(model: nn.Module, batch: Batch) -> ForwardOutput:
+    batch[0].mul_(0.5)
+    return summed_loss(model, batch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [1, 3])
+def test_what_forward_writes_into_a_micro_batch_is_written_once(steps):
+    """Though forward is run on the first ones before, to look at it and to compare the graph with it."""
+    setups, inputs = [], []
+    for way in (True, False):
+        setups.append(make(way, forward=halving_loss, accumulation_steps=steps))
+        inputs.append(batches(*[4] * 2 * steps))
+        setups[-1].trainer.run(inputs[-1], max_epochs=1)
+    assert is_graph(setups[0])
+    assert_alike(*setups)
+    for (one, _), (other, _) in zip(*inputs, strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.slow

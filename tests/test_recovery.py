@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import ignite.distributed as idist
@@ -156,6 +157,27 @@ def test_split_is_exact_and_remembers_what_fitted() -> None:
     assert split["seen"][:2] == [15, 8]  # 15 fails, then its first half, 8
     assert max(split["seen"][2:]) <= 8
     assert split["seen"].count(8) == 1
+
+
+def test_a_micro_batch_that_forward_writes_into_is_not_split() -> None:
+    """Its halves would be what forward has made of it; where it writes into a copy they are what they were."""
+
+    def forward(model: nn.Module, micro_batch: Any, *, into: str = "it") -> ForwardOutput:
+        x, *rest = micro_batch
+        x = x.mul_(2) if into == "it" else x.clone().mul_(2)
+        if len(x) > 4:
+            raise torch.OutOfMemoryError("too many samples")
+        return cuts.forward(model, (x, *rest))
+
+    for into in ("it", "copy"):
+        model = cuts.linear()
+        optimizer = torch.optim.SGD(model.parameters(), lr=cuts.LEARNING_RATE)
+        way = UpdateOptions(on_out_of_memory="split")
+        trainer = create_trainer(model, optimizer, partial(forward, into=into), options=way)
+        data = cuts.cut(cuts.samples(), [8, 8])
+        with nullcontext() if into == "copy" else pytest.raises(ValueError, match="forward has written into its tensors"):
+            trainer.run([(x.clone(), *rest) for x, *rest in data], max_epochs=1)
+        assert trainer.state.num_steps == (2 if into == "copy" else 0)
 
 
 def split_on_ranks(fails: bool) -> list[float]:

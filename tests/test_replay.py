@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from ignite_train.carried import Carried
+from ignite_train.model.micro_batch_rollback import written_into
 from ignite_train.model.replay import SideEffects, TrialRun
 
 
@@ -50,7 +53,7 @@ def test_a_trial_run_leaves_no_trace():
     """A second forward, after a trial run was undone, gives the very numbers that the first one gave."""
     noted = Noted()
     model = nn.Sequential(noted)
-    trial = TrialRun(model, Carried(), lambda model, x: model(x))
+    trial = TrialRun(model, Carried(), lambda model, x: model(x), None)
     first = model(torch.ones(3))
     trial.undo()
     assert noted.calls == 0
@@ -73,7 +76,34 @@ def test_a_trial_run_undoes_the_draws_of_forward_itself():
 
     model = Noted()
     for forward in ((made := Forward()), made.draw):
-        trial = TrialRun(model, Carried(), forward)
+        trial = TrialRun(model, Carried(), forward, None)
         first = forward(model, torch.ones(3))
         trial.undo()
         assert torch.equal(forward(model, torch.ones(3)), first)
+
+
+def test_a_trial_run_undoes_what_is_written_into_the_micro_batch():
+    """Tensors of any strides, also with NaN and of a shape that is expanded, and arrays; nothing else is written."""
+    x, nan, array = torch.arange(6.0).view(2, 3).T, torch.tensor([math.nan, 1.0]), np.arange(3.0)
+    expanded = torch.tensor(math.nan).expand(4)
+    micro_batch = {"x": x, "nested": [nan, array], "expanded": expanded, "text": "a", "empty": torch.ones(0)}
+    before = [x.clone(), nan.clone(), array.copy()]
+    trial = TrialRun(Noted(), Carried(), lambda model, x: model(x), micro_batch)
+    x.mul_(2)
+    nan.add_(1)
+    array += 1
+    trial.undo()
+    assert x.stride() == (1, 3)
+    for now, then in zip((x, nan, torch.from_numpy(array)), before, strict=True):
+        torch.testing.assert_close(now, torch.as_tensor(then), rtol=0, atol=0, equal_nan=True)
+
+
+def test_writing_into_a_micro_batch_is_noticed():
+    """Without a copy, by the versions that torch counts."""
+    with torch.inference_mode():
+        unknown = torch.ones(2)
+    x, y = torch.ones(2), torch.ones(2)
+    is_written = written_into((x, [y, unknown], "a", None))
+    assert not is_written()
+    y[0].add_(1)
+    assert is_written()

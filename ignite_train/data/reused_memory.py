@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
-from ignite_train.model.memory_layout import as_bytes
+from ignite_train.model.micro_batch_rollback import arrays_in, content_of, same_content
 
 __all__ = ["ReusedMemory"]
 
@@ -36,9 +33,9 @@ class ReusedMemory:
             ValueError: it was written over the first one.
         """
         self.num_seen += 1
-        arrays = _arrays(micro_batch)
+        arrays = _by_address(micro_batch)
         if self.num_seen == 1:
-            self._first = {address: (array, _content(array)) for address, array in arrays.items()}
+            self._first = {address: (array, _copied(content_of(array))) for address, array in arrays.items()}
         elif any(_has_changed(*self._first[address]) for address in arrays if address in self._first):
             raise ValueError(
                 "data must give each micro-batch in memory of its own, got one that was written over an earlier one: all "
@@ -47,29 +44,13 @@ class ReusedMemory:
             )
 
 
-def _arrays(micro_batch: Any) -> dict[int, Any]:
-    """The plain tensors and arrays in a micro-batch that are not empty, by their address."""
-    found: dict[int, Any] = {}
-    for leaf in pytree.tree_leaves(micro_batch):
-        if type(leaf) is Tensor and _has_bytes(leaf):
-            found[leaf.data_ptr()] = leaf
-        elif type(leaf) is np.ndarray and leaf.size > 0:
-            found[leaf.ctypes.data] = leaf
-    return found
+def _by_address(micro_batch: Any) -> dict[int, Any]:
+    return {one.data_ptr() if isinstance(one, Tensor) else one.ctypes.data: one for one in arrays_in(micro_batch)}
 
 
-def _has_bytes(tensor: Tensor) -> bool:
-    unusual = tensor.is_nested or tensor.is_meta or tensor.is_quantized
-    return tensor.layout is torch.strided and not unusual and tensor.numel() > 0
-
-
-def _content(array: Any) -> Any:
-    """A copy of the bytes, in which NaN is equal to itself."""
-    if isinstance(array, np.ndarray):
-        return array.tobytes()
-    return as_bytes(array.detach().resolve_conj().resolve_neg().contiguous()).clone()
+def _copied(content: Any) -> Any:
+    return content.clone() if isinstance(content, Tensor) else content
 
 
 def _has_changed(array: Any, before: Any) -> bool:
-    now = _content(array)
-    return now != before if isinstance(now, bytes) else not torch.equal(now, before)
+    return not same_content(content_of(array), before)

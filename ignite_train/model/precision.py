@@ -36,6 +36,11 @@ class Precision:
         if self._dtype is not None:
             torch.autocast(self._device_type, dtype=self._dtype)  # torch's own error for a device that cannot
 
+    @property
+    def dtypes(self) -> list[torch.dtype]:
+        """What autocast computes in, beside the dtypes of the model; nothing without it."""
+        return [] if self._dtype is None else [self._dtype]
+
     def autocast(self) -> AbstractContextManager[Any]:
         """The context in which `forward` runs."""
         return _AS_IT_IS if self._dtype is None else torch.autocast(self._device_type, dtype=self._dtype)

@@ -10,6 +10,7 @@ from torch import nn
 
 from ignite_train.carried import Carried
 from ignite_train.model.buffer_rollback import BufferRollback
+from ignite_train.model.micro_batch_rollback import MicroBatchRollback
 from ignite_train.model.random_state import (
     RandomState,
     capture_random_state,
@@ -76,18 +77,19 @@ class SideEffects:
 class TrialRun:
     """The same for a forward that is run once more than it would be, and not in each update.
 
-    It also remembers NumPy's generator, those that the modules and forward itself hold, and the attributes of the modules, so
-    that a counter which forward increments does not count this run. What forward changes inside of a list or a dict, or keeps
-    outside of the modules, stays as the run has left it.
+    It also remembers NumPy's generator, those that the modules and forward itself hold, the micro-batch, and the attributes of
+    the modules, so that a counter which forward increments does not count this run. What forward changes inside of a list or a
+    dict, or keeps outside of the modules, stays as the run has left it.
 
     Args:
         model: whose modules.
         carried: what forward carries.
         forward: the user's.
+        micro_batch: that it will be run on.
     """
 
-    def __init__(self, model: nn.Module, carried: Carried, forward: Any) -> None:
-        self._side_effects = SideEffects(model, carried)
+    def __init__(self, model: nn.Module, carried: Carried, forward: Any, micro_batch: Any) -> None:
+        self._side_effects, self._micro_batch = SideEffects(model, carried), MicroBatchRollback(micro_batch)
         self._random_state = capture_random_state(accelerators=False)  # that of the device is among the side effects
         owners = [*model.modules(), forward.__self__ if isinstance(forward, MethodType) else forward]
         generators = {id(one): one for owner in owners for one in generators_within(owner).values()}
@@ -101,6 +103,7 @@ class TrialRun:
                 now.clear()
                 now.update(before)
         self._side_effects.undo()
+        self._micro_batch.roll_back()
         restore_random_state(self._random_state)
         for generator, state in self._generators:
             set_generator_state(generator, state)

@@ -216,7 +216,7 @@ class CompiledUpdate(Update):
         This is done at first, and when modules, parameters or the optimizer's groups are not what they were. So a mistake of
         forward is told as it is without compiling, also a mean that is declared as a sum.
         """
-        trial = TrialRun(self.model, self.carried, self.forward)
+        trial = TrialRun(self.model, self.carried, self.forward, micro_batch)
         named = [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
         with torch.compiler.set_stance("force_eager"):
             output = self._forward(micro_batch)
@@ -278,6 +278,7 @@ class CompiledUpdate(Update):
         return UpdateGraphs(
             forward=self.forward,
             model=self.model,
+            carried=self.carried,
             plans=plans,
             precision=self.precision,
             max_grad_norm=self.max_grad_norm,
@@ -341,8 +342,8 @@ class CompiledUpdate(Update):
             self.statistics.add(ForwardOutput(0.0, 0.0))  # type: ignore[arg-type]  # counts
 
     def _as_tensor(self, numbers: list[float]) -> Tensor:
-        """The loss scale and the numbers of the step, on the device."""
-        numbers = [self.loss_scaling.scale, *numbers]
+        """The loss scale, that a step is wanted, and the numbers of the step, on the device."""
+        numbers = [self.loss_scaling.scale, 1.0, *numbers]
         if numbers != self._numbers:
             self._numbers = numbers
             self._on_device = torch.tensor(numbers, dtype=torch.float64, device=self.statistics.device)

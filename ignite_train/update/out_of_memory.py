@@ -16,6 +16,7 @@ from ignite_train.carried import Carried
 from ignite_train.device.memory_summary import memory_summary
 from ignite_train.device.to_device import moves_itself
 from ignite_train.model.gradients import Gradients
+from ignite_train.model.micro_batch_rollback import written_into
 from ignite_train.model.replay import SideEffects
 from ignite_train.ranks.statistics import Statistics
 
@@ -108,17 +109,26 @@ class RecoverFromOutOfMemory:
         """Remembers how things are; puts them back if the part does not fit."""
         return _Attempt(self, part)
 
-    def give_up_on(self, part: Any) -> None:
+    def give_up_on(self, part: Any, *, is_written: bool = False) -> None:
         """Called for a part that did not fit, when everything is put back.
 
+        Args:
+            part: which one.
+            is_written: whether forward has written into it.
+
         Raises:
-            ValueError: a single sample does not fit, or what does not fit cannot be halved.
+            ValueError: a single sample does not fit, or what does not fit cannot be halved, or not be run again.
         """
         self._statistics.num_out_of_memory += 1
         if torch.accelerator.is_available():
             torch.accelerator.empty_cache()
         if not self._split:
             return
+        if is_written:
+            raise ValueError(
+                "on_out_of_memory='split' must be able to run a micro-batch again, and forward has written into its tensors; "
+                "have it write into copies, as in x = x - mean for x.sub_(mean)"
+            )
         size = _batch_size(part)
         uncut = next((leaf for leaf in _leaves(part) if moves_itself(leaf)), None)
         if uncut is not None:
@@ -157,7 +167,7 @@ class _Attempt:
         self._recovery, self._part = recovery, part
 
     def __enter__(self) -> None:
-        self._snapshot = self._recovery.snapshot()
+        self._snapshot, self._was_written = self._recovery.snapshot(), written_into(self._part)
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: TracebackType | None) -> bool:
         if error is None:
@@ -166,7 +176,7 @@ class _Attempt:
             return False
         error.__traceback__ = None  # its frames hold the memory that the next attempt needs
         self._recovery.put_back(self._snapshot)
-        self._recovery.give_up_on(self._part)
+        self._recovery.give_up_on(self._part, is_written=self._was_written())
         return True
 
 

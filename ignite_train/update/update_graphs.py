@@ -1,4 +1,4 @@
-"""Graphs that hold a whole update: forward, backward, the sums, the norm, the verdict and the step."""
+"""Graphs that hold a whole update: forward, backward, the sums, the norm, the decision and the step."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ignite_train.carried import Carried
 from ignite_train.errors import ForwardContractError
 from ignite_train.forward import BoundForward
 from ignite_train.metrics import is_published_metric
@@ -19,6 +20,8 @@ from ignite_train.model.direct_graph import inductor
 from ignite_train.model.memory_layout import sharing_memory
 from ignite_train.model.precision import Precision
 from ignite_train.model.random_state import RandomState
+from ignite_train.model.replay import TrialRun
+from ignite_train.update.graph_numbers import GraphNumbers
 
 __all__ = ["CannotCompileError", "Gathered", "UpdateGraphs"]
 
@@ -53,13 +56,22 @@ class Gathered(NamedTuple):
     sums: Tensor
     logs: tuple[tuple[str, bool], ...]
 
+    def unscaled(self, scale: Tensor) -> Gathered:
+        """A copy without the loss scale, and with 0 for what has overflowed."""
+        gradients = [torch.nan_to_num(one / scale.to(one.dtype), 0.0, 0.0, 0.0) for one in self.gradients]
+        return self._replace(gradients=gradients)
+
 
 class UpdateGraphs:
     """Compiles and calls the graphs of an update, for one set of parameters and one way of stepping them.
 
     A group of one micro-batch is one graph. A larger one has a graph for its first micro-batch, whose gradients come
-    into being, one for each further one, whose gradients are added, and one for its last one, with norm, verdict, clipping and
+    into being, one for each further one, whose gradients are added, and one for its last one, with norm, decision, clipping and
     step.
+
+    A new graph is tried before it is used: it is run without a step and without a trace, and its norm, loss and sample size are
+    compared with those of the same code without compiling, because compilers have mistakes. One that draws random numbers is
+    not compared, since it draws others.
 
     Sizes are taken as they are (`dynamic=False`), so each size of a micro-batch has graphs of its own, and a resumed run has
     those of one that was never interrupted. Torch compiles each of the four up to `torch._dynamo.config.recompile_limit` times.
@@ -67,6 +79,7 @@ class UpdateGraphs:
     Args:
         forward: the user's.
         model: whose update it is.
+        carried: what forward carries.
         plans: how the parameters of each group are stepped.
         precision: that of forward.
         max_grad_norm: what the norm is clipped to.
@@ -83,6 +96,7 @@ class UpdateGraphs:
         *,
         forward: BoundForward,
         model: nn.Module,
+        carried: Carried,
         plans: tuple[StepPlan, ...],
         precision: Precision,
         max_grad_norm: float | None,
@@ -90,7 +104,8 @@ class UpdateGraphs:
         scales_loss: bool,
         settings: Mapping[str, Any],
     ) -> None:
-        self._forward, self._model, self._plans, self._precision = forward, model, plans, precision
+        self._forward, self._model, self._carried = forward, model, carried
+        self._plans, self._precision = plans, precision
         self._max_grad_norm, self._normalize, self._scales_loss = max_grad_norm, normalize, scales_loss
         self._settings, self.draw = settings, False
         self._whole, self._first = self._compiled(UpdateGraphs._trace_whole), self._compiled(UpdateGraphs._trace_first)
@@ -105,8 +120,8 @@ class UpdateGraphs:
             before: what the micro-batches before it have left, whose gradients are added to in place; None for the first.
         """
         if before is not None:
-            return before._replace(sums=self._further(micro_batch, numbers, *before))
-        gathered = Gathered(*self._first(micro_batch, numbers))
+            return before._replace(sums=self._call(self._further, micro_batch, numbers, before))
+        gathered = Gathered(*self._call(self._first, micro_batch, numbers, None))
         for index in sharing_memory(gathered.gradients):  # what is added to one of them must not be added to another
             gathered.gradients[index] = gathered.gradients[index].clone()
         return gathered
@@ -118,7 +133,7 @@ class UpdateGraphs:
 
         Args:
             micro_batch: on the device of the model.
-            numbers: the loss scale, and those of each plan, in float64.
+            numbers: the loss scale, 1 for a step or 0 for none, and those of each plan, in float64.
             before: what the micro-batches before it have left; None for a group of one.
             states: of all parameters; changed in place.
             num_made: float64; one is added to it, in place, if the step is made. It shows a step whose results were lost to
@@ -132,9 +147,58 @@ class UpdateGraphs:
             CannotCompileError: no graph can do it; nothing has run.
         """
         if before is None:
-            returned: tuple[Tensor, Any] = self._whole(micro_batch, numbers, states, num_made)
+            returned: tuple[Tensor, Any] = self._call(self._whole, micro_batch, numbers, None, states, num_made)
             return returned
-        return self._last(micro_batch, numbers, *before, states, num_made), before.logs
+        return self._call(self._last, micro_batch, numbers, before, states, num_made), before.logs
+
+    def _call(self, graph: _Graph, micro_batch: Any, numbers: Tensor, before: Gathered | None, *tensors: Any) -> Any:
+        """Calls a graph, which is compiled and tried first if none fits these arguments."""
+        arguments = (micro_batch, numbers, *(before or ()), *tensors)
+        returned = graph.look_up(*arguments)
+        if returned is None:
+            self._try(graph, micro_batch, numbers, before, *tensors)
+            returned = graph.compile(*arguments)
+        return returned
+
+    def _try(self, graph: _Graph, micro_batch: Any, numbers: Tensor, before: Gathered | None, *tensors: Any) -> None:
+        """Compiles a graph and compares its numbers with those of the same code without compiling; leaves no trace of either.
+
+        Raises:
+            CannotCompileError: torch cannot compile it, or has compiled something else.
+        """
+        scale, trial_numbers = numbers[0], numbers.clone()
+        trial_numbers[0], trial_numbers[1] = 1, 0  # nothing overflows that need not, and no step is made
+        copied = before and before.unscaled(scale)
+        trial = TrialRun(self._model, self._carried, self._forward, micro_batch)
+        try:
+            returned = graph.compile(micro_batch, trial_numbers, *(copied or ()), *tensors)
+            found = _numbers(returned, copied, has_ended=bool(tensors))
+        finally:
+            trial.undo()
+        expected = None if self.draw else self._expected(micro_batch, trial_numbers, before and before.unscaled(scale))
+        if expected is None:
+            return
+        wrong = found.difference(expected, [*{one.dtype for one in self._model.parameters()}, *self._precision.dtypes])
+        if wrong is not None:
+            raise CannotCompileError(f"what torch has compiled computes {wrong}; please report it to PyTorch")
+
+    def _expected(self, micro_batch: Any, numbers: Tensor, before: Gathered | None) -> GraphNumbers | None:
+        """The numbers without compiling; None if forward or backward draws random numbers, or raises an exception."""
+        trial = TrialRun(self._model, self._carried, self._forward, micro_batch)
+        random_state = RandomState(numbers.device)
+        try:
+            with torch.compiler.set_stance("force_eager"):
+                gradients, sums, logs = self._gather(micro_batch, numbers)
+            if random_state.has_moved():
+                return None
+        except Exception:  # the graph, or the update that is made without it, says what is wrong
+            return None
+        finally:
+            trial.undo()
+        if before is not None:
+            gradients = [gradient + one for gradient, one in zip(gradients, before.gradients, strict=True)]
+            sums = sums + before.sums
+        return _numbers((gradients, sums, logs), None, has_ended=False)
 
     def _compiled(self, traced: Callable[..., Any]) -> _Graph:
         """A method, with code of its own."""
@@ -209,16 +273,17 @@ class UpdateGraphs:
     def _finish(self, gradients: list[Tensor], sums: Tensor, numbers: Tensor, states: list[Tensor], num_made: Tensor) -> Tensor:
         with torch.no_grad():
             norm = _norm(gradients)
-            may_step, factor = self._decide(norm, sums[0], sums[1], numbers[0])
+            may_step, factor = self._decide(norm, sums[0], sums[1], numbers)
             self._step(gradients, factor, may_step, numbers, states)
             num_made.copy_(num_made + may_step)
             return torch.cat([torch.stack([norm, may_step.to(norm.dtype)]), sums])
 
-    def _decide(self, norm: Tensor, loss: Tensor, size: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    def _decide(self, norm: Tensor, loss: Tensor, size: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
         """The operations of `decide`, one by one: whether to step, and what to multiply the gradients by."""
+        scale, wanted = numbers[0], numbers[1] > 0
         mean_factor = 1.0 / (scale * size) if self._normalize else 1.0 / scale
         norm = norm * mean_factor
-        may_step = (size > 0) & torch.isfinite(size) & torch.isfinite(loss / size) & torch.isfinite(norm)
+        may_step = wanted & (size > 0) & torch.isfinite(size) & torch.isfinite(loss / size) & torch.isfinite(norm)
         if self._max_grad_norm is None:
             return may_step, mean_factor
         return may_step, mean_factor * torch.clamp(self._max_grad_norm / (norm + _EPSILON), max=1.0)
@@ -227,7 +292,7 @@ class UpdateGraphs:
         """Changes parameters and states in place, or writes what is there."""
         parameters = self._parameters([name for plan in self._plans for name in plan.names])
         scalars = list(numbers.unbind())
-        place, number, state = 0, 1, 0
+        place, number, state = 0, 2, 0
         for plan in self._plans:
             mine = scalars[number : number + plan.num_numbers]
             number += plan.num_numbers
@@ -239,6 +304,23 @@ class UpdateGraphs:
                 for before, after in zip(old, new_states, strict=True):
                     before.copy_(torch.where(may_step, after, before))
                 place, state = place + 1, state + plan.num_states
+
+
+def _numbers(returned: Any, before: Gathered | None, *, has_ended: bool) -> GraphNumbers:
+    """What to compare of what a graph returned. Synchronises with the device.
+
+    Args:
+        returned: by a graph.
+        before: what it was given that micro-batches before had left.
+        has_ended: whether it was one that ends a group.
+    """
+    if has_ended:
+        vector = returned[0] if before is None else returned
+        norm, _, loss, size, *_ = vector.tolist()
+    else:
+        gradients, sums, *_ = returned if before is None else (before.gradients, returned)
+        norm, (loss, size, *_) = _norm(gradients).item(), sums.tolist()
+    return GraphNumbers(norm, loss, size)
 
 
 def _read(returned: Any) -> tuple[Tensor, list[Tensor], tuple[tuple[str, bool], ...]]:
@@ -339,20 +421,26 @@ class _Graph:
         function = MethodType(_with_own_code(copied.__func__), copied.__self__)
         return _Graph(function, self._settings, self._device, on_draw)
 
-    def __call__(self, *arguments: Any) -> Any:
-        """Calls it.
+    def look_up(self, *arguments: Any) -> Any:
+        """Calls what was compiled for such arguments. Gives None where nothing was, and then nothing has run."""
+        if self._is_new:
+            return None
+        if self._set_lookup is None:
+            return self.compile(*arguments)
+        before = self._set_lookup(_ONLY_LOOK_UP)
+        try:
+            return self._function(*arguments)
+        except _NotCompiledError:
+            return None
+        finally:
+            self._set_lookup(before)
+
+    def compile(self, *arguments: Any) -> Any:
+        """Compiles it for such arguments if need be, and calls it.
 
         Raises:
             CannotCompileError: torch cannot compile it for these arguments; nothing has run.
         """
-        if not self._is_new and self._set_lookup is not None:
-            before = self._set_lookup(_ONLY_LOOK_UP)
-            try:
-                return self._function(*arguments)
-            except _NotCompiledError:
-                pass  # what it was compiled for is not what it is called with
-            finally:
-                self._set_lookup(before)
         random_state = RandomState(self._device)
         try:
             with torch._dynamo.config.patch(_WHILE_COMPILING):

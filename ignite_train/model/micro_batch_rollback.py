@@ -1,0 +1,66 @@
+"""What is written into a micro-batch: noticed, and taken back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ignite_train.model.memory_layout import as_bytes
+
+__all__ = ["MicroBatchRollback", "arrays_in", "content_of", "same_content", "written_into"]
+
+
+class MicroBatchRollback:
+    """Remembers the plain tensors and arrays of a micro-batch, and puts them back.
+
+    A forward may write into them, as `x.sub_(mean)` does. Where it is run once more than it would be, it would otherwise find
+    what it has written.
+
+    Args:
+        micro_batch: which one; any structure that pytree knows.
+    """
+
+    def __init__(self, micro_batch: Any) -> None:
+        self._arrays = arrays_in(micro_batch)
+        self._copies = [array.clone() if isinstance(array, Tensor) else array.copy() for array in self._arrays]
+
+    @torch.no_grad()
+    def roll_back(self) -> None:
+        """Puts them back."""
+        for array, before in zip(self._arrays, self._copies, strict=True):
+            if not same_content(content_of(array), content_of(before)):
+                array[...] = before
+
+
+def written_into(micro_batch: Any) -> Callable[[], bool]:
+    """Asked later, says whether torch has written into a tensor of the micro-batch since; copies nothing."""
+    versions = [(one, one._version) for one in arrays_in(micro_batch) if isinstance(one, Tensor) and not one.is_inference()]
+    return lambda: any(tensor._version != version for tensor, version in versions)
+
+
+def arrays_in(micro_batch: Any) -> list[Any]:
+    """The plain tensors and arrays in a micro-batch that are not empty."""
+    leaves = pytree.tree_leaves(micro_batch)
+    return [leaf for leaf in leaves if (_has_bytes(leaf) if type(leaf) is Tensor else type(leaf) is np.ndarray and leaf.size)]
+
+
+def _has_bytes(tensor: Tensor) -> bool:
+    unusual = tensor.is_nested or tensor.is_meta or tensor.is_quantized
+    return tensor.layout is torch.strided and not unusual and tensor.numel() > 0
+
+
+def content_of(array: Any) -> Any:
+    """The bytes of a tensor or an array, in which NaN is equal to itself; of a contiguous tensor they are not a copy."""
+    if isinstance(array, np.ndarray):
+        return array.tobytes()
+    return as_bytes(array.detach().resolve_conj().resolve_neg().contiguous())
+
+
+def same_content(one: Any, other: Any) -> bool:
+    """Compares what `content_of` gave."""
+    return bool(one == other if isinstance(one, bytes) else torch.equal(one, other))

@@ -1,0 +1,50 @@
+"""Which differences between a compiled update and the same code are mistakes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from ignite_train.update.graph_numbers import GraphNumbers
+
+RIGHT = GraphNumbers(norm=50.0, loss=100.0, sample_size=10.0)
+SINGLE, DOUBLE, HALF = [torch.float32], [torch.float64], [torch.float32, torch.bfloat16]
+
+
+@pytest.mark.parametrize(
+    ("found", "dtypes", "expected"),
+    [
+        (RIGHT, DOUBLE, None),
+        (RIGHT._replace(norm=50.05), SINGLE, None),
+        (RIGHT._replace(norm=50.15), SINGLE, "a gradient norm of 5.015 a sample, where it is 5"),
+        (RIGHT._replace(norm=49.85), SINGLE, "a gradient norm of 4.985 a sample, where it is 5"),
+        (RIGHT._replace(norm=50.001), DOUBLE, "a gradient norm of 5.0001 a sample, where it is 5"),
+        (RIGHT._replace(norm=52.0), HALF, None),
+        (RIGHT._replace(norm=53.0), HALF, "a gradient norm of 5.3 a sample, where it is 5"),
+        (RIGHT._replace(norm=math.nan), SINGLE, "a gradient norm of nan a sample, where it is 5"),
+        (RIGHT._replace(norm=math.inf), HALF, "a gradient norm of inf a sample, where it is 5"),
+        (RIGHT._replace(loss=100.1), SINGLE, None),
+        (RIGHT._replace(loss=100.3), SINGLE, "a loss of 10.03 a sample, where it is 10"),
+        (RIGHT._replace(loss=-100.0), HALF, "a loss of -10 a sample, where it is 10"),
+        (RIGHT._replace(sample_size=11.0), HALF, "a sample size of 11, where it is 10"),
+    ],
+)
+def test_what_is_more_than_rounding_is_named(found, dtypes, expected):
+    assert found.difference(RIGHT, dtypes) == expected
+
+
+@pytest.mark.parametrize(
+    "expected",
+    [
+        GraphNumbers(norm=math.inf, loss=100.0, sample_size=10.0),
+        GraphNumbers(norm=50.0, loss=math.nan, sample_size=10.0),
+        GraphNumbers(norm=0.0, loss=0.0, sample_size=0.0),
+        GraphNumbers(norm=1e-8, loss=-1e-7, sample_size=10.0),  # nothing but rounding
+    ],
+    ids=["norm", "loss", "no sample", "rounding"],
+)
+def test_what_says_nothing_is_not_compared(expected):
+    found = GraphNumbers(norm=3e-8, loss=2e-7, sample_size=expected.sample_size)
+    assert found.difference(expected, SINGLE) is None
