@@ -294,6 +294,20 @@ def test_what_cannot_be_safe_is_refused(options, text):
         loader_of(Quiet(), **options)
 
 
+@pytest.mark.parametrize("accumulation_steps", [1, 3])
+@pytest.mark.parametrize("buffers", [1, 2])
+def test_a_loader_that_writes_over_what_it_gave_is_refused(buffers, accumulation_steps):
+    """The thread would write while the model computes; one that gives memory of its own is left alone."""
+    memory, number = [torch.empty(2, 4) for _ in range(buffers)], count()
+
+    def collate(samples: list[Tensor]) -> Tensor:
+        return torch.stack(samples, out=memory[next(number) % buffers])
+
+    _, trainer = make(accumulation_steps=accumulation_steps)
+    with pytest.raises(ValueError, match="in memory of its own"):
+        trainer.run(loader_of(Quiet(), collate_fn=collate, drop_last=True), max_epochs=1)
+
+
 def test_a_generator_that_is_not_seeded_is_refused():
     """It would be drawn from ahead of what was trained on."""
 

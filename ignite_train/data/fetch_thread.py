@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ignite_train.data.reused_memory import ReusedMemory
 from ignite_train.model.random_state import capture_random_state, restore_random_state
 
 __all__ = ["FetchThread"]
@@ -140,6 +141,7 @@ class _ReadAhead:
         self.has_ended = False
         self._changed = threading.Condition()
         self._is_wanted = self._is_running = False  # whether the thread is to continue, and whether there is one that does
+        self._watch = ReusedMemory()
 
     def ask(self) -> bool:
         """Has the thread continue. Returns whether the caller must start one."""
@@ -161,6 +163,8 @@ class _ReadAhead:
             outcome: tuple[Any, BaseException | None]
             try:
                 outcome = next(self.source), None
+                if self._watch.num_seen <= self._ahead:  # as many may be read while the caller computes with the first
+                    self._watch.see(outcome[0])
             except BaseException as error:  # the caller raises it
                 outcome = None, error
             with self._changed:

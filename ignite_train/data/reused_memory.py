@@ -15,8 +15,9 @@ class ReusedMemory:
     """Looks at the first micro-batches of a pass, and refuses those of a loader that writes each over an earlier one.
 
     That is right in a loop that reads one micro-batch, computes, and reads the next. Here all micro-batches of an update are
-    read before its first forward, which would find the last one in place of each. So the first one is copied, and compared with
-    its copy where a later one has the same address. The same micro-batch may be given again, if it was not changed.
+    read before its first forward, and a `FetchThread` reads ahead too: forward would find the last one in place of each. So the
+    first one is copied, and compared with its copy where a later one has the same address. The same micro-batch may be given
+    again, if it was not changed.
 
     Attributes:
         num_seen: how many micro-batches it has looked at.
@@ -38,9 +39,9 @@ class ReusedMemory:
             self._first = {address: (array, _copied(content_of(array))) for address, array in arrays.items()}
         elif any(_has_changed(*self._first[address]) for address in arrays if address in self._first):
             raise ValueError(
-                "data must give each micro-batch in memory of its own, got one that was written over an earlier one: all "
-                "micro-batches of an update are read before its first forward, which would find the last one in each; give a "
-                "copy of each micro-batch, such as micro_batch.clone()"
+                "data must give each micro-batch in memory of its own, got one that was written over an earlier one: "
+                "micro-batches are read ahead, so that forward would find the last one in each of them; give a copy of each "
+                "micro-batch, such as micro_batch.clone()"
             )
 
 

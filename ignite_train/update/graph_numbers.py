@@ -42,7 +42,7 @@ class GraphNumbers(NamedTuple):
         if not all(math.isfinite(number) for number in expected) or expected.sample_size <= 0:
             return None
         if self.sample_size != expected.sample_size:
-            return f"a sample size of {self.sample_size:g}, where it is {expected.sample_size:g}"
+            return f"a sample size of {self.sample_size:g} in place of {expected.sample_size:g}"
         tolerance = max(_TOLERANCES.get(dtype, _TOLERANCE_OF_HALF) for dtype in dtypes)
         size = expected.sample_size
         for what, found, right, smallest in (
@@ -50,5 +50,5 @@ class GraphNumbers(NamedTuple):
             ("loss", self.loss, expected.loss, _SMALLEST_LOSS * size),
         ):
             if not abs(found - right) <= tolerance * max(abs(right), smallest):
-                return f"a {what} of {found / size:.6g} a sample, where it is {right / size:.6g}"
+                return f"a {what} of {found / size:.6g} per sample in place of {right / size:.6g}"
         return None

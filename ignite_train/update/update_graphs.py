@@ -180,7 +180,9 @@ class UpdateGraphs:
             return
         wrong = found.difference(expected, [*{one.dtype for one in self._model.parameters()}, *self._precision.dtypes])
         if wrong is not None:
-            raise CannotCompileError(f"what torch has compiled computes {wrong}; please report it to PyTorch")
+            raise CannotCompileError(
+                f"torch has compiled it wrongly: {wrong}; compile=True may be wrong too, so compare it with compile=False"
+            )
 
     def _expected(self, micro_batch: Any, numbers: Tensor, before: Gathered | None) -> GraphNumbers | None:
         """The numbers without compiling; None if forward or backward draws random numbers, or raises an exception."""
