@@ -20,6 +20,7 @@ from torch.optim import LBFGS, SGD, AdamW, Optimizer
 import cuts
 from bits import bit_by_bit
 from ignite_train import (
+    ForwardOutput,
     NonFiniteError,
     StaticLossScaling,
     TorchLossScaling,
@@ -433,6 +434,22 @@ def test_an_error_in_the_step_puts_everything_back(where: str) -> None:
     assert flat(model) == before
     assert (trainer.state.iteration, trainer.state.num_steps) == (0, 0)
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("kind", ["sam", "lbfgs"])
+def test_a_forward_that_writes_into_its_micro_batch_is_refused(kind: str) -> None:
+    """Each evaluation would find what the one before has written; parameters are what they were."""
+
+    def forward(model: nn.Module, micro_batch: Any) -> ForwardOutput:
+        x, *rest = micro_batch
+        return cuts.forward(model, (x.mul_(0.5), *rest))
+
+    model = network()
+    before = flat(model)
+    trainer = create_trainer(model, make_optimizer(kind, model), forward, options=UpdateOptions(closure=True))
+    with pytest.raises(ValueError, match="forward has written into its tensors"):
+        trainer.run([tuple(map(torch.clone, micro_batch)) for micro_batch in cuts.cut(cuts.samples(), [3])])
+    assert flat(model) == before
 
 
 def test_the_optimizer_inside_is_put_back_too() -> None:

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from ignite_train.carried import Carried
 from ignite_train.forward import ForwardOutput
 from ignite_train.model.gradients import Gradients
+from ignite_train.model.micro_batch_rollback import written_into
 from ignite_train.model.optimizers import inner_optimizers
 from ignite_train.model.replay import SideEffects
 from ignite_train.model.seeding import Seeding
@@ -129,12 +130,19 @@ class ClosureStep:
 
         Raises:
             _NotFiniteError: they are not finite, on any rank, so on all.
+            ValueError: forward has written into a micro-batch.
         """
         # other requests, and checks, travel with the first evaluation
         outgoing = Outgoing(RankRequests(changes_gradients=trainer._outgoing().requests.changes_gradients), ())
         self.gradients.clear()
+        is_written = written_into([*micro_batches])
         with torch.enable_grad(), self._as_the_first():  # optimizers switch gradients off around their step
             self._accumulate(outgoing, micro_batches, num_placeholders, 0 if self.replays else evaluation)
+        if is_written():
+            raise ValueError(
+                "closure=True runs forward on each micro-batch several times, and forward has written into its tensors; have "
+                "it write into copies, as in x = x - mean for x.sub_(mean)"
+            )
         if self.seeding is not None:
             self.seeding.step(evaluation)
         with torch.no_grad():  # gradients may have graphs
