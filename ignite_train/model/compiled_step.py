@@ -16,7 +16,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from ignite_train.model.direct_step import is_torchs
 from ignite_train.model.stepping import is_wrapped_by_scheduler
 
-__all__ = ["CompiledStep", "StepPlan", "StepTensors", "stepped"]
+__all__ = ["CompiledStep", "StepPlan", "StepTensors", "computed_once", "stepped"]
 
 _EVERYWHERE = {"lr", "weight_decay", "maximize", "foreach", "differentiable", "fused"}
 _KNOWN = {  # the options that each of them has in torch 2.13; one that is not here might change what a step is
@@ -332,7 +332,7 @@ def stepped(
 def _sgd(
     switches: frozenset[str], numbers: Sequence[Tensor], parameter: Tensor, along: Tensor, states: Sequence[Tensor]
 ) -> tuple[Tensor, list[Tensor]]:
-    rate, decay, momentum, share = [number.to(parameter.dtype) for number in numbers]
+    rate, decay, momentum, share = computed_once(*[number.to(parameter.dtype) for number in numbers])
     if "weight_decay" in switches:
         along = along + decay * parameter
     new_states: list[Tensor] = []
@@ -351,14 +351,24 @@ def _adam(
     step = states[0] + 1
     length = rate / (1 - beta1 ** step.to(torch.float64))  # in float64, as torch's for-loop computes it on the host
     root = (1 - beta2 ** step.to(torch.float64)).sqrt()
+    wanted = (length, root, 1 - rate * decay, decay, 1 - beta1, beta2, 1 - beta2, eps)
+    length, root, kept, decay, share1, beta2, share2, eps = computed_once(*[number.to(wide) for number in wanted])
     if "weight_decay" in switches:
         if "decoupled_weight_decay" in switches:
-            parameter = parameter * (1 - rate * decay).to(wide)
+            parameter = parameter * kept
         else:
-            along = along + decay.to(wide) * parameter
+            along = along + decay * parameter
     moments = [state.to(wide) for state in states[1:]]
-    first = moments[0] + (1 - beta1).to(wide) * (along - moments[0])
-    second = beta2.to(wide) * moments[1] + (1 - beta2).to(wide) * along * along
+    first = moments[0] + share1 * (along - moments[0])
+    second = beta2 * moments[1] + share2 * along * along
     largest = [torch.maximum(moments[2], second)] if "amsgrad" in switches else []
-    divisor = [second, *largest][-1].sqrt() / root.to(wide) + eps.to(wide)
-    return parameter - length.to(wide) * first / divisor, [step, first, second, *largest]
+    divisor = [second, *largest][-1].sqrt() / root + eps
+    return parameter - length * first / divisor, [step, first, second, *largest]
+
+
+def computed_once(*numbers: Tensor) -> Sequence[Tensor]:
+    """The same numbers, two or more without dimensions, one after the other in memory.
+
+    Inductor would compute them again in its loop over the elements, with two powers for each vector of them.
+    """
+    return torch.stack(numbers).unbind()

@@ -15,7 +15,7 @@ from ignite_train.carried import Carried
 from ignite_train.errors import ForwardContractError
 from ignite_train.forward import BoundForward
 from ignite_train.metrics import is_published_metric
-from ignite_train.model.compiled_step import StepPlan, stepped
+from ignite_train.model.compiled_step import StepPlan, computed_once, stepped
 from ignite_train.model.direct_graph import inductor
 from ignite_train.model.memory_layout import sharing_memory
 from ignite_train.model.precision import Precision
@@ -276,6 +276,7 @@ class UpdateGraphs:
         with torch.no_grad():
             norm = _norm(gradients)
             may_step, factor = self._decide(norm, sums[0], sums[1], numbers)
+            norm, factor = computed_once(norm, factor)
             self._step(gradients, factor, may_step, numbers, states)
             num_made.copy_(num_made + may_step)
             return torch.cat([torch.stack([norm, may_step.to(norm.dtype)]), sums])
