@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import shutil
 import subprocess
 import sys
@@ -644,6 +645,25 @@ def test_a_schedule_goes_on_over_the_rate_of_the_script(schedule: str, tmp_path:
     expected = rates(tmp_path / "whole", 0.005, 9)
     rates(tmp_path / "parts", 0.02, 3)
     assert rates(tmp_path / "parts", 0.005, 9, script_wins=("lr",)) == pytest.approx(expected[3:], rel=1e-12)
+
+
+def test_a_rate_of_zero_has_no_other_multiple(tmp_path: Path) -> None:
+    """A group that does not train goes on so, beside one over the script's rate; that it shall train now is refused."""
+
+    def made(first: float, second: float, **options: Any) -> Trainer:
+        model = net()
+        groups = [{"params": [*model[0].parameters()], "lr": first}, {"params": [*model[1:].parameters()], "lr": second}]
+        optimizer = torch.optim.SGD(groups)
+        trainer = create_trainer(model, optimizer, forward)
+        LearningRateSchedule(schedulers.CosineAnnealingLR(optimizer, 12)).attach(trainer)
+        Checkpoint(tmp_path, every=1, **options).attach(trainer)
+        return trainer
+
+    made(0.0, 0.02).run(LOADER, max_iters=3)
+    message = refusal(made(0.3, 0.005, script_wins=("lr",)))
+    assert "param_groups[0] of optimizer had lr=0, of which the script's 0.3 is no multiple; restart it with" in message
+    rates = made(0.0, 0.005, script_wins=("lr",)).run(LOADER, max_iters=4).output.learning_rates
+    assert rates == pytest.approx((0.0, 0.005 * (1 + math.cos(math.pi * 3 / 12)) / 2), rel=1e-12)
 
 
 def test_a_schedule_that_has_rates_of_its_own_is_refused(tmp_path: Path) -> None:
