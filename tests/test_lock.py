@@ -246,6 +246,19 @@ def test_of_two_that_take_over_at_the_same_time_one_gives_way(tmp_path, taken, m
     assert names(tmp_path) == [LOCK]
 
 
+def test_a_run_of_this_host_that_lives_is_waited_for(tmp_path, taken, monkeypatch):
+    """By what it has written itself, as another process reads it."""
+    monkeypatch.setattr(lock, "HEARTBEAT_SECONDS", DEADLINE_SECONDS)
+    taken.hold()
+    monkeypatch.setattr(lock, "_held_here", set())
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    clock, other = Clock(monkeypatch), DirectoryLock(tmp_path)
+    other.hold()
+    other.release()
+
+    assert clock.now - 100 >= lock.STALE_SECONDS
+
+
 def test_a_process_that_has_grown_is_still_the_same(tmp_path, taken, monkeypatch):
     """It is known by when it was started, which does not change; what it takes and what it has done do."""
     grows = "input(); more = bytearray(2**26); print(sum(range(10**6)), flush=True); input()"
