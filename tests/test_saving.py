@@ -377,6 +377,7 @@ def test_a_removal_that_fails_is_a_warning(tmp_path, caplog):
         for number in (1, 2, 3):
             writer.save(contents(number, "run"), manifest(number))
             writer.wait()
+            writer.directory.removal.wait()
     assert [line.partition(": ")[0] for line in caplog.messages] == ["an old checkpoint could not be removed"] * 2
     writer.disk = QuickDisk()
     writer.save(contents(4, "run"), manifest(4))
@@ -479,6 +480,33 @@ def test_what_a_killed_process_has_left_goes_first(tmp_path):
         writer.wait()
     assert order == ["remove", "rename", "remove", "rename", "remove"]
     assert names(tmp_path) == ["update-00000003"]
+
+
+def test_the_end_of_a_run_waits_for_the_last_removal(tmp_path, monkeypatch):
+    """Also where the thread of the last save has not got to it yet: what the rule does not keep is gone."""
+    is_awaited, join = threading.Event(), threading.Thread.join
+
+    class Late(QuickDisk):
+        def rename(self, source: Path, target: Path) -> None:
+            if target.name.startswith(".removed"):
+                is_awaited.wait(DEADLINE_SECONDS)
+            super().rename(source, target)
+
+    def joining(thread: threading.Thread, timeout: float | None = None) -> None:
+        if thread.name == "Checkpoint":
+            is_awaited.set()
+        join(thread, timeout)
+
+    writer = saver(tmp_path, last=1)
+    writer.disk = Late()
+    with writer.holding():
+        for number in (1, 2):
+            writer.save(contents(number, "run"), manifest(number))
+            writer.wait()
+        monkeypatch.setattr(threading.Thread, "join", joining)
+    found = names(tmp_path)
+    is_awaited.set()
+    assert found == ["update-00000002"]
 
 
 @pytest.mark.parametrize("resumed_from", [None, "update-00000001"], ids=["anew", "from an older one"])
