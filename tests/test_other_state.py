@@ -305,6 +305,20 @@ def test_a_value_that_no_step_could_use_is_refused(change: Any, message: str, tm
     assert message in refusal(build(tmp_path))
 
 
+@pytest.mark.parametrize(("value", "says"), [(None, ""), (5, "momentum_buffer of 0.weight is 5 of type int and must be a")])
+def test_sgd_may_have_no_momentum_yet(value: Any, says: str, tmp_path: Path) -> None:
+    """Earlier versions of torch have stored None in its place; nothing else that is no tensor stands there."""
+    optimizer: Build = lambda model: torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)  # noqa: E731
+    saved(tmp_path, optimizer)
+    forge(tmp_path, lambda index, data: put(index, "optimizer", value, "state", 0, "momentum_buffer"))
+    trainer = build(tmp_path, optimizer)
+    if says:
+        assert says in refusal(trainer)
+        return
+    trainer.run(LOADER, max_iters=3)
+    assert trainer.state.iteration == 3
+
+
 @pytest.mark.parametrize(
     ("value", "says"),
     [(torch.tensor(3.0), ""), (torch.ones(3), "new of 0.weight has shape (3,) and not (8, 8)")],
