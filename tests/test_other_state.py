@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import math
@@ -305,7 +306,11 @@ def test_a_value_that_no_step_could_use_is_refused(change: Any, message: str, tm
     assert message in refusal(build(tmp_path))
 
 
-@pytest.mark.parametrize(("value", "says"), [(None, ""), (5, "momentum_buffer of 0.weight is 5 of type int and must be a")])
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [(None, ""), (5, "momentum_buffer of 0.weight is 5 of type int and must be a tensor")],
+    ids=["none", "number"],
+)
 def test_sgd_may_have_no_momentum_yet(value: Any, says: str, tmp_path: Path) -> None:
     """Earlier versions of torch have stored None in its place; nothing else that is no tensor stands there."""
     optimizer: Build = lambda model: torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)  # noqa: E731
@@ -321,21 +326,23 @@ def test_sgd_may_have_no_momentum_yet(value: Any, says: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     ("value", "says"),
-    [(torch.tensor(3.0), ""), (torch.ones(3), "new of 0.weight has shape (3,) and not (8, 8)")],
-    ids=["number", "vector"],
+    [(torch.tensor(3.0), ""), (3, ""), (torch.ones(3), "new of 0.weight has shape (3,) and not (8, 8)")],
+    ids=["tensor", "integer", "vector"],
 )
-def test_a_number_that_another_torch_keeps_is_taken(value: Tensor, says: str, tmp_path: Path) -> None:
+def test_a_number_that_another_torch_keeps_is_taken(value: Any, says: str, tmp_path: Path) -> None:
     """A single number of any name beside the moments; what has another shape than the parameter is none."""
     trainer = build(tmp_path)
     state = trainer._stateful_parts["optimizer"].state
-    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: [entry.update(new=value.clone()) for entry in state.values()])
+    trainer.add_event_handler(
+        Events.ITERATION_COMPLETED, lambda: [entry.update(new=copy.copy(value)) for entry in state.values()]
+    )
     trainer.run(LOADER, max_iters=2)
     again = build(tmp_path)
     if says:
         assert says in refusal(again)
         return
     again.run(LOADER, max_iters=3)
-    assert [entry["new"].item() for entry in again._stateful_parts["optimizer"].state.values()] == [3.0] * 6
+    assert [float(entry["new"]) for entry in again._stateful_parts["optimizer"].state.values()] == [3.0] * 6
 
 
 class WithRows(torch.optim.AdamW):
