@@ -80,6 +80,18 @@ def test_of_equal_scores_the_newest(tmp_path: Path) -> None:
     assert checkpoint.best.path.name == "update-00000003"
 
 
+def test_loaded_weights_do_not_have_the_score_of_the_last_ones(tmp_path: Path) -> None:
+    """They may be saved at the end of the script, in the place of those that were evaluated after that update."""
+    trainer, checkpoint, model, weights = job(tmp_path)
+    trainer.run(cuts.cut(cuts.samples(), [8] * 4), max_epochs=1)
+    assert scores_in(tmp_path) == {1: 3.0, 2: 1.0, 3: 2.0, 4: 4.0}
+    checkpoint.load_best()
+    checkpoint.save()
+    assert scores_in(tmp_path) == {1: 3.0, 2: 1.0, 3: 2.0, 4: None}
+    assert whole(model) == weights[1]
+    assert checkpoint.best == (tmp_path / "update-00000002", 1.0)
+
+
 def test_a_score_of_zero_is_a_score(tmp_path: Path) -> None:
     """It is lower than a half."""
     trainer, checkpoint, _, _ = job(tmp_path, scores=[2.0, 0.0, 0.5, 3.0])
