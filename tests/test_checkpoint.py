@@ -1204,8 +1204,8 @@ def test_the_run_does_not_wait_for_the_disk(tmp_path: Path) -> None:
 def test_its_repr_says_when_it_saves(tmp_path: Path) -> None:
     """Directory, cadence, how many stay, and the newest one."""
     assert repr(Checkpoint(tmp_path)) == f"Checkpoint({str(tmp_path)!r}, every_epochs=1, keep=2)"
-    text = repr(Checkpoint(tmp_path, every=5, every_seconds=600, best="loss", keep=3))
-    assert text == f"Checkpoint({str(tmp_path)!r}, every=5, every_seconds=600.0, best='loss', keep=3)"
+    text = repr(Checkpoint(tmp_path, every=5, every_seconds=0.5, best="loss", keep=3))
+    assert text == f"Checkpoint({str(tmp_path)!r}, every=5, every_seconds=0.5, best='loss', keep=3)"
 
     trainer, _ = make()
     checkpoint = Checkpoint(tmp_path, every=2)
