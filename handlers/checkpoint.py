@@ -211,6 +211,7 @@ class Checkpoint(Handler):
             raise CheckpointError(f"{self.directory} has no checkpoint with a score; pass Checkpoint(..., best='loss')")
         model = run.objects().model
         together(collectives.gather_objects, f"loading {found.path}", lambda: restore_model(found.path, model))
+        self.cadence.note_loaded()
         return found
 
     def attach(self, trainer: Trainer, *, evaluator: Engine | None = None) -> None:

@@ -11,6 +11,7 @@ import torch
 from ignite.engine import Events
 from torch import nn
 
+import small_checkpoints
 from bits import bit_by_bit
 from ignite_train import CheckpointError, create_trainer
 from ignite_train.checkpoint import average_checkpoints, consolidate, find, load_weights
@@ -84,6 +85,17 @@ def test_the_last_are_those_that_were_written_last(tmp_path: Path) -> None:
     assert bit_by_bit(average_checkpoints(tmp_path, last=2)) == bit_by_bit(average_checkpoints(last))
 
 
+def test_an_update_that_was_saved_again_is_as_new_as_its_last_save(tmp_path: Path) -> None:
+    """The run went back to update 1, and was killed before it removed the first checkpoint of that update."""
+    for directory, updates in ((tmp_path, (1, 2, 3)), (tmp_path / "later", (7, 8, 9, 1))):
+        directory.mkdir(exist_ok=True)
+        for update in updates:
+            small_checkpoints.save(directory, update, last=9)
+    (tmp_path / "later/update-00000001").rename(tmp_path / "update-00000001.1")
+    mean = average_checkpoints(tmp_path, last=2)["weight"]
+    assert mean.unique().tolist() == [2.0]  # of updates 3 and 1
+
+
 @pytest.mark.parametrize("error", [DamagedCheckpointError, UnreadableCheckpointError], ids=["damaged", "unreadable"])
 def test_one_that_cannot_be_read_is_not_passed_over(error: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be one of the last."""
@@ -119,6 +131,29 @@ def test_the_sum_is_wide(tmp_path: Path, dtype: torch.dtype, values: list[Any], 
     for file, value in zip(files, values, strict=True):
         torch.save({"w": torch.tensor([value], dtype=dtype)}, file)
     assert bit_by_bit(average_checkpoints(files)) == bit_by_bit({"w": torch.tensor([expected], dtype=dtype)})
+
+
+def test_a_tensor_with_two_names_is_added_once(tmp_path: Path) -> None:
+    """Tied weights in float64, in which the sum is taken."""
+    files = [tmp_path / "first.pt", tmp_path / "second.pt"]
+    for file, value in zip(files, (1.0, 4.0), strict=True):
+        weight = torch.full((2,), value, dtype=torch.float64)
+        torch.save({"encoder": weight, "decoder": weight}, file)
+    assert {name: value.tolist() for name, value in average_checkpoints(files).items()} == {
+        "encoder": [2.5, 2.5],
+        "decoder": [2.5, 2.5],
+    }
+
+
+def test_an_entry_that_only_one_of_them_has(tmp_path: Path) -> None:
+    """It is no tensor, as the extra state of a module is not, and named all the same, in either order."""
+    files = [tmp_path / "first.pt", tmp_path / "second.pt"]
+    torch.save({"w": torch.ones(2)}, files[0])
+    torch.save({"w": torch.ones(2), "extra": 5}, files[1])
+    with pytest.raises(CheckpointError, match=r"'extra' is missing in \S+first\.pt and 5 of type int in \S+second\.pt"):
+        average_checkpoints(files)
+    with pytest.raises(CheckpointError, match=r"'extra' is 5 of type int in \S+second\.pt and missing in \S+first\.pt"):
+        average_checkpoints(files[::-1])
 
 
 def test_mistakes(tmp_path: Path) -> None:

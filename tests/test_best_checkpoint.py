@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,11 @@ import small_checkpoints
 from bits import bit_by_bit
 from ignite_train import CheckpointError, create_evaluator, create_trainer
 from ignite_train.checkpoint import best, find
+from ignite_train.checkpoint.config import plain_config
+from ignite_train.checkpoint.directory import CheckpointDirectory, commit
 from ignite_train.checkpoint.inspection import main
 from ignite_train.handlers import Checkpoint, Validation
+from ignite_train.ranks import collectives
 from ranks import run_ranks
 
 SCORES = [3.0, 1.0, 2.0, 4.0]
@@ -74,6 +78,25 @@ def test_of_equal_scores_the_newest(tmp_path: Path) -> None:
     trainer, checkpoint, _, _ = job(tmp_path, scores=[2.0, 1.0, 1.0, 3.0])
     trainer.run(cuts.cut(cuts.samples(), [8] * 4), max_epochs=1)
     assert checkpoint.best.path.name == "update-00000003"
+
+
+def test_loaded_weights_do_not_have_the_score_of_the_last_ones(tmp_path: Path) -> None:
+    """They may be saved at the end of the script, in the place of those that were evaluated after that update."""
+    trainer, checkpoint, model, weights = job(tmp_path)
+    trainer.run(cuts.cut(cuts.samples(), [8] * 4), max_epochs=1)
+    assert scores_in(tmp_path) == {1: 3.0, 2: 1.0, 3: 2.0, 4: 4.0}
+    checkpoint.load_best()
+    checkpoint.save()
+    assert scores_in(tmp_path) == {1: 3.0, 2: 1.0, 3: 2.0, 4: None}
+    assert whole(model) == weights[1]
+    assert checkpoint.best == (tmp_path / "update-00000002", 1.0)
+
+
+def test_a_score_of_zero_is_a_score(tmp_path: Path) -> None:
+    """It is lower than a half."""
+    trainer, checkpoint, _, _ = job(tmp_path, scores=[2.0, 0.0, 0.5, 3.0])
+    trainer.run(cuts.cut(cuts.samples(), [8] * 4), max_epochs=1)
+    assert checkpoint.best == (tmp_path / "update-00000002", 0.0)
 
 
 def scored(
@@ -190,6 +213,41 @@ def test_without_a_best(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         best(plain)
     assert main(["list", str(plain)]) == 0
     assert "best" not in capsys.readouterr().out
+
+
+def layers(outputs: int, *, tied: bool = False) -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, outputs))
+    if tied:
+        model[1].weight = model[0].weight
+    return model
+
+
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [
+        (partial(layers, 3), r"is of another model: '2\.weight' has the shape \(1, 2\) and not \(3, 2\)"),
+        (partial(layers, 1, tied=True), r"'0\.weight' and '1\.weight' are one tensor in this run, and differ there"),
+    ],
+    ids=["shape", "tied"],
+)
+def test_the_best_of_another_model_is_refused(other: Any, says: str, tmp_path: Path) -> None:
+    """In one line, and the model keeps all its weights."""
+    config = plain_config({}, {"best": {"metric": "loss", "mode": "min"}})
+    commit(
+        CheckpointDirectory(tmp_path, small_checkpoints.QuickDisk()),
+        small_checkpoints.contents(dict(layers(1).state_dict())),
+        small_checkpoints.manifest(1, score=0.5, config=config),
+        small_checkpoints.keep(1),
+        collectives.gather_objects,
+    )
+    model = other()
+    before = bit_by_bit(dict(model.state_dict()))
+    checkpoint = Checkpoint(tmp_path)
+    checkpoint.attach(create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), cuts.forward))
+    with pytest.raises(CheckpointError, match=says) as error:
+        checkpoint.load_best()
+    assert "\n" not in str(error.value)
+    assert bit_by_bit(dict(model.state_dict())) == before
 
 
 def _on_this_rank(directory: str) -> Any:

@@ -334,6 +334,16 @@ def test_without_a_checkpoint_there_is_nothing_to_resume() -> None:
         trainer.run(LOADER, max_epochs=1, resume="must")
 
 
+def test_updates_on_demand_are_not_taken_back(tmp_path: Path) -> None:
+    """A trainer that was given some before its first run trains on from there, whatever checkpoints there are."""
+    saves(tmp_path, epochs=1)
+    trainer, _ = make()
+    trainer.update(LOADER[:1])
+    Checkpoint(tmp_path).attach(trainer)
+    trainer.run(LOADER, max_iters=3)
+    assert trainer.state.iteration == 3
+
+
 def refusal(directory: Path, trainer: Trainer, **options: Any) -> str:
     """Why a fresh trainer cannot resume there; its weights have not changed."""
     model = trainer._stateful_parts["model"]
@@ -352,7 +362,11 @@ def test_another_model_or_optimizer_is_refused(tmp_path: Path) -> None:
     message = refusal(tmp_path, make(nn.Linear(3, 1))[0])
     assert "is of another model: 'weight' has the shape (1, 2) and not (1, 3); build the model that was saved" in message
     message = refusal(tmp_path, make(nn.Sequential(*(nn.Linear(2, 2) for _ in range(3))))[0])
-    assert "'0.weight' is missing, '0.bias' is missing, '1.weight' is missing and 5 more" in message
+    assert "'0.weight' is missing, '0.bias' is missing, '1.weight' is missing and 5 more; build" in message
+    message = refusal(tmp_path, make(nn.Sequential(nn.Linear(2, 1)))[0])
+    assert "'0.weight' is missing, '0.bias' is missing, 'weight' is not in the model and 1 more; build" in message
+    message = refusal(tmp_path, make(nn.Sequential(nn.Linear(2, 1, bias=False)))[0])
+    assert "'0.weight' is missing, 'weight' is not in the model, 'bias' is not in the model; build" in message
     assert "is of another optimizer: AdamW wrote it, and this run has SGD" in refusal(
         tmp_path, make(optimizer=torch.optim.SGD)[0]
     )
@@ -1125,6 +1139,7 @@ def test_the_command(tmp_path: Path, capsys: Any) -> None:
     assert damaged.startswith(newest.name)
     assert "damaged: " in damaged
     assert "has the checksum" in damaged
+    assert not damaged.endswith("latest")
     output = tmp_path / "model.pt"
     assert main(["consolidate", str(tmp_path), "--output", str(output)]) == 0
     assert "weights_only=True" in capsys.readouterr().out
@@ -1142,6 +1157,15 @@ def test_the_command(tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "empty").mkdir()
     assert main(["list", str(tmp_path / "empty")]) == 0
     assert "no checkpoint in" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [[], ["list"], ["consolidate"]], ids=["nothing", "list", "consolidate"])
+def test_an_incomplete_command(arguments: list[str], capsys: Any) -> None:
+    """It is answered with what is missing."""
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    assert end.value.code == 2
+    assert "the following arguments are required" in capsys.readouterr().err
 
 
 def test_the_command_says_what_was_set_aside(tmp_path: Path, capsys: Any) -> None:
@@ -1180,8 +1204,8 @@ def test_the_run_does_not_wait_for_the_disk(tmp_path: Path) -> None:
 def test_its_repr_says_when_it_saves(tmp_path: Path) -> None:
     """Directory, cadence, how many stay, and the newest one."""
     assert repr(Checkpoint(tmp_path)) == f"Checkpoint({str(tmp_path)!r}, every_epochs=1, keep=2)"
-    text = repr(Checkpoint(tmp_path, every=5, every_seconds=600, best="loss", keep=3))
-    assert text == f"Checkpoint({str(tmp_path)!r}, every=5, every_seconds=600.0, best='loss', keep=3)"
+    text = repr(Checkpoint(tmp_path, every=5, every_seconds=0.5, best="loss", keep=3))
+    assert text == f"Checkpoint({str(tmp_path)!r}, every=5, every_seconds=0.5, best='loss', keep=3)"
 
     trainer, _ = make()
     checkpoint = Checkpoint(tmp_path, every=2)

@@ -799,6 +799,25 @@ def test_a_directory_that_no_save_could_write_to_is_found_before_the_first_updat
     assert setup.contents()[:2] == before[:2]
 
 
+@pytest.mark.parametrize("names_a_checkpoint", [True, False], ids=["of the checkpoint", "of its files"])
+def test_a_trial_waits_for_both_directories(tmp_path, build, micro_batches, names_a_checkpoint):
+    """Some file systems cannot put the names in one on the disk: a save would fail there, so the trial does."""
+    setup = build()
+    saver = Checkpoint(tmp_path, every=1000)
+    saver.attach(setup.trainer)
+    saver.saver.disk = disk = QuickDisk()
+
+    def fails(path: Path) -> None:
+        if (path == tmp_path) == names_a_checkpoint:
+            fault(errno.EINVAL)("")
+
+    disk.sync_directory = fails  # type: ignore[method-assign]
+    with pytest.raises(CheckpointError, match=r"trying to commit a checkpoint failed: rank 0, OSError: \[Errno 22\]"):
+        setup.trainer.run(micro_batches, max_epochs=1)
+
+    assert setup.trainer.state.iteration == 0
+
+
 def test_a_run_that_warns_says_before_the_first_update_what_cannot_be_written(tmp_path, build, micro_batches, caplog):
     """With `on_error="warn"` it is the first warning; the directory may be writable at the next save."""
     setup = build()
@@ -932,6 +951,27 @@ def test_without_links_the_last_state_is_written_again(tmp_path, build, micro_ba
     disk.link = lambda *_: fault(errno.EPERM)("")  # type: ignore[method-assign]
     setup, _, _ = _ends(build, tmp_path, micro_batches, disk=disk)
     setup.trainer.run(micro_batches, max_epochs=1)
+
+    assert disk.tensors() == ["write rank-00000.bin"] * 2
+    checkpoint.verify(tmp_path / "update-00000005.1")
+
+
+@pytest.mark.parametrize("harm", ["cut short", "unreadable"])
+def test_a_file_that_cannot_be_read_gets_no_second_name(tmp_path, build, micro_batches, monkeypatch, harm):
+    """Something happens to the checkpoint of the last update before that of the end: its tensors are written again."""
+    setup, saver, disk = _ends(build, tmp_path, micro_batches)
+    file = tmp_path / "update-00000005" / "rank-00000.bin"
+
+    def happens() -> None:
+        await_thread(saver)
+        if harm == "cut short":
+            os.truncate(file, file.stat().st_size - 1)
+        else:
+            monkeypatch.setattr(os, "preadv", lambda *_: fault(errno.EIO)(""))
+
+    setup.trainer.add_event_handler(Events.COMPLETED, happens)
+    setup.trainer.run(micro_batches, max_epochs=1)
+    monkeypatch.undo()
 
     assert disk.tensors() == ["write rank-00000.bin"] * 2
     checkpoint.verify(tmp_path / "update-00000005.1")

@@ -396,6 +396,38 @@ def test_one_that_is_damaged_and_named_is_refused(whole, tmp_path):
     assert OLD in names(directory)
 
 
+def test_nothing_is_renamed_in_the_directory_of_another_run(whole, tmp_path, caplog):
+    """A damaged checkpoint that is found there is passed over, and the one before is used."""
+    theirs = tmp_path / "theirs"
+    shutil.copytree(whole[0], theirs)
+    altered(theirs / NEW / "rank-00000.bin", flip(12345))
+    run = start(tmp_path / "mine")
+    run.checkpoint.restore(theirs)
+
+    assert run.digest() == whole[1][OLD]
+    assert names(theirs) == [OLD, NEW]
+    assert f"{NEW} is damaged: " in caplog.text
+    assert "; an older one is tried" in caplog.text
+
+
+def test_one_that_cannot_be_renamed_is_passed_over(whole, tmp_path, caplog):
+    """In a directory that cannot be written to: the one before is used, and the log does not say that it was renamed."""
+    directory = tmp_path / "copy"
+    shutil.copytree(whole[0], directory)
+    altered(directory / NEW / "rank-00000.bin", flip(12345))
+    run = start(directory)
+
+    def read_only(*_):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    run.checkpoint.saver.disk.rename = read_only
+    run.checkpoint.restore("must")
+
+    assert run.digest() == whole[1][OLD]
+    assert names(directory) == [OLD, NEW]
+    assert "; an older one is tried" in caplog.text
+
+
 def test_the_run_that_falls_back_ends_bitwise_as_if_nothing_had_happened(whole, tmp_path):
     """Training on from the older one gives the weights of a run that was never interrupted."""
     reference = start(tmp_path / "reference")

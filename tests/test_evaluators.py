@@ -20,6 +20,7 @@ from torch import nn
 import cuts
 from ignite_train import Trainer, create_evaluator, create_trainer
 from ignite_train.checkpoint.inspection import find
+from ignite_train.checkpoint.reader import CheckpointReader
 from ignite_train.handlers import Checkpoint, JsonLines, ProgressLog, TensorBoard, Validation
 
 DATA = cuts.cut(cuts.samples(), [16, 16])
@@ -225,6 +226,8 @@ def test_evaluators_have_names_of_their_own(tmp_path: Path) -> None:
         trainer.run(DATA, max_epochs=epochs)
         counters.append([stop.counter for stop in stops])
     assert counters == [[1, 5], [2, 6]]
+    with CheckpointReader(find(tmp_path)[-1].path) as stored:  # names that older checkpoints have too
+        assert {"evaluator/EarlyStopping", "evaluator-2/EarlyStopping"} <= {*stored.names()}
 
 
 def test_an_error_of_a_stock_evaluator_is_raised() -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
+import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +26,7 @@ from ignite_train.checkpoint.directory import CheckpointDirectory
 from ignite_train.checkpoint.lock import LOCK, DirectoryLock, writer_of
 from ignite_train.handlers import Checkpoint
 from killing import Job, Life, Stop, committed, until
+from processes import DEADLINE_SECONDS
 from ranks import run_ranks
 from small_checkpoints import QuickDisk, names, save
 from tiers import one_in
@@ -72,13 +76,15 @@ def ended() -> int:
 
 
 def test_a_lock_whose_count_stands_still_is_taken_over(tmp_path, taken, monkeypatch, caplog):
-    """After the time that is documented, and no earlier; the log names who had it."""
+    """After the time that is documented, and no earlier; the log names who had it, and says at once what is waited for."""
     leave(tmp_path)
     clock = Clock(monkeypatch)
-    taken.hold()
+    with caplog.at_level(logging.INFO, "ignite_train"):
+        taken.hold()
 
     assert lock.STALE_SECONDS <= clock.now - 100 < lock.STALE_SECONDS + 1
     assert writer_of(tmp_path) == taken.token
+    assert f"pid 123 on host 'elsewhere' holds {tmp_path / LOCK}: waiting for up to 12 s to see" in caplog.messages[0]
     assert "pid 123 on host 'elsewhere' has shown no sign of life for 12 s: this run takes over" in caplog.text
 
 
@@ -117,6 +123,30 @@ def test_a_file_that_is_no_lock_is_taken_over(tmp_path, taken, monkeypatch, cont
     taken.hold()
 
     assert writer_of(tmp_path) == taken.token
+
+
+def test_a_pipe_in_place_of_a_lock_is_taken_over(tmp_path, taken, monkeypatch):
+    """A start that opened it as a file would wait for a writer for ever."""
+    os.mkfifo(tmp_path / LOCK)
+    Clock(monkeypatch)
+    start = threading.Thread(target=taken.hold, daemon=True)
+    start.start()
+    start.join(DEADLINE_SECONDS)
+
+    assert not start.is_alive()
+    assert writer_of(tmp_path) == taken.token
+
+
+def test_a_link_in_place_of_a_lock_is_an_error(tmp_path, taken, monkeypatch):
+    """Somebody else has put it there: neither the link nor the file behind it is touched."""
+    (tmp_path / "file").write_text("theirs")
+    (tmp_path / LOCK).symlink_to(tmp_path / "file")
+    Clock(monkeypatch)
+    with pytest.raises(OSError, match=re.escape(os.strerror(errno.ELOOP))):
+        taken.hold()
+
+    assert (tmp_path / LOCK).is_symlink()
+    assert (tmp_path / "file").read_text() == "theirs"
 
 
 def test_a_killed_process_of_this_host_is_not_waited_for(tmp_path, taken, monkeypatch, ended, caplog):
@@ -216,17 +246,47 @@ def test_of_two_that_take_over_at_the_same_time_one_gives_way(tmp_path, taken, m
     assert names(tmp_path) == [LOCK]
 
 
+def test_a_run_of_this_host_that_lives_is_waited_for(tmp_path, taken, monkeypatch):
+    """By what it has written itself, as another process reads it."""
+    monkeypatch.setattr(lock, "HEARTBEAT_SECONDS", DEADLINE_SECONDS)
+    taken.hold()
+    monkeypatch.setattr(lock, "_held_here", set())
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    clock, other = Clock(monkeypatch), DirectoryLock(tmp_path)
+    other.hold()
+    other.release()
+
+    assert clock.now - 100 >= lock.STALE_SECONDS
+
+
+def test_a_process_that_has_grown_is_still_the_same(tmp_path, taken, monkeypatch):
+    """It is known by when it was started, which does not change; what it takes and what it has done do."""
+    grows = "input(); more = bytearray(2**26); print(sum(range(10**6)), flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", grows], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        leave(tmp_path, **here(process.pid))
+        process.stdin.write("\n")
+        process.stdin.flush()
+        process.stdout.readline()
+        clock = Clock(monkeypatch)
+        taken.hold()
+        process.stdin.write("\n")
+
+    assert clock.now - 100 >= lock.STALE_SECONDS
+
+
 # --- while it is held ---
 
 
 def test_the_count_advances_while_the_run_lives(tmp_path, taken, monkeypatch):
-    """By a thread, in the file that others read; at the end the file is gone."""
+    """By a thread, in the file that others read; at the end both are gone."""
     monkeypatch.setattr(lock, "HEARTBEAT_SECONDS", 0.01)
+    before = {*threading.enumerate()}
     taken.hold()
     until(lambda: json.loads((tmp_path / LOCK).read_bytes())["beats"] >= 3, "the count advances")
     taken.release()
 
     assert names(tmp_path) == []
+    assert {*threading.enumerate()} <= before
 
 
 def test_a_process_that_wakes_up_leaves_the_lock_to_the_other(tmp_path, taken):
@@ -307,6 +367,24 @@ def test_a_run_that_was_overtaken_commits_nothing_and_removes_nothing_of_the_oth
             save(tmp_path, 2, place=place)
 
     assert names(tmp_path) == sorted([f".unfinished-{'b' * 16}-1234", LOCK, "update-00000001"])
+
+
+class OvertakenLater(QuickDisk):
+    """A disk on which another run takes over when a checkpoint has got its name."""
+
+    def rename(self, source: Path, target: Path) -> None:
+        super().rename(source, target)
+        if target.name.startswith("update-"):
+            leave(target.parent, token="b" * 16)
+
+
+def test_a_run_that_was_overtaken_after_its_commit_removes_no_old_checkpoint(tmp_path, taken, caplog):
+    """Which of them stay is for the other run to say. The commit stands, and the log says why nothing was removed."""
+    save(tmp_path, 1)
+    save(tmp_path, 2, place=CheckpointDirectory(tmp_path, OvertakenLater(), taken), last=1)
+
+    assert names(tmp_path) == [LOCK, "update-00000001", "update-00000002"]
+    assert "old checkpoints could not be removed: pid 123 on host 'elsewhere' has taken over" in caplog.text
 
 
 def test_what_another_run_writes_is_not_tidied_away(tmp_path, taken):
@@ -431,7 +509,7 @@ def test_a_second_start_of_a_running_job_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_owner_who_wakes_up_after_the_next_run_has_ended_is_told(tmp_path, taken, monkeypatch):
-    """The run that took over leaves a mark when it gives the lock back; the next start takes it without waiting."""
+    """The run that took over leaves a mark when it gives the lock back, as the starts after it do, which need not wait."""
     leave(tmp_path)
     Clock(monkeypatch)
     taken.hold()
@@ -440,13 +518,16 @@ def test_an_owner_who_wakes_up_after_the_next_run_has_ended_is_told(tmp_path, ta
     sleeper.token = "f" * 16
     with pytest.raises(CheckpointError, match="has taken over"):
         sleeper.check()
-    clock = Clock(monkeypatch)
-    taken.hold()
-    assert clock.sleeps == 0
-    with pytest.raises(CheckpointError, match="has taken over"):
-        sleeper.check()
-    taken.release()
-    assert writer_of(tmp_path) == ""
+    for _ in range(2):
+        clock, later = Clock(monkeypatch), DirectoryLock(tmp_path)
+        later.hold()
+        assert clock.sleeps == 0
+        with pytest.raises(CheckpointError, match="has taken over"):
+            sleeper.check()
+        later.release()
+        assert writer_of(tmp_path) == ""
+        with pytest.raises(CheckpointError, match="has taken over"):
+            sleeper.check()
 
 
 @pytest.mark.slow

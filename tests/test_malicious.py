@@ -32,7 +32,7 @@ from ignite_train.checkpoint.manifest import checked_json, compact_json
 from ignite_train.checkpoint.reader import CheckpointReader
 from ignite_train.checkpoint.resume import read_agreed
 from ignite_train.checkpoint.shards import Box, Piece, assemble, check_cover
-from ignite_train.checkpoint.tensor_files import Entry, Snapshot, TensorFile, open_regular, write_tensors
+from ignite_train.checkpoint.tensor_files import Entry, Snapshot, TensorFile, check_entries, open_regular, write_tensors
 from ignite_train.checkpoint.tree import DTYPES, MAX_DEPTH, MAX_NODES, TreeEncoder, decode
 from ignite_train.errors import DamagedCheckpointError
 from ignite_train.handlers import Checkpoint
@@ -262,7 +262,7 @@ KINDS["an empty tensor with endless strides"] = lambda f: (
     )
     or f.value("model", "bias")[1].update(tensor="x")
 )
-for _key, _values in {
+ENTRIES: dict[str, tuple[Any, ...]] = {
     "shape": ([3, -4], [3, 4.0], [True, 12], [12], [4, 3], "34", None, [[3], [4]], [1] * 65, [2**63, 0]),
     "start": ([-1, 0], [0], [1, 0], [0, 2**62], None),
     "whole": ([1, 1], [3, 4, 1], [3, 5], [2**62, 2**62], None),
@@ -271,7 +271,8 @@ for _key, _values in {
     "offset": (-1, 1, 2**62, 0.0, True, None),
     "num_bytes": (47, 49, -48, 2**62, 48.0, None),
     "crc32": (-1, 2**64, "0", None),
-}.items():
+}
+for _key, _values in ENTRIES.items():
     for _value in _values:
         KINDS[f"{_key} {_value!r:.30}"] = _set(("entry", _key), _value)
 
@@ -329,7 +330,7 @@ KINDS["an index of 300 MB that are not there"] = _hollow("rank-00000.json", 300 
 KINDS["a manifest of 1 TB that are not there"] = _hollow("manifest.json", 2**40)
 
 # trees
-for _label, _tree in {
+TREES: dict[str, Any] = {
     "an unknown tag": {"object": "os.system"},
     "a pickle as a tag": {"pickle": "gASVCgAAAA=="},
     "two tags": {"tuple": [], "set": []},
@@ -360,7 +361,8 @@ for _label, _tree in {
     "an array of another rank's": {"array": "../rank-00001"},
     "lists in lists": json.loads("[" * (MAX_DEPTH + 1) + "]" * (MAX_DEPTH + 1)),
     "a node bomb": [0] * (MAX_NODES + 1),
-}.items():
+}
+for _label, _tree in TREES.items():
     KINDS[_label] = lambda forgery, tree=_tree: forgery.index["objects"].update(model=tree)
     if _label != "a node bomb":
         KINDS[f"{_label}, for the counters"] = lambda forgery, tree=_tree: forgery.index["objects"].update(trainer=tree)
@@ -480,6 +482,36 @@ def _one_line(error: Exception) -> None:
 def test_a_malicious_checkpoint_is_refused(refused, name):
     """Read by `verify` and by a run that resumes: one line says what is wrong. Nothing is run, and no memory is asked for."""
     refused(KINDS[name], False)
+
+
+@pytest.mark.parametrize("key", ENTRIES)
+def test_an_entry_that_is_none_is_refused(key):
+    """By the checks of the index themselves, before the file is opened."""
+    honest = {"dtype": "float32", "shape": [3, 4], "start": [0, 0], "whole": [3, 4], "order": [0, 1]}
+    honest |= {"offset": 0, "num_bytes": 48, "crc32": 2**32 - 1}
+
+    def check(values: Values) -> None:
+        entry = Entry.from_json(values)
+        check_entries({"x": entry}, 48)
+        check_cover(Box((0,) * len(entry.whole), entry.whole), [entry.box])
+
+    check(honest)
+    for value in ENTRIES[key]:
+        with pytest.raises((ValueError, TypeError)):
+            check({**honest, key: value})
+
+
+@pytest.mark.parametrize("name", [name for name in TREES if name != "a node bomb"])
+def test_a_tree_that_is_none_is_refused(name):
+    """By the decoder itself, wherever the tree stands."""
+
+    def tensor(key: str, _path: Any) -> Tensor:
+        if key != "model['weight']":
+            raise ValueError(f"there is no {key}")
+        return torch.zeros(2)
+
+    with pytest.raises((ValueError, TypeError)):
+        decode(TREES[name], ("x",), tensor)
 
 
 @pytest.mark.sampled(30)

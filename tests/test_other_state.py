@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
+import math
 import shutil
 import subprocess
 import sys
@@ -35,10 +37,12 @@ from ignite_train import (
     create_evaluator,
     create_trainer,
 )
+from ignite_train.checkpoint import verify
 from ignite_train.checkpoint.manifest import MAX_MARKS, compact_json, count_marks
 from ignite_train.checkpoint.reader import CheckpointReader
 from ignite_train.checkpoint.tensor_files import Entry
 from ignite_train.checkpoint.tree import MAX_NODES, TreeEncoder
+from ignite_train.errors import DamagedCheckpointError
 from ignite_train.handlers import (
     Checkpoint,
     GradNormConsistency,
@@ -90,21 +94,15 @@ def saved(directory: Path, optimizer: Build = adamw, updates: int = 2) -> Path:
 
 def refusal(trainer: Trainer) -> str:
     """Why it cannot resume; nothing of it has changed."""
-    before = bit_by_bit(
-        [
-            trainer._stateful_parts["model"].state_dict(),
-            trainer._stateful_parts["optimizer"].state_dict(),
-            torch.get_rng_state(),
-        ]
-    )
+
+    def state() -> Any:
+        parts = [trainer._stateful_parts["model"], trainer._stateful_parts["optimizer"], trainer]
+        return bit_by_bit([*(part.state_dict() for part in parts), torch.get_rng_state()])
+
+    before = state()
     with pytest.raises(CheckpointError) as error:
         trainer.run(LOADER, max_iters=9)
-    after = [
-        trainer._stateful_parts["model"].state_dict(),
-        trainer._stateful_parts["optimizer"].state_dict(),
-        torch.get_rng_state(),
-    ]
-    assert bit_by_bit(after) == before
+    assert state() == before
     assert "\n" not in str(error.value)
     return str(error.value)
 
@@ -229,6 +227,29 @@ def test_adam_is_told_from_adamw_in_an_older_checkpoint(tmp_path: Path) -> None:
     assert "its decoupled_weight_decay is True, and Adam has False" in message
 
 
+def test_another_class_is_told_by_its_options_in_an_older_checkpoint(tmp_path: Path) -> None:
+    """It does not say which class wrote it, but one of the two has an option that the other lacks, both ways round."""
+    saved(tmp_path, lambda model: torch.optim.RMSprop(model.parameters(), lr=0.01))
+    forge(tmp_path, without_description)
+    message = refusal(build(tmp_path, lambda model: torch.optim.SGD(model.parameters(), lr=0.01)))
+    assert "is of another optimizer: it has 'alpha' and no 'dampening'" in message
+
+
+def test_an_option_that_came_with_a_newer_torch_is_no_other_class(tmp_path: Path) -> None:
+    """Nor is the rate that a schedule has added to the groups of an older checkpoint."""
+
+    def older(index: Any, data: bytearray) -> None:
+        without_description(index, data)
+        groups = next(value for key, value in index["objects"]["optimizer"]["dict"] if key == "param_groups")
+        groups[0]["dict"] = [*(pair for pair in groups[0]["dict"] if pair[0] != "capturable"), ["initial_lr", 0.01]]
+
+    saved(tmp_path)
+    forge(tmp_path, older)
+    trainer = build(tmp_path)
+    trainer.run(LOADER, max_iters=3)
+    assert trainer.state.iteration == 3
+
+
 @pytest.mark.parametrize("has_names", [True, False], ids=["described", "older"])
 def test_what_a_step_needs_must_be_there(has_names: bool, tmp_path: Path) -> None:
     """A state without a moment is refused when it is read, and not in the middle of the first step."""
@@ -258,6 +279,91 @@ def test_a_state_that_is_no_mapping_is_refused(tmp_path: Path) -> None:
 
     forge(tmp_path, change)
     assert "the state of 0.weight is 7" in refusal(build(tmp_path, optimizer))
+
+
+MOMENT, STEP = "optimizer['state'][0]['exp_avg']", "optimizer['state'][0]['step']"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda i, d: replace_tensor(i, d, MOMENT, torch.zeros(8, 8, dtype=torch.int32)),
+            "exp_avg of 0.weight is int32, and the parameter float32",
+        ),
+        (lambda i, d: put(i, "optimizer", 5, "state", 0, "exp_avg"), "exp_avg of 0.weight is 5 of type int and must be a"),
+        (lambda i, d: replace_tensor(i, d, STEP, torch.tensor(2)), "step of 0.weight has shape () and dtype int64, and"),
+        (lambda i, d: put(i, "optimizer", "2", "state", 0, "step"), "step of 0.weight is '2' of type str, and must be one"),
+        (lambda i, d: put(i, "optimizer", [0, 0, 2, 3, 4, 5], "param_groups", 0, "params"), "with a parameter twice"),
+        (lambda i, d: put(i, "optimizer", 6, "param_groups", 0, "params"), "has parameter groups without a list of parameters"),
+    ],
+    ids=["integer moment", "number", "integer step", "text", "twice", "no list"],
+)
+def test_a_value_that_no_step_could_use_is_refused(change: Any, message: str, tmp_path: Path) -> None:
+    """Before it is loaded: torch would take it, and the next step would fail or be another one."""
+    saved(tmp_path)
+    forge(tmp_path, change)
+    assert message in refusal(build(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [(None, ""), (5, "momentum_buffer of 0.weight is 5 of type int and must be a tensor")],
+    ids=["none", "number"],
+)
+def test_sgd_may_have_no_momentum_yet(value: Any, says: str, tmp_path: Path) -> None:
+    """Earlier versions of torch have stored None in its place; nothing else that is no tensor stands there."""
+    optimizer: Build = lambda model: torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)  # noqa: E731
+    saved(tmp_path, optimizer)
+    forge(tmp_path, lambda index, data: put(index, "optimizer", value, "state", 0, "momentum_buffer"))
+    trainer = build(tmp_path, optimizer)
+    if says:
+        assert says in refusal(trainer)
+        return
+    trainer.run(LOADER, max_iters=3)
+    assert trainer.state.iteration == 3
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [(torch.tensor(3.0), ""), (3, ""), (torch.ones(3), "new of 0.weight has shape (3,) and not (8, 8)")],
+    ids=["tensor", "integer", "vector"],
+)
+def test_a_number_that_another_torch_keeps_is_taken(value: Any, says: str, tmp_path: Path) -> None:
+    """A single number of any name beside the moments; what has another shape than the parameter is none."""
+    trainer = build(tmp_path)
+    state = trainer._stateful_parts["optimizer"].state
+    trainer.add_event_handler(
+        Events.ITERATION_COMPLETED, lambda: [entry.update(new=copy.copy(value)) for entry in state.values()]
+    )
+    trainer.run(LOADER, max_iters=2)
+    again = build(tmp_path)
+    if says:
+        assert says in refusal(again)
+        return
+    again.run(LOADER, max_iters=3)
+    assert [float(entry["new"]) for entry in again._stateful_parts["optimizer"].state.values()] == [3.0] * 6
+
+
+class WithRows(torch.optim.AdamW):
+    """A user's AdamW, which keeps a number for each row beside the moments."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter].setdefault("rows", torch.zeros(len(parameter))).add_(1)
+        return loss
+
+
+def test_what_a_class_of_the_user_adds_to_one_of_torch_is_taken(tmp_path: Path) -> None:
+    """In any shape; the moments, which its base class needs, are looked at all the same."""
+    optimizer: Build = lambda model: WithRows(model.parameters(), lr=0.01)  # noqa: E731
+    saved(tmp_path, optimizer)
+    trainer = build(tmp_path, optimizer)
+    trainer.run(LOADER, max_iters=3)
+    assert [len(state["rows"]) for state in trainer._stateful_parts["optimizer"].state.values()] == [8, 8, 8, 8, 2, 2]
+    forge(tmp_path, lambda index, data: replace_tensor(index, data, MOMENT, torch.zeros(1)))
+    assert "exp_avg of 0.weight has shape (1,) and not (8, 8)" in refusal(build(tmp_path, optimizer))
 
 
 FORMS: dict[str, Build] = {
@@ -387,6 +493,26 @@ def test_the_odd_one_of_an_unknown_optimizer_is_refused(tmp_path: Path) -> None:
     )
 
 
+def test_of_two_of_one_shape_none_is_the_odd_one(tmp_path: Path) -> None:
+    """An optimizer of the user may keep something else for one of them, and no third says which is right."""
+
+    class Own(torch.optim.Optimizer):
+        def __init__(self, parameters: Any) -> None:
+            super().__init__(parameters, {"lr": 0.01})
+
+        @torch.no_grad()
+        def step(self) -> None:  # type: ignore[override]
+            for number, parameter in enumerate(self.param_groups[0]["params"]):
+                kept = torch.zeros_like(parameter) if number else torch.zeros(1)
+                self.state[parameter].setdefault("kept", kept).add_(1)
+
+    optimizer: Build = lambda model: Own(model.parameters())  # noqa: E731
+    saved(tmp_path, optimizer)
+    trainer = build(tmp_path, optimizer)
+    trainer.run(LOADER, max_iters=3)
+    assert [float(state["kept"].max()) for state in trainer._stateful_parts["optimizer"].state.values()] == [3.0] * 6
+
+
 # --- options ---
 
 
@@ -409,20 +535,39 @@ def test_what_the_script_sets_in_another_way_is_listed(tmp_path: Path, caplog: A
         assert line.count("->") == 2
 
 
-def test_what_is_frozen_now_and_was_not_is_listed(tmp_path: Path, caplog: Any) -> None:
+def test_pairs_and_tensors_that_the_script_sets_are_listed(tmp_path: Path, caplog: Any) -> None:
+    """The betas, and a rate in a tensor, as their numbers."""
+
+    def optimizer(lr: float, betas: tuple[float, float]) -> Build:
+        return lambda model: torch.optim.AdamW(model.parameters(), lr=torch.tensor(lr), betas=betas)
+
+    saved(tmp_path, optimizer(0.25, (0.5, 0.75)))
+    build(tmp_path, optimizer(0.5, (0.5, 0.875))).run(LOADER, max_iters=3)
+    (line,) = [line for line in logged(caplog) if "resuming from" in line]
+    assert "optimizer.lr: 0.25 -> 0.5 (the checkpoint's" in line
+    assert "optimizer.betas: [0.5, 0.75] -> [0.5, 0.875] (the checkpoint's" in line
+    assert line.count("->") == 2
+
+
+@pytest.mark.parametrize(
+    ("part", "names"),
+    [(lambda layer: layer, "0.weight and 1 more"), (lambda layer: layer.bias, "0.bias")],
+    ids=["layer", "parameter"],
+)
+def test_what_is_frozen_now_and_was_not_is_listed(part: Any, names: str, tmp_path: Path, caplog: Any) -> None:
     """A handler that froze a part in update 2 is not called again in a resumed run, which then trains that part."""
 
     def run(updates: int, frozen: int) -> list[str]:
         trainer = build(tmp_path)
         model: Any = trainer._stateful_parts["model"]
-        trainer.add_event_handler(Events.ITERATION_STARTED(once=2), lambda: model[frozen].requires_grad_(False))
+        trainer.add_event_handler(Events.ITERATION_STARTED(once=2), lambda: part(model[frozen]).requires_grad_(False))
         caplog.clear()
         trainer.run(LOADER, max_iters=updates)
         return [line for line in logged(caplog) if "requires_grad" in line]
 
     assert run(1, 0) == run(3, 0) == []
     (line,) = run(4, 1)
-    assert "requires_grad of 0.weight and 1 more: False -> True (the script's is used)" in line
+    assert f"requires_grad of {names}: False -> True (the script's is used)" in line
 
 
 def test_an_option_that_a_schedule_moves_has_not_changed(tmp_path: Path, caplog: Any) -> None:
@@ -523,6 +668,25 @@ def test_a_schedule_goes_on_over_the_rate_of_the_script(schedule: str, tmp_path:
     assert rates(tmp_path / "parts", 0.005, 9, script_wins=("lr",)) == pytest.approx(expected[3:], rel=1e-12)
 
 
+def test_a_rate_of_zero_has_no_other_multiple(tmp_path: Path) -> None:
+    """A group that does not train goes on so, beside one over the script's rate; that it shall train now is refused."""
+
+    def made(first: float, second: float, **options: Any) -> Trainer:
+        model = net()
+        groups = [{"params": [*model[0].parameters()], "lr": first}, {"params": [*model[1:].parameters()], "lr": second}]
+        optimizer = torch.optim.SGD(groups)
+        trainer = create_trainer(model, optimizer, forward)
+        LearningRateSchedule(schedulers.CosineAnnealingLR(optimizer, 12)).attach(trainer)
+        Checkpoint(tmp_path, every=1, **options).attach(trainer)
+        return trainer
+
+    made(0.0, 0.02).run(LOADER, max_iters=3)
+    message = refusal(made(0.3, 0.005, script_wins=("lr",)))
+    assert "param_groups[0] of optimizer had lr=0, of which the script's 0.3 is no multiple; restart it with" in message
+    rates = made(0.0, 0.005, script_wins=("lr",)).run(LOADER, max_iters=4).output.learning_rates
+    assert rates == pytest.approx((0.0, 0.005 * (1 + math.cos(math.pi * 3 / 12)) / 2), rel=1e-12)
+
+
 def test_a_schedule_that_has_rates_of_its_own_is_refused(tmp_path: Path) -> None:
     """It would overrule the script at its next step; the message says how to begin it anew."""
 
@@ -593,13 +757,15 @@ def test_rates_for_other_groups_are_refused(tmp_path: Path) -> None:
         (lambda i, d: replace_tensor(i, d, "generators['torch']", torch.zeros(16, dtype=torch.uint8)), "random generators"),
         (lambda i, d: replace_tensor(i, d, "generators['torch']", torch.zeros(5056)), "random generators"),
         (lambda i, d: put(i, "generators", [1, 2, 3], "python"), "random generators"),
+        (lambda i, d: put(i, "data", [1, 2, 3], "opening", "python"), "does not fit this run: ValueError: the states of the"),
+        (lambda i, d: put(i, "trainer", {"dict": []}, "carried"), "does not fit this run: ValueError: state_dict must have"),
         (lambda i, d: put(i, "results", 5, "metrics"), "has invalid results of an update"),
         (lambda i, d: put(i, "results", {"dict": [["loss", 1.0]]}, "output"), "has invalid results of an update"),
         (lambda i, d: put(i, "model", {"dict": []}, "0.weight"), "'0.weight' has the shape None and not (8, 8)"),
         (lambda i, d: put(i, "optimizer", {"dict": []}, "param_groups"), "has the keys"),
         (lambda i, d: i["objects"].update(optimizer=5), "is of another optimizer: is 5 of type int"),
     ],
-    ids=["short", "floats", "python", "metrics", "output", "model", "groups", "number"],
+    ids=["short", "floats", "python", "loader", "carried", "metrics", "output", "model", "groups", "number"],
 )
 def test_what_is_no_state_is_refused_before_anything_changes(change: Any, message: str, tmp_path: Path) -> None:
     """Generators, results, model and optimizer: nothing is loaded if one of them cannot be."""
@@ -903,10 +1069,12 @@ def test_tensors_of_any_object_and_modules_of_any_function_are_seen(tmp_path: Pa
 
 
 class Innocent:
-    """Holds what is not lost: the model, a frozen teacher, the latest batch, a loss without weights."""
+    """Holds what is not lost: the model, a frozen teacher, its predictions, the latest batch, a loss without weights."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.teacher, self.latest, self.loss = model, net(1), None, nn.MSELoss()
+        with torch.inference_mode():
+            self.targets = torch.ones(3)  # has no count of its changes
 
     def __call__(self, trainer: Trainer) -> None:
         self.latest = trainer.state.batch[0]
@@ -1018,6 +1186,23 @@ def saved_with_half(directory: Path, updates: int = 2) -> None:
     trainer.run(LOADER, max_iters=updates)
 
 
+@pytest.mark.parametrize("name", ["handlers/Half['tensor']", "to_save/own['tensor']", "optimizer['state'][0]['rows']"])
+def test_what_may_be_claimed_follows_from_what_the_disk_holds(name: str, tmp_path: Path, monkeypatch: Any) -> None:
+    """Where nothing is granted in any case an honest checkpoint is taken, and one with a hole of a megabyte is not."""
+    monkeypatch.setattr("ignite_train.checkpoint.claims._FREE_BYTES", 0)
+
+    def start() -> Trainer:
+        trainer = build(tmp_path, FORMS["own"], to_save={"own": Half(torch.ones(3), 1)})
+        trainer.add_event_handler(Events.STARTED, Half(torch.zeros(3), 1))
+        return trainer
+
+    for updates in (2, 3):
+        start().run(LOADER, max_iters=updates)
+    claim(tmp_path, name, 2**18)
+    message = refusal(start())
+    assert "bytes of tensors that the model does not need, most of them for " + repr(name.partition("[")[0]) in message
+
+
 @pytest.mark.slow
 def test_verifying_takes_the_memory_of_a_buffer(tmp_path: Path) -> None:
     """Whatever a file claims, its bytes are checked a few at a time."""
@@ -1041,6 +1226,16 @@ def test_an_index_of_endless_lists_is_not_parsed(tmp_path: Path) -> None:
     found, megabytes = peak(tmp_path)
     assert f"its JSON has more than {MAX_MARKS} values" in found
     assert megabytes < 300
+
+
+def test_a_manifest_of_endless_lists_is_not_parsed(tmp_path: Path) -> None:
+    """Twelve megabytes of `[]` would be lists of a quarter of a gigabyte."""
+    path = sorted(saved(tmp_path).glob("update-*"))[-1]
+    manifest = json.loads((path / "manifest.json").read_bytes())["manifest"]
+    body = json.dumps({**manifest, "config": "@"}).encode().replace(b'"@"', b"[" + b"[]," * 4_000_001 + b"[]]")
+    (path / "manifest.json").write_bytes(b'{"crc32":"%08x","manifest":%b}\n' % (zlib.crc32(body), body))
+    with pytest.raises(DamagedCheckpointError, match="its JSON has more than 4000000 values"):
+        verify(path)
 
 
 def test_what_the_reader_would_refuse_is_not_written(tmp_path: Path, monkeypatch: Any) -> None:

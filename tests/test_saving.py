@@ -25,6 +25,7 @@ from torch import Tensor
 from ignite_train import CheckpointError, checkpoint, create_trainer
 from ignite_train.checkpoint import disk as disk_module
 from ignite_train.checkpoint import tree
+from ignite_train.checkpoint import writer as writer_module
 from ignite_train.checkpoint.disk import Disk
 from ignite_train.checkpoint.reader import CheckpointReader
 from ignite_train.checkpoint.removal import Removal
@@ -33,6 +34,7 @@ from ignite_train.checkpoint.tensor_files import Snapshot
 from ignite_train.checkpoint.tree import TreeEncoder, decode, dtype_name
 from ignite_train.checkpoint.writer import CheckpointWriter
 from ignite_train.handlers import Checkpoint
+from ignite_train.ranks import collectives
 from processes import DEADLINE_SECONDS
 from small_checkpoints import QuickDisk, contents, keep, manifest, names
 
@@ -196,7 +198,7 @@ def test_a_failure_surfaces_at_the_next_save_or_at_the_end(tmp_path, then):
     assert writer.latest == tmp_path / "update-00000002"
 
 
-def test_a_failure_is_a_warning_if_that_was_asked_for(tmp_path, caplog):
+def test_a_failure_is_a_warning_if_that_was_asked_for(tmp_path, caplog, monkeypatch):
     """`warns` makes it one line in the log; what is not an error of a save is raised in any case."""
     training, writer = Training(), saver(tmp_path, warns=True)
     writer.disk = Full()
@@ -209,6 +211,14 @@ def test_a_failure_is_a_warning_if_that_was_asked_for(tmp_path, caplog):
     writer.save(contents(training.state_dict(), "run"), manifest(2))
     writer.wait()
     assert "ZeroDivisionError" in caplog.text
+
+    def lost(*_: Any, **__: Any) -> list[Any]:
+        raise ConnectionError("another rank does not answer")
+
+    monkeypatch.setattr(collectives, "gather_objects", lost)
+    writer.save(contents(training.state_dict(), "run"), manifest(3))
+    with pytest.raises(CheckpointError, match="another rank does not answer"):
+        writer.wait()
 
 
 def test_the_copies_lie_in_the_same_memory_each_time():
@@ -360,18 +370,41 @@ def test_a_full_disk_waits_for_what_is_being_removed(tmp_path):
 
 
 def test_a_removal_that_fails_is_a_warning(tmp_path, caplog):
-    """As where the save waits for it; the next save tries again."""
+    """As where the save waits for it; each next save tries again, and says it once of each."""
     writer = saver(tmp_path, last=1)
     with writer.holding():
         writer.disk.remove_tree = lambda path: Full().create(path) and None  # type: ignore[method-assign]
-        for number in (1, 2):
+        for number in (1, 2, 3):
             writer.save(contents(number, "run"), manifest(number))
             writer.wait()
-    assert "an old checkpoint could not be removed" in caplog.text
+            writer.directory.removal.wait()
+    assert [line.partition(": ")[0] for line in caplog.messages] == ["an old checkpoint could not be removed"] * 2
     writer.disk = QuickDisk()
-    writer.save(contents(3, "run"), manifest(3))
+    writer.save(contents(4, "run"), manifest(4))
     writer.wait()
-    assert names(tmp_path) == ["update-00000003"]
+    assert names(tmp_path) == ["update-00000004"]
+
+
+class InjectedError(Exception):
+    """Raised by a test on purpose."""
+
+
+def test_a_run_that_breaks_off_does_not_wait_for_a_removal_for_ever(tmp_path, monkeypatch, caplog):
+    """The log says that it is still going on, and that the next start continues with it. The directory is free."""
+    monkeypatch.setattr(writer_module, "_PATIENCE_SECONDS", 0.01)
+    writer = saver(tmp_path, last=1)
+
+    def run() -> None:
+        with writer.holding():
+            writer_removing(writer)
+            raise InjectedError
+
+    with pytest.raises(InjectedError):
+        run()
+    assert caplog.messages == [f"an old checkpoint in {tmp_path} is still being removed; the next start continues"]
+    assert ".lock.json" not in names(tmp_path)
+    writer.disk.released.set()  # type: ignore[attr-defined]
+    assert writer.directory.removal.wait(DEADLINE_SECONDS)
 
 
 def test_without_a_thread_for_it_the_removal_is_done_by_the_save(tmp_path, monkeypatch):
@@ -424,7 +457,7 @@ def test_a_removal_that_is_too_deep_for_python_is_a_warning(tmp_path, caplog):
 
 
 def test_what_a_killed_process_has_left_goes_first(tmp_path):
-    """Before another old checkpoint is renamed, so that never two are half removed."""
+    """Before another old checkpoint is renamed, so that never two are half removed, and before a new one needs the space."""
     order: list[str] = []
 
     class Ordered(QuickDisk):
@@ -436,6 +469,10 @@ def test_what_a_killed_process_has_left_goes_first(tmp_path):
             order.append("remove")
             super().remove_tree(path)
 
+        def create(self, path: Path) -> int:
+            order.extend(["write"] * (path.suffix == ".bin"))
+            return super().create(path)
+
     for number in (1, 2):
         saver(tmp_path).save(contents(number, "run"), manifest(number), is_last=True)
     (tmp_path / ".removed-update-00000000-left").mkdir()
@@ -445,8 +482,52 @@ def test_what_a_killed_process_has_left_goes_first(tmp_path):
         writer.resume_from(tmp_path / "update-00000002")
         writer.save(contents(3, "run"), manifest(3))
         writer.wait()
-    assert order == ["remove", "rename", "remove", "rename", "remove"]
+    assert [step for step in order if step != "write"] == ["remove", "rename", "remove", "rename", "remove"]
+    assert [step for step in order if step != "remove"] == ["rename", "write", "rename"]
     assert names(tmp_path) == ["update-00000003"]
+
+
+def test_the_end_of_a_run_waits_for_the_last_removal(tmp_path, monkeypatch):
+    """Also where the thread of the last save has not got to it yet: what the rule does not keep is gone."""
+    is_awaited, join = threading.Event(), threading.Thread.join
+
+    class Late(QuickDisk):
+        def rename(self, source: Path, target: Path) -> None:
+            if target.name.startswith(".removed"):
+                is_awaited.wait(DEADLINE_SECONDS)
+            super().rename(source, target)
+
+    def joining(thread: threading.Thread, timeout: float | None = None) -> None:
+        if thread.name == "Checkpoint":
+            is_awaited.set()
+        join(thread, timeout)
+
+    writer = saver(tmp_path, last=1)
+    writer.disk = Late()
+    with writer.holding():
+        for number in (1, 2):
+            writer.save(contents(number, "run"), manifest(number))
+            writer.wait()
+        monkeypatch.setattr(threading.Thread, "join", joining)
+    found = names(tmp_path)
+    is_awaited.set()
+    assert found == ["update-00000002"]
+
+
+@pytest.mark.parametrize("resumed_from", [None, "update-00000001"], ids=["anew", "from an older one"])
+def test_nothing_is_removed_before_the_first_save_is_done(tmp_path, resumed_from):
+    """The checkpoint that the run resumes from may be one that the rule does not keep: it stays if that save fails."""
+    for number in (1, 2, 3):
+        saver(tmp_path, last=9).save(contents(number, "run"), manifest(number), is_last=True)
+    writer = saver(tmp_path, last=1)
+    writer.disk = Full()
+    with writer.holding():
+        if resumed_from:
+            writer.resume_from(tmp_path / resumed_from)
+        writer.save(contents(4, "run"), manifest(4))
+        with pytest.raises(CheckpointError, match="No space left"):
+            writer.wait()
+    assert names(tmp_path) == [f"update-0000000{number}" for number in (1, 2, 3)]
 
 
 def test_a_copy_that_fails_leaves_nothing_waiting(tmp_path, monkeypatch):

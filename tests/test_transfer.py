@@ -15,8 +15,9 @@ from torch.nn.functional import mse_loss
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from ignite_train import ForwardOutput, TrainEvents, create_trainer
-from ignite_train.device import to_device
+from ignite_train.device import to_device, to_host
 from ignite_train.device.to_device import ToDevice
+from ignite_train.device.to_host import ToHost
 from update_options import with_options
 
 CPU = torch.device("cpu")
@@ -320,3 +321,71 @@ def test_a_recurrent_network_trains_on_packed_sequences() -> None:
         models.append(model)
     for left, right in zip(*(model.parameters() for model in models), strict=True):
         torch.testing.assert_close(left, right, rtol=0, atol=1e-7)  # divided before backward, and after it
+
+
+# --- to the host ------------------------------------------------------------------------------------------------------------
+
+
+class Queue:
+    """A device that copies to the host when an event behind the copies is waited for, and not before."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.copies: list[tuple[Tensor, Tensor]] = []
+        self.streams: list[Any] = []
+        self.num_buffers = 0
+        self.copy, self.empty_like = Tensor.copy_, torch.empty_like
+        monkeypatch.setattr(Tensor, "copy_", lambda tensor, source, **options: self.copy_later(tensor, source, **options))
+        monkeypatch.setattr(torch, "empty_like", self.buffer)
+        monkeypatch.setattr(to_host, "_has_events", lambda device: True)
+        monkeypatch.setattr(to_host, "_new_event", lambda device: Recorded(self))
+        monkeypatch.setattr(to_host, "_stream_of", lambda device: f"the stream of {device}")
+
+    def copy_later(self, target: Tensor, source: Tensor, **options: Any) -> Tensor:
+        assert options == {"non_blocking": True}  # or else the host would wait here
+        self.copies.append((target.fill_(-1.0), source.clone()))
+        return target
+
+    def buffer(self, *arguments: Any, **options: Any) -> Tensor:
+        self.num_buffers += 1
+        return self.empty_like(*arguments, **options)
+
+
+class Recorded:
+    """An event of that device."""
+
+    def __init__(self, queue: Queue) -> None:
+        self.queue, self.number = queue, 0
+
+    def record(self, stream: Any) -> None:
+        self.queue.streams.append(stream)
+        self.number = len(self.queue.copies)
+
+    def synchronize(self) -> None:
+        for target, source in self.queue.copies[: self.number]:
+            self.queue.copy(target, source)
+
+
+def test_numbers_are_read_behind_their_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each vector as it was sent, of any length and dtype; as long as these stay the same, so does the buffer for them."""
+    queue, mover = Queue(monkeypatch), ToHost(CPU)
+    vectors = [torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0]), torch.tensor([5.0]), torch.tensor([0.1]).double() / 3]
+    for numbers in vectors:
+        expected = numbers.tolist()
+        mover.send(numbers)
+        assert mover.under_way
+        numbers.zero_()
+        assert mover.receive() == expected
+        assert not mover.under_way
+    assert queue.num_buffers == 3
+    assert queue.streams == ["the stream of cpu"] * 4
+
+
+def test_numbers_that_nobody_reads_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next ones are read as if those had not been sent."""
+    Queue(monkeypatch)
+    mover = ToHost(CPU)
+    mover.send(torch.ones(2))
+    mover.forget()
+    assert not mover.under_way
+    mover.send(torch.full((2,), 7.0))
+    assert mover.receive() == [7.0, 7.0]

@@ -14,11 +14,13 @@ import ignite.metrics.fairness
 import ignite.metrics.regression
 import pytest
 import torch
+from ignite.engine import Events
 from ignite.metrics import Accuracy, EpochMetric, EpochWise, Metric, Precision, RunningAverage
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, one_hot
 
 from ignite_train import Evaluator, ForwardOutput, attach_metric, create_evaluator, create_trainer
+from ignite_train.evaluation.uneven_metrics import metrics_published_at
 from ranks import run_ranks
 
 PAGE = Path(__file__).parent.parent / "docs/differences-from-ignite.md"
@@ -309,6 +311,8 @@ def refused(names: list[str]) -> dict[str, str]:
         except Exception as error:
             found[name] = str(error)
         assert idist.all_gather is gather
+        published = metrics_published_at(evaluator, Events.EPOCH_COMPLETED).values()
+        assert [metric for metric in published if "compute" in vars(metric)] == []
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+import small_checkpoints
 from bits import bit_by_bit
 from ignite_train import CheckpointError, count_traffic, create_evaluator, create_trainer
 from ignite_train.checkpoint import average_checkpoints, best, consolidate, latest, load_weights
+from ignite_train.checkpoint.directory import CheckpointDirectory, commit
 from ignite_train.checkpoint.inspection import write_weights
 from ignite_train.handlers import Checkpoint, ModelEMA, Validation
+from ignite_train.ranks import collectives
 from ranks import run_ranks
 
 DATA = [torch.randn(4, 3, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
@@ -87,6 +91,20 @@ def test_a_file_that_cannot_be_written_leaves_no_trace(tmp_path: Path, monkeypat
     with pytest.raises(OSError, match="No space left"):
         write_weights(net().state_dict(), file)
     assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"earlier"] * exists
+
+
+def test_a_file_has_its_name_when_it_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All its bytes first, and then the name: a power cut leaves a whole file or none."""
+    synced: list[tuple[int, int, bool]] = []
+
+    def fsync(descriptor: int) -> None:
+        status = os.fstat(descriptor)
+        synced.append((status.st_ino, status.st_size, (tmp_path / "model.pt").exists()))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    write_weights(net().state_dict(), tmp_path / "model.pt")
+    file, directory = (tmp_path / "model.pt").stat(), tmp_path.stat()
+    assert synced == [(file.st_ino, file.st_size, False), (directory.st_ino, directory.st_size, True)]
 
 
 FORMS: dict[str, Callable[[Any], Any]] = {
@@ -155,6 +173,11 @@ def of_another(path: Path) -> None:
     torch.save(nn.Linear(9, 9).state_dict(), path)
 
 
+def without(left_out: str, **more: Any) -> Callable[[Path], None]:
+    """Writes a file that lacks one of the names, and has others."""
+    return lambda path: torch.save({k: v for k, v in net().state_dict().items() if k != left_out} | more, path)
+
+
 MISTAKES: dict[str, tuple[type[Exception], str, Callable[[Path], Any]]] = {
     "nothing": (CheckpointError, "does not exist", refused(lambda path: None)),
     "empty": (CheckpointError, "has no whole checkpoint", refused(lambda path: path.mkdir())),
@@ -166,6 +189,13 @@ MISTAKES: dict[str, tuple[type[Exception], str, Callable[[Path], Any]]] = {
     ),
     "number": (CheckpointError, "must hold a state_dict, got 3", refused(lambda path: torch.save(3, path))),
     "other": (CheckpointError, "is of another model", refused(of_another)),
+    "missing": (CheckpointError, r"'2.bias' does not fit \(only one of them has it\), and 0", refused(without("2.bias"))),
+    "unknown": (CheckpointError, r"'more' does not fit \(only one of them has it\), and 0", refused(without("", more=1))),
+    "no-tensor": (
+        CheckpointError,
+        r"'0.bias' does not fit \(it has another shape there\)",
+        refused(without("0.bias", **{"0.bias": 1})),
+    ),
     "nothing-fits": (CheckpointError, "is of another model", refused(of_another, strict=False)),
     "entry": (CheckpointError, "entry and best choose among checkpoints", refused(of_another, entry="ModelEMA")),
     "model": (TypeError, "model must be a torch.nn.Module", lambda path: load_weights({}, path)),  # type: ignore[arg-type]
@@ -205,3 +235,13 @@ def test_an_entry_without_weights(tmp_path: Path) -> None:
         load_weights(net(), tmp_path, entry="optimizer")
     with pytest.raises(CheckpointError, match="entry must be an object of"):
         load_weights(net(), tmp_path, entry="EMA")
+
+
+@pytest.mark.parametrize("state", [5, [1, 2], {}, {1: torch.ones(2)}], ids=["number", "list", "empty", "numbered"])
+def test_an_object_that_is_no_state_dict(state: Any, tmp_path: Path) -> None:
+    """Whatever an object of the user gives as its state can be in a checkpoint."""
+    place = CheckpointDirectory(tmp_path, small_checkpoints.QuickDisk())
+    contents, keep = small_checkpoints.contents(state, "to_save/own"), small_checkpoints.keep(1)
+    commit(place, contents, small_checkpoints.manifest(1), keep, collectives.gather_objects)
+    with pytest.raises(CheckpointError, match=r"entry must be an object with weights, got 'own' in \S+, which is "):
+        load_weights(net(), tmp_path, entry="own")

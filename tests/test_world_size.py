@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import ignite.distributed as idist
+import numpy as np
 import pytest
 import torch
 from ignite.engine import Events
@@ -136,3 +138,18 @@ def test_at_the_end_of_an_epoch_any_loader_is_taken(tmp_path: Path, before: int,
     outcomes = run_ranks(train, tmp_path, 4, 2, None, "ddp", "plain", world_size=after)
     used = [index for updates, _ in outcomes for update in updates for index in update]
     assert Counter(used) == Counter(range(COUNT))
+
+
+def draws(directory: Path) -> tuple[float, ...]:
+    """What the generators give after an epoch, which an earlier start may have trained."""
+    train(directory, 4, 2, None, "explicit", "plain", 1)
+    return float(torch.rand(())), float(np.random.rand()), random.random()  # noqa: S311
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_new_draws_numbers_of_its_own(tmp_path: Path) -> None:
+    """Of each generator; the first one continues with those of the rank that there was."""
+    (alone,) = run_ranks(draws, tmp_path, world_size=1)
+    first, second = run_ranks(draws, tmp_path)
+    assert first == alone
+    assert not {*first} & {*second}

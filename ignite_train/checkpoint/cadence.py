@@ -122,6 +122,10 @@ class Cadence(Piggyback):
         """The run resumes from a checkpoint, whose parameters may have a score."""
         self._score = manifest.update, manifest.score if self._retention.is_own(manifest) else None
 
+    def note_loaded(self) -> None:
+        """The run has other parameters than those that were evaluated: they have no score until the next evaluation."""
+        self._score = -1, None
+
     def score_of(self, update: int) -> float | None:
         """The score of the parameters after this update; None if they were not evaluated."""
         return self._score[1] if self._score[0] == update else None

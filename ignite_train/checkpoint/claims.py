@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from ignite_train.arguments import describe
 from ignite_train.checkpoint.optimizer_state import check_optimizer_state
@@ -111,11 +112,22 @@ class Claims:
             if saved is None:
                 continue
             check_schedule(path, name, schedule, saved, self.described("schedules", name))
-            if "lr" in rules.script_wins and (reason := why_not_rescaled(schedule)):
+            if "lr" not in rules.script_wins:
+                continue
+            if reason := why_not_rescaled(schedule) or self._why_no_multiple(schedule, objects, rules):
                 raise CheckpointError(
                     f"script_wins must not name 'lr' where {name!r} is restored: {reason}; restart it with "
                     f"leave_out=({name.partition('/')[2]!r},), or let the checkpoint win"
                 )
+
+    def _why_no_multiple(self, schedule: LRScheduler, objects: RunObjects, rules: StateRules) -> str:
+        """Why the script's rates are no multiples of those that a schedule began with in the checkpoint; empty if they are."""
+        for name in (name for name, optimizer in objects.optimizers.items() if optimizer is schedule.optimizer):
+            for index, pair in enumerate(zip(self.shared[name]["param_groups"], rules.decided(name), strict=True)):
+                before, now = (group.get("initial_lr", group["lr"]) for group in pair)
+                if before == 0 != now:
+                    return f"param_groups[{index}] of {name} had lr=0, of which the script's {now!r:.20} is no multiple"
+        return ""
 
     def _check_this_rank(self, path: str, objects: RunObjects) -> None:
         """Looks at what would otherwise be taken over unchecked: the buffers of this rank and its latest results."""

@@ -59,11 +59,10 @@ UnusableCheckpoint = DamagedCheckpointError | UnreadableCheckpointError | Checkp
 
 
 class _NewerFormatError(Exception):
-    """The manifest has a format that only a newer version of this library knows."""
+    """The manifest has a format that only a newer version of this library knows; `reading_error` says it to the user."""
 
     def __init__(self, found: int) -> None:
         self.found = found
-        super().__init__(f"it has format {found}, and this version reads formats up to {FORMAT}")
 
 
 def checkpoint_name(update: int, copy: int = 0) -> str:

@@ -156,7 +156,7 @@ class RunState:
             group.update({key: value for key, value in wins.items() if key in group})
             if schedules:
                 bases.append(group.get("initial_lr", group["lr"]))
-                group["lr"] = rate * (bases[-1] / before)
+                group["lr"] = rate * (bases[-1] / before) if before else rate  # 0 then and now, or it had been refused
         for schedule in schedules:
             rescale_schedule(schedule, optimizer, bases)
         self._rules.continue_with(name, self._claims.described("optimizers", name))
