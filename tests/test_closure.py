@@ -236,11 +236,13 @@ def test_replay_shows_each_evaluation_the_first_one() -> None:
 
 
 def test_without_replay_each_evaluation_draws_its_own() -> None:
-    """As by hand. What forward carries starts from the beginning of the update all the same."""
+    """As by hand. What forward carries starts from the beginning of the update all the same, and so does its place in it."""
     drawn: list[float] = []
     counts: list[int] = []
+    places: list[int] = []
 
     def forward(model: nn.Module, batch: Any, state: Any) -> Any:
+        places.append(state.micro_batch_in_group)
         drawn.append(float(torch.rand(())))
         counts.append(state.carried.get("count", 0))
         state.carried["count"] = counts[-1] + 1
@@ -250,9 +252,10 @@ def test_without_replay_each_evaluation_draws_its_own() -> None:
     trainer = create_trainer(
         model, make_optimizer("sam", model), forward, accumulation_steps=2, options=UpdateOptions(closure=True)
     )
-    trainer.run(cuts.cut(cuts.samples(), [3, 1]), max_epochs=2)
+    state = trainer.run(cuts.cut(cuts.samples(), [3, 1]), max_epochs=2)
     assert len({*drawn}) == len(drawn) == 8
     assert counts == [0, 1, 0, 1, 2, 3, 2, 3]
+    assert (places, state.micro_batch_in_group) == ([0, 1] * 4, None)
 
 
 def test_replay_leaves_the_draws_of_the_optimizer() -> None:
@@ -410,10 +413,15 @@ def test_a_step_that_turns_out_not_finite_leaves_no_trace(kind: str, scaled: boo
 
 @pytest.mark.parametrize("where", ["evaluation", "parameters", "exception"])
 def test_an_error_in_the_step_puts_everything_back(where: str) -> None:
-    """Whether an evaluation is not finite, or the parameters after the step, or the optimizer fails."""
+    """Whether an evaluation is not finite, or the parameters after the step, or the optimizer fails.
+
+    Parameters, and the options and the state of the optimizer.
+    """
 
     class Failing(SGD):
         def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            self.param_groups[0]["lr"] *= 0.5
+            self.state[self.param_groups[0]["params"][0]]["steps"] = 1
             with torch.no_grad():
                 self.param_groups[0]["params"][0].mul_(2.0)
             closure()
@@ -425,14 +433,33 @@ def test_an_error_in_the_step_puts_everything_back(where: str) -> None:
     forward, model = _ThenBad(), network()
     forward.bad = where == "evaluation"
     before = flat(model)
-    trainer = create_trainer(
-        model, Failing(model.parameters(), lr=0.1, momentum=0.9), forward, options=UpdateOptions(closure=True)
-    )
+    optimizer = Failing(model.parameters(), lr=0.1, momentum=0.9)
+    trainer = create_trainer(model, optimizer, forward, options=UpdateOptions(closure=True))
     with pytest.raises(KeyError if where == "exception" else NonFiniteError):
         trainer.run(cuts.cut(cuts.samples(), [3]))
     assert flat(model) == before
+    assert (optimizer.param_groups[0]["lr"], optimizer.state) == (0.1, {})
     assert (trainer.state.iteration, trainer.state.num_steps) == (0, 0)
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_parameter_that_was_not_finite_before_does_not_undo_the_step() -> None:
+    """Such as a mask that the loss does not depend on; but one more does."""
+    model = network()
+    model.register_parameter("mask", nn.Parameter(torch.full((2,), -math.inf).double()))
+    optimizer = SGD(model.parameters(), lr=0.1)
+    trainer = create_trainer(model, optimizer, cuts.forward, options=UpdateOptions(closure=True, on_nonfinite="skip"))
+    batches = cuts.cut(cuts.samples(), [3, 2])
+    assert trainer.update(batches[:1]).applied
+    before = bit_by_bit(model.state_dict())
+
+    def spoil(*_: Any) -> None:
+        model[0].bias.data.fill_(math.nan)
+
+    handle = optimizer.register_step_post_hook(spoil)
+    assert not trainer.update(batches[1:]).applied
+    handle.remove()
+    assert bit_by_bit(model.state_dict()) == before
 
 
 def test_the_optimizer_inside_is_put_back_too() -> None:

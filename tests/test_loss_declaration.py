@@ -250,6 +250,12 @@ def test_a_micro_batch_of_one_sample_is_right_either_way(loss: Any) -> None:
     assert told(lambda m, b: ForwardOutput(loss(m, b), len(b["x"])), batch(samples=1)) == []
 
 
+def test_a_micro_batch_of_two_samples_is_enough() -> None:
+    """To tell a sum from a mean."""
+    assert len(told(lambda m, b: ForwardOutput(MEANS["squares"](m, b), len(b["x"])), batch(samples=2))) == 1
+    assert len(told(SUMS["squares"], batch(samples=2))) == 1
+
+
 @pytest.mark.parametrize("shape", [(10,), (3, 5, 5)], ids=["features", "image"])
 def test_a_sample_without_a_batch_dimension_is_right(shape: tuple[int, ...]) -> None:
     """The length of its first dimension does not count samples."""

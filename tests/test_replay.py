@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ignite_train.carried import Carried
+from ignite_train.model.buffer_rollback import BufferRollback
 from ignite_train.model.micro_batch_rollback import written_into
 from ignite_train.model.replay import SideEffects, TrialRun
 
@@ -47,6 +48,34 @@ def test_buffers_are_the_tensors_and_the_values_that_they_were(depth):
     assert noted.assigned is before[0]
     assert noted.written is before[1]
     assert noted.assigned.tolist() == noted.written.tolist() == [0.0] * 3
+
+
+OTHERS = {
+    "same": torch.full((3,), 2.0),
+    "shape": torch.full((2, 2), 2.0),
+    "dtype": torch.full((3,), 2.0, dtype=torch.float64),
+}
+
+
+@pytest.mark.parametrize("how", ["assigned", "given other memory"])
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_buffer_that_is_another_one_by_now_is_remembered_again(name, how):
+    """Copies are written over only where they are of the same tensors, of that shape and dtype."""
+    module, other = Noted(), OTHERS[name].clone()
+    rollback = BufferRollback(module)
+    rollback.mark()
+    if how == "assigned":
+        module.written = other
+    else:
+        module.written.data = other
+    there = module.written
+    for value in (2.0, 7.0):
+        module.written.fill_(value)
+        rollback.mark()
+        module.written.add_(1)
+        rollback.roll_back()
+        assert module.written is there
+        assert torch.equal(module.written, torch.full_like(OTHERS[name], value))
 
 
 def test_a_trial_run_leaves_no_trace():
