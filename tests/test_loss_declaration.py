@@ -98,6 +98,8 @@ MEANS: dict[str, Callable[[nn.Module, Batch], Tensor]] = {
     "by-hand": lambda m, b: per_sample(m, b).sum() / len(b["x"]),
     "divided-by-a-tensor": lambda m, b: per_sample(m, b).sum() / torch.tensor(len(b["x"])),
     "with-decay": lambda m, b: ENTROPY(m(b["x"]), b["c"]) + 1e-4 * weight_decay(m),
+    "with-scaled-elements": lambda m, b: ENTROPY(m(b["x"]), b["c"]) + (1e-4 * m.out.weight.pow(2)).sum(),
+    "scaled-predictions": lambda m, b: ((m(b["x"]) * torch.tensor(100.0) - b["y"]) ** 2).mean(),
     "with-norm": lambda m, b: ENTROPY(m(b["x"]), b["c"]) + 1e-4 * m.out.weight.norm(),
     "two-losses": lambda m, b: 0.7 * ENTROPY(m(b["x"]), b["c"]) + 0.3 * SQUARES(m(b["x"]), b["y"]),
     "negative": lambda m, b: -(m(b["x"]).log_softmax(1)[torch.arange(len(b["x"])), b["c"]]).mean(),
@@ -118,6 +120,7 @@ SUMS: dict[str, Callable[[nn.Module, Batch], Tensor]] = {
     "of-each-sample": lambda m, b: per_sample(m, b).sum(),
     "masked": lambda m, b: (token_losses(m, b) * b["mask"]).sum(),
     "selected": lambda m, b: token_losses(m, b).sum(1).sum(),
+    "scaled-predictions": lambda m, b: ((m(b["x"]) * torch.tensor(0.01) - b["y"]) ** 2).sum(),
     "with-decay": lambda m, b: SQUARES(m(b["x"]), b["y"], reduction="sum") + 1e-4 * weight_decay(m),
 }
 RIGHT_IF_BARE: dict[str, Callable[[nn.Module, Batch], Any]] = {
@@ -133,6 +136,7 @@ RIGHT_IF_BARE: dict[str, Callable[[nn.Module, Batch], Any]] = {
     "summed-means": lambda m, b: sum([SQUARES(m(b["x"]), b["y"]), ENTROPY(m(b["x"]), b["c"])]),
     "features-summed": lambda m, b: (m(b["x"]) - b["y"]).pow(2).mean(0).sum(),
     "decay-alone": lambda m, b: m.hidden.weight.pow(2).sum(),  # its first dimension is as large as the micro-batch
+    "half-decay-alone": lambda m, b: (0.5 * m.hidden.weight.pow(2)).sum(),
     "mean-and-decay": lambda m, b: ENTROPY(m(b["x"]), b["c"]) + 1e-4 * m.hidden.weight.pow(2).sum(),
     "policy-gradient": lambda m, b: -(m(b["x"]).log_softmax(1)[:, 0] * b["y"][:, 0]).mean(),
     "unknown": lambda m, b: torch.logsumexp(m(b["x"]).flatten(), 0),
@@ -158,6 +162,8 @@ RIGHT_WITH_SIZE: dict[str, Callable[[nn.Module, Batch], tuple[Tensor, Any]]] = {
     "sum-of-means": lambda m, b: (token_losses(m, b).mean(1).sum(), len(b["x"])),
     "masked-tokens": lambda m, b: ((token_losses(m, b) * b["mask"]).sum(), b["mask"].sum()),
     "ignored-tokens": lambda m, b: (ENTROPY(m(b["xs"]).flatten(0, 1), b["cs"].flatten(), ignore_index=0, reduction="sum"), 20),
+    "mean-over-a-number-that-is-no-multiple": lambda m, b: (SQUARES(m(b["x"]), b["y"]), 5),
+    "one-token-of-all": lambda m, b: (ENTROPY(m(b["x"])[:1], b["c"][:1]), 8),
     "mean-of-one-token-a-sample": lambda m, b: (ENTROPY(m(b["x"])[:1], b["c"][:1]), 1),
     "sum-and-balance": lambda m, b: (SUMS["tokens"](m, b) + 0.01 * m(b["x"]).softmax(1).mean(0).pow(2).sum() * 32, 32),
     "unknown": lambda m, b: (torch.logsumexp(m(b["x"]).flatten(), 0), 8),

@@ -53,7 +53,7 @@ def test_buffers_are_the_tensors_and_the_values_that_they_were(depth):
 OTHERS = {
     "same": torch.full((3,), 2.0),
     "shape": torch.full((2, 2), 2.0),
-    "dtype": torch.full((3,), 2.0, dtype=torch.float64),
+    "dtype": torch.full((3,), 2.0, dtype=torch.float64),  # whose values float32 does not hold
 }
 
 
@@ -69,7 +69,7 @@ def test_a_buffer_that_is_another_one_by_now_is_remembered_again(name, how):
     else:
         module.written.data = other
     there = module.written
-    for value in (2.0, 7.0):
+    for value in (2.1, 7.3):
         module.written.fill_(value)
         rollback.mark()
         module.written.add_(1)
