@@ -76,6 +76,13 @@ def weight_decay(m: nn.Module) -> Tensor:
     return sum(p.pow(2).sum() for p in m.parameters())  # type: ignore[return-value]
 
 
+def binary_weighted(m: nn.Module, b: Batch, reduction: str) -> Tensor:
+    """Each element of the loss times 1/2."""
+    return F.binary_cross_entropy_with_logits(
+        m(b["x"]), b["y"].sigmoid(), weight=torch.full_like(b["y"], 0.5), reduction=reduction
+    )
+
+
 ENTROPY, SQUARES = F.cross_entropy, F.mse_loss
 MEANS: dict[str, Callable[[nn.Module, Batch], Tensor]] = {
     "cross-entropy": lambda m, b: ENTROPY(m(b["x"]), b["c"]),
@@ -93,6 +100,8 @@ MEANS: dict[str, Callable[[nn.Module, Batch], Tensor]] = {
     "huber": lambda m, b: F.huber_loss(m(b["x"]), b["y"]),
     "binary": lambda m, b: F.binary_cross_entropy_with_logits(m(b["x"]), b["y"].sigmoid()),
     "binary-probabilities": lambda m, b: F.binary_cross_entropy(m(b["x"]).sigmoid(), b["y"].sigmoid()),
+    "binary-weighted": lambda m, b: binary_weighted(m, b, "mean"),
+    "stacked": lambda m, b: torch.stack([SQUARES(m(b["x"]), b["y"]), 0.5 * ENTROPY(m(b["x"]), b["c"])]).sum(),
     "of-each-sample": lambda m, b: per_sample(m, b).mean(),
     "of-a-dimension": lambda m, b: per_sample(m, b).mean(dim=0),
     "by-hand": lambda m, b: per_sample(m, b).sum() / len(b["x"]),
@@ -105,7 +114,8 @@ MEANS: dict[str, Callable[[nn.Module, Batch], Tensor]] = {
     "negative": lambda m, b: -(m(b["x"]).log_softmax(1)[torch.arange(len(b["x"])), b["c"]]).mean(),
     "for-accumulation": lambda m, b: ENTROPY(m(b["x"]), b["c"]) / 4,
     "doubled-precision": lambda m, b: ENTROPY(m(b["x"]), b["c"]).double(),
-    "per-sample-over-lengths": lambda m, b: (per_sample(m, b) / torch.full((len(b["x"]),), 5.0)).mean(),
+    "per-sample-over-lengths": lambda m, b: (per_sample(m, b) / torch.arange(1.0, len(b["x"]) + 1)).mean(),
+    "masked-samples": lambda m, b: (per_sample(m, b) * b["mask"][:, 0]).mean(),
 }
 SUMS: dict[str, Callable[[nn.Module, Batch], Tensor]] = {
     "cross-entropy": lambda m, b: ENTROPY(m(b["x"]), b["c"], reduction="sum"),
@@ -117,6 +127,7 @@ SUMS: dict[str, Callable[[nn.Module, Batch], Tensor]] = {
     "absolute": lambda m, b: F.l1_loss(m(b["x"]), b["y"], reduction="sum"),
     "huber": lambda m, b: F.huber_loss(m(b["x"]), b["y"], reduction="sum"),
     "divergence": lambda m, b: F.kl_div(m(b["x"]).log_softmax(1), b["y"].softmax(1), reduction="sum"),
+    "binary-weighted": lambda m, b: binary_weighted(m, b, "sum"),
     "of-each-sample": lambda m, b: per_sample(m, b).sum(),
     "masked": lambda m, b: (token_losses(m, b) * b["mask"]).sum(),
     "selected": lambda m, b: token_losses(m, b).sum(1).sum(),
@@ -146,6 +157,7 @@ RIGHT_IF_BARE: dict[str, Callable[[nn.Module, Batch], Any]] = {
 }
 RIGHT_WITH_SIZE: dict[str, Callable[[nn.Module, Batch], tuple[Tensor, Any]]] = {
     "mean-times-size": lambda m, b: (ENTROPY(m(b["x"]), b["c"]) * len(b["x"]), len(b["x"])),
+    "size-times-mean-and-decay": lambda m, b: (8 * ENTROPY(m(b["x"]), b["c"]) + 1e-4 * weight_decay(m), 8),
     "size-times-mean": lambda m, b: (len(b["x"]) * SQUARES(m(b["x"]), b["y"]), len(b["x"])),
     "mean-times-a-tensor": lambda m, b: (ENTROPY(m(b["x"]), b["c"]) * torch.tensor(8.0), torch.tensor(8)),
     "smoothed-mean-times-size": lambda m, b: (ENTROPY(m(b["x"]), b["c"], label_smoothing=0.1) * 8, 8),
