@@ -109,6 +109,9 @@ MEANS: dict[str, Callable[[nn.Module, Batch], Tensor]] = {
     "with-decay": lambda m, b: ENTROPY(m(b["x"]), b["c"]) + 1e-4 * weight_decay(m),
     "with-scaled-elements": lambda m, b: ENTROPY(m(b["x"]), b["c"]) + (1e-4 * m.out.weight.pow(2)).sum(),
     "scaled-predictions": lambda m, b: ((m(b["x"]) * torch.tensor(100.0) - b["y"]) ** 2).mean(),
+    "with-absolute-decay": lambda m, b: ENTROPY(m(b["x"]), b["c"]) + 1e-4 * m.out.weight.abs().sum(),
+    "of-a-bias-alone": lambda m, b: ((m.out.bias - b["y"]) ** 2).mean(),
+    "of-data-times-weights": lambda m, b: (m.out.bias * b["y"].sigmoid()).pow(2).mean(),
     "with-norm": lambda m, b: ENTROPY(m(b["x"]), b["c"]) + 1e-4 * m.out.weight.norm(),
     "two-losses": lambda m, b: 0.7 * ENTROPY(m(b["x"]), b["c"]) + 0.3 * SQUARES(m(b["x"]), b["y"]),
     "negative": lambda m, b: -(m(b["x"]).log_softmax(1)[torch.arange(len(b["x"])), b["c"]]).mean(),
@@ -146,6 +149,8 @@ RIGHT_IF_BARE: dict[str, Callable[[nn.Module, Batch], Any]] = {
     "stacked-means": lambda m, b: torch.stack([SQUARES(m(b["x"]), b["y"]), ENTROPY(m(b["x"]), b["c"])]).sum(),
     "summed-means": lambda m, b: sum([SQUARES(m(b["x"]), b["y"]), ENTROPY(m(b["x"]), b["c"])]),
     "features-summed": lambda m, b: (m(b["x"]) - b["y"]).pow(2).mean(0).sum(),
+    "squares-of-means": lambda m, b: m.hidden(b["x"]).mean(0).pow(2).sum(),  # as many features as samples
+    "reciprocals": lambda m, b: (torch.ones(()) / (1 + per_sample(m, b))).sum(),
     "decay-alone": lambda m, b: m.hidden.weight.pow(2).sum(),  # its first dimension is as large as the micro-batch
     "half-decay-alone": lambda m, b: (0.5 * m.hidden.weight.pow(2)).sum(),
     "mean-and-decay": lambda m, b: ENTROPY(m(b["x"]), b["c"]) + 1e-4 * m.hidden.weight.pow(2).sum(),
@@ -165,6 +170,7 @@ RIGHT_WITH_SIZE: dict[str, Callable[[nn.Module, Batch], tuple[Tensor, Any]]] = {
     "weight-times-size-times-mean": lambda m, b: ((0.01 * len(b["x"])) * ENTROPY(m(b["x"]), b["c"]), len(b["x"])),
     "divided-by-one-over-size": lambda m, b: (ENTROPY(m(b["x"]), b["c"]) / (1 / len(b["x"])), len(b["x"])),
     "products-before-the-mean": lambda m, b: ((per_sample(m, b) * 8).mean(), 8),
+    "products-before-a-view": lambda m, b: ((per_sample(m, b) * 8).view(2, 4).mean(), 8),
     "weights-before-the-mean": lambda m, b: ((per_sample(m, b) * torch.full((8,), 8.0)).mean(), 8),
     "mean-over-features": lambda m, b: (torch.tanh(m.hidden(b["x"])).pow(2).sum(0).mean(), len(b["x"])),
     "sum-over-steps-divided-by-them": lambda m, b: (token_losses(m, b).sum() / STEPS, len(b["x"])),
