@@ -135,6 +135,7 @@ SUMS: dict[str, Callable[[nn.Module, Batch], Tensor]] = {
     "masked": lambda m, b: (token_losses(m, b) * b["mask"]).sum(),
     "selected": lambda m, b: token_losses(m, b).sum(1).sum(),
     "scaled-predictions": lambda m, b: ((m(b["x"]) * torch.tensor(0.01) - b["y"]) ** 2).sum(),
+    "of-each-step": lambda m, b: m(b["xs"]).pow(2).sum(-1).sum(),
     "with-decay": lambda m, b: SQUARES(m(b["x"]), b["y"], reduction="sum") + 1e-4 * weight_decay(m),
 }
 RIGHT_IF_BARE: dict[str, Callable[[nn.Module, Batch], Any]] = {
@@ -150,6 +151,8 @@ RIGHT_IF_BARE: dict[str, Callable[[nn.Module, Batch], Any]] = {
     "summed-means": lambda m, b: sum([SQUARES(m(b["x"]), b["y"]), ENTROPY(m(b["x"]), b["c"])]),
     "features-summed": lambda m, b: (m(b["x"]) - b["y"]).pow(2).mean(0).sum(),
     "squares-of-means": lambda m, b: m.hidden(b["x"]).mean(0).pow(2).sum(),  # as many features as samples
+    "squares-of-means-of-steps": lambda m, b: m.hidden(b["xs"].repeat(1, 2, 1)).mean(-3).pow(2).sum(),
+    "shares": lambda m, b: (per_sample(m, b).square() / per_sample(m, b).sum()).sum(),
     "reciprocals": lambda m, b: (torch.ones(()) / (1 + per_sample(m, b))).sum(),
     "decay-alone": lambda m, b: m.hidden.weight.pow(2).sum(),  # its first dimension is as large as the micro-batch
     "half-decay-alone": lambda m, b: (0.5 * m.hidden.weight.pow(2)).sum(),
@@ -278,6 +281,7 @@ def test_a_micro_batch_of_two_samples_is_enough() -> None:
     """To tell a sum from a mean."""
     assert len(told(lambda m, b: ForwardOutput(MEANS["squares"](m, b), len(b["x"])), batch(samples=2))) == 1
     assert len(told(SUMS["squares"], batch(samples=2))) == 1
+    assert len(told(SUMS["squares"], {"temperature": torch.tensor(1.0), **batch()})) == 1  # a number does not count samples
 
 
 @pytest.mark.parametrize("shape", [(10,), (3, 5, 5)], ids=["features", "image"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 
 import numpy as np
 import pytest
@@ -111,19 +112,33 @@ def test_a_trial_run_undoes_the_draws_of_forward_itself():
         assert torch.equal(forward(model, torch.ones(3)), first)
 
 
+def unusual_tensors() -> dict[str, Tensor]:
+    """Some whose memory is not one row of numbers."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that some of them are new, and others old
+        return {
+            "sparse": torch.eye(2).to_sparse(),
+            "several": torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]),
+            "meta": torch.ones(2, device="meta"),
+            "quantized": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
+        }
+
+
 def test_a_trial_run_undoes_what_is_written_into_the_micro_batch():
     """Tensors of any strides, also with NaN and of a shape that is expanded, and arrays; nothing else is written."""
     x, nan, array = torch.arange(6.0).view(2, 3).T, torch.tensor([math.nan, 1.0]), np.arange(3.0)
-    expanded = torch.tensor(math.nan).expand(4)
-    micro_batch = {"x": x, "nested": [nan, array], "expanded": expanded, "text": "a", "empty": torch.ones(0)}
-    before = [x.clone(), nan.clone(), array.copy()]
+    one, expanded = torch.ones(1), torch.tensor(math.nan).expand(4)
+    micro_batch = {"x": x, "nested": [nan, array, one], "expanded": expanded, "text": "a", "empty": torch.ones(0)}
+    micro_batch |= unusual_tensors()
+    before = [x.clone(), nan.clone(), array.copy(), one.clone()]
     trial = TrialRun(Noted(), Carried(), lambda model, x: model(x), micro_batch)
     x.mul_(2)
     nan.add_(1)
     array += 1
+    one.add_(1)
     trial.undo()
     assert x.stride() == (1, 3)
-    for now, then in zip((x, nan, torch.from_numpy(array)), before, strict=True):
+    for now, then in zip((x, nan, torch.from_numpy(array), one), before, strict=True):
         torch.testing.assert_close(now, torch.as_tensor(then), rtol=0, atol=0, equal_nan=True)
 
 
@@ -132,7 +147,7 @@ def test_writing_into_a_micro_batch_is_noticed():
     with torch.inference_mode():
         unknown = torch.ones(2)
     x, y = torch.ones(2), torch.ones(2)
-    is_written = written_into((x, [y, unknown], "a", None))
+    is_written = written_into((x, [y, unknown], np.ones(2), unusual_tensors(), "a", None))
     assert not is_written()
     y[0].add_(1)
     assert is_written()
