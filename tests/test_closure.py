@@ -512,6 +512,8 @@ def test_gradients_that_the_optimizer_has_cleared_are_evaluated_again() -> None:
         "nothing": lambda p: None,
         "cleared": lambda p: setattr(p, "grad", None),
         "data": lambda p: p.grad.data.zero_(),
+        "negated": lambda p: p.grad.neg_(),
+        "replaced": lambda p: setattr(p, "grad", -p.grad),
         "moved": lambda p: p.data.add_(0.0).mul_(1.0 + 2.0**-50),
     }
     numbers = {}
@@ -526,7 +528,7 @@ def test_gradients_that_the_optimizer_has_cleared_are_evaluated_again() -> None:
         model = network()
         trainer = create_trainer(model, Touching(model.parameters(), lr=0.1), cuts.forward, options=UpdateOptions(closure=True))
         numbers[name] = trainer.update(cuts.cut(cuts.samples(), [3])).num_evaluations
-    assert numbers == {"nothing": 1, "cleared": 2, "data": 2, "moved": 2}
+    assert numbers == {"nothing": 1, "cleared": 2, "data": 2, "negated": 2, "replaced": 2, "moved": 2}
 
 
 @pytest.mark.slow

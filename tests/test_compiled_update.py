@@ -363,6 +363,30 @@ def test_a_value_that_is_not_finite_ends_the_run():
     assert "first" in messages[0]
 
 
+def unlucky_loss(model: nn.Module, batch: Batch) -> ForwardOutput:
+    """Of three samples it is NaN by chance, and of others it draws nothing."""
+    output = summed_loss(model, batch)
+    if len(batch[0]) == 3 and torch.rand(()).item() < 0.5:
+        output = output._replace(loss=output.loss * math.nan)
+    return output
+
+
+@pytest.mark.slow
+def test_a_value_that_is_not_finite_by_chance_is_found_after_graphs():
+    """Graphs that draw nothing remember no random state; an update that is made without one draws the same when run again."""
+
+    def begins_unlucky(seed: int) -> bool:
+        first, second = torch.rand(2, generator=torch.Generator().manual_seed(seed)).tolist()
+        return first < 0.5 < second
+
+    setup = make(True, OPTIMIZERS["SGD"], forward=unlucky_loss)
+    seed = next(filter(begins_unlucky, range(99)))
+    setup.trainer.add_event_handler(Events.ITERATION_STARTED(once=3), lambda: torch.manual_seed(seed) and None)
+    with pytest.raises(NonFiniteError, match="micro-batch 1 of 1: NaN in the loss"):
+        setup.trainer.run(batches(4, 4, 3), max_epochs=1)
+    assert setup.trainer.state.num_steps == 2
+
+
 # --- how often it is compiled ----------------------------------------------------------------------------------------------
 
 
