@@ -237,11 +237,13 @@ def test_replay_shows_each_evaluation_the_first_one() -> None:
 
 
 def test_without_replay_each_evaluation_draws_its_own() -> None:
-    """As by hand. What forward carries starts from the beginning of the update all the same."""
+    """As by hand. What forward carries starts from the beginning of the update all the same, and so does its place in it."""
     drawn: list[float] = []
     counts: list[int] = []
+    places: list[int] = []
 
     def forward(model: nn.Module, batch: Any, state: Any) -> Any:
+        places.append(state.micro_batch_in_group)
         drawn.append(float(torch.rand(())))
         counts.append(state.carried.get("count", 0))
         state.carried["count"] = counts[-1] + 1
@@ -251,9 +253,10 @@ def test_without_replay_each_evaluation_draws_its_own() -> None:
     trainer = create_trainer(
         model, make_optimizer("sam", model), forward, accumulation_steps=2, options=UpdateOptions(closure=True)
     )
-    trainer.run(cuts.cut(cuts.samples(), [3, 1]), max_epochs=2)
+    state = trainer.run(cuts.cut(cuts.samples(), [3, 1]), max_epochs=2)
     assert len({*drawn}) == len(drawn) == 8
     assert counts == [0, 1, 0, 1, 2, 3, 2, 3]
+    assert (places, state.micro_batch_in_group) == ([0, 1] * 4, None)
 
 
 def test_replay_leaves_the_draws_of_the_optimizer() -> None:
@@ -411,10 +414,15 @@ def test_a_step_that_turns_out_not_finite_leaves_no_trace(kind: str, scaled: boo
 
 @pytest.mark.parametrize("where", ["evaluation", "parameters", "exception"])
 def test_an_error_in_the_step_puts_everything_back(where: str) -> None:
-    """Whether an evaluation is not finite, or the parameters after the step, or the optimizer fails."""
+    """Whether an evaluation is not finite, or the parameters after the step, or the optimizer fails.
+
+    Parameters, and the options and the state of the optimizer.
+    """
 
     class Failing(SGD):
         def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            self.param_groups[0]["lr"] *= 0.5
+            self.state[self.param_groups[0]["params"][0]]["steps"] = 1
             with torch.no_grad():
                 self.param_groups[0]["params"][0].mul_(2.0)
             closure()
@@ -426,12 +434,12 @@ def test_an_error_in_the_step_puts_everything_back(where: str) -> None:
     forward, model = _ThenBad(), network()
     forward.bad = where == "evaluation"
     before = flat(model)
-    trainer = create_trainer(
-        model, Failing(model.parameters(), lr=0.1, momentum=0.9), forward, options=UpdateOptions(closure=True)
-    )
+    optimizer = Failing(model.parameters(), lr=0.1, momentum=0.9)
+    trainer = create_trainer(model, optimizer, forward, options=UpdateOptions(closure=True))
     with pytest.raises(KeyError if where == "exception" else NonFiniteError):
         trainer.run(cuts.cut(cuts.samples(), [3]))
     assert flat(model) == before
+    assert (optimizer.param_groups[0]["lr"], optimizer.state) == (0.1, {})
     assert (trainer.state.iteration, trainer.state.num_steps) == (0, 0)
     assert all(parameter.grad is None for parameter in model.parameters())
 
@@ -450,6 +458,25 @@ def test_a_forward_that_writes_into_its_micro_batch_is_refused(kind: str) -> Non
     with pytest.raises(ValueError, match="forward has written into its tensors"):
         trainer.run([tuple(map(torch.clone, micro_batch)) for micro_batch in cuts.cut(cuts.samples(), [3])])
     assert flat(model) == before
+
+
+def test_a_parameter_that_was_not_finite_before_does_not_undo_the_step() -> None:
+    """Such as a mask that the loss does not depend on; but one more does."""
+    model = network()
+    model.register_parameter("mask", nn.Parameter(torch.full((2,), -math.inf).double()))
+    optimizer = SGD(model.parameters(), lr=0.1)
+    trainer = create_trainer(model, optimizer, cuts.forward, options=UpdateOptions(closure=True, on_nonfinite="skip"))
+    batches = cuts.cut(cuts.samples(), [3, 2])
+    assert trainer.update(batches[:1]).applied
+    before = bit_by_bit(model.state_dict())
+
+    def spoil(*_: Any) -> None:
+        model[0].bias.data.fill_(math.nan)
+
+    handle = optimizer.register_step_post_hook(spoil)
+    assert not trainer.update(batches[1:]).applied
+    handle.remove()
+    assert bit_by_bit(model.state_dict()) == before
 
 
 def test_the_optimizer_inside_is_put_back_too() -> None:
@@ -502,6 +529,8 @@ def test_gradients_that_the_optimizer_has_cleared_are_evaluated_again() -> None:
         "nothing": lambda p: None,
         "cleared": lambda p: setattr(p, "grad", None),
         "data": lambda p: p.grad.data.zero_(),
+        "negated": lambda p: p.grad.neg_(),
+        "replaced": lambda p: setattr(p, "grad", -p.grad),
         "moved": lambda p: p.data.add_(0.0).mul_(1.0 + 2.0**-50),
     }
     numbers = {}
@@ -516,7 +545,7 @@ def test_gradients_that_the_optimizer_has_cleared_are_evaluated_again() -> None:
         model = network()
         trainer = create_trainer(model, Touching(model.parameters(), lr=0.1), cuts.forward, options=UpdateOptions(closure=True))
         numbers[name] = trainer.update(cuts.cut(cuts.samples(), [3])).num_evaluations
-    assert numbers == {"nothing": 1, "cleared": 2, "data": 2, "moved": 2}
+    assert numbers == {"nothing": 1, "cleared": 2, "data": 2, "negated": 2, "replaced": 2, "moved": 2}
 
 
 @pytest.mark.slow

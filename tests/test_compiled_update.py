@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from ignite.engine import Events
+from ignite.metrics import MeanSquaredError
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -28,11 +29,12 @@ from ignite_train import (
     TrainEvents,
     UpdateOptions,
     UpdateOutput,
+    attach_metric,
     create_evaluator,
     create_supervised_trainer,
     create_trainer,
 )
-from ignite_train.handlers import Checkpoint, LearningRateSchedule, TrainingMetrics
+from ignite_train.handlers import Checkpoint, Freeze, LearningRateSchedule, TrainingMetrics
 from ignite_train.ranks.messages import Piggyback
 from ignite_train.update.update_graphs import UpdateGraphs
 from ranks import run_ranks
@@ -128,6 +130,7 @@ def assert_alike(compiled: Setup, plain: Setup, *, tolerance: float = 1e-9) -> N
             assert tensor.stride() == states[1]["state"][key][name].stride()
             torch.testing.assert_close(tensor, states[1]["state"][key][name], rtol=tolerance, atol=tolerance)
     exact = ("sample_size", "learning_rates", "loss_scale", "num_micro_batches", "skipped_reason", "log_weights")
+    exact += ("num_out_of_memory", "num_evaluations", "num_ranks_skipped", "grad_norms", "clip_coefficients")
     for one, other in zip(compiled.records, plain.records, strict=True):
         assert [getattr(one, name) for name in exact] == [getattr(other, name) for name in exact]
         # sums of signed numbers of order 1 may be near 0, so their rounding is not relative to them
@@ -358,6 +361,30 @@ def test_a_value_that_is_not_finite_ends_the_run():
         assert setup.optimizer.state_dict()["state"] == {}
     assert messages[0] == messages[1]
     assert "first" in messages[0]
+
+
+def unlucky_loss(model: nn.Module, batch: Batch) -> ForwardOutput:
+    """Of three samples it is NaN by chance, and of others it draws nothing."""
+    output = summed_loss(model, batch)
+    if len(batch[0]) == 3 and torch.rand(()).item() < 0.5:
+        output = output._replace(loss=output.loss * math.nan)
+    return output
+
+
+@pytest.mark.slow
+def test_a_value_that_is_not_finite_by_chance_is_found_after_graphs():
+    """Graphs that draw nothing remember no random state; an update that is made without one draws the same when run again."""
+
+    def begins_unlucky(seed: int) -> bool:
+        first, second = torch.rand(2, generator=torch.Generator().manual_seed(seed)).tolist()
+        return first < 0.5 < second
+
+    setup = make(True, OPTIMIZERS["SGD"], forward=unlucky_loss)
+    seed = next(filter(begins_unlucky, range(99)))
+    setup.trainer.add_event_handler(Events.ITERATION_STARTED(once=3), lambda: torch.manual_seed(seed) and None)
+    with pytest.raises(NonFiniteError, match="micro-batch 1 of 1: NaN in the loss"):
+        setup.trainer.run(batches(4, 4, 3), max_epochs=1)
+    assert setup.trainer.state.num_steps == 2
 
 
 # --- how often it is compiled ----------------------------------------------------------------------------------------------
@@ -811,8 +838,21 @@ def hook_step(setup: Setup) -> None:
     setup.optimizer.register_step_post_hook(lambda *_: None)
 
 
+def attach_a_metric(setup: Setup) -> None:
+    attach_metric(setup.trainer, MeanSquaredError(), "mse")
+
+
+def attach_freeze(setup: Setup) -> None:
+    Freeze(setup.model.last, until=2).attach(setup.trainer)
+
+
 def make_rate_a_tensor(setup: Setup) -> None:
     setup.optimizer.param_groups[0]["lr"] = torch.tensor(0.05, dtype=torch.float64)
+
+
+def loss_with_predictions(model: nn.Module, batch: Batch) -> ForwardOutput:
+    output = summed_loss(model, batch)
+    return output._replace(outputs=(model(batch[0]), batch[1]))
 
 
 def stateful_loss(model: nn.Module, batch: Batch, state: Any) -> ForwardOutput:
@@ -837,6 +877,8 @@ OBSTACLES: dict[str, tuple[dict[str, Any], Callable[[Setup], None] | None, str]]
     "gradients-ready": ({}, partial(listen, TrainEvents.GRADIENTS_READY), "GRADIENTS_READY has a handler"),
     "hook-of-gradient": ({}, hook_parameter, "a parameter has a hook"),
     "hook-of-step": ({}, hook_step, "the optimizer's step has a hook"),
+    "metric": ({"forward": loss_with_predictions}, attach_a_metric, "a handler or a metric looks at each backward"),
+    "freeze": ({}, attach_freeze, "a handler or a metric looks at each backward"),
     "rate": ({}, make_rate_a_tensor, "a tensor for its learning rate"),
     "state": ({"forward": stateful_loss}, None, "forward has a third parameter"),
     "branch": ({"forward": branching_loss}, None, "torch cannot compile it"),
@@ -862,6 +904,17 @@ def test_what_cannot_be_a_graph_is_said_once(caplog, bits, name):
     assert reason in reasons(caplog)[0]
     assert bits(setups[0].model.state_dict()) == bits(setups[1].model.state_dict())
     assert counters(setups[0]) == counters(setups[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compile", ["update", {"update": True, "mode": "default", "dynamic": False}], ids=["default", "mode"])
+def test_with_any_options_an_update_is_one_graph_or_none(caplog, compile):  # noqa: A002
+    """Where forward looks at a number, torch would cut the graph there; the log says so, and which line it is about."""
+    setup = make(compile, forward=branching_loss, net=lambda: nn.Sequential(nn.Linear(4, 1)))
+    setup.trainer.run(batches(4, 4), max_epochs=1)
+    (reason,) = reasons(caplog)
+    assert "torch cannot compile it" in reason
+    assert not is_graph(setup)
 
 
 @pytest.mark.slow

@@ -61,6 +61,22 @@ def test_each_run_has_the_same_bits(workers: int) -> None:
     assert settings() == before
 
 
+@pytest.mark.parametrize("seed", [0, 2**32 - 1], ids=["smallest", "largest"])
+def test_every_generator_begins_with_the_seed(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's, NumPy's and torch's; and cuDNN measures nothing meanwhile, since what is fastest differs from run to run."""
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    with deterministic(seed):
+        drawn = random.random(), np.random.rand(), torch.rand(()).item()  # noqa: S311
+        assert not torch.backends.cudnn.benchmark
+    generator = torch.Generator().manual_seed(seed)
+    assert drawn == (
+        random.Random(seed).random(),  # noqa: S311
+        np.random.RandomState(seed).rand(),
+        torch.rand((), generator=generator).item(),
+    )
+    assert torch.backends.cudnn.benchmark
+
+
 def test_put_back_after_an_exception_and_inside_another() -> None:
     """The inner one leaves the outer one's settings."""
 

@@ -67,10 +67,14 @@ def test_the_second_call_goes_past_the_layers(through_layers):
             assert moved == [True, True, False] * 2
 
 
-@pytest.mark.parametrize("name", ["returns-a-view", "under-autocast", "while-profiling"])
+@pytest.mark.parametrize("name", ["returns-a-view", "under-autocast", "while-profiling", "of-inference-mode"])
 def test_where_the_layers_do_something_they_are_kept(through_layers, name):
-    """Outputs that are views of inputs are made by the layers; autocast and profilers are theirs too."""
-    x = torch.arange(4.0)
+    """Outputs that are views of inputs are made by the layers; autocast and profilers are theirs too.
+
+    Tensors of inference mode count no versions.
+    """
+    with torch.inference_mode(name == "of-inference-mode"):
+        x = torch.arange(4.0)
     direct = compiled((lambda x: (x.view(2, 2), x + 1)) if name == "returns-a-view" else (lambda x: (x * 2, x + 1)))
     if name == "under-autocast":
         with torch.autocast("cpu", torch.bfloat16):

@@ -48,3 +48,17 @@ def test_what_is_more_than_rounding_is_named(found, dtypes, expected):
 def test_what_says_nothing_is_not_compared(expected):
     found = GraphNumbers(norm=3e-8, loss=2e-7, sample_size=expected.sample_size)
     assert found.difference(expected, SINGLE) is None
+
+
+@pytest.mark.parametrize(
+    ("norm", "loss", "expected"),
+    [
+        (1.5e-5, 1.5e-4, None),
+        (3e-5, 0.0, "a gradient norm of 3e-06 a sample, where it is 0"),
+        (0.0, -3e-4, "a loss of -3e-05 a sample, where it is 0"),
+    ],
+    ids=["rounding", "norm", "loss"],
+)
+def test_what_should_be_nothing_is_measured_by_the_sample(norm, loss, expected):
+    """A norm of 1e-3 and a loss of 1e-2, times the tolerance, may be left of large numbers that cancel."""
+    assert GraphNumbers(norm, loss, 10.0).difference(GraphNumbers(0.0, 0.0, 10.0), SINGLE) == expected

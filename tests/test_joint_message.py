@@ -296,6 +296,33 @@ def test_no_step_is_queued_where_the_host_has_to_look_first(
     assert (float(reduced.obstacles) > 0) == bool(num_out_of_memory or with_new_name)
 
 
+class _LateSum:
+    """A reduction with a rank that has the same numbers; the sums are there once it has been waited for."""
+
+    def __init__(self, vector: Tensor) -> None:
+        self._vector = vector
+
+    def wait(self) -> None:
+        self._vector.mul_(2)
+
+
+@pytest.mark.parametrize("host", ["cpu", "nowhere"])
+def test_nothing_is_read_before_the_sums_are_there(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither by the host, nor by an accelerator that decides about the step before it."""
+    monkeypatch.setattr(collectives, "world_size", lambda: 2)
+    monkeypatch.setattr(collectives, "start_sum", _LateSum)
+    monkeypatch.setattr(to_host, "_HOST", host)
+    statistics, norm = Statistics(torch.device("cpu")), torch.ones(())
+    statistics.add(ForwardOutput(torch.tensor(6.0), 3))
+    statistics.start(RankRequests())
+    if host == "nowhere":
+        reduced = statistics.reduced(norm)
+        assert reduced is not None
+        assert (float(reduced.sample_size), float(reduced.loss), float(reduced.obstacles)) == (6.0, 12.0, 0.0)
+    totals = statistics.finish(norm)
+    assert (totals.sample_size, totals.loss, totals.num_micro_batches, totals.norm) == (6.0, 12.0, 2, 1.0)
+
+
 def _frozen_on_one_rank(victim: int) -> None:
     """An update in which one rank has a parameter less to send: no step is made."""
     model = nn.Linear(3, 1)

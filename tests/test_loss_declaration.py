@@ -76,6 +76,13 @@ def weight_decay(m: nn.Module) -> Tensor:
     return sum(p.pow(2).sum() for p in m.parameters())  # type: ignore[return-value]
 
 
+def binary_weighted(m: nn.Module, b: Batch, reduction: str) -> Tensor:
+    """Each element of the loss times 1/2."""
+    return F.binary_cross_entropy_with_logits(
+        m(b["x"]), b["y"].sigmoid(), weight=torch.full_like(b["y"], 0.5), reduction=reduction
+    )
+
+
 ENTROPY, SQUARES = F.cross_entropy, F.mse_loss
 MEANS: dict[str, Callable[[nn.Module, Batch], Tensor]] = {
     "cross-entropy": lambda m, b: ENTROPY(m(b["x"]), b["c"]),
@@ -93,17 +100,25 @@ MEANS: dict[str, Callable[[nn.Module, Batch], Tensor]] = {
     "huber": lambda m, b: F.huber_loss(m(b["x"]), b["y"]),
     "binary": lambda m, b: F.binary_cross_entropy_with_logits(m(b["x"]), b["y"].sigmoid()),
     "binary-probabilities": lambda m, b: F.binary_cross_entropy(m(b["x"]).sigmoid(), b["y"].sigmoid()),
+    "binary-weighted": lambda m, b: binary_weighted(m, b, "mean"),
+    "stacked": lambda m, b: torch.stack([SQUARES(m(b["x"]), b["y"]), 0.5 * ENTROPY(m(b["x"]), b["c"])]).sum(),
     "of-each-sample": lambda m, b: per_sample(m, b).mean(),
     "of-a-dimension": lambda m, b: per_sample(m, b).mean(dim=0),
     "by-hand": lambda m, b: per_sample(m, b).sum() / len(b["x"]),
     "divided-by-a-tensor": lambda m, b: per_sample(m, b).sum() / torch.tensor(len(b["x"])),
     "with-decay": lambda m, b: ENTROPY(m(b["x"]), b["c"]) + 1e-4 * weight_decay(m),
+    "with-scaled-elements": lambda m, b: ENTROPY(m(b["x"]), b["c"]) + (1e-4 * m.out.weight.pow(2)).sum(),
+    "scaled-predictions": lambda m, b: ((m(b["x"]) * torch.tensor(100.0) - b["y"]) ** 2).mean(),
+    "with-absolute-decay": lambda m, b: ENTROPY(m(b["x"]), b["c"]) + 1e-4 * m.out.weight.abs().sum(),
+    "of-a-bias-alone": lambda m, b: ((m.out.bias - b["y"]) ** 2).mean(),
+    "of-data-times-weights": lambda m, b: (m.out.bias * b["y"].sigmoid()).pow(2).mean(),
     "with-norm": lambda m, b: ENTROPY(m(b["x"]), b["c"]) + 1e-4 * m.out.weight.norm(),
     "two-losses": lambda m, b: 0.7 * ENTROPY(m(b["x"]), b["c"]) + 0.3 * SQUARES(m(b["x"]), b["y"]),
     "negative": lambda m, b: -(m(b["x"]).log_softmax(1)[torch.arange(len(b["x"])), b["c"]]).mean(),
     "for-accumulation": lambda m, b: ENTROPY(m(b["x"]), b["c"]) / 4,
     "doubled-precision": lambda m, b: ENTROPY(m(b["x"]), b["c"]).double(),
-    "per-sample-over-lengths": lambda m, b: (per_sample(m, b) / torch.full((len(b["x"]),), 5.0)).mean(),
+    "per-sample-over-lengths": lambda m, b: (per_sample(m, b) / torch.arange(1.0, len(b["x"]) + 1)).mean(),
+    "masked-samples": lambda m, b: (per_sample(m, b) * b["mask"][:, 0]).mean(),
 }
 SUMS: dict[str, Callable[[nn.Module, Batch], Tensor]] = {
     "cross-entropy": lambda m, b: ENTROPY(m(b["x"]), b["c"], reduction="sum"),
@@ -115,9 +130,12 @@ SUMS: dict[str, Callable[[nn.Module, Batch], Tensor]] = {
     "absolute": lambda m, b: F.l1_loss(m(b["x"]), b["y"], reduction="sum"),
     "huber": lambda m, b: F.huber_loss(m(b["x"]), b["y"], reduction="sum"),
     "divergence": lambda m, b: F.kl_div(m(b["x"]).log_softmax(1), b["y"].softmax(1), reduction="sum"),
+    "binary-weighted": lambda m, b: binary_weighted(m, b, "sum"),
     "of-each-sample": lambda m, b: per_sample(m, b).sum(),
     "masked": lambda m, b: (token_losses(m, b) * b["mask"]).sum(),
     "selected": lambda m, b: token_losses(m, b).sum(1).sum(),
+    "scaled-predictions": lambda m, b: ((m(b["x"]) * torch.tensor(0.01) - b["y"]) ** 2).sum(),
+    "of-each-step": lambda m, b: m(b["xs"]).pow(2).sum(-1).sum(),
     "with-decay": lambda m, b: SQUARES(m(b["x"]), b["y"], reduction="sum") + 1e-4 * weight_decay(m),
 }
 RIGHT_IF_BARE: dict[str, Callable[[nn.Module, Batch], Any]] = {
@@ -132,7 +150,12 @@ RIGHT_IF_BARE: dict[str, Callable[[nn.Module, Batch], Any]] = {
     "stacked-means": lambda m, b: torch.stack([SQUARES(m(b["x"]), b["y"]), ENTROPY(m(b["x"]), b["c"])]).sum(),
     "summed-means": lambda m, b: sum([SQUARES(m(b["x"]), b["y"]), ENTROPY(m(b["x"]), b["c"])]),
     "features-summed": lambda m, b: (m(b["x"]) - b["y"]).pow(2).mean(0).sum(),
+    "squares-of-means": lambda m, b: m.hidden(b["x"]).mean(0).pow(2).sum(),  # as many features as samples
+    "squares-of-means-of-steps": lambda m, b: m.hidden(b["xs"].repeat(1, 2, 1)).mean(-3).pow(2).sum(),
+    "shares": lambda m, b: (per_sample(m, b).square() / per_sample(m, b).sum()).sum(),
+    "reciprocals": lambda m, b: (torch.ones(()) / (1 + per_sample(m, b))).sum(),
     "decay-alone": lambda m, b: m.hidden.weight.pow(2).sum(),  # its first dimension is as large as the micro-batch
+    "half-decay-alone": lambda m, b: (0.5 * m.hidden.weight.pow(2)).sum(),
     "mean-and-decay": lambda m, b: ENTROPY(m(b["x"]), b["c"]) + 1e-4 * m.hidden.weight.pow(2).sum(),
     "policy-gradient": lambda m, b: -(m(b["x"]).log_softmax(1)[:, 0] * b["y"][:, 0]).mean(),
     "unknown": lambda m, b: torch.logsumexp(m(b["x"]).flatten(), 0),
@@ -142,6 +165,7 @@ RIGHT_IF_BARE: dict[str, Callable[[nn.Module, Batch], Any]] = {
 }
 RIGHT_WITH_SIZE: dict[str, Callable[[nn.Module, Batch], tuple[Tensor, Any]]] = {
     "mean-times-size": lambda m, b: (ENTROPY(m(b["x"]), b["c"]) * len(b["x"]), len(b["x"])),
+    "size-times-mean-and-decay": lambda m, b: (8 * ENTROPY(m(b["x"]), b["c"]) + 1e-4 * weight_decay(m), 8),
     "size-times-mean": lambda m, b: (len(b["x"]) * SQUARES(m(b["x"]), b["y"]), len(b["x"])),
     "mean-times-a-tensor": lambda m, b: (ENTROPY(m(b["x"]), b["c"]) * torch.tensor(8.0), torch.tensor(8)),
     "smoothed-mean-times-size": lambda m, b: (ENTROPY(m(b["x"]), b["c"], label_smoothing=0.1) * 8, 8),
@@ -149,6 +173,7 @@ RIGHT_WITH_SIZE: dict[str, Callable[[nn.Module, Batch], tuple[Tensor, Any]]] = {
     "weight-times-size-times-mean": lambda m, b: ((0.01 * len(b["x"])) * ENTROPY(m(b["x"]), b["c"]), len(b["x"])),
     "divided-by-one-over-size": lambda m, b: (ENTROPY(m(b["x"]), b["c"]) / (1 / len(b["x"])), len(b["x"])),
     "products-before-the-mean": lambda m, b: ((per_sample(m, b) * 8).mean(), 8),
+    "products-before-a-view": lambda m, b: ((per_sample(m, b) * 8).view(2, 4).mean(), 8),
     "weights-before-the-mean": lambda m, b: ((per_sample(m, b) * torch.full((8,), 8.0)).mean(), 8),
     "mean-over-features": lambda m, b: (torch.tanh(m.hidden(b["x"])).pow(2).sum(0).mean(), len(b["x"])),
     "sum-over-steps-divided-by-them": lambda m, b: (token_losses(m, b).sum() / STEPS, len(b["x"])),
@@ -158,6 +183,8 @@ RIGHT_WITH_SIZE: dict[str, Callable[[nn.Module, Batch], tuple[Tensor, Any]]] = {
     "sum-of-means": lambda m, b: (token_losses(m, b).mean(1).sum(), len(b["x"])),
     "masked-tokens": lambda m, b: ((token_losses(m, b) * b["mask"]).sum(), b["mask"].sum()),
     "ignored-tokens": lambda m, b: (ENTROPY(m(b["xs"]).flatten(0, 1), b["cs"].flatten(), ignore_index=0, reduction="sum"), 20),
+    "mean-over-a-number-that-is-no-multiple": lambda m, b: (SQUARES(m(b["x"]), b["y"]), 5),
+    "one-token-of-all": lambda m, b: (ENTROPY(m(b["x"])[:1], b["c"][:1]), 8),
     "mean-of-one-token-a-sample": lambda m, b: (ENTROPY(m(b["x"])[:1], b["c"][:1]), 1),
     "sum-and-balance": lambda m, b: (SUMS["tokens"](m, b) + 0.01 * m(b["x"]).softmax(1).mean(0).pow(2).sum() * 32, 32),
     "unknown": lambda m, b: (torch.logsumexp(m(b["x"]).flatten(), 0), 8),
@@ -248,6 +275,13 @@ def test_a_micro_batch_of_one_sample_is_right_either_way(loss: Any) -> None:
     """A sum over one sample is its mean."""
     assert told(loss, batch(samples=1)) == []
     assert told(lambda m, b: ForwardOutput(loss(m, b), len(b["x"])), batch(samples=1)) == []
+
+
+def test_a_micro_batch_of_two_samples_is_enough() -> None:
+    """To tell a sum from a mean."""
+    assert len(told(lambda m, b: ForwardOutput(MEANS["squares"](m, b), len(b["x"])), batch(samples=2))) == 1
+    assert len(told(SUMS["squares"], batch(samples=2))) == 1
+    assert len(told(SUMS["squares"], {"temperature": torch.tensor(1.0), **batch()})) == 1  # a number does not count samples
 
 
 @pytest.mark.parametrize("shape", [(10,), (3, 5, 5)], ids=["features", "image"])

@@ -234,6 +234,22 @@ def test_a_damaged_scale_is_refused(own, scale):
     assert own.state_dict() == before
 
 
+COUNTERS = [(own, name) for own in POLICIES[1:] for name in own.state_dict() if name != "scale"]
+
+
+@pytest.mark.parametrize(("own", "name"), COUNTERS, ids=[f"{type(own).__name__}-{name}" for own, name in COUNTERS])
+def test_a_damaged_counter_is_refused(own, name):
+    """It must be an integer, and below 0 only where that says that there was no such update yet."""
+    own = copy.deepcopy(own)
+    before, least = own.state_dict(), -1 if name.startswith("last_") else 0
+    for value in (least - 1, 1.5, True, "3", None):
+        with pytest.raises(ValueError, match=f"must have an integer from {least} as {name}"):
+            own.load_state_dict({**before, name: value})
+        assert own.state_dict() == before
+    own.load_state_dict({**before, name: least})
+    assert own.state_dict()[name] == least
+
+
 def test_a_resumed_run_grows_at_the_same_update(build, micro_batches):
     """A trainer saved one good update short of growing grows its scale at the very next update of the resumed run."""
 

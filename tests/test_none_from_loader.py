@@ -140,6 +140,26 @@ def test_ranks_stay_in_step(way: str) -> None:
             assert counters == ((3, 2, 1) if index // 2 == 1 else (4, 3, 1))
 
 
+def ends_with_nothing(way: str, uneven: str) -> tuple[int, int, int]:
+    """The last update of each epoch has nothing on any rank, and only the ranks together know that it is the last."""
+    model = cuts.linear()
+    wrapped = DistributedDataParallel(model) if way == "ddp" else model
+    options = UpdateOptions(none_is_empty=True, reduction=way, uneven=uneven)  # type: ignore[arg-type]
+    trainer = create_trainer(wrapped, torch.optim.SGD(model.parameters(), lr=0.05), cuts.forward, options=options)
+    state = trainer.run(cuts.Unsized(batches((idist.get_rank(), None))), max_epochs=2)
+    return state.iteration, state.num_steps, state.num_skipped
+
+
+def all_that_end_with_nothing() -> list[tuple[int, int, int]]:
+    return [ends_with_nothing(way, uneven) for way in ("ddp", "explicit") for uneven in ("all", "replay")]
+
+
+@pytest.mark.slow
+def test_an_update_of_nothing_on_all_ranks_ends_the_epoch() -> None:
+    """That no rank has more data, or that one asks for a stop, travels with it as with any other update."""
+    assert run_ranks(all_that_end_with_nothing, timeout_seconds=120.0) == [[(4, 2, 2)] * 4] * 2
+
+
 def refused() -> str:
     model = nn.Sequential(nn.Linear(3, 2), nn.SyncBatchNorm(2))
     with pytest.raises(ValueError, match="SyncBatchNorm") as caught:

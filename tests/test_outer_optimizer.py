@@ -417,6 +417,58 @@ def test_without_loss_scaling_one_rank_ends_all() -> None:
     assert "rank 1," not in first
 
 
+LIMIT = 1.0
+
+
+def _apart() -> dict[str, Any]:
+    """Rank 0 skips the updates 1 to 5 alone, gradients are clipped and kept, and no outer optimizer is attached."""
+
+    def spoil(model: nn.Module, x: Tensor) -> ForwardOutput:
+        output = forward(model, x)
+        return output._replace(loss=output.loss * BAD) if idist.get_rank() == 0 and trainer.state.iteration < 6 else output
+
+    model = linear()
+    options = UpdateOptions(reduction="local", on_nonfinite="skip", keep_gradients=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    trainer = create_trainer(model, optimizer, spoil, max_grad_norm=LIMIT, options=options)
+    logged, records, kept = warnings_of_library(), list[tuple[float, float]](), list[Any]()
+
+    @trainer.on(Events.ITERATION_COMPLETED)
+    def note(trainer: Trainer) -> None:
+        output = trainer.state.update_output
+        assert output is not None
+        records.append((output.grad_norm, output.clip_coefficient))
+        kept.append(None if model.weight.grad is None else model.weight.grad[0].tolist())
+
+    trainer.run(share()[:6], max_epochs=1)
+    return {"records": records, "kept": kept, "logged": logged}
+
+
+@pytest.mark.slow
+def test_the_record_is_of_the_ranks_that_step() -> None:
+    """Their mean clip coefficient, and the root of their mean squared norm; the log tells of the 1st, 2nd, 4th, ... skip."""
+    both = run_ranks(_apart)
+    weights, records, kept = [linear().weight.detach()[0] for _ in range(2)], [], [list[Any](), list[Any]()]
+    for update in range(6):
+        stepping = (0, 1) if update == 5 else (1,)
+        gradients = {rank: gradient(weights[rank], DATA[rank::2][update]) for rank in stepping}
+        norms = {rank: float(one.norm()) for rank, one in gradients.items()}
+        clips = {rank: min(1.0, LIMIT / (norm + 1e-6)) for rank, norm in norms.items()}
+        for rank, one in gradients.items():
+            weights[rank] = weights[rank] - RATE * clips[rank] * one
+        number = len(stepping)
+        records.append((math.sqrt(sum(norm**2 for norm in norms.values()) / number), sum(clips.values()) / number))
+        for rank in range(2):
+            kept[rank].append(pytest.approx((clips[rank] * gradients[rank]).tolist()) if rank in gradients else None)
+    assert any(clip < 1.0 for _, clip in records)
+    for rank in range(2):
+        assert both[rank]["records"] == [pytest.approx(one, rel=1e-9) for one in records]
+        assert both[rank]["kept"] == kept[rank]
+        lines = [line.partition(" was skipped on 1 of 2 ranks")[0] for line in both[rank]["logged"] if "on 1 of 2" in line]
+        assert lines == ["update 1", "update 2", "update 4"]
+        assert sum("nothing makes the replicas equal again" in line for line in both[rank]["logged"]) == 1
+
+
 def _step_far() -> list[Any]:
     """Two updates; the gradient of the second is huge on rank 1."""
     model = linear()

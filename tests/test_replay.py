@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ignite_train.carried import Carried
+from ignite_train.model.buffer_rollback import BufferRollback
 from ignite_train.model.micro_batch_rollback import written_into
 from ignite_train.model.replay import SideEffects, TrialRun
 
@@ -49,6 +51,34 @@ def test_buffers_are_the_tensors_and_the_values_that_they_were(depth):
     assert noted.assigned.tolist() == noted.written.tolist() == [0.0] * 3
 
 
+OTHERS = {
+    "same": torch.full((3,), 2.0),
+    "shape": torch.full((2, 2), 2.0),
+    "dtype": torch.full((3,), 2.0, dtype=torch.float64),  # whose values float32 does not hold
+}
+
+
+@pytest.mark.parametrize("how", ["assigned", "given other memory"])
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_buffer_that_is_another_one_by_now_is_remembered_again(name, how):
+    """Copies are written over only where they are of the same tensors, of that shape and dtype."""
+    module, other = Noted(), OTHERS[name].clone()
+    rollback = BufferRollback(module)
+    rollback.mark()
+    if how == "assigned":
+        module.written = other
+    else:
+        module.written.data = other
+    there = module.written
+    for value in (2.1, 7.3):
+        module.written.fill_(value)
+        rollback.mark()
+        module.written.add_(1)
+        rollback.roll_back()
+        assert module.written is there
+        assert torch.equal(module.written, torch.full_like(OTHERS[name], value))
+
+
 def test_a_trial_run_leaves_no_trace():
     """A second forward, after a trial run was undone, gives the very numbers that the first one gave."""
     noted = Noted()
@@ -82,19 +112,33 @@ def test_a_trial_run_undoes_the_draws_of_forward_itself():
         assert torch.equal(forward(model, torch.ones(3)), first)
 
 
+def unusual_tensors() -> dict[str, Tensor]:
+    """Some whose memory is not one row of numbers."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that some of them are new, and others old
+        return {
+            "sparse": torch.eye(2).to_sparse(),
+            "several": torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]),
+            "meta": torch.ones(2, device="meta"),
+            "quantized": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
+        }
+
+
 def test_a_trial_run_undoes_what_is_written_into_the_micro_batch():
     """Tensors of any strides, also with NaN and of a shape that is expanded, and arrays; nothing else is written."""
     x, nan, array = torch.arange(6.0).view(2, 3).T, torch.tensor([math.nan, 1.0]), np.arange(3.0)
-    expanded = torch.tensor(math.nan).expand(4)
-    micro_batch = {"x": x, "nested": [nan, array], "expanded": expanded, "text": "a", "empty": torch.ones(0)}
-    before = [x.clone(), nan.clone(), array.copy()]
+    one, expanded = torch.ones(1), torch.tensor(math.nan).expand(4)
+    micro_batch = {"x": x, "nested": [nan, array, one], "expanded": expanded, "text": "a", "empty": torch.ones(0)}
+    micro_batch |= unusual_tensors()
+    before = [x.clone(), nan.clone(), array.copy(), one.clone()]
     trial = TrialRun(Noted(), Carried(), lambda model, x: model(x), micro_batch)
     x.mul_(2)
     nan.add_(1)
     array += 1
+    one.add_(1)
     trial.undo()
     assert x.stride() == (1, 3)
-    for now, then in zip((x, nan, torch.from_numpy(array)), before, strict=True):
+    for now, then in zip((x, nan, torch.from_numpy(array), one), before, strict=True):
         torch.testing.assert_close(now, torch.as_tensor(then), rtol=0, atol=0, equal_nan=True)
 
 
@@ -103,7 +147,7 @@ def test_writing_into_a_micro_batch_is_noticed():
     with torch.inference_mode():
         unknown = torch.ones(2)
     x, y = torch.ones(2), torch.ones(2)
-    is_written = written_into((x, [y, unknown], "a", None))
+    is_written = written_into((x, [y, unknown], np.ones(2), unusual_tensors(), "a", None))
     assert not is_written()
     y[0].add_(1)
     assert is_written()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import ignite.distributed as idist
@@ -12,6 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from ignite_train import ForwardOutput, Trainer, TrainEvents, UnlikeParametersError, create_trainer
+from ignite_train.model.gradients import Gradients
+from ignite_train.ranks import collectives
+from ignite_train.ranks.same_parameters import SameParameters
 from ranks import run_ranks
 
 RATE = 0.1
@@ -82,6 +86,26 @@ def train(updates: list[list[list[str]]], each: bool, *, unused: bool = False) -
     except UnlikeParametersError as raised:
         error = f"{raised.parameter} on {raised.ranks}"
     return error, flat(model)
+
+
+@pytest.mark.parametrize(
+    "used",
+    [["left", "left"], ["left", "right"], ["left right", "right"], ["left", "left", "left"], ["left", "left", "right"]],
+    ids=", ".join,
+)
+def test_an_accelerator_does_not_step_where_ranks_use_different_parameters(
+    used: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It decides from the sums of what each rank sends, before the host has looked at them."""
+    monkeypatch.setattr(collectives, "world_size", lambda: len(used))
+    ranks = []
+    for rank, names in enumerate(used):
+        model = branches()
+        forward(model, micro_batches(rank, [names])[0]).loss.backward()  # type: ignore[union-attr]
+        ranks.append(SameParameters())
+        ranks[-1].look(Gradients(model, torch.optim.SGD(model.parameters(), lr=RATE)))
+    sums = torch.tensor([one.payload() for one in ranks], dtype=torch.float64).sum(0)
+    assert bool(ranks[0].vetoes(sums)) == (len({*used}) > 1)
 
 
 LIKE = [["left", "left right"], ["left", "left right"]], [["right", "left"], ["right", "left"]]
@@ -162,6 +186,51 @@ def test_an_update_that_is_broken_off_leaves_no_gradient_inside_of_fsdp() -> Non
         for (place, number), (num_steps, weights) in zip(BREAKS, outcomes, strict=True):
             assert num_steps == 3, (place, number)
             assert weights == pytest.approx(expected), (place, number)
+
+
+# --- shards that several ranks hold ---
+
+USED, LIMIT = ["left right", "left", "right"], 0.1
+
+
+def in_replicas(factor: float) -> tuple[list[float], list[float]]:
+    """The norms of three updates, and the weights after them; each shard is on two ranks, and the loss times `factor`."""
+    model = branches().float()
+    mesh = init_device_mesh("cpu", (2, idist.get_world_size() // 2), mesh_dim_names=("replicas", "shards"))
+    fully_shard(model, mesh=mesh)
+
+    def times_factor(model: nn.Module, micro_batch: tuple[Tensor, str]) -> ForwardOutput:
+        output = forward(model, micro_batch)
+        return output._replace(loss=output.loss * factor)
+
+    optimizer, norms = torch.optim.SGD(model.parameters(), lr=RATE), list[float]()
+    trainer = create_trainer(model, optimizer, times_factor, max_grad_norm=LIMIT)
+    for x, used in micro_batches(idist.get_rank(), USED):
+        norms.append(trainer.update([(x.float(), used)]).grad_norm)
+    return norms, flat(model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4], ids=["whole", "sharded"])
+@pytest.mark.parametrize("factor", [1.0, 1e20], ids=["plain", "squares beyond float32"])
+def test_shards_that_several_ranks_hold_count_once_in_the_norm(factor: float, ranks: int) -> None:
+    """Norms, and weights after steps along clipped gradients, are those by hand in float64."""
+    model, expected = branches(), list[float]()
+    data = [micro_batches(rank, USED) for rank in range(ranks)]
+    for number in range(3):
+        loss = sum(forward(model, data[rank][number]).loss for rank in range(ranks)) / (4 * ranks)
+        model.zero_grad()
+        loss.backward()  # type: ignore[union-attr]
+        gradients = [parameter for parameter in model.parameters() if parameter.grad is not None]
+        expected.append(factor * math.sqrt(sum(float(one.grad.square().sum()) for one in gradients)))  # type: ignore[union-attr]
+        clipped = factor * min(1.0, LIMIT / (expected[-1] + 1e-6))
+        with torch.no_grad():
+            for parameter in gradients:
+                parameter -= RATE * clipped * parameter.grad
+    for norms, weights in run_ranks(in_replicas, factor, world_size=ranks):
+        assert norms == pytest.approx(expected, rel=1e-5)
+        assert weights == pytest.approx(flat(model), rel=1e-4, abs=1e-6)
+    assert min(expected) > LIMIT
 
 
 # --- how it was sharded ---

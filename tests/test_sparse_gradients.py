@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,8 @@ from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
 from bits import bit_by_bit
 from ignite_train import ForwardOutput, NonFiniteError, StaticLossScaling, TrainEvents, count_traffic, create_trainer
 from ignite_train.handlers import Checkpoint
+from ignite_train.ranks import collectives
+from ignite_train.ranks.sparse_rows import SparseRows
 from ranks import run_ranks
 from update_options import with_options
 
@@ -143,6 +148,73 @@ def test_ranks_are_the_loop_by_hand(way: str) -> None:
         assert norms == pytest.approx(expected_norms, rel=1e-11), kind
         if way != "ddp":
             assert names == ["allgather_", "allgather_"]  # statistics and dense gradients; rows
+
+
+class Threads:
+    """Two threads in place of two ranks."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self._rank, self._barrier = threading.local(), threading.Barrier(2, timeout=60.0)
+        self._given: dict[int, Tensor] = {}
+        patch.setattr(collectives, "world_size", lambda: 2)
+        patch.setattr(collectives, "rank", lambda: self._rank.number)
+        patch.setattr(collectives, "gather_bytes", self.gather)
+
+    def gather(self, given: Tensor, lengths: Sequence[int] = ()) -> list[Tensor]:
+        """What both have given, in rank order, as long as each of them knows that it is."""
+        self._given[self._rank.number] = given
+        self._barrier.wait()
+        found = [self._given[0], self._given[1]]
+        self._barrier.wait()
+        assert not lengths or [len(one) for one in found] == [*lengths]
+        return found
+
+    def add_up(self, gradients: list[list[Tensor | None]]) -> list[list[Tensor | None]]:
+        """Of each rank: the gradients of its parameters, once those of both have been added up."""
+
+        def on_rank(number: int) -> list[Tensor | None]:
+            self._rank.number = number
+            owners = [nn.Parameter(torch.zeros(6, 2, dtype=dtype)) for dtype in (torch.float64, torch.bfloat16)]
+            owners += [nn.Parameter(torch.zeros(6, 2)) for _ in gradients[number][2:]]
+            for owner, gradient in zip(owners, gradients[number], strict=True):
+                owner.grad = gradient
+            rows = SparseRows(owners)
+            rows.add_over_ranks(torch.stack(self.gather(rows.announcement())).sum(0))
+            return [owner.grad for owner in owners]
+
+        with ThreadPoolExecutor(2) as pool:
+            return [*pool.map(on_rank, range(2))]
+
+
+def rows_of(numbers: list[int], dtype: torch.dtype = torch.float32) -> Tensor:
+    """A gradient with these rows, of which each may be there twice; its values are 1, 2, 3, ..."""
+    values = torch.arange(1.0, 2 * len(numbers) + 1).view(-1, 2).to(dtype)
+    return torch.sparse_coo_tensor(torch.tensor([numbers], dtype=torch.int64), values, (6, 2), check_invariants=True)
+
+
+def test_rows_are_added_up_over_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several tables and dtypes, rows that both ranks have, none, all because the gradient is dense, or no gradient."""
+    wide, half = torch.float64, torch.bfloat16
+    ranks: list[list[Tensor | None]] = [
+        [rows_of([1, 2, 1], wide), rows_of([5], half), torch.ones(6, 2), None, rows_of([]), None],
+        [rows_of([2, 0], wide), rows_of([3, 5], half), None, None, None, rows_of([4])],
+    ]
+    expected = []
+    for both in zip(*ranks, strict=True):
+        present = [one.to_dense() for one in both if one is not None]
+        expected.append(sum(present[1:], present[0]) if present else None)
+    for found in Threads(monkeypatch).add_up(ranks):
+        for gradient, right in zip(found, expected, strict=True):
+            assert (gradient is None) == (right is None)
+            if gradient is not None and right is not None:
+                assert gradient.is_sparse
+                assert gradient.is_coalesced()
+                assert gradient.dtype is right.dtype
+                assert torch.equal(gradient.to_dense(), right)
+    for *nothing, empty in Threads(monkeypatch).add_up([[None] * 3, [None, None, rows_of([])]]):
+        assert nothing == [None] * 2
+        assert empty is not None
+        assert empty.to_dense().tolist() == [[0.0, 0.0]] * 6
 
 
 def test_an_update_that_is_not_finite_moves_nothing() -> None:

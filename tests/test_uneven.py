@@ -27,6 +27,7 @@ from ignite_train import (
     create_evaluator,
     create_trainer,
 )
+from ignite_train.ranks.placeholders import borrowed_micro_batch
 from ranks import run_ranks
 from tiers import only
 from update_options import with_options
@@ -246,6 +247,13 @@ def first_update_without_any(way: str) -> tuple[int, int]:
 def test_no_micro_batch_anywhere_hangs_no_rank(way: str) -> None:
     """Updates are skipped as long as no rank has had a micro-batch that could be a placeholder."""
     assert run_ranks(first_update_without_any, way) == [(0, 2)] * 2
+
+
+def test_what_a_rank_borrows_if_no_rank_has_a_micro_batch_now() -> None:
+    """The one that it ran on before; its own is never given up for it."""
+    assert borrowed_micro_batch(None, "before") == "before"
+    assert borrowed_micro_batch("now", "before") == "now"
+    assert borrowed_micro_batch(None) is None
 
 
 # --- a bad micro-batch as a placeholder ---

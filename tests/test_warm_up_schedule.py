@@ -39,7 +39,7 @@ def rates(schedule: torch.optim.lr_scheduler.LRScheduler, count: int) -> list[li
     return found
 
 
-@pytest.mark.parametrize("final", [0.0, 0.1])
+@pytest.mark.parametrize("final", [0.0, 0.1, 1.0])
 def test_a_cosine_is_that_of_torch(final: float) -> None:
     """Without a warm-up it is torch's CosineAnnealingLR up to the end, and stays at its final value after it."""
     ours = rates(WarmUpSchedule(sgd(), "cosine", total=9, final=final), 12)

@@ -52,7 +52,8 @@ class PlaceholderReduction:
             return without_placeholders
         if max_micro_batches is None:
             max_micro_batches = int(collectives.largest(len(group))[0])
-        return max_micro_batches - len(group)
+        # where no rank has any, DDP still needs a backward, in which it reduces and before which the statistics leave
+        return max(max_micro_batches - len(group), without_placeholders)
 
     def run_placeholder(self, loss_of: Callable[[Any], Tensor]) -> Tensor:
         """Runs the forward of a placeholder. Collective, as the user's forward is."""
