@@ -115,6 +115,21 @@ def test_the_order_is_a_function_of_seed_and_epoch():
         assert len(common) < len(first) / 4  # some have one sample
 
 
+ORDERS = {  # the first batches of epoch 3 and the last one, where orders are drawn, and where they are computed
+    "drawn": (2**16, [[53, 42], [59, 54, 32], [39, 58], [50, 3]], [45, 31]),
+    "computed": (0, [[14, 25], [40, 21, 10], [11, 46, 30, 41], [23, 53]], [9]),
+}
+
+
+@pytest.mark.parametrize("way", ORDERS)
+def test_the_order_never_changes(way, monkeypatch):
+    """These numbers are of version 0.1: a run that it has left in the middle of an epoch would miss samples in another order."""
+    longest, first, last = ORDERS[way]
+    monkeypatch.setattr("ignite_train.data.epoch_order._MAX_DRAWN", longest)
+    batches = of_epoch(budget(), 3)
+    assert (len(batches), batches[:4], batches[-1]) == (22, first, last)
+
+
 def test_the_order_does_not_depend_on_the_default_device():
     lengths = [*range(1, 40)]
     samplers = (TokenBudgetSampler(lengths, max_tokens=64, shuffle=True), ShardedSampler(lengths, shuffle=True))

@@ -400,6 +400,29 @@ def test_what_is_tried_by_default(clock: Clock, monkeypatch: pytest.MonkeyPatch)
     assert found.left_alone == {"workers": "left out by values", "compile": "left out by values"}
 
 
+@pytest.mark.parametrize(("name", "number"), [("workers", 3), slow("compile", 1)], ids=["workers", "compile"])
+def test_other_values_are_tried_by_default(name: str, number: int, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """1 worker process or as many as processors, or compiled; here there is no time for any, and they are counted."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 1, 2}, raising=False)
+    values = {other: values for other, values in NOTHING.items() if other != name}
+    found = tune(make(costing(clock, float)), loader_of(), seconds=1.0, values=values)
+    assert found.num_unmeasured == number
+    assert found.left_alone.keys() == values.keys()
+
+
+def test_what_has_one_value_is_left_alone_and_said(clock: Clock) -> None:
+    """A model without weights of 4 dimensions, an optimizer that knows no `fused`, and a single sample to an update."""
+    model = net()
+    trainer = create_trainer(model, torch.optim.RMSprop(model.parameters()), costing(clock, float))
+    found = tune(trainer, loader_of(1), seconds=1e6, values={"threads": [], "workers": [], "compile": []})
+    assert found.left_alone == {
+        "micro_batch": "the samples of an update cannot be divided otherwise",
+        "fused": "the optimizer has no argument of this name",
+        "channels_last": "no weight has 4 dimensions",
+        **dict.fromkeys(("threads", "workers", "compile"), "left out by values"),
+    }
+
+
 class Stepping(torch.optim.AdamW):
     """Its step takes 9 seconds, or one if it is fused."""
 
