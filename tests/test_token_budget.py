@@ -116,18 +116,19 @@ def test_the_order_is_a_function_of_seed_and_epoch():
 
 
 ORDERS = {  # the first batches of epoch 3 and the last one, where orders are drawn, and where they are computed
-    "drawn": (2**16, [[53, 42], [59, 54, 32], [39, 58], [50, 3]], [45, 31]),
-    "computed": (0, [[14, 25], [40, 21, 10], [11, 46, 30, 41], [23, 53]], [9]),
+    "drawn": (2**16, [[48, 47, 53, 45, 43], [12, 17], [2], [6, 18]], [3]),
+    "computed": (0, [[0, 18], [16, 19], [9, 7], [13, 12]], [11, 17]),
 }
 
 
 @pytest.mark.parametrize("way", ORDERS)
 def test_the_order_never_changes(way, monkeypatch):
-    """These numbers are of version 0.1: a run that it has left in the middle of an epoch would miss samples in another order."""
+    """These are numbers of version 0.1. A run that it has left within an epoch would miss samples in another order."""
     longest, first, last = ORDERS[way]
     monkeypatch.setattr("ignite_train.data.epoch_order._MAX_DRAWN", longest)
-    batches = of_epoch(budget(), 3)
-    assert (len(batches), batches[:4], batches[-1]) == (22, first, last)
+    lengths = [*range(6, 12), *[5] * 16, *[4] * 20, *[3] * 10, *[2] * 7]  # some lengths fill four batches exactly
+    batches = of_epoch(TokenBudgetSampler(lengths, max_tokens=20, shuffle=True), 3)
+    assert (len(batches), batches[:4], batches[-1]) == (20, first, last)
 
 
 def test_the_order_does_not_depend_on_the_default_device():
