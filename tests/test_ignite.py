@@ -529,6 +529,7 @@ def test_a_state_of_stock_ignite_is_taken_over(batches, accumulation_steps, upda
     trainer, groups = make(accumulation_steps=accumulation_steps)
     trainer.load_state_dict(saved)
     assert (trainer.state.iteration, trainer.state.num_steps, trainer.state.num_micro_batches) == (updates, updates, batches)
+    assert trainer.state.num_skipped == 0
     trainer.run(data)
     assert seen + flat(groups) == data * 3
     assert trainer.state.epoch == 3
