@@ -243,10 +243,9 @@ class MicroBatchPass:
         self._looks_ahead = self._fills_up and self.length is None
         self._groups_arrive = _reads_ahead(loader) and not (needs_whole_groups or self._looks_ahead)
         self._watch: ReusedMemory | None = ReusedMemory()  # until a first group of several was read
-        self._ahead: list[Any] = []
+        self._ahead, self._left_out = list[Any](), list[Any]()  # read for later groups; of the latest, what other ranks lack
         self._nothing_behind = False  # the look ahead has found no other group
         self._read = self.num_read = 0  # micro-batches since the position was found, and in the latest group
-        self._left_out: list[Any] = []  # the last ones of the latest group, which other ranks lack
         self._is_noted = True  # the place after the latest group; not while it arrives, nor where reading it has failed
         self._ended = self._exhausted = False  # no group is left; the loader is exhausted
         self._finished = False  # the epoch is over, and not only the run
