@@ -66,6 +66,7 @@ def test_its_size_is_not_known_where_the_loader_has_no_length() -> None:
 def test_it_is_used_as_a_list() -> None:
     """What is not a step of an iteration reads what it needs."""
     group, read, _ = group_of(9, 5)
+    assert (group[0], len(read)) == (0, 2)
     assert (group[2], len(read)) == (2, 3)
     assert (group[-1], len(read)) == (4, 5)
     group[1] = 7

@@ -35,8 +35,8 @@ def stateful(samples: int = SAMPLES, batch_size: int = 4, *, shuffle: bool = Tru
     return StatefulDataLoader(torch.arange(samples), batch_size, shuffle=shuffle, generator=generator)
 
 
-def sharded(seed: int) -> Any:
-    return DataLoader(torch.arange(SAMPLES), 4, sampler=ShardedSampler(range(SAMPLES), shuffle=True, seed=seed))
+def sharded(seed: int, *, shuffle: bool = True) -> Any:
+    return DataLoader(torch.arange(SAMPLES), 4, sampler=ShardedSampler(range(SAMPLES), shuffle=shuffle, seed=seed))
 
 
 def budget(samples: int = SAMPLES, *, longest: int = 4, **options: Any) -> Any:
@@ -133,6 +133,14 @@ REFUSED: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
         "micro_batches: 12 -> 15",
     ),
 }
+
+
+@pytest.mark.parametrize("shuffle", [True, False], ids=["in order no longer", "in order now"])
+def test_another_order_is_refused(shuffle: bool, tmp_path: Path) -> None:
+    """Also where the order of one of both is that of the dataset, so that nothing but the order differs."""
+    train(tmp_path, sharded(3, shuffle=not shuffle), to=5)
+    with pytest.raises(ValueError, match=rf"got shuffle: {not shuffle} -> {shuffle} \(rank 0\)"):
+        train(tmp_path, sharded(3, shuffle=shuffle))
 
 
 @pytest.mark.sampled(8)

@@ -58,12 +58,20 @@ def test_the_loader_is_read_to_its_end(build: Build) -> None:
     assert (setup.trainer.state.iteration, len(read)) == (6, 15)
 
 
+@pytest.mark.parametrize("number", [5, 1])
 @pytest.mark.parametrize("sized", [True, False])
-def test_no_whole_group_at_all_is_an_error(build: Build, micro_batches: list[Batch], sized: bool) -> None:
+def test_no_whole_group_at_all_is_an_error(build: Build, micro_batches: list[Batch], sized: bool, number: int) -> None:
     """An epoch without an update would never end."""
-    loader = micro_batches if sized else cuts.Unsized(micro_batches)
-    with pytest.raises(ValueError, match=r"must have a whole group in each epoch .* got 5 .* asks for 6"):
+    loader = micro_batches[:number] if sized else cuts.Unsized(micro_batches[:number])
+    with pytest.raises(ValueError, match=rf"must have a whole group in each epoch .* got {number} .* asks for 6"):
         dropped(build, accumulation_steps=6).trainer.run(loader)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("sized", [True, False])
+def test_no_data_at_all_is_another_error(build: Build, sized: bool) -> None:
+    """Another number of micro-batches to an update would not help."""
+    with pytest.raises(ValueError, match="data must give at least one micro-batch"):
+        dropped(build, accumulation_steps=2).trainer.run([] if sized else cuts.Unsized([]))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("stop", [1, 2, 3])
@@ -102,6 +110,31 @@ def on_ranks(sized: bool, uneven: str) -> tuple[int, int, float]:
     assert idist.get_world_size() == 2
     assert state.update_output is not None
     return state.iteration, state.num_micro_batches, state.update_output.num_micro_batches
+
+
+def more_than_announced() -> tuple[int, int]:
+    """Rank 0 says 3 micro-batches and gives 6, rank 1 says 5 and gives them."""
+
+    class Lying(list[Any]):
+        def __len__(self) -> int:
+            return 3
+
+    model = cuts.linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    options = UpdateOptions(reduction="explicit", drop_last_group=True)
+    trainer = create_trainer(model, optimizer, cuts.forward, accumulation_steps=2, options=options)
+    data = cuts.shard([[1] * 6, [1] * 5])
+    if idist.get_rank() == 1:
+        state = trainer.run(data, max_epochs=1)
+    else:
+        with pytest.warns(UserWarning, match=r"the loader has len\(\) 3 and gave more micro-batches"):
+            state = trainer.run(Lying(data), max_epochs=1)
+    return state.iteration, state.num_micro_batches
+
+
+def test_a_loader_that_gives_more_than_it_said_is_warned_about() -> None:
+    """And what it gave beyond that is left out."""
+    assert run_ranks(more_than_announced) == [(2, 3), (2, 4)]
 
 
 @pytest.mark.sampled(2)

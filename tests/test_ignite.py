@@ -6,6 +6,7 @@ import itertools
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import ignite.distributed as idist
@@ -211,17 +212,29 @@ def test_the_length_is_known_when_the_run_starts():
     assert lengths == [5, 5, 5, 3, 3, 2, 2]
 
 
-def lengths_of_ranks() -> list[Any]:
-    trainer, _ = make(accumulation_steps=2, protect=False)
+def test_the_length_follows_a_function_of_the_update():
+    """Of 9 micro-batches in groups of 1, 2, 3, ...: four updates in the first epoch and two in the second."""
+    trainer, _ = make(accumulation_steps=lambda update: update)
     lengths: list[Any] = []
-    trainer.add_event_handler(Events.STARTED, lambda engine: lengths.append(engine.state.epoch_length))
-    trainer.run([1.0] * (3 + 4 * idist.get_rank()), max_epochs=1)
+    for event in (Events.STARTED, Events.DATALOADER_STOP_ITERATION, Events.EPOCH_STARTED):
+        trainer.add_event_handler(event, lambda engine: lengths.append(engine.state.epoch_length))
+    trainer.run([1.0] * 9, max_epochs=2)
+    assert lengths == [4, 4, 2, 2]
+
+
+def lengths_of_ranks() -> list[Any]:
+    lengths: list[Any] = []
+    for shortest in (3, 0):
+        trainer, _ = make(accumulation_steps=2, protect=False)
+        for event in (Events.STARTED, Events.ITERATION_STARTED(once=1)):
+            trainer.add_event_handler(event, lambda engine: lengths.append(engine.state.epoch_length))
+        trainer.run([1.0] * (7 if idist.get_rank() else shortest), max_epochs=1)
     return lengths
 
 
 def test_the_length_at_the_start_is_that_of_the_longest_rank():
-    """With 3 and 7 micro-batches and groups of 2, every rank starts with 4 updates in sight."""
-    assert run_ranks(lengths_of_ranks) == [[4], [4]]
+    """With 3 and 7 micro-batches and groups of 2, every rank starts with 4 updates in sight; also with none and 7."""
+    assert run_ranks(lengths_of_ranks) == [[4] * 4] * 2
 
 
 def test_an_evaluator_knows_its_length():
@@ -475,6 +488,20 @@ def test_a_logger_of_the_users_gets_ignites_messages(caplog):
     assert third.startswith("Engine run finished. Time taken: 00:00:0")
 
 
+def test_a_long_time_is_written_as_hours_minutes_and_seconds(caplog, monkeypatch):
+    """Of the epoch and of the run, as Ignite does; a handler of COMPLETED is a part of the run."""
+    now = [0.0]
+    monkeypatch.setattr("ignite_train.loop.loop.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    trainer, _ = make()
+    trainer.logger = logging.getLogger("mine")
+    for event, seconds in ((Events.ITERATION_COMPLETED, 3725.25), (Events.COMPLETED, 60.0)):
+        trainer.add_event_handler(event, lambda engine, seconds: now.append(now.pop() + seconds), seconds)
+    with caplog.at_level(logging.INFO):
+        times = trainer.run([1.0]).times
+    assert [line.partition("taken: ")[2] for line in caplog.messages if "taken" in line] == ["01:02:05.250", "01:03:05.250"]
+    assert (times["EPOCH_COMPLETED"], times["COMPLETED"]) == (3725.25, 3785.25)
+
+
 def test_times_include_the_closing_handlers():
     """`state.times` of an epoch and of the run are there for their handlers, and include them afterwards."""
     trainer, _ = make()
@@ -502,9 +529,21 @@ def test_a_state_of_stock_ignite_is_taken_over(batches, accumulation_steps, upda
     trainer, groups = make(accumulation_steps=accumulation_steps)
     trainer.load_state_dict(saved)
     assert (trainer.state.iteration, trainer.state.num_steps, trainer.state.num_micro_batches) == (updates, updates, batches)
+    assert trainer.state.num_skipped == 0
     trainer.run(data)
     assert seen + flat(groups) == data * 3
     assert trainer.state.epoch == 3
+
+
+@pytest.mark.parametrize(("max_iters", "batches"), [(5, 5), (12, 12), (13, 14), (15, 15)])
+def test_a_limit_of_stock_ignite_is_of_batches(max_iters, batches):
+    """Groups of 2 do not span epochs of 5: as many updates as have these batches, of which the last has all of its group."""
+    data = [1.0, 2.0, 3.0, 4.0, 5.0]
+    trainer, groups = make(accumulation_steps=2)
+    trainer.load_state_dict({"iteration": 5, "epoch_length": 5, "max_iters": max_iters})
+    trainer.run(data)
+    assert flat(groups) == (data * 3)[5:batches]
+    assert (trainer.state.iteration, trainer.state.num_micro_batches) == (trainer.state.max_iters, batches)
 
 
 def test_a_state_of_stock_ignite_within_a_group_is_refused():

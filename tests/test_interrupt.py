@@ -96,7 +96,7 @@ def test_one_process_is_interrupted_at_once(case: str) -> None:
 EVENTS = [Events.GET_BATCH_STARTED, Events.GET_BATCH_COMPLETED, Events.ITERATION_STARTED, Events.ITERATION_COMPLETED]
 
 
-def read_once(accumulation_steps: int, seen: list[Any]) -> tuple[Trainer, nn.Module]:
+def read_once(accumulation_steps: int, seen: list[Any], uneven: Any = "all") -> tuple[Trainer, nn.Module]:
     """A trainer that writes down what it is trained on, which a handler has doubled."""
     torch.manual_seed(0)
     model = nn.Linear(1, 1)
@@ -105,9 +105,9 @@ def read_once(accumulation_steps: int, seen: list[Any]) -> tuple[Trainer, nn.Mod
         seen.append((trainer.state.iteration, float(x)))
         return ForwardOutput(model(x).square().sum(), len(x))
 
-    reduction = UpdateOptions(reduction="explicit" if idist.get_world_size() > 1 else "auto")
+    options = UpdateOptions(reduction="explicit" if idist.get_world_size() > 1 else "auto", uneven=uneven)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
-    trainer = create_trainer(model, optimizer, forward, accumulation_steps=accumulation_steps, options=reduction)
+    trainer = create_trainer(model, optimizer, forward, accumulation_steps=accumulation_steps, options=options)
 
     @trainer.on(Events.GET_BATCH_COMPLETED)
     def double() -> None:
@@ -121,11 +121,13 @@ def numbers(length: int) -> Iterator[torch.Tensor]:
     return (torch.full((1, 1), float(number)) for number in range(length))
 
 
-def stopped(call: str, event: Any, at: int, accumulation_steps: int, epoch_length: int | None) -> tuple[list[Any], Any]:
+def stopped(
+    call: str, event: Any, at: int, accumulation_steps: int, epoch_length: int | None, uneven: str = "all"
+) -> tuple[list[Any], Any]:
     """What a run on an iterator is trained on, stopped before or after an update and continued, and the weights."""
     seen: list[Any] = []
-    trainer, model = read_once(accumulation_steps, seen)
-    data = numbers(9 - idist.get_rank())
+    trainer, model = read_once(accumulation_steps, seen, uneven)
+    data = numbers(9 - idist.get_rank() * (1 if uneven == "all" else 2))
     if call != "never":
         handle = trainer.add_event_handler(event(once=at), lambda: getattr(trainer, call)(agreed=True))
     limits = {"max_epochs": 1} if epoch_length is None else {"max_epochs": 2, "epoch_length": epoch_length}
@@ -158,6 +160,19 @@ def test_iterators_of_ranks_are_continued(event: Any, epoch_length: int | None) 
         whole = run_ranks(stopped, "never", event, at, accumulation_steps, epoch_length)
         assert whole[0][1] == whole[1][1]
         assert run_ranks(stopped, "interrupt", event, at, accumulation_steps, epoch_length) == whole
+
+
+def stopped_before_the_last_group(event: Any) -> list[Any]:
+    at = 4 if event == Events.ITERATION_STARTED else 3  # updates that the event has counted
+    return [stopped(call, event, at, 2, None, "shortest") for call in ("never", "interrupt", "terminate")]
+
+
+@pytest.mark.parametrize("event", [Events.GET_BATCH_COMPLETED, Events.ITERATION_STARTED], ids=lambda event: event.name)
+def test_what_other_ranks_lack_is_left_out_again(event: Any) -> None:
+    """Of the fourth group of 2 one rank has a single micro-batch, so the other leaves one out, also where it was given back."""
+    for whole, *continued in run_ranks(stopped_before_the_last_group, event):
+        assert len(whole[0]) == 7
+        assert continued == [whole, whole]
 
 
 def other_data_on_one_rank() -> str:

@@ -248,8 +248,18 @@ def test_a_gradient_is_laid_out_as_backward_does(layout, shape):
     assert pairs_with(ours, parameter) or not is_dense(parameter)
 
 
-def test_an_expanded_parameter_is_refused():
+@pytest.mark.parametrize("rows", [2, 4])
+def test_an_expanded_parameter_is_refused(rows):
     """Several of its elements are one number in memory: a fused kernel would write beyond it."""
-    model = nn.ParameterDict({"w": nn.Parameter(torch.ones(1, 3).expand(4, 3))})
-    with pytest.raises(ValueError, match=r"model must hold each weight once, got 'w' of shape \(4, 3\) expanded"):
+    model = nn.ParameterDict({"w": nn.Parameter(torch.ones(1, 3).expand(rows, 3))})
+    with pytest.raises(ValueError, match=rf"model must hold each weight once, got 'w' of shape \({rows}, 3\) expanded"):
         create_trainer(model, SGD(model.parameters(), lr=0.1), forward)
+
+
+def test_a_number_that_is_expanded_to_one_element_is_taken():
+    """It is in memory once, although its stride is 0."""
+    model = nn.ParameterDict({"w": nn.Parameter(torch.ones(()).expand(1))})
+    assert model["w"].stride() == (0,)
+    trainer = create_trainer(model, SGD(model.parameters(), lr=0.1), lambda model, x: (model["w"] * x).sum())
+    trainer.run([torch.tensor([2.0])])
+    assert model["w"].tolist() == pytest.approx([0.8])

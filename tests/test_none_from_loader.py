@@ -111,6 +111,13 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path, updates: int) -> 
     assert run(tmp_path / "a", updates, 5) == run(tmp_path / "b", 5)
 
 
+def test_in_a_single_process_a_synchronised_norm_waits_for_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    """So it is taken, and nothing is said of a loader without a length."""
+    model = nn.Sequential(nn.Linear(3, 2), nn.SyncBatchNorm(2).eval(), nn.Linear(2, 1)).double()
+    make(model).run(cuts.Unsized(batches(PLACES[0])))
+    assert not any("SyncBatchNorm" in line for line in caplog.messages)
+
+
 def on_rank(way: str, uneven: str, sized: bool) -> Any:
     model = cuts.linear()
     if way == "fsdp":

@@ -302,6 +302,22 @@ def test_ranks_that_drift_apart_later_are_noticed() -> None:
     assert run_ranks(drift_in_update_5) == [("update 8", [*range(1, 9)])] * 2
 
 
+def compared_by_default(protect: Any) -> list[int]:
+    """The updates, of the first 2100, after which the state is compared."""
+    events: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StateConsistency, "attach", lambda self, trainer, event: events.append(event))
+        make(protect=protect)
+    (event,) = events
+    return [update for update in range(1, 2100) if event.filter(None, update)]
+
+
+def test_the_first_three_updates_are_compared_and_each_thousandth() -> None:
+    """By default; `every` is another number of them."""
+    assert run_ranks(compared_by_default, True) == [[1, 2, 3, 1000, 2000]] * 2
+    assert run_ranks(compared_by_default, {"state_consistency": {"every": 900}}) == [[1, 2, 3, 900, 1800]] * 2
+
+
 @pytest.mark.parametrize("begin", [1, 6])
 def test_the_first_updates_of_a_process_are_compared_and_then_one_of_many(begin: int) -> None:
     """As many as are said, also of a process that resumes; then the multiples of a number."""

@@ -101,6 +101,14 @@ def test_without_seeding_a_dataset_draws_on():
     assert as_lists(loader) != as_lists(loader)
 
 
+def test_what_workers_draw_by_themselves_is_a_function_of_the_seed():
+    """In each pass, so also in a process that resumes; a random `collate_fn` draws so, or a dataset that is not seeded."""
+    one, other = (ResumableLoader(Noisy(), 3, shuffle=False, seed=seed, seed_samples=False, num_workers=1) for seed in (5, 6))
+    first = as_lists(one)
+    assert as_lists(one) == first
+    assert as_lists(other) != first
+
+
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("samples", [0, 3, 6, 9, 10, 99])

@@ -115,6 +115,22 @@ def test_the_order_is_a_function_of_seed_and_epoch():
         assert len(common) < len(first) / 4  # some have one sample
 
 
+ORDERS = {  # the first batches of epoch 3 and the last one, where orders are drawn, and where they are computed
+    "drawn": (2**16, [[48, 47, 53, 45, 43], [12, 17], [2], [6, 18]], [3]),
+    "computed": (0, [[0, 18], [16, 19], [9, 7], [13, 12]], [11, 17]),
+}
+
+
+@pytest.mark.parametrize("way", ORDERS)
+def test_the_order_never_changes(way, monkeypatch):
+    """These are numbers of version 0.1. A run that it has left within an epoch would miss samples in another order."""
+    longest, first, last = ORDERS[way]
+    monkeypatch.setattr("ignite_train.data.epoch_order._MAX_DRAWN", longest)
+    lengths = [*range(6, 12), *[5] * 16, *[4] * 20, *[3] * 10, *[2] * 7]  # some lengths fill four batches exactly
+    batches = of_epoch(TokenBudgetSampler(lengths, max_tokens=20, shuffle=True), 3)
+    assert (len(batches), batches[:4], batches[-1]) == (20, first, last)
+
+
 def test_the_order_does_not_depend_on_the_default_device():
     lengths = [*range(1, 40)]
     samplers = (TokenBudgetSampler(lengths, max_tokens=64, shuffle=True), ShardedSampler(lengths, shuffle=True))

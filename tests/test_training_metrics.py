@@ -466,12 +466,13 @@ def test_the_time_to_go_counts_evaluation_apart(monkeypatch: pytest.MonkeyPatch)
 def test_progress_is_below_one_and_rises(limit: dict[str, int]) -> None:
     """Also with epochs of different lengths, between epochs and after the run."""
     trainer, seen = make(accumulation_steps=[1, 2, 3] if "max_epochs" in limit else 2), []
-    for event in (Events.EPOCH_STARTED, Events.ITERATION_STARTED, EVERY, Events.EPOCH_COMPLETED, Events.COMPLETED):
+    begin = (Events.STARTED, Events.EPOCH_STARTED, Events.ITERATION_STARTED)
+    for event in (*begin, EVERY, Events.EPOCH_COMPLETED, Events.COMPLETED):
         trainer.add_event_handler(event, lambda: seen.append(run_progress(trainer)))
     trainer.run(DATA, **limit)
     known = [progress for progress in seen if progress is not None]
     assert [progress.after for progress in known] == sorted(progress.after for progress in known)
-    assert known[-1].after == 1.0
+    assert (known[0].after, known[-1].after) == (0.0, 1.0)
     assert all(0 <= progress.before < 1 and progress.before <= progress.after for progress in known)
     if "max_epochs" in limit:
         in_epochs = [progress.after for progress in seen[-len(seen) :] if progress is not None]

@@ -206,6 +206,19 @@ def test_the_shortest_is_exact(counts: tuple[int, int], accumulation_steps: int,
         assert result["forwards"] == min(counts)
 
 
+def shortest_of_three(counts: tuple[int, ...]) -> int:
+    model = Tower()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    options = UpdateOptions(reduction="explicit", uneven="shortest")
+    trainer = create_trainer(model, optimizer, clip, options=options)
+    return trainer.run(cuts.Unsized(data(counts)[idist.get_rank()]), max_epochs=1).num_micro_batches
+
+
+def test_one_of_many_ranks_ends_the_epoch() -> None:
+    """Without lengths too: two ranks that have more do not outvote the third."""
+    assert run_ranks(shortest_of_three, (3, 1, 3), world_size=3) == [1, 1, 1]
+
+
 def train_shortest(counts: tuple[int, int], accumulation_steps: int, way: str, sized: bool) -> dict[str, Any]:
     return train(counts, way, sized, accumulation_steps=accumulation_steps, uneven="shortest")
 
@@ -391,13 +404,14 @@ def synchronised(policy: str, counts: tuple[int, int], sized: bool) -> Any:
     return trainer.state.num_steps, lines
 
 
-def test_synchronised_norms_with_unequal_lengths_are_refused() -> None:
+@pytest.mark.parametrize("fewest", [2, 0])
+def test_synchronised_norms_with_unequal_lengths_are_refused(fewest: int) -> None:
     """Before the first batch, in one line that names both numbers and what to do."""
-    first, second = run_ranks(synchronised, "all", (3, 2), True)
+    first, second = run_ranks(synchronised, "all", (3, fewest), True)
     assert first == second
     message, fetched = first
     assert fetched == 0
-    assert "rank 0: 3, rank 1: 2" in message
+    assert f"rank 0: 3, rank 1: {fewest}" in message
     assert "SyncBatchNorm" in message
     assert "uneven='replay'" in message
     assert "\n" not in message

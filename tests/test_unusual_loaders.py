@@ -248,9 +248,9 @@ def test_workers_that_are_kept_make_one_pass_at_a_time(event: Any) -> None:
 # --- seeds and order -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", [2**45, 2**53 + 1, 2**64 - 1], ids=["45-bits", "54-bits", "64-bits"])
-def test_seeds_of_64_bits_are_taken(seed: int) -> None:
-    """As `torch.seed()` gives them. Another seed is another order."""
+@pytest.mark.parametrize("seed", [2**45, 2**53 + 1, 2**64 - 1, 2**64 + 3], ids=["45-bits", "54-bits", "64-bits", "65-bits"])
+def test_seeds_of_many_bits_are_taken(seed: int) -> None:
+    """As `torch.seed()` gives them, and larger ones than a generator takes. Another seed is another order."""
     orders = [[*ShardedSampler(range(64), shuffle=True, seed=one)] for one in (seed, seed - 1)]
     assert orders[0] != orders[1]
     assert all(sorted(order) == [*range(64)] for order in orders)

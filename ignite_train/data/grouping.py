@@ -243,7 +243,7 @@ class MicroBatchPass:
         self._looks_ahead = self._fills_up and self.length is None
         self._groups_arrive = _reads_ahead(loader) and not (needs_whole_groups or self._looks_ahead)
         self._watch: ReusedMemory | None = ReusedMemory()  # until a first group of several was read
-        self._ahead: list[Any] = []
+        self._ahead, self._left_out = list[Any](), list[Any]()  # read for later groups; of the latest, what other ranks lack
         self._nothing_behind = False  # the look ahead has found no other group
         self._read = self.num_read = 0  # micro-batches since the position was found, and in the latest group
         self._is_noted = True  # the place after the latest group; not while it arrives, nor where reading it has failed
@@ -296,7 +296,8 @@ class MicroBatchPass:
         self._done -= 1
         self._position -= self._size(self._done)
         self._read -= self.num_read
-        self._ahead = [*group, *[None] * (self.num_read - len(group)), *self._ahead]  # None was left out of the group
+        num_none = self.num_read - len(group) - len(self._left_out)  # which are not in the group
+        self._ahead = [*group, *[None] * num_none, *self._left_out, *self._ahead]
         self._ended = self._exhausted = self._nothing_behind = False
         self.more = 1 if group else self._against
         self._place.take_back_note()
@@ -329,7 +330,7 @@ class MicroBatchPass:
         over = self._ended or (self._looks_ahead and self._nothing_behind)
         all_done = self.length is not None and self._done >= self.length and not self._against
         if all_done and self._drops_last_group and self._announced is not None:
-            self._read += sum(1 for _ in islice(self._micro_batches, self._announced - self._read))
+            self._read += sum(1 for _ in islice(self._micro_batches, max(0, self._announced - self._read)))
         if over or (all_done and not self._has_surplus()):
             self._place.note(exhausted=True)
 
@@ -383,6 +384,7 @@ class MicroBatchPass:
             used = -int(collectives.largest(-len(group))[0])
         else:
             return
+        self._left_out = group[used:]
         del group[used:]
 
     def _take(self) -> MutableSequence[Any]:
@@ -390,7 +392,7 @@ class MicroBatchPass:
         expected = self._expected(size) if self._groups_arrive and not self._ahead else 0
         self._done += 1
         self._position += size
-        self.num_read, self._is_noted = 0, False
+        self.num_read, self._is_noted, self._left_out = 0, False, []
         if expected:
             return self._take_arriving(expected, size)
         group, self._ahead = self._ahead[:size], self._ahead[size:]

@@ -89,7 +89,7 @@ def how_exact(loader: Iterable[Any]) -> tuple[list[str], str]:
         )
     else:
         note = f"resuming reads the {kind} again up to its position; a ResumableLoader jumps there"
-        if workers and not vars(loader).get("in_order", True):  # older versions of torch do not have it
+        if isinstance(loader, DataLoader) and workers and not loader.in_order:
             doubts.append(
                 f"the {kind} has in_order=False: its workers give micro-batches in an order that differs from pass to pass, so "
                 "that resuming within an epoch misses some and repeats others; leave in_order out"

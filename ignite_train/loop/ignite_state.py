@@ -43,8 +43,7 @@ def from_ignite_state(state_dict: Mapping[str, Any], accumulation_steps: Any) ->
             f"state_dict['iteration'] must be at the end of an update of {accumulation_steps} micro-batches, got {batches}, "
             f"{in_epoch} batches into an epoch of {length}"
         )
-    updates_per_epoch = -(-length // accumulation_steps)
-    updates = epochs * updates_per_epoch + in_epoch // accumulation_steps
+    updates = _updates_of(batches, length, accumulation_steps)
     max_epochs, max_iters = _limits(state_dict, batches, epochs)
     return {
         "iteration": updates,
@@ -53,11 +52,17 @@ def from_ignite_state(state_dict: Mapping[str, Any], accumulation_steps: Any) ->
         "num_micro_batches": batches,
         "epochs_completed": epochs,
         "epoch_iteration": in_epoch // accumulation_steps,
-        "epoch_length": updates_per_epoch,
+        "epoch_length": _updates_of(length, length, accumulation_steps),
         "max_epochs": max_epochs,
-        "max_iters": max_iters and -(-max_iters // accumulation_steps),
+        "max_iters": None if max_iters is None else _updates_of(max_iters, length, accumulation_steps),
         "ended": False,
     }
+
+
+def _updates_of(batches: int, length: int, accumulation_steps: int) -> int:
+    """Updates in which so many batches are done, from the beginning of a run; the last group of an epoch may be smaller."""
+    epochs, in_epoch = divmod(batches, length)
+    return epochs * -(-length // accumulation_steps) - (-in_epoch // accumulation_steps)
 
 
 def _batches(state_dict: Mapping[str, Any], length: int) -> Any:

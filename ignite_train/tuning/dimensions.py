@@ -137,7 +137,7 @@ def _sizes(present: Settings) -> tuple[int, ...]:
     divisors = [size for size in range(1, total + 1) if total % size == 0]
     above, below = [now], [now]
     for size in divisors:
-        if size >= above[-1] * _STEP or (size == total and size > above[-1]):
+        if size >= above[-1] * _STEP:
             above.append(size)
     for size in reversed(divisors):
         if size * _STEP <= below[-1]:

@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ignite_train.arguments import describe
+from ignite_train.data.resumable_loader import ResumableLoader
 from ignite_train.data.samplers import HasEpoch
 from ignite_train.loop.dispatch import Stateful
 from ignite_train.tuning.settings import Settings
@@ -58,6 +59,9 @@ class FixedSamples:
             self.why_fixed["workers"] = "the micro-batches were fetched beforehand, so that no figure contains loading"
             return
         self.workers, self.micro_batch = loader.num_workers, loader.batch_size
+        if isinstance(loader, ResumableLoader) and loader.fetches_in_thread:
+            self.workers = None
+            self.why_fixed["workers"] = "fetch_in_thread=True takes their place; the figures are without that thread"
         if self.micro_batch is None:
             self._keys = _first(iter(_copy_of(loader.batch_sampler, loader)), number)
             self.why_fixed["micro_batch"] = f"the batch_sampler of the {kind} decides which samples are a micro-batch"

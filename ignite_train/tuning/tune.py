@@ -213,7 +213,8 @@ def _accumulation_steps(trainer: Trainer, creation: Creation) -> tuple[int, str]
     """Those of the next update, and why they cannot be changed, if that is so."""
     steps, state = creation.arguments[creation.accumulation_argument], trainer.state
     if isinstance(steps, Sequence):
-        return steps[min(max(state.epoch, 1), len(steps)) - 1], "accumulation_steps differ from epoch to epoch"
+        epoch = state.epoch + (not trainer._epoch_open)
+        return steps[min(epoch, len(steps)) - 1], "accumulation_steps differ from epoch to epoch"
     if callable(steps):
         return steps(state.iteration + 1), "accumulation_steps are a function"
     return steps, ""
