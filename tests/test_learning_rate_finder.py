@@ -360,6 +360,62 @@ def test_the_suggestion_and_its_picture(tmp_path: Path, monkeypatch: pytest.Monk
         finder.save_plot(tmp_path / "none.png")
 
 
+def losses_of(given: list[float], **settings: Any) -> list[float]:
+    """The curve where the updates have these losses."""
+    remaining = iter(given)
+    trainer = make(net())
+    finder = search(trainer, MICRO_BATCHES, num_iter=len(given), output_transform=lambda output: next(remaining), **settings)
+    return finder.get_results()["loss"]
+
+
+def test_it_ends_where_the_loss_is_more_than_so_many_times_the_least() -> None:
+    """The loss of that update is the last point; one of exactly so many times does not end it."""
+    losses = [4.0, 2.0, 3.0, 6.0, 6.1, 1.0, 1.0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # as that the loss did not diverge
+        assert losses_of(losses, smooth_f=0, diverge_th=3) == losses[:5]
+        assert losses_of([1.0, 1.0, math.nan, 1.0], smooth_f=0.0) == [1.0, 1.0]
+
+
+def test_a_loss_is_smoothed() -> None:
+    """The share of a new one is `smooth_f`; without it each stays as it is."""
+    assert losses_of([4.0, 2.0, 3.0], smooth_f=0.25) == [4.0, 3.5, 3.375]
+    assert losses_of([4.0, 2.0, 3.0], smooth_f=0.0) == [4.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize(("number", "rates"), [(1, [1e-3]), (2, [1e-3, 0.5]), (3, [1e-3, 0.2505, 0.5])])
+def test_few_updates_have_the_first_and_the_last_rate(number: int, rates: list[float]) -> None:
+    """Also in a search that continues a run."""
+    model = net()
+    trainer = make(model, torch.optim.SGD(model.parameters(), lr=1e-3))
+    trainer.run(MICRO_BATCHES, max_iters=2)
+    found = search(trainer, MICRO_BATCHES, num_iter=number, start_lr=None, step_mode="linear")
+    assert found.get_results()["lr"] == pytest.approx(rates)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_what_the_picture_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, groups: int) -> None:
+    """The losses over the rates of the first group, without those that are left out; the suggestion is a dot on the curve."""
+    model, drawn = net(), list[Any]()
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *_, **__: drawn.append(figure))
+    parts = [{"params": model[0].parameters()}, {"params": model[3].parameters(), "lr": 1e-5}]
+    optimizer = torch.optim.SGD(parts if groups == 2 else model.parameters(), lr=1e-3)
+    finder = search(make(model, optimizer), MICRO_BATCHES, num_iter=30, start_lr=None, end_lr=10.0)
+    finder.save_plot(tmp_path / "rates.png", skip_start=2, skip_end=3)
+    results, suggestion = finder.get_results(), finder.lr_suggestion()
+    rates = [rate[0] if groups == 2 else rate for rate in results["lr"]]
+    first = suggestion[0] if groups == 2 else suggestion
+    (axes,) = drawn[0].axes
+    curve, dot = axes.get_lines()
+    points = [list(point) for point in zip(rates, results["loss"], strict=True)]
+    assert curve.get_xydata().tolist() == points[2:-3]
+    assert dot.get_xydata().tolist() == [points[rates.index(first)]]
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == [f"suggestion: {first:.3g}"]
+    assert (axes.get_xscale(), axes.get_xlabel(), axes.get_ylabel()) == ("log", "learning rate", "smoothed loss")
+    finder.save_plot(tmp_path / "rates.png")
+    assert drawn[1].axes[0].get_lines()[0].get_xydata().tolist() == points
+
+
 def _search_on_this_rank() -> Any:
     model = net()
     trainer = make(model, reduction="explicit")

@@ -6,6 +6,7 @@ import csv
 import errno
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -113,6 +114,25 @@ def test_each_line_is_there_once_when_a_run_resumes(tmp_path: Path, kind: str, s
     trainer, log = make(tmp_path / "killed", kind, save=save)
     trainer.run(DATA, max_epochs=2)
     assert read(log.path) == expected
+
+
+@kinds
+def test_what_is_written_is_there_at_once(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the operating system in each update, since SIGKILL does not wait for a flush; on the disk before a checkpoint."""
+    trainer, log = make(tmp_path / "of/two/names", kind)
+    lines: list[int] = []
+    trainer.append_event_handler(EVERY, lambda: lines.append(len(read(log.path))))
+    synced: list[int] = []
+
+    @trainer.on(EVERY(once=6))
+    def save() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(module.os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_ino))
+            log.state_dict()
+
+    trainer.run(DATA, max_epochs=1)
+    assert lines == [1, 2, 3, 4, 5, 6]
+    assert synced == [log.path.stat().st_ino]
 
 
 @kinds
@@ -257,6 +277,22 @@ def test_a_full_disk_costs_a_line_and_no_more(
     assert [line for line in caplog.messages if "could not be written" in line] == [
         "a line of update 3 could not be written ([Errno 28] No space left on device); failures so far: 1"
     ]
+
+
+def test_a_disk_that_stays_full_is_said_ever_more_rarely(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first, second, fourth, eighth time, ..."""
+
+    def fail(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(module, "_write_whole", fail)
+    trainer, _ = make(tmp_path, "json")
+    trainer.run(DATA * 3, max_epochs=1)  # 18 updates, and a validation
+    lines = [line for line in caplog.messages if "could not be written" in line]
+    assert [line.rpartition(" ")[2] for line in lines] == ["1", "2", "4", "8", "16"]
+    assert [line.split()[4] for line in lines] == ["1", "2", "4", "8", "16"]
 
 
 @kinds

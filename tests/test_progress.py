@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from ignite.engine import Events
+from ignite.engine import Engine, Events
 from tqdm import tqdm
 
 import cuts
@@ -287,6 +287,93 @@ def test_a_log_file_has_short_aligned_lines(capsys: pytest.CaptureFixture[str], 
     ]
 
 
+ALL_PARTS = {
+    "loss": 0.5,
+    "perplexity": 1.25,
+    "accuracy": 0.75,
+    "recall": 0.25,
+    "grad_norm": 2.0,
+    "samples_per_second": 1234.0,
+    "time_to_go": 3725.0,
+    "data_wait": 0.1,
+    "slowest_to_median": 1.5,
+    "slowest_rank": 3.0,
+}
+
+
+def test_what_a_line_leaves_out_when_there_is_no_room(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Part after part, as the width goes down from 199 columns to 20, each of them as soon as it does not fit."""
+    trainer, _, _ = make()
+    ProgressLog("simple").attach(trainer, EVERY(every=1))
+
+    @trainer.on(Events.ITERATION_STARTED)
+    def publish() -> None:
+        update = trainer.state.iteration
+        monkeypatch.setattr("ignite_train.handlers.progress._MAX_COLUMNS", 200 - update)
+        trainer.state.metrics |= ALL_PARTS | {"skipped": 100.0 + update, "learning_rate": 0.1 if update == 1 else 0.2}
+
+    trainer.run(DATA * 30, max_epochs=1)
+    lines = capsys.readouterr().out.splitlines()[:180]
+    middle = "loss 0.5      perplexity 1.25     accuracy 0.75     recall 0.25     norm 2        1.23k samples/s  1:02:05 left"
+    alarms = "skipped {}  waiting 10%  rank 3 is slow"
+    assert lines[0] == f"epoch 1/1  update   1/180  {middle}  {alarms.format(101)}", "its rate is that of the beginning"
+    assert lines[1] == f"epoch 1/1  update   2/180  {middle}  lr 0.2      {alarms.format(102)}"
+    parts = ["slow", "waiting", "norm", "recall", "perplexity", "accuracy", "samples/s", " lr ", "left", "loss", "skipped"]
+    left_out = [next(index for index, line in enumerate(lines) if part not in line) for part in parts]
+    widths = [199 - index for index in left_out]
+    assert widths == sorted({*widths}, reverse=True)
+    assert widths[0] == len(lines[1]) - 1
+    assert all(len(line) <= max(199 - index, len("epoch 1/1  update 180/180")) for index, line in enumerate(lines))
+    assert lines[-1] == "epoch 1/1  update 180/180"
+
+
+def test_a_line_warns_of_what_is_urgent_only(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of more skips, of the loader from 10 % on, of a rank from 1.5 times the median on; a constant once it changes."""
+    trainer, _, _ = make()
+    trainer.state.metrics |= {"baseline": 2.5, "skipped": 1.0}
+    ProgressLog("simple").attach(trainer, EVERY(every=1))
+    rows: list[dict[str, float]] = [
+        {"skipped": 1.0, "data_wait": 0.09, "slowest_to_median": 1.4, "slowest_rank": 3.0, "baseline": 2.5},
+        {"skipped": 2.0, "baseline": 3.5},
+        {"skipped": 2.0, "data_wait": 0.1, "baseline": 2.5},
+        {"skipped": 2.0, "data_wait": 0.0, "slowest_to_median": 1.5},
+        {"slowest_to_median": 0.0, "learning_rate/0": 0.05, "learning_rate/1": 0.5},
+        {"learning_rate/0": 0.05, "learning_rate/1": 0.7},
+    ]
+    trainer.add_event_handler(Events.ITERATION_STARTED, lambda: trainer.state.metrics.update(rows.pop(0)))
+    trainer.run(DATA, max_epochs=1)
+    shown = [" ".join(line.split()[6:]) for line in capsys.readouterr().out.splitlines()[:6]]
+    assert shown == [
+        "",
+        "baseline 3.5 skipped 2",
+        "baseline 2.5 waiting 10%",
+        "baseline 2.5 rank 3 is slow",
+        *["baseline 2.5"] * 2,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.00001234567, "1.2e-05"),
+        (123456789.0, "1.2e+08"),
+        (0.0001234, "0.00012"),
+        (-0.12346, "-0.1235"),
+        (1234.5, "1234"),
+    ],
+    ids=["small", "large", "long", "negative", "whole"],
+)
+def test_a_number_has_seven_columns(capsys: pytest.CaptureFixture[str], value: float, text: str) -> None:
+    """So that lines stay aligned."""
+    trainer, _, _ = make()
+    ProgressLog("simple").attach(trainer, EVERY(every=1))
+    trainer.add_event_handler(Events.ITERATION_STARTED, lambda: trainer.state.metrics.update(loss=value, mine=1.0))
+    trainer.run(DATA[:1])
+    assert f"loss {text:<7}  mine 1" in capsys.readouterr().out
+
+
 def test_a_table_ends_the_run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the time went, the best score and its update, skips, memory, and where the files are."""
     monkeypatch.setattr("ignite_train.handlers.progress._SMALLEST_SHARE", 0.0)  # times differ from machine to machine
@@ -478,6 +565,36 @@ def test_the_bar_of_a_rehearsal_is_closed(monkeypatch: pytest.MonkeyPatch) -> No
     trainer.add_event_handler(EVERY(once=1), lambda: closed.extend(bar.is_closed for bar in ShownBar.shown))
     trainer.run(DATA)
     assert closed == [False, True]
+
+
+@pytest.mark.parametrize("stock", [True, False], ids=["stock-engine", "evaluator"])
+def test_both_bars_are_closed_when_an_evaluation_fails(monkeypatch: pytest.MonkeyPatch, stock: bool) -> None:
+    """Also that of an engine of Ignite's, which does not say that it has failed."""
+    monkeypatch.setattr("ignite_train.handlers.progress.tqdm", ShownBar)
+    monkeypatch.setattr(ShownBar, "shown", [])
+    trainer, evaluator, _ = make()
+    engine = Engine(lambda _engine, micro_batch: 1 // 0) if stock else evaluator
+    if not stock:
+        evaluator.add_event_handler(EVERY, lambda: 1 // 0)
+    ProgressLog("bar").attach(trainer, evaluator=engine)
+    trainer.add_event_handler(EVERY(once=2), lambda: engine.run(DATA))
+    with pytest.raises(ZeroDivisionError):
+        trainer.run(DATA, max_epochs=1)
+    assert [(bar.unit, bar.total, bar.is_closed) for bar in ShownBar.shown] == [("update", 6, True), ("batch", 6, True)]
+
+
+def test_the_bar_of_a_run_that_is_interrupted_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the run that continues it has one that starts there."""
+    monkeypatch.setattr("ignite_train.handlers.progress.tqdm", ShownBar)
+    monkeypatch.setattr("ignite_train.handlers.progress._REFRESH_SECONDS", 0.0)
+    monkeypatch.setattr(ShownBar, "shown", [])
+    trainer, _, _ = make()
+    ProgressLog("bar").attach(trainer)
+    trainer.add_event_handler(EVERY(once=4), lambda: trainer.interrupt())
+    trainer.run(DATA, max_epochs=1)
+    assert [(bar.n, bar.is_closed) for bar in ShownBar.shown] == [(4, True)]
+    trainer.run(DATA, max_epochs=1)
+    assert [(bar.n_at_start, bar.n, bar.is_closed) for bar in ShownBar.shown[1:]] == [(4, 6, True)]
 
 
 def test_a_bar_that_is_closed_within_an_event_is_not_moved(monkeypatch: pytest.MonkeyPatch) -> None:

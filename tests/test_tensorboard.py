@@ -441,6 +441,14 @@ class _Clock:
         self.now += seconds
 
 
+def own_clock(monkeypatch: pytest.MonkeyPatch) -> _Clock:
+    """So that no test waits for a second to pass."""
+    clock = _Clock(1000.25)
+    monkeypatch.setattr("ignite_train.handlers.tensorboard.time", clock)
+    monkeypatch.setattr("ignite_train.handler.event_file.time", clock)
+    return clock
+
+
 @pytest.mark.parametrize(
     ("newest", "slept"),
     [(999, []), (1000, [0.75]), (1001, [1.75]), (1002, [2.75]), (1003, [])],
@@ -453,9 +461,7 @@ def test_a_file_has_a_later_name_than_those_before(
 
     A clock that was set back is not; it is said.
     """
-    clock = _Clock(1000.25)
-    monkeypatch.setattr("ignite_train.handlers.tensorboard.time", clock)
-    monkeypatch.setattr("ignite_train.handler.event_file.time", clock)
+    clock = own_clock(monkeypatch)
     earlier = [tmp_path / f"events.out.tfevents.{second:010d}.host" for second in (newest, 7)]
     for path in (*earlier, tmp_path / "events.out.tfevents.of-another-form"):
         path.touch()
@@ -468,6 +474,52 @@ def test_a_file_has_a_later_name_than_those_before(
     assert path.name.split(".")[3] == f"{int(1000.25 + sum(slept)):010d}"
     is_said = f"the newest file in {tmp_path} is of a time to come: TensorBoard will hide wrong points" in caplog.text
     assert is_said is (path < earlier[0])
+
+
+def numbered(directory: Path, offset: float) -> tuple[Trainer, TensorBoard]:
+    """The metric of an update is its number, more by `offset`."""
+    trainer, _ = make()
+    trainer.add_event_handler(
+        Events.ITERATION_STARTED, lambda: trainer.state.metrics.update(mine=trainer.state.iteration + offset)
+    )
+    return trainer, TensorBoard(directory)
+
+
+def points(directory: Path, tag: str = "train/mine") -> list[tuple[int, float]]:
+    return [(point.step, point.value) for point in load(directory).Scalars(tag)]
+
+
+def test_a_handler_that_comes_later_hides_what_is_made_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The points of an earlier process up to the update after which this one writes stay; those after it are shown once."""
+    own_clock(monkeypatch)
+    trainer, tensorboard = numbered(tmp_path, 0.0)
+    tensorboard.attach(trainer, EVERY(every=1))
+    trainer.run(DATA, max_iters=5)
+    trainer, tensorboard = numbered(tmp_path, 0.5)
+    trainer.run(DATA, max_iters=3)
+    tensorboard.attach(trainer, EVERY(every=1))
+    trainer.run(DATA, max_iters=6)
+    assert points(tmp_path) == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.5), (5, 5.5), (6, 6.5)]
+
+
+def test_a_disk_that_was_full_hides_no_points(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The file after a record that was written in part; also those of the update in which that happened."""
+    own_clock(monkeypatch)
+    trainer, tensorboard = numbered(tmp_path, 0.0)
+    tensorboard.attach(trainer, EVERY(every=1))
+    trainer.add_event_handler(EVERY(once=3), lambda: full.append(FullDiskError()))
+    trainer.add_event_handler(EVERY(once=3), lambda: tensorboard(trainer))
+    write, full = EventFile._write, list[OSError]()
+
+    def fail(self: Any, record: bytes) -> None:
+        if full:
+            self._file.write(b"part")  # of a record
+            raise full.pop()
+        write(self, record)
+
+    monkeypatch.setattr(EventFile, "_write", fail)
+    trainer.run(DATA, max_epochs=1)
+    assert points(tmp_path) == [(update, float(update)) for update in range(1, 7)]
 
 
 def test_what_is_written_is_there_at_once(tmp_path: Path) -> None:
