@@ -522,6 +522,25 @@ def test_a_disk_that_was_full_hides_no_points(monkeypatch: pytest.MonkeyPatch, t
     assert points(tmp_path) == [(update, float(update)) for update in range(1, 7)]
 
 
+def test_a_disk_that_is_full_before_the_run_hides_no_points(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of two evaluations before the first update the second one cannot be written."""
+    own_clock(monkeypatch)
+    trainer, evaluator = make()
+    second = create_evaluator(evaluator.model, cuts.forward)
+    tensorboard = TensorBoard(tmp_path)
+    tensorboard.attach(trainer, EVERY(every=1), evaluator=evaluator)
+    tensorboard.attach(trainer, evaluator=second, tag="second")
+    TrainingMetrics().attach(trainer, EVERY(every=1))
+    evaluator.run(DATA)
+    with monkeypatch.context() as patch:
+        patch.setattr(EventFile, "_write", FullDiskError.of)
+        second.run(DATA)
+    trainer.run(DATA, max_epochs=1)
+    events = load(tmp_path)
+    assert steps(events, "validation/loss") == [0, 6]
+    assert steps(events, "train/loss") == [*range(1, 7)]
+
+
 def test_what_is_written_is_there_at_once(tmp_path: Path) -> None:
     """Whatever happens then, since SIGKILL does not wait for a flush; so what was written before a checkpoint is there too."""
     trainer, _ = make()
@@ -607,6 +626,10 @@ class FullDiskError(OSError):
 
     def __init__(self) -> None:
         super().__init__(errno.ENOSPC, "No space left on device")
+
+    @classmethod
+    def of(cls, *_: Any) -> None:
+        raise cls
 
 
 @pytest.mark.parametrize("on_error", ["warn", "raise"])

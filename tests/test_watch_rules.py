@@ -302,6 +302,143 @@ def test_a_process_that_stood_still_may_still_end_the_run_itself(
     assert main_thread.awaited == pytest.approx(1.0 if ended else 0.6)
 
 
+class Times:
+    """Time that passes only where it is slept."""
+
+    def __init__(self) -> None:
+        self.now = 50.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def board_of(monkeypatch: pytest.MonkeyPatch, rank: int, world_size: int, host_rank: int | None) -> tuple[Any, Times]:
+    """The watch of a rank with a store of its own, at update 7, and its clock. A process is dead if it has written so."""
+    times = Times()
+    monkeypatch.setattr(failure_board, "time", times)
+    monkeypatch.setattr(failure_board.collectives, "has_ended", lambda process: process == ["dead"])
+    watch: Any = object.__new__(failure_board._Watch)
+    watch._messages = SealedMessages(HashStore(), bytes(24))
+    watch._messages.host_rank, watch._messages.host = host_rank, f"rank {host_rank}"
+    watch._rank, watch._others = rank, [other for other in range(world_size) if other != rank]
+    watch._trainer = SimpleNamespace(state=SimpleNamespace(iteration=7))
+    watch._cause, watch._host_ended, watch.gone = None, False, ""
+    return watch, times
+
+
+DEAD, SILENT = ("process of {}", ["dead"]), ("process of {}", ["running"])
+HEARD, ENDED = ("first heard by {}", True), ("ended by {}", True)
+
+
+@pytest.mark.parametrize(
+    ("others", "gone", "waited"),
+    [
+        ([HEARD, HEARD], "", 0.0),
+        ([HEARD, ENDED], "", 0.0),
+        ([DEAD, HEARD], "rank 1 is gone: no longer running", 0.0),
+        ([DEAD, DEAD], "ranks 1, 2 are gone: no longer running", 0.0),
+        ([HEARD, SILENT], "rank 2 is gone or standing still: no answer came within 2 s", 2.0),
+        (
+            [SILENT, DEAD, HEARD, SILENT],
+            "rank 2 is gone: no longer running; ranks 1, 4 are gone or standing still: no answer came within 2 s",
+            2.0,
+        ),
+    ],
+    ids=["all hear", "one has ended", "one is dead", "both are dead", "one is silent", "each"],
+)
+def test_a_roll_call_names_who_is_gone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, others: list[Any], gone: str, waited: float
+) -> None:
+    """At once where the process is dead; a rank that does not answer is waited for."""
+    watch, times = board_of(monkeypatch, 0, len(others) + 1, host_rank=None)
+    for rank, (name, value) in enumerate(others, start=1):
+        watch._messages.write(name.format(rank), value)
+    watch._call_roll()
+    assert (watch.gone, caplog.messages) == (gone, [gone] if gone else [])
+    assert times.now - 50.0 == pytest.approx(waited, abs=0.05)
+    assert watch._messages.read("roll called by 0") is True
+
+
+@pytest.mark.parametrize(
+    ("rank", "has_called", "waited"),
+    [(0, True, 0.0), (0, False, 2.0), (1, False, 0.0)],
+    ids=["the other has called", "the other has not", "not the host"],
+)
+def test_the_host_of_the_store_waits_for_the_roll_calls_of_the_others(
+    monkeypatch: pytest.MonkeyPatch, rank: int, has_called: bool, waited: float
+) -> None:
+    """Its end may be that of the store; it does not wait for one that is dead."""
+    watch, times = board_of(monkeypatch, rank, 3, host_rank=0)
+    watch._messages.write("process of 2", ["dead"])
+    watch._messages.write(f"first heard by {1 - rank}", value=True)
+    if has_called:
+        watch._messages.write("roll called by 1", value=True)
+    watch._call_roll()
+    assert times.now - 50.0 == pytest.approx(waited, abs=0.05)
+
+
+def test_the_news_are_a_failure_or_that_the_host_ends(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each is answered, so that nobody waits for this rank; only the failure ends the run."""
+    watch, _ = board_of(monkeypatch, 1, 3, host_rank=0)
+    assert watch._read() is False
+    assert (watch._host_ended, watch._cause) == (False, None)
+    watch._messages.write("ended by 2", value=True)
+    assert watch._read() is False
+    assert watch._messages.read("end heard by 1") is None
+    watch._messages.write("ended by 0", value=True)
+    assert watch._read() is False
+    assert (watch._host_ended, watch._messages.read("end heard by 1"), caplog.messages) == (True, True, [])
+    watch._messages.write_once("first", [2, 5, "ValueError: no"])
+    assert watch._read() is True
+    assert caplog.messages == ["rank 2 failed at update 5: ValueError: no (rank 1 was at update 7)"]
+    assert watch._messages.read("first heard by 1") is True
+    assert (watch._cause.rank, watch._cause.update, watch._cause.error) == (2, 5, "ValueError: no")
+
+
+@pytest.mark.parametrize(("first", "cause"), [(None, None), ([2, 5, "ValueError: no"], 2)], ids=["the first", "the second"])
+def test_of_several_failures_one_is_the_first(
+    monkeypatch: pytest.MonkeyPatch, first: Any, cause: int | None, heard: bool
+) -> None:
+    """A later one learns of it, and is not written."""
+    watch, _ = board_of(monkeypatch, 1, 3, host_rank=None)
+    for rank in (0, 2):
+        watch._messages.write(f"first heard by {rank}", value=True)
+    if first is not None:
+        watch._messages.write_once("first", first)
+    watch._write_failure("KeyError: 3")
+    assert watch._messages.read("first") == (first or [1, 7, "KeyError: 3"])
+    assert (watch._cause and watch._cause.rank) == cause
+    assert watch._messages.read("first heard by 1") is True
+    assert watch._messages.read("news") is True
+
+
+@pytest.mark.parametrize(
+    ("rank", "host_ended", "level", "gone"),
+    [
+        (1, False, "ERROR", "rank 0, which hosts the store, is gone"),
+        (1, True, "WARNING", ""),
+        (0, False, "WARNING", ""),
+    ],
+    ids=["of another", "of one that has ended", "its own"],
+)
+def test_a_store_that_is_lost_is_the_end_of_its_host(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, rank: int, host_ended: bool, level: str, gone: str
+) -> None:
+    """Unless the host has ended in good order."""
+    watch, _ = board_of(monkeypatch, rank, 2, host_rank=0)
+    watch._host_ended = host_ended
+    watch._lose_store(RuntimeError("connection reset"))
+    (record,) = caplog.records
+    assert (record.levelname, watch.gone) == (level, gone)
+    text = gone or "the store at which the ranks met has ended"
+    assert record.getMessage() == f"{text}; rank {rank} no longer notices failures of other ranks: connection reset"
+
+
 def signal_watch(monkeypatch: pytest.MonkeyPatch, rank: int = 0) -> tuple[Any, Any, list[int]]:
     """The deciding part of a watch; its clock; and the exit statuses."""
     clock, ended = SimpleNamespace(now=50.0), []
