@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -29,7 +30,7 @@ from tqdm import tqdm
 import cuts
 from clock import Clock
 from ignite_train import Evaluator, ForwardOutput, Trainer, create_evaluator, create_trainer
-from ignite_train.handlers import Checkpoint, ProgressLog, StopOnSignal, TrainingMetrics, Validation
+from ignite_train.handlers import Checkpoint, JsonLines, ProgressLog, StopOnSignal, TrainingMetrics, Validation
 from ignite_train.handlers.progress import _length
 from ignite_train.ranks.collectives import is_main_rank
 from processes import DEADLINE_SECONDS
@@ -125,6 +126,8 @@ def test_a_terminal_has_bars(monkeypatch: pytest.MonkeyPatch, columns: int, with
     assert any(re.fullmatch(middle, row) for row in bars), bars
     assert any(row.startswith("epoch 2/2 100%|") for row in bars)
     assert any(re.match(r"validation: +\d+%\|", row) for row in rows)
+    beneath = {(upper[:6], lower[:11]) for rows in screen.history for upper, lower in pairwise(rows)}
+    assert ("epoch ", "validation:") in beneath
     end = [row.rstrip() for row in screen.rows if row.strip()]
     assert [row.partition(" after ")[0].split(",")[0] for row in end[:3]] == ["validation", "validation", "finished"]
     assert re.match(r"validation after update 6:  loss \S+ +samples ", end[0])
@@ -219,6 +222,23 @@ def test_without_training_metrics_the_bar_counts_for_itself() -> None:
     trainer.add_event_handler(EVERY(once=6), lambda: shown.append(progress._postfix(trainer, now=108.0, room=80)))
     trainer.run(DATA, max_epochs=2)
     assert shown[0].endswith(", lr 0.05, 0.5/s, 0:00:12 left")
+
+
+def test_the_bar_leaves_out_what_does_not_fit() -> None:
+    """The learning rate first, then the speed and the time to go; the loss is the last."""
+    trainer, _, _ = make()
+    progress = ProgressLog()
+    progress._begin, progress._started = 2, 100.0
+    shown: list[str] = []
+    trainer.add_event_handler(
+        EVERY(once=6), lambda: shown.extend(progress._postfix(trainer, now=108.0, room=room) for room in range(50, 0, -1))
+    )
+    trainer.run(DATA, max_epochs=2)
+    texts = list(dict.fromkeys(shown))
+    loss = texts[0].partition(",")[0]
+    assert loss.startswith("loss ")
+    assert texts == [f"{loss}, lr 0.05, 0.5/s, 0:00:12 left", f"{loss}, 0.5/s, 0:00:12 left", f"{loss}, 0:00:12 left", loss, ""]
+    assert all(len(text) < 50 - index for index, text in enumerate(shown))
 
 
 def test_the_bar_of_an_evaluation_knows_its_length() -> None:
@@ -321,7 +341,7 @@ def test_what_a_line_leaves_out_when_there_is_no_room(
     assert lines[0] == f"epoch 1/1  update   1/180  {middle}  {alarms.format(101)}", "its rate is that of the beginning"
     assert lines[1] == f"epoch 1/1  update   2/180  {middle}  lr 0.2      {alarms.format(102)}"
     parts = ["slow", "waiting", "norm", "recall", "perplexity", "accuracy", "samples/s", " lr ", "left", "loss", "skipped"]
-    left_out = [next(index for index, line in enumerate(lines) if part not in line) for part in parts]
+    left_out = [next(index for index, line in enumerate(lines) if index and part not in line) for part in parts]
     widths = [199 - index for index in left_out]
     assert widths == sorted({*widths}, reverse=True)
     assert widths[0] == len(lines[1]) - 1
@@ -384,6 +404,7 @@ def test_a_table_ends_the_run(capsys: pytest.CaptureFixture[str], tmp_path: Path
     TrainingMetrics().attach(trainer, EVERY(every=4), evaluator=evaluator)
     checkpoint = Checkpoint(tmp_path, every=4, asynchronous=False)
     checkpoint.attach(trainer)
+    JsonLines(tmp_path / "log.jsonl").attach(trainer, EVERY(every=4))
     trainer.run(DATA, max_epochs=2)
     lines = capsys.readouterr().out.splitlines()
     begin = next(index for index, line in enumerate(lines) if line.startswith("finished"))
@@ -397,7 +418,7 @@ def test_a_table_ends_the_run(capsys: pytest.CaptureFixture[str], tmp_path: Path
         assert re.search(rf"{section} \d+\.\d s \(\d+%\)", table["time"])
     assert max(len(line) for line in lines[begin:] if str(tmp_path) not in line) <= 80
     assert f"loss {validation.best:.6g} at update 12" in table["best"]
-    assert table["files"] == f"{tmp_path} (Checkpoint)"
+    assert table["files"] == f"{tmp_path} (Checkpoint){tmp_path}/log.jsonl (JsonLines)"
     assert re.fullmatch(r"host \d+\.\d\d GiB", table["memory"])
 
 
@@ -552,6 +573,25 @@ def test_the_bar_is_closed_when_the_run_fails(monkeypatch: pytest.MonkeyPatch) -
         trainer.run(DATA, max_epochs=1)
     trainer.run(DATA, max_epochs=1)
     assert [(bar.n_at_start, bar.n, bar.total, bar.is_closed) for bar in ShownBar.shown] == [(0, 4, 6, True), (4, 6, 6, True)]
+
+
+class OfNotebookBar(ShownBar):
+    """What `tqdm.auto` takes in a notebook."""
+
+    __module__ = "tqdm.notebook"
+
+
+@pytest.mark.parametrize("kind", [OfNotebookBar, ShownBar], ids=["notebook", "file"])
+def test_a_notebook_has_bars(monkeypatch: pytest.MonkeyPatch, kind: type[ShownBar]) -> None:
+    """Although its standard error is no terminal; each bar counts what it shows."""
+    monkeypatch.setattr("ignite_train.handlers.progress.tqdm", kind)
+    monkeypatch.setattr(ShownBar, "shown", [])
+    trainer, evaluator, _ = make()
+    ProgressLog().attach(trainer, evaluator=evaluator)
+    Validation(evaluator, DATA[:4]).attach(trainer)
+    trainer.run(DATA, max_epochs=1)
+    bars = [(bar.unit, bar.n, bar.total, bar.is_closed) for bar in ShownBar.shown]
+    assert bars == ([("update", 6, 6, True), ("batch", 4, 4, True)] if kind is OfNotebookBar else [])
 
 
 def test_the_bar_of_a_rehearsal_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:

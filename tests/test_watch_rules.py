@@ -401,9 +401,7 @@ def test_the_news_are_a_failure_or_that_the_host_ends(
 
 
 @pytest.mark.parametrize(("first", "cause"), [(None, None), ([2, 5, "ValueError: no"], 2)], ids=["the first", "the second"])
-def test_of_several_failures_one_is_the_first(
-    monkeypatch: pytest.MonkeyPatch, first: Any, cause: int | None, heard: bool
-) -> None:
+def test_of_several_failures_one_is_the_first(monkeypatch: pytest.MonkeyPatch, first: Any, cause: int | None) -> None:
     """A later one learns of it, and is not written."""
     watch, _ = board_of(monkeypatch, 1, 3, host_rank=None)
     for rank in (0, 2):
