@@ -388,7 +388,7 @@ def test_few_updates_have_the_first_and_the_last_rate(number: int, rates: list[f
     """Also in a search that continues a run."""
     model = net()
     trainer = make(model, torch.optim.SGD(model.parameters(), lr=1e-3))
-    trainer.run(MICRO_BATCHES, max_iters=2)
+    trainer.run(MICRO_BATCHES, max_epochs=1)
     found = search(trainer, MICRO_BATCHES, num_iter=number, start_lr=None, step_mode="linear")
     assert found.get_results()["lr"] == pytest.approx(rates)
 
@@ -398,7 +398,7 @@ def test_what_the_picture_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     """The losses over the rates of the first group, without those that are left out; the suggestion is a dot on the curve."""
     model, drawn = net(), list[Any]()
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *_, **__: drawn.append(figure))
-    parts = [{"params": model[0].parameters()}, {"params": model[3].parameters(), "lr": 1e-5}]
+    parts = [{"params": model[0].parameters()}, {"params": model[1:].parameters(), "lr": 1e-5}]
     optimizer = torch.optim.SGD(parts if groups == 2 else model.parameters(), lr=1e-3)
     finder = search(make(model, optimizer), MICRO_BATCHES, num_iter=30, start_lr=None, end_lr=10.0)
     finder.save_plot(tmp_path / "rates.png", skip_start=2, skip_end=3)
