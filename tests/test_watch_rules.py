@@ -202,14 +202,15 @@ def test_a_store_that_is_gone_is_said_once(monkeypatch: pytest.MonkeyPatch, capl
         raise RuntimeError("connection reset")
 
     watch = watch_of([None, None], 0.0)
-    watch._rank, watch._interval, watch._heard, watch._moved, watch._has_told = 1, 0.0, [0.0] * 2, 0.0, False
+    watch._rank, watch._interval, watch._heard, watch._moved, watch._has_told = 1, 0.25, [0.0] * 2, 0.0, False
     watch._messages = SimpleNamespace(host="rank 0", write=write)
-    watch._over, looks = threading.Event(), []
+    is_over, looks, waits = threading.Event(), [], []
+    watch._over = SimpleNamespace(is_set=is_over.is_set, wait=waits.append)
 
     def look(beat: int, *, over: bool) -> Any:
         looks.append(over)
         if beat == 2:
-            watch._over.set()
+            is_over.set()
         return report(AT_WORK, over=over)._replace(beat=beat)
 
     watch._look = look
@@ -217,7 +218,7 @@ def test_a_store_that_is_gone_is_said_once(monkeypatch: pytest.MonkeyPatch, capl
     assert caplog.messages == [
         "rank 0, which hosts the store, has ended; rank 1 watches only itself from now on: connection reset"
     ]
-    assert looks == [False, False, False, True]
+    assert (looks, waits) == ([False, False, False, True], [0.25] * 3)
     assert watch._reports[1].beat == 3
 
 
