@@ -298,6 +298,22 @@ def test_metrics_that_are_asked_for_have_their_own_panels(tmp_path: Path, monkey
     }
 
 
+def test_the_picture_is_beside_the_first_log_or_where_it_is_wanted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command prints where, and what is shown."""
+    saved: list[Path] = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda _, output, **__: saved.append(output))
+    runs = [tmp_path / name for name in ("first", "second")]
+    for run in runs:
+        run.mkdir()
+        (run / "metrics.jsonl").write_text('{"update": 2, "train/loss": 0.5}\n')
+    wanted = tmp_path / "both.svg"
+    assert main([*map(str, runs), "--output", str(wanted)]) == main([*map(str, runs)]) == 0
+    assert saved == [wanted, runs[0] / "curves.png"]
+    assert capsys.readouterr().out.splitlines() == [f"{path}  loss" for path in saved]
+
+
 @pytest.mark.parametrize(
     ("files", "message"),
     [

@@ -414,6 +414,7 @@ def test_of_several_failures_one_is_the_first(monkeypatch: pytest.MonkeyPatch, f
     assert (watch._cause and watch._cause.rank) == cause
     assert watch._messages.read("first heard by 1") is True
     assert watch._messages.read("news") is True
+    assert watch._messages.read("roll called by 1") is True
 
 
 @pytest.mark.parametrize(
