@@ -478,35 +478,44 @@ def test_a_file_has_a_later_name_than_those_before(
 
 def numbered(directory: Path, offset: float) -> tuple[Trainer, TensorBoard]:
     """The metric of an update is its number, more by `offset`."""
-    trainer, _ = make()
+    trainer, evaluator = make()
     trainer.add_event_handler(
         Events.ITERATION_STARTED, lambda: trainer.state.metrics.update(mine=trainer.state.iteration + offset)
     )
-    return trainer, TensorBoard(directory)
+    evaluator.add_event_handler(Events.EPOCH_COMPLETED, lambda: evaluator.state.metrics.update(mine=offset))
+    tensorboard = TensorBoard(directory)
+    tensorboard.attach(trainer, EVERY(every=1), evaluator=evaluator)
+    evaluator.run(DATA)
+    return trainer, tensorboard
 
 
 def points(directory: Path, tag: str = "train/mine") -> list[tuple[int, float]]:
     return [(point.step, point.value) for point in load(directory).Scalars(tag)]
 
 
-def test_a_handler_that_comes_later_hides_what_is_made_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("updates", [0, 1, 3])
+def test_a_handler_that_comes_later_hides_what_is_made_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, updates: int
+) -> None:
     """The points of an earlier process up to the update after which this one writes stay; those after it are shown once."""
     own_clock(monkeypatch)
-    trainer, tensorboard = numbered(tmp_path, 0.0)
-    tensorboard.attach(trainer, EVERY(every=1))
+    trainer, _ = numbered(tmp_path / "run", 0.0)
     trainer.run(DATA, max_iters=5)
-    trainer, tensorboard = numbered(tmp_path, 0.5)
-    trainer.run(DATA, max_iters=3)
-    tensorboard.attach(trainer, EVERY(every=1))
+    trainer, _ = numbered(tmp_path / "elsewhere", 0.5)
+    if updates:
+        trainer.run(DATA, max_iters=updates)
+    TensorBoard(tmp_path / "run").attach(trainer, EVERY(every=1))
     trainer.run(DATA, max_iters=6)
-    assert points(tmp_path) == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.5), (5, 5.5), (6, 6.5)]
+    assert points(tmp_path / "run") == [(update, update + 0.5 * (update > updates)) for update in range(1, 7)]
+    assert points(tmp_path / "run", "validation/mine") == ([(0, 0.0)] if updates else [])
+    shown = others(tmp_path / "run")
+    assert shown["config/text_summary"] == shown["environment/text_summary"] == [0], "once, whoever has written it"
 
 
 def test_a_disk_that_was_full_hides_no_points(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The file after a record that was written in part; also those of the update in which that happened."""
     own_clock(monkeypatch)
     trainer, tensorboard = numbered(tmp_path, 0.0)
-    tensorboard.attach(trainer, EVERY(every=1))
     trainer.add_event_handler(EVERY(once=3), lambda: full.append(FullDiskError()))
     trainer.add_event_handler(EVERY(once=3), lambda: tensorboard(trainer))
     write, full = EventFile._write, list[OSError]()
