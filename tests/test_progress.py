@@ -375,6 +375,20 @@ def test_a_line_warns_of_what_is_urgent_only(capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(-5.0, "0:00:00"), (0.4, "0:00:00"), (59.6, "0:01:00"), (3725.0, "1:02:05"), (math.inf, "11574 days, 1:46:40")],
+    ids=["none", "a moment", "a minute", "an hour", "for ever"],
+)
+def test_a_time_is_in_hours_and_minutes(capsys: pytest.CaptureFixture[str], seconds: float, text: str) -> None:
+    """In whole seconds, and never negative."""
+    trainer, _, _ = make()
+    ProgressLog("simple").attach(trainer, EVERY(every=1))
+    trainer.add_event_handler(Events.ITERATION_STARTED, lambda: trainer.state.metrics.update(time_to_go=seconds))
+    trainer.run(DATA[:1])
+    assert f"  {text} left\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
     ("value", "text"),
     [
         (0.00001234567, "1.2e-05"),
