@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from bits import bit_by_bit
-from ignite_train import GaveUpError, ResumableLoader, Trainer, UpdateOptions, create_trainer
+from ignite_train import GaveUpError, ResumableLoader, Trainer, TrainEvents, UpdateOptions, create_trainer
 from ignite_train.handlers import Checkpoint, Freeze, LearningRateFinder, ModelEMA, OuterOptimizer, TrainingMetrics
 from mistakes import Mistake, assert_one_line
 from ranks import run_ranks
@@ -360,6 +360,17 @@ def test_the_suggestion_and_its_picture(tmp_path: Path, monkeypatch: pytest.Monk
         finder.save_plot(tmp_path / "none.png")
 
 
+def test_an_update_that_is_skipped_is_no_point() -> None:
+    """Although its loss is finite: here the gradient of the third update overflows."""
+    model, finder = net(), LearningRateFinder()
+    trainer = make(model, torch.optim.SGD(model.parameters(), lr=1.0), on_nonfinite="skip")
+    with finder.attach(trainer, num_iter=5, start_lr=1e-3, end_lr=5e-3, step_mode="linear") as searching:
+        event = TrainEvents.BACKWARD_COMPLETED(once=3)
+        searching.add_event_handler(event, lambda: model[0].weight.grad.fill_(math.inf))  # type: ignore[union-attr]
+        searching.run(MICRO_BATCHES)
+    assert finder.get_results()["lr"] == pytest.approx([1e-3, 2e-3, 4e-3, 5e-3])
+
+
 def losses_of(given: list[float], **settings: Any) -> list[float]:
     """The curve where the updates have these losses."""
     remaining = iter(given)
@@ -459,6 +470,7 @@ def of_another() -> None:
 MISTAKES: dict[str, Mistake] = {
     "trainer": (TypeError, "trainer must be a Trainer", lambda: LearningRateFinder().attach(net()).__enter__()),  # type: ignore[arg-type]
     "order": (ValueError, "start_lr must be less than end_lr, got 1 and 0.5", lambda: begin(start_lr=1.0, end_lr=0.5)),
+    "alike": (ValueError, "start_lr must be less than end_lr, got 0.5 and 0.5", lambda: begin(start_lr=0.5, end_lr=0.5)),
     "zero": (ValueError, "start_lr must be greater than 0", lambda: begin(start_lr=0.0)),
     "groups": (ValueError, "end_lr must have one rate for each", lambda: begin(end_lr=[1.0, 2.0])),
     "mode": (ValueError, "step_mode must be one of", lambda: begin(step_mode="cosine")),
