@@ -665,6 +665,14 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: py
     assert len([line for line in caplog.messages if "could not be written" in line]) == 1
 
 
+def test_a_file_that_cannot_be_begun_is_not_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or each try would leave one."""
+    monkeypatch.setattr(EventFile, "_write", FullDiskError.of)
+    with pytest.raises(FullDiskError):
+        EventFile(tmp_path, 0)
+    assert [*tmp_path.iterdir()] == []
+
+
 @pytest.mark.slow
 def test_a_disk_that_stays_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It collects no files, for whose names later ones would have to wait; and the next file hides what the first one would."""
