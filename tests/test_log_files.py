@@ -184,6 +184,42 @@ def test_an_evaluation_before_a_run_from_the_beginning_is_in_its_log(tmp_path: P
     assert log.path.with_name(f"{log.path.name}.old").read_bytes() == before
 
 
+def evaluator_of(trainer: Trainer) -> Any:
+    """The one that the validation runs."""
+    return next(entry for entry in trainer._stateful.values() if isinstance(entry, Validation)).evaluator
+
+
+@kinds
+def test_an_evaluation_without_a_run_is_in_its_log(tmp_path: Path, kind: str) -> None:
+    """Where there is no log yet, also if no run follows."""
+    trainer, log = make(tmp_path, kind)
+    for number in (1, 2):
+        evaluator_of(trainer).run(DATA)
+        assert [row["update"] for row in read(log.path)] == ["0"] * number
+    log.finish()
+
+
+@kinds
+def test_of_several_lines_of_an_update_those_before_the_checkpoint_stay(tmp_path: Path, kind: str) -> None:
+    """Here two of three, and the next one follows them."""
+    trainer, log = make(tmp_path, kind)
+    states: list[dict[str, Any]] = []
+
+    @trainer.on(EVERY(once=3))
+    def evaluate_twice() -> None:
+        for _ in range(2):
+            evaluator_of(trainer).run(DATA)
+            states.append(log.state_dict())
+
+    trainer.run(DATA, max_iters=3)
+    assert [row["update"] for row in read(log.path)] == ["1", "2", "3", "3", "3"]
+    trainer, log = make(tmp_path, kind)
+    log.load_state_dict(states[0])
+    evaluator_of(trainer).run(DATA)
+    log.finish()
+    assert [row["update"] for row in read(log.path)] == ["1", "2", "3", "3", "0"]
+
+
 @kinds
 def test_a_second_run_of_the_same_trainer_continues(tmp_path: Path, kind: str) -> None:
     """Also after an exception, with what was written before it."""
