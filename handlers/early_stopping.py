@@ -119,5 +119,6 @@ class EarlyStopping(ScoreHandler):
             return f"{self.score} is {latest:g}, and target={target:g}"
         if self.patience is not None and self.num_bad >= self.patience:
             best = "has never been a number" if self.best is None else f"was best in update {self.best_update} ({self.best:g})"
-            return f"{self.score} {best}, {self.num_bad} evaluations ago, and patience={self.patience}"
+            ago = f"{self.num_bad} evaluation{'s' * (self.num_bad != 1)} ago"
+            return f"{self.score} {best}, {ago}, and patience={self.patience}"
         return ""

@@ -51,7 +51,7 @@ class GradNormMismatchError(TrainingError, RuntimeError):
             stepped = [rank for rank in range(len(self.norms)) if rank not in skipped]
             return f"{_ranks(skipped)} found the update not finite and {_ranks(stepped)} made the step"
         outliers = _outliers(self.norms)
-        who = f"{_ranks(outliers)} differs from the majority; " if outliers else ""
+        who = f"{_ranks(outliers)} differ{'s' * (len(outliers) == 1)} from the majority; " if outliers else ""
         if not self.parameters:
             return f"{who}no parameter can be named, because no later update has gradients that differ"
         more = f" and {len(self.parameters) - _NAMED} more" if len(self.parameters) > _NAMED else ""

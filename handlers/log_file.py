@@ -107,9 +107,10 @@ class LogFile(RecordingHandler):
     def record(self, trainer: Trainer, names: tuple[str, ...], values: Sequence[float]) -> None:
         """See `RecordingHandler`."""
         update = trainer.state.iteration
-        file = self._open() if self._file is None else self._file
+        if self._file is None:
+            self._file = self._open()  # so that it is closed if this line cannot be written
         numbers = dict(zip(names, values, strict=True))
-        self._file = self._add(file, {"update": update, "epoch": trainer.state.epoch}, numbers)
+        self._file = self._add(self._file, {"update": update, "epoch": trainer.state.epoch}, numbers)
         self._lines = self._lines + 1 if update == self._latest else 1
         self._latest = update
 

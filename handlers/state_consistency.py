@@ -53,7 +53,9 @@ class StateMismatchError(TrainingError, RuntimeError):
         self.most_parameters_differ = most_parameters_differ
         more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
         who = (
-            f"rank {', '.join(map(str, ranks))} differs from the majority"
+            f"rank {ranks[0]} differs from the majority"
+            if len(ranks) == 1
+            else f"ranks {', '.join(map(str, ranks))} differ from the majority"
             if ranks
             else "no majority of the ranks agrees, so it is unknown which are right"
         )

@@ -328,7 +328,8 @@ class TensorBoard(RecordingHandler):
             file.remove()
         elif file is not None:
             file.close()
-            self.begin, self._loaded = self._latest, False
+            # As if this process had loaded its state after the latest update: also where that is the beginning, 0.
+            self.begin, self._loaded = (self._latest or 0) + 1, True
 
     def _close(self) -> None:
         file, self._file = self._file, None

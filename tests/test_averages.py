@@ -183,6 +183,19 @@ def test_the_teacher_follows_its_schedule() -> None:
         torch.testing.assert_close(value, expected[name], rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("momentum", [0.0, 1.0, 0.75])
+def test_a_momentum_is_from_0_to_1(momentum: float) -> None:
+    """With 0 the teacher is the student, with 1 it stays."""
+    model = net()
+    teacher = copy.deepcopy(model)
+    before, trainer = copies(teacher), make(model)
+    MomentumTeacher(teacher, model, momentum).attach(trainer)
+    trainer.run(DATA[:1])
+    expected = momentum * before["0.weight"] + (1 - momentum) * model[0].weight.detach()
+    torch.testing.assert_close(teacher[0].weight, expected, rtol=1e-12, atol=1e-12)
+    assert not torch.equal(model[0].weight, before["0.weight"])
+
+
 class Spectral(nn.Module):
     """Has a parameter of complex numbers."""
 

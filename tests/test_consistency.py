@@ -659,6 +659,31 @@ def test_shards_that_several_ranks_hold_are_compared(part: Any, victims: list[in
     assert run_ranks(replicated_shards, part, victims, last, world_size=4) == [expected] * 4
 
 
+def of_six_ranks(monkeypatch: pytest.MonkeyPatch, digests: list[int], whole: list[int]) -> tuple[StateConsistency, Tensor]:
+    """A handler, and what it has of six ranks with three copies of two shards, of which ranks 0, 2 and 4 hold the first."""
+    shards = [_Shard(part=(rank % 2,), copy=(rank // 2,), copies=3) if digests else None for rank in range(6)]
+    of_shards = [{"weight": digest} for digest in digests] or [{}] * 6
+    checks = [_Check(1, {"bias": whole[rank]}, of_shards[rank], shards[rank]) for rank in range(6)]
+    monkeypatch.setattr("ignite_train.ranks.collectives.gather_objects", lambda _: checks)
+    monkeypatch.setattr("ignite_train.ranks.collectives.world_size", lambda: 6)
+    model = cuts.linear()
+    check = StateConsistency(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    sums = torch.zeros(check.payload_size, dtype=torch.float64)
+    for check._sent in checks:
+        sums += torch.tensor(check.payload(), dtype=torch.float64)
+    return check, sums
+
+
+@pytest.mark.parametrize("digests", [[], [1, 2] * 3, [2**64 - 1, 2**63 + 5] * 3], ids=["no shards", "small", "large"])
+def test_ranks_and_copies_that_agree_raise_nothing(monkeypatch: pytest.MonkeyPatch, digests: list[int]) -> None:
+    """Whatever the digests are: the step is not held back, and nothing is compared again."""
+    for whole in (0, 7, 2**64 - 1):
+        check, sums = of_six_ranks(monkeypatch, digests, [whole] * 6)
+        monkeypatch.setattr("ignite_train.ranks.collectives.gather_objects", lambda _: pytest.fail("is compared again"))
+        assert not bool(check.vetoes(sums))
+        check.on_reduced(sums.tolist())
+
+
 @pytest.mark.parametrize(
     ("digests", "whole", "expected"),
     [
@@ -672,18 +697,10 @@ def test_shards_that_several_ranks_hold_are_compared(part: Any, victims: list[in
     ids=["one copy", "one of each shard", "all copies", "a copy and more", "no copy", "no majority"],
 )
 def test_with_three_copies_of_a_shard_the_rank_that_differs_is_named(
-    monkeypatch: Any, digests: list[int], whole: list[int], expected: Any
+    monkeypatch: pytest.MonkeyPatch, digests: list[int], whole: list[int], expected: Any
 ) -> None:
     """Six ranks in three copies of two shards, of which ranks 0, 2 and 4 hold the first: each is compared with its copies."""
-    shards = [_Shard(part=(rank % 2,), copy=(rank // 2,), copies=3) for rank in range(6)]
-    checks = [_Check(1, {"bias": whole[rank]}, {"weight": digests[rank]}, shards[rank]) for rank in range(6)]
-    monkeypatch.setattr("ignite_train.ranks.collectives.gather_objects", lambda _: checks)
-    monkeypatch.setattr("ignite_train.ranks.collectives.world_size", lambda: 6)
-    model = cuts.linear()
-    check = StateConsistency(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    sums = torch.zeros(check.payload_size, dtype=torch.float64)
-    for check._sent in checks:
-        sums += torch.tensor(check.payload(), dtype=torch.float64)
+    check, sums = of_six_ranks(monkeypatch, digests, whole)
     assert bool(check.vetoes(sums))
     with pytest.raises(StateMismatchError) as caught:
         check.on_reduced(sums.tolist())

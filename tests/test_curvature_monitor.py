@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -93,6 +94,42 @@ def test_a_negative_one_has_its_sign() -> None:
     assert trainer.run([torch.ones(1, 2)]).metrics == {"curvature/model": 0.0}
 
 
+def of_two_weights(**options: Any) -> float:
+    """What is published for the second derivatives 4 and 3."""
+
+    def bent(weights: Any, _: Any) -> Tensor:
+        return 2.0 * weights[0][0] ** 2 + 1.5 * weights[0][1] ** 2
+
+    model: nn.Module = nn.ParameterList([nn.Parameter(torch.ones(2, dtype=torch.float64))])
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.0), bent)
+    CurvatureMonitor(bent, every=1, **options).attach(trainer)
+    return float(trainer.run([1.0]).metrics["curvature/model"])
+
+
+def tangent(published: float) -> float:
+    """Of the angle between the first axis and v, where this is 4 cos² + 3 sin²; each step of the iteration makes it 3/4."""
+    return math.sqrt((4.0 - published) / (published - 3.0))
+
+
+def error(tangent: float) -> float:
+    """The length of Hv - λv by λ, for v of length 1."""
+    return tangent / (4.0 + 3.0 * tangent**2)
+
+
+@pytest.mark.parametrize("tolerance", [0.03, 0.01, 1e-3])
+def test_it_ends_as_soon_as_the_tolerance_is_met(tolerance: float) -> None:
+    """The error is within it, and in the step before it was not."""
+    last = tangent(of_two_weights(tolerance=tolerance))
+    assert error(last) <= tolerance < error(last * 4 / 3)
+
+
+def test_it_ends_after_so_many_iterations() -> None:
+    """Each makes one step of the iteration, from the same v; another seed has another."""
+    found = [tangent(of_two_weights(tolerance=1e-9, max_iterations=number)) for number in (1, 2, 3)]
+    assert found == pytest.approx([found[0], found[0] * 0.75, found[0] * 0.75**2])
+    assert of_two_weights(max_iterations=1, seed=1) != pytest.approx(of_two_weights(max_iterations=1))
+
+
 def test_loggers_show_it_with_the_layers() -> None:
     """Also one that was attached before it, at the same event."""
     model, seen = net(), []
@@ -168,10 +205,11 @@ def test_two_ranks_share_the_samples() -> None:
         ({"forward": None}, TypeError, "forward must be the function"),
         ({"every": 0}, ValueError, "every"),
         ({"tolerance": 1.5}, ValueError, "tolerance must be below 1, got 1.5"),
+        ({"tolerance": 1}, ValueError, "tolerance must be below 1, got 1"),
         ({"blocks": {"a": 1}}, TypeError, r"blocks\['a'\] must be a torch.nn.Module"),
         ({"blocks": {"a": nn.Tanh()}}, ValueError, r"blocks\['a'\] must have trainable parameters"),
     ],
-    ids=["forward", "every", "tolerance", "not-a-module", "no-parameters"],
+    ids=["forward", "every", "tolerance", "tolerance-1", "not-a-module", "no-parameters"],
 )
 def test_mistakes(options: dict[str, Any], error: type[Exception], message: str) -> None:
     """One line says which argument."""

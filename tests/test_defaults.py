@@ -178,6 +178,7 @@ def test_curves_are_those_of_the_log(tmp_path: Path) -> None:
     """Updates and values; what is not finite is a gap; a line that is being written is left out."""
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"update": 2, "epoch": 1, "train/loss": 0.5}\n{"update": 4, "train/loss": "nan"}\n{"update": 6, "tra')
+    assert {*read_curves(tmp_path)} == {*read_curves(path)} == {"train/loss"}
     updates, losses = read_curves(tmp_path)["train/loss"]
     assert updates == [2, 4]
     assert losses[0] == 0.5
@@ -209,12 +210,108 @@ def test_other_metrics_are_drawn_on_request(tmp_path: Path, capsys: pytest.Captu
     assert "must have one of the metrics none" in capsys.readouterr().err
 
 
+def test_without_matplotlib_one_line_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And the status is 1."""
+    (tmp_path / "metrics.jsonl").write_text('{"update": 2, "train/loss": 0.5}\n')
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert main([str(tmp_path)]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "pip install" in line
+
+
 def test_what_is_drawn(tmp_path: Path) -> None:
     """Only the panels for which there is something; losses of training and validation in one."""
     curves = {"train/loss": ([1, 2], [2.0, 1.0]), "validation/loss": ([2], [1.5]), "train/accuracy": ([1], [0.5])}
     assert plot_runs({"run": curves}, tmp_path / "one.png") == ["loss"]
     with pytest.raises(ValueError, match="attach TrainingMetrics"):
         plot_runs({"run": {"train/accuracy": ([1], [0.5])}}, tmp_path / "none.png")
+
+
+class Drawn:
+    """What stands in the figures that are saved, in place of their files."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.figure: Any = None
+        monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *_, **__: setattr(self, "figure", figure))
+
+    def panels(self) -> dict[str, Any]:
+        """By title: place in the grid, scale, and of each line its label, colour, style, marker and points."""
+        return {
+            axes.get_title(): (
+                axes.get_subplotspec().get_geometry()[:3],
+                axes.get_yscale(),
+                [
+                    (line.get_label(), line.get_color(), line.get_linestyle(), line.get_marker(), [*line.get_xydata().tolist()])
+                    for line in axes.get_lines()
+                ],
+            )
+            for axes in self.figure.axes
+        }
+
+
+def test_what_stands_in_a_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A panel for each quantity, two beside one another; the norm on a logarithmic axis; a run has one colour."""
+    drawn = Drawn(monkeypatch)
+    first = {
+        "train/loss": ([1, 2], [2.0, 1.0]),
+        "validation/loss": ([2], [1.5]),
+        "optimizer/grad_norm": ([1, 2], [3.0, 30.0]),
+        "optimizer/learning_rate/0": ([1, 2], [0.1, 0.2]),
+        "other/grad_norms": ([1], [1.0]),
+    }
+    second = {"train/loss": ([*range(20)], [1.0] * 20)}
+    assert plot_runs({"a": first, "b": second}, tmp_path / "p.png") == ["loss", "learning rate", "gradient norm"]
+    assert drawn.panels() == {
+        "loss": (
+            (2, 2, 0),
+            "linear",
+            [
+                ("a: train/loss", "C0", "-", ".", [[1, 2], [2, 1]]),
+                ("a: validation/loss", "C0", "--", ".", [[2, 1.5]]),
+                ("b: train/loss", "C1", "-", "", [[update, 1] for update in range(20)]),
+            ],
+        ),
+        "learning rate": (
+            (2, 2, 1),
+            "linear",
+            [("a: optimizer/learning_rate/0", "C0", "-", ".", [[1, 0.1], [2, 0.2]])],
+        ),
+        "gradient norm": ((2, 2, 2), "log", [("a: optimizer/grad_norm", "C0", "-", ".", [[1, 3], [2, 30]])]),
+    }
+    assert drawn.figure.get_size_inches().tolist() == [12.8, 7.2]
+    assert {axes.get_xlabel() for axes in drawn.figure.axes} == {"update"}
+    assert all(axes.get_legend() is not None for axes in drawn.figure.axes)
+
+
+def test_metrics_that_are_asked_for_have_their_own_panels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of norms with a logarithmic axis, a group with all of its metrics; a single run needs no name."""
+    drawn = Drawn(monkeypatch)
+    curves = {name: ([1], [1.0]) for name in ("layers/layer_grad_norm/0", "validation/loss", "validation/top", "validations")}
+    titles = ["layers/layer_grad_norm", "validation"]
+    assert plot_runs({"run": curves}, tmp_path / "p.png", titles) == titles
+    found = {title: (place, scale, [line[:3] for line in lines]) for title, (place, scale, lines) in drawn.panels().items()}
+    assert found == {
+        "layers/layer_grad_norm": ((1, 2, 0), "log", [("layers/layer_grad_norm/0", "C0", "-")]),
+        "validation": ((1, 2, 1), "linear", [("validation/loss", "C0", "-"), ("validation/top", "C0", "--")]),
+    }
+
+
+def test_the_picture_is_beside_the_first_log_or_where_it_is_wanted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command prints where, and what is shown."""
+    saved: list[Path] = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda _, output, **__: saved.append(output))
+    runs = [tmp_path / name for name in ("first", "second")]
+    for run in runs:
+        run.mkdir()
+        (run / "metrics.jsonl").write_text('{"update": 2, "train/loss": 0.5}\n')
+    wanted = tmp_path / "both.svg"
+    assert main([*map(str, runs), "--output", str(wanted)]) == main([*map(str, runs)]) == 0
+    assert saved == [wanted, runs[0] / "curves.png"]
+    assert capsys.readouterr().out.splitlines() == [f"{path}  loss" for path in saved]
 
 
 @pytest.mark.parametrize(

@@ -66,3 +66,49 @@ def test_an_option_comes_through_a_pickle_too() -> None:
     again = pickle.loads(pickle.dumps(error))
     assert again.all_differ is True
     assert str(again) == str(error) != str(ignite_train.handlers.GradNormMismatchError(4, (0.5, 1.5), ("weight",)))
+
+
+@pytest.mark.parametrize(
+    ("norms", "who"),
+    [
+        ((1.0, 1.0, 2.0), "rank 2 differs from the majority; "),
+        ((1.0, 2.0, 1.0, 1.0, 3.0), "ranks 1, 4 differ from the majority; "),
+        ((2.0, 1.0), ""),
+        ((1.0, 3.0, 3.0, 4.0), ""),
+        ((1.0, 2.0, 3.0, 3.0, 4.0), ""),
+        ((1.0, float("nan"), 1.0), "rank 1 found the update not finite and ranks 0, 2 made the step"),
+        ((float("inf"), 1.0, float("nan")), "ranks 0, 2 found the update not finite and rank 1 made the step"),
+    ],
+    ids=["one of three", "two of five", "of two", "two of four", "two alike of five", "one not finite", "two not finite"],
+)
+def test_norms_that_differ_name_the_ranks_outside_the_majority(norms: tuple[float, ...], who: str) -> None:
+    """More than half of the ranks are one; ranks that did not step are named first."""
+    message = str(ignite_train.handlers.GradNormMismatchError(4, norms, ()))
+    finding = message.split("\n")[1 + len(norms)]
+    assert finding.startswith(who or "no parameter can be named")
+
+
+@pytest.mark.parametrize(("number", "more"), [(1, ""), (5, ""), (6, " and 1 more"), (9, " and 4 more")])
+@pytest.mark.parametrize("kind", ["GradNormMismatchError", "StateMismatchError"])
+def test_of_many_names_five_are_shown(kind: str, number: int, more: str) -> None:
+    """And how many are left."""
+    names = tuple(f"layer{index}" for index in range(number))
+    middle = ((0.5, 1.5), names) if kind == "GradNormMismatchError" else (names, (1,))
+    message = str(getattr(ignite_train.handlers, kind)(4, *middle))
+    assert f"{', '.join(names[:5])}{more}" in message
+    assert ("more" in message) == bool(more)
+    assert "layer5" not in message
+
+
+@pytest.mark.parametrize(
+    ("ranks", "who"),
+    [
+        ((2,), "rank 2 differs from the majority"),
+        ((0, 3), "ranks 0, 3 differ from the majority"),
+        ((), "no majority of the ranks agrees"),
+    ],
+    ids=["one", "two", "none"],
+)
+def test_a_state_that_differs_names_the_ranks_outside_the_majority(ranks: tuple[int, ...], who: str) -> None:
+    """Where there is one."""
+    assert f"; {who}" in str(ignite_train.handlers.StateMismatchError(4, ("parameter weight",), ranks))

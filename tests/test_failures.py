@@ -924,6 +924,22 @@ def test_timeouts_must_make_sense(arguments: dict[str, Any], message: str) -> No
         HangWatch(**arguments)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({}, (600.0, 1800.0, None)),
+        ({"timeout_seconds": 10}, (10.0, 30.0, None)),
+        ({"timeout_seconds": 10, "first_timeout_seconds": 10, "standstill_seconds": 10}, (10.0, 10.0, 10.0)),
+        ({"timeout_seconds": 0.5, "first_timeout_seconds": 12}, (0.5, 12.0, None)),
+    ],
+    ids=["as it is", "shorter", "all alike", "a long beginning"],
+)
+def test_timeouts_that_are_left_out(arguments: dict[str, Any], expected: tuple[Any, ...]) -> None:
+    """The first update may take three times as long as the others; all ranks together as long as they like."""
+    watch = HangWatch(**arguments)
+    assert (watch.timeout_seconds, watch.first_timeout_seconds, watch.standstill_seconds) == expected
+
+
 LOOKS_WHILE_THREADS_START = """
 import gc, sys, threading, time
 from ignite_train.handlers import hang_watch

@@ -174,6 +174,23 @@ def test_a_skipped_update_and_an_exception_leave_nothing_behind() -> None:
     assert len(trainer._entries(TrainEvents.GRADIENTS_READY)) == 1
 
 
+def test_weights_that_are_zero_have_no_ratio() -> None:
+    """From the beginning, or from some update on; what was published before is gone."""
+    model = net()
+    trainer = make(model)
+    with torch.no_grad():
+        model.unused.weight.zero_()
+        model.unused.bias.zero_()
+    trainer.add_event_handler(
+        Events.ITERATION_STARTED(once=4), lambda: [parameter.detach().zero_() for parameter in model.head.parameters()]
+    )
+    found, _ = run(trainer, DATA)
+    ratios = [{name.partition("/")[2] for name in metrics if name.startswith("update_ratio/")} for metrics in found]
+    assert ratios == [{"block.0", "block.2", "head"}, {"block.0", "block.2"}, *[{"block.0", "block.2", "head"}] * 2]
+    assert [metrics["layer_weight_norm/unused"] for metrics in found] == [0.0] * 4
+    assert found[1]["layer_weight_norm/head"] == 0
+
+
 def test_frozen_layers_are_dead() -> None:
     """A layer without a gradient does not move."""
     model = net()
@@ -186,10 +203,11 @@ def test_frozen_layers_are_dead() -> None:
 
 def _on_this_rank(kind: str) -> Any:
     model: nn.Module = net()
-    if kind == "fsdp":
+    if kind in ("fsdp", "both"):
         mesh = init_device_mesh("cpu", (2,))
-        for layer in (model.block, model.head):  # type: ignore[union-attr]
-            fully_shard(layer, mesh=mesh)
+        copied = init_device_mesh("cpu", (2, 1), mesh_dim_names=("copy", "shard")) if kind == "both" else mesh
+        for layer, its_mesh in ((model.block, copied), (model.head, mesh)):
+            fully_shard(layer, mesh=its_mesh)  # type: ignore[arg-type]
         fully_shard(model, mesh=mesh)
     elif kind == "ddp":
         model = DistributedDataParallel(model)
@@ -199,9 +217,9 @@ def _on_this_rank(kind: str) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["ddp", "explicit", "fsdp"])
+@pytest.mark.parametrize("kind", ["ddp", "explicit", "fsdp", "both"])
 def test_two_ranks(kind: str) -> None:
-    """The numbers of one process with all data, on both ranks."""
+    """The numbers of one process with all data, on both ranks; also where each has one block whole and the others in parts."""
     (first, counts, dead), second = run_ranks(_on_this_rank, kind)
     assert (first, counts, dead) == second
     check(first, by_hand(ranks=2))

@@ -261,6 +261,16 @@ def test_whether_the_latest_validation_was_the_best_is_known_after_a_resume(tmp_
     assert seen == [True]
 
 
+def test_before_the_first_validation_none_was_the_best() -> None:
+    """Neither in a new run nor in one that resumes from there; nor after a first score that is NaN."""
+    _, model, _ = make()
+    validation = Validation(create_evaluator(model, cuts.forward), DATA)
+    assert validation.is_best is False
+    for state in (validation.state_dict(), {"best": None, "best_update": None, "latest_update": 3}):
+        validation.load_state_dict(state)
+        assert validation.is_best is False
+
+
 def test_validation_leaves_the_training_as_it_was() -> None:
     """With validation after each update the parameters end bitwise where they end without it, and modes are put back."""
     results = []
@@ -422,6 +432,19 @@ def test_whatever_is_published_beside_the_logs_is_reserved(groups: int) -> None:
     for name in published:
         with pytest.raises(ForwardContractError, match=f"'{name}'"):
             as_forward_output((torch.ones(()), 1, {name: 1.0}))
+
+
+@pytest.mark.parametrize(("length", "is_warned"), [(6, True), (7, False)], ids=["as long as the run", "longer"])
+def test_a_schedule_that_ends_behind_skipped_updates_is_warned_about(length: int, is_warned: bool, caplog: Any) -> None:
+    """It has made fewer steps than it is long."""
+    holder: list[Trainer] = []
+    trainer, _, optimizer = make(overflow_at(2)(holder), loss_scaling=FairseqLossScaling(8.0))
+    holder.append(trainer)
+    LearningRateSchedule(torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, length)).attach(trainer)
+    trainer.run(DATA, max_epochs=1)
+    assert (trainer.state.num_steps, trainer.state.num_skipped) == (5, 1)
+    trainer.run(DATA, max_epochs=2)
+    assert ("the schedule is at its end" in caplog.text) is is_warned
 
 
 SCHEDULES_TO_EXTEND: dict[str, tuple[Callable[[Any], Any], str]] = {

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from bits import bit_by_bit
-from ignite_train import GaveUpError, ResumableLoader, Trainer, UpdateOptions, create_trainer
+from ignite_train import GaveUpError, ResumableLoader, Trainer, TrainEvents, UpdateOptions, create_trainer
 from ignite_train.handlers import Checkpoint, Freeze, LearningRateFinder, ModelEMA, OuterOptimizer, TrainingMetrics
 from mistakes import Mistake, assert_one_line
 from ranks import run_ranks
@@ -360,6 +360,73 @@ def test_the_suggestion_and_its_picture(tmp_path: Path, monkeypatch: pytest.Monk
         finder.save_plot(tmp_path / "none.png")
 
 
+def test_an_update_that_is_skipped_is_no_point() -> None:
+    """Although its loss is finite: here the gradient of the third update overflows."""
+    model, finder = net(), LearningRateFinder()
+    trainer = make(model, torch.optim.SGD(model.parameters(), lr=1.0), on_nonfinite="skip")
+    with finder.attach(trainer, num_iter=5, start_lr=1e-3, end_lr=5e-3, step_mode="linear") as searching:
+        event = TrainEvents.BACKWARD_COMPLETED(once=3)
+        searching.add_event_handler(event, lambda: model[0].weight.grad.fill_(math.inf))  # type: ignore[union-attr]
+        searching.run(MICRO_BATCHES)
+    assert finder.get_results()["lr"] == pytest.approx([1e-3, 2e-3, 4e-3, 5e-3])
+
+
+def losses_of(given: list[float], **settings: Any) -> list[float]:
+    """The curve where the updates have these losses."""
+    remaining = iter(given)
+    trainer = make(net())
+    finder = search(trainer, MICRO_BATCHES, num_iter=len(given), output_transform=lambda output: next(remaining), **settings)
+    return finder.get_results()["loss"]
+
+
+def test_it_ends_where_the_loss_is_more_than_so_many_times_the_least() -> None:
+    """The loss of that update is the last point; one of exactly so many times does not end it."""
+    losses = [4.0, 2.0, 3.0, 6.0, 6.1, 1.0, 1.0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # as that the loss did not diverge
+        assert losses_of(losses, smooth_f=0, diverge_th=3) == losses[:5]
+        assert losses_of([1.0, 1.0, math.nan, 1.0], smooth_f=0.0) == [1.0, 1.0]
+
+
+def test_a_loss_is_smoothed() -> None:
+    """The share of a new one is `smooth_f`; without it each stays as it is."""
+    assert losses_of([4.0, 2.0, 3.0], smooth_f=0.25) == [4.0, 3.5, 3.375]
+    assert losses_of([4.0, 2.0, 3.0], smooth_f=0.0) == [4.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize(("number", "rates"), [(1, [1e-3]), (2, [1e-3, 0.5]), (3, [1e-3, 0.2505, 0.5])])
+def test_few_updates_have_the_first_and_the_last_rate(number: int, rates: list[float]) -> None:
+    """Also in a search that continues a run."""
+    model = net()
+    trainer = make(model, torch.optim.SGD(model.parameters(), lr=1e-3))
+    trainer.run(MICRO_BATCHES, max_epochs=1)
+    found = search(trainer, MICRO_BATCHES, num_iter=number, start_lr=None, step_mode="linear")
+    assert found.get_results()["lr"] == pytest.approx(rates)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_what_the_picture_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, groups: int) -> None:
+    """The losses over the rates of the first group, without those that are left out; the suggestion is a dot on the curve."""
+    model, drawn = net(), list[Any]()
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *_, **__: drawn.append(figure))
+    parts = [{"params": model[0].parameters()}, {"params": model[1:].parameters(), "lr": 1e-5}]
+    optimizer = torch.optim.SGD(parts if groups == 2 else model.parameters(), lr=1e-3)
+    finder = search(make(model, optimizer), MICRO_BATCHES, num_iter=30, start_lr=None, end_lr=10.0)
+    finder.save_plot(tmp_path / "rates.png", skip_start=2, skip_end=3)
+    results, suggestion = finder.get_results(), finder.lr_suggestion()
+    rates = [rate[0] if groups == 2 else rate for rate in results["lr"]]
+    first = suggestion[0] if groups == 2 else suggestion
+    (axes,) = drawn[0].axes
+    curve, dot = axes.get_lines()
+    points = [list(point) for point in zip(rates, results["loss"], strict=True)]
+    assert curve.get_xydata().tolist() == points[2:-3]
+    assert dot.get_xydata().tolist() == [points[rates.index(first)]]
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == [f"suggestion: {first:.3g}"]
+    assert (axes.get_xscale(), axes.get_xlabel(), axes.get_ylabel()) == ("log", "learning rate", "smoothed loss")
+    finder.save_plot(tmp_path / "rates.png")
+    assert drawn[1].axes[0].get_lines()[0].get_xydata().tolist() == points
+
+
 def _search_on_this_rank() -> Any:
     model = net()
     trainer = make(model, reduction="explicit")
@@ -403,6 +470,7 @@ def of_another() -> None:
 MISTAKES: dict[str, Mistake] = {
     "trainer": (TypeError, "trainer must be a Trainer", lambda: LearningRateFinder().attach(net()).__enter__()),  # type: ignore[arg-type]
     "order": (ValueError, "start_lr must be less than end_lr, got 1 and 0.5", lambda: begin(start_lr=1.0, end_lr=0.5)),
+    "alike": (ValueError, "start_lr must be less than end_lr, got 0.5 and 0.5", lambda: begin(start_lr=0.5, end_lr=0.5)),
     "zero": (ValueError, "start_lr must be greater than 0", lambda: begin(start_lr=0.0)),
     "groups": (ValueError, "end_lr must have one rate for each", lambda: begin(end_lr=[1.0, 2.0])),
     "mode": (ValueError, "step_mode must be one of", lambda: begin(step_mode="cosine")),

@@ -6,6 +6,7 @@ import csv
 import errno
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -116,6 +117,27 @@ def test_each_line_is_there_once_when_a_run_resumes(tmp_path: Path, kind: str, s
 
 
 @kinds
+def test_what_is_written_is_there_at_once(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the operating system in each update, since SIGKILL does not wait for a flush; on the disk before a checkpoint."""
+    trainer, log = make(tmp_path / "of/two/names", kind)
+    lines: list[int] = []
+    trainer.append_event_handler(EVERY, lambda: lines.append(len(read(log.path))))
+    synced: list[bool] = []
+
+    @trainer.on(EVERY(once=6))
+    def save() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(module.os, "fsync", lambda descriptor: synced.append(os.path.sameopenfile(descriptor, number)))
+            with log.path.open("rb") as file:
+                number = file.fileno()
+                log.state_dict()
+
+    trainer.run(DATA, max_epochs=1)
+    assert lines == [1, 2, 3, 4, 5, 6]
+    assert synced == [True]
+
+
+@kinds
 def test_a_run_from_the_beginning_does_not_destroy_an_earlier_log(tmp_path: Path, kind: str) -> None:
     """The file of the earlier run has another name then; a finished run that is started again changes nothing."""
     trainer, log = make(tmp_path, kind, save=3)
@@ -160,6 +182,42 @@ def test_an_evaluation_before_a_run_from_the_beginning_is_in_its_log(tmp_path: P
     trainer.run(DATA, max_iters=2)
     assert [row["update"] for row in read(log.path)] == ["0", "1", "2"]
     assert log.path.with_name(f"{log.path.name}.old").read_bytes() == before
+
+
+def evaluator_of(trainer: Trainer) -> Any:
+    """The one that the validation runs."""
+    return next(entry for entry in trainer._stateful.values() if isinstance(entry, Validation)).evaluator
+
+
+@kinds
+def test_an_evaluation_without_a_run_is_in_its_log(tmp_path: Path, kind: str) -> None:
+    """Where there is no log yet, also if no run follows."""
+    trainer, log = make(tmp_path, kind)
+    for number in (1, 2):
+        evaluator_of(trainer).run(DATA)
+        assert [row["update"] for row in read(log.path)] == ["0"] * number
+    log.finish()
+
+
+@kinds
+def test_of_several_lines_of_an_update_those_before_the_checkpoint_stay(tmp_path: Path, kind: str) -> None:
+    """Here two of three, and the next one follows them."""
+    trainer, log = make(tmp_path, kind)
+    states: list[dict[str, Any]] = []
+
+    @trainer.on(EVERY(once=3))
+    def evaluate_twice() -> None:
+        for _ in range(2):
+            evaluator_of(trainer).run(DATA)
+            states.append(log.state_dict())
+
+    trainer.run(DATA, max_iters=3)
+    assert [row["update"] for row in read(log.path)] == ["1", "2", "3", "3", "3"]
+    trainer, log = make(tmp_path, kind)
+    log.load_state_dict(states[0])
+    evaluator_of(trainer).run(DATA)
+    log.finish()
+    assert [row["update"] for row in read(log.path)] == ["1", "2", "3", "3", "0"]
 
 
 @kinds
@@ -257,6 +315,22 @@ def test_a_full_disk_costs_a_line_and_no_more(
     assert [line for line in caplog.messages if "could not be written" in line] == [
         "a line of update 3 could not be written ([Errno 28] No space left on device); failures so far: 1"
     ]
+
+
+def test_a_disk_that_stays_full_is_said_ever_more_rarely(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first, second, fourth, eighth time, ..."""
+
+    def fail(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(module, "_write_whole", fail)
+    trainer, _ = make(tmp_path, "json")
+    trainer.run(DATA * 3, max_epochs=1)  # 18 updates, and a validation
+    lines = [line for line in caplog.messages if "could not be written" in line]
+    assert [line.rpartition(" ")[2] for line in lines] == ["1", "2", "4", "8", "16"]
+    assert [line.split()[4] for line in lines] == ["1", "2", "4", "8", "16"]
 
 
 @kinds

@@ -144,6 +144,7 @@ def test_alone_it_does_nothing() -> None:
 MISTAKES: dict[str, Mistake] = {
     "statistics": (ValueError, "statistics must be one of 'mean', 'first'", lambda: ModelSync("all")),  # type: ignore[arg-type]
     "evaluator": (TypeError, "evaluator must be what", lambda: ModelSync().attach(make(net()), evaluator=make(net()))),
+    "none": (TypeError, "evaluator must be what", lambda: ModelSync().attach(make(net()), evaluator=None)),  # type: ignore[arg-type]
 }
 
 

@@ -108,6 +108,16 @@ def test_it_empties_where_memory_is_fragmented(monkeypatch: pytest.MonkeyPatch) 
     assert memory.emptied == [2, 6]
 
 
+def test_it_may_wait_until_nothing_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a share of 1."""
+    trainer = make()
+    memory = Memory(trainer, lambda update: 1.0 if update == 3 else 0.999)
+    memory.put_in_place(monkeypatch)
+    EmptyCache(fragmentation=1.0).attach(trainer, Events.ITERATION_COMPLETED)
+    trainer.run(DATA)
+    assert memory.emptied == [3]
+
+
 def test_without_reserved_memory_it_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the first allocation nothing is fragmented."""
     trainer = make()

@@ -88,6 +88,7 @@ def loaders() -> dict[str, Callable[[], Any]]:
         "shuffled": lambda: DataLoader(ROWS, batch_size=4, shuffle=True),
         "tensors-for-indices": lambda: DataLoader(ROWS, batch_size=4, sampler=torch.arange(10, -1, -1)),
         "batch-sampler": lambda: DataLoader(ROWS, batch_sampler=order),
+        "nothing-to-drop": lambda: DataLoader(ROWS, batch_size=11, drop_last=True),
         "resumable": lambda: ResumableLoader(ROWS, 4, shuffle=True),
         "batches": lambda: DataLoader(Batches(), batch_size=None, sampler=[2, 0, 1]),
         "stream": lambda: DataLoader(Stream(), batch_size=4),
@@ -232,6 +233,16 @@ MISTAKES: dict[str, Mistake] = {
     "rows": (ValueError, "one row for each of the 4 samples", lambda: run_with(lambda x: x[:1])),
     "widths": (ValueError, "pad them in forward", lambda: run_with(lambda x: x.new_zeros(len(x), len(x)))),
     "structure": (ValueError, "one structure in all", lambda: run_with(lambda x: (x,) * len(x))),
+    "order": (
+        ValueError,
+        "one structure in all",
+        lambda: run_with(lambda x: {"a": x, "b": x} if len(x) == 4 else {"b": x, "a": x}),
+    ),
+    "indices": (
+        TypeError,
+        "loader must have a sampler of integers, got the index 'a'",
+        lambda: run_with(lambda x: x, DataLoader({"a": ROWS[0], "b": ROWS[1]}, sampler=["a", "b"])),  # type: ignore[arg-type]
+    ),
     "dropped": (
         ValueError,
         "got drop_last=True, which leaves out 3",

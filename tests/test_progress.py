@@ -18,18 +18,19 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
-from ignite.engine import Events
+from ignite.engine import Engine, Events
 from tqdm import tqdm
 
 import cuts
 from clock import Clock
 from ignite_train import Evaluator, ForwardOutput, Trainer, create_evaluator, create_trainer
-from ignite_train.handlers import Checkpoint, ProgressLog, StopOnSignal, TrainingMetrics, Validation
+from ignite_train.handlers import Checkpoint, JsonLines, ProgressLog, StopOnSignal, TrainingMetrics, Validation
 from ignite_train.handlers.progress import _length
 from ignite_train.ranks.collectives import is_main_rank
 from processes import DEADLINE_SECONDS
@@ -125,6 +126,8 @@ def test_a_terminal_has_bars(monkeypatch: pytest.MonkeyPatch, columns: int, with
     assert any(re.fullmatch(middle, row) for row in bars), bars
     assert any(row.startswith("epoch 2/2 100%|") for row in bars)
     assert any(re.match(r"validation: +\d+%\|", row) for row in rows)
+    beneath = {(upper[:6], lower[:11]) for rows in screen.history for upper, lower in pairwise(rows)}
+    assert ("epoch ", "validation:") in beneath
     end = [row.rstrip() for row in screen.rows if row.strip()]
     assert [row.partition(" after ")[0].split(",")[0] for row in end[:3]] == ["validation", "validation", "finished"]
     assert re.match(r"validation after update 6:  loss \S+ +samples ", end[0])
@@ -221,6 +224,23 @@ def test_without_training_metrics_the_bar_counts_for_itself() -> None:
     assert shown[0].endswith(", lr 0.05, 0.5/s, 0:00:12 left")
 
 
+def test_the_bar_leaves_out_what_does_not_fit() -> None:
+    """The learning rate first, then the speed and the time to go; the loss is the last."""
+    trainer, _, _ = make()
+    progress = ProgressLog()
+    progress._begin, progress._started = 2, 100.0
+    shown: list[str] = []
+    trainer.add_event_handler(
+        EVERY(once=6), lambda: shown.extend(progress._postfix(trainer, now=108.0, room=room) for room in range(50, 0, -1))
+    )
+    trainer.run(DATA, max_epochs=2)
+    texts = list(dict.fromkeys(shown))
+    loss = texts[0].partition(",")[0]
+    assert loss.startswith("loss ")
+    assert texts == [f"{loss}, lr 0.05, 0.5/s, 0:00:12 left", f"{loss}, 0.5/s, 0:00:12 left", f"{loss}, 0:00:12 left", loss, ""]
+    assert all(len(text) < 50 - index for index, text in enumerate(shown))
+
+
 def test_the_bar_of_an_evaluation_knows_its_length() -> None:
     """The loader's, or fewer micro-batches where that is asked for; none is known of an iterator."""
     _, evaluator, _ = make()
@@ -287,6 +307,107 @@ def test_a_log_file_has_short_aligned_lines(capsys: pytest.CaptureFixture[str], 
     ]
 
 
+ALL_PARTS = {
+    "loss": 0.5,
+    "perplexity": 1.25,
+    "accuracy": 0.75,
+    "recall": 0.25,
+    "grad_norm": 2.0,
+    "samples_per_second": 1234.0,
+    "time_to_go": 3725.0,
+    "data_wait": 0.1,
+    "slowest_to_median": 1.5,
+    "slowest_rank": 3.0,
+}
+
+
+def test_what_a_line_leaves_out_when_there_is_no_room(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Part after part, as the width goes down from 199 columns to 20, each of them as soon as it does not fit."""
+    trainer, _, _ = make()
+    ProgressLog("simple").attach(trainer, EVERY(every=1))
+
+    @trainer.on(Events.ITERATION_STARTED)
+    def publish() -> None:
+        update = trainer.state.iteration
+        monkeypatch.setattr("ignite_train.handlers.progress._MAX_COLUMNS", 200 - update)
+        trainer.state.metrics |= ALL_PARTS | {"skipped": 100.0 + update, "learning_rate": 0.1 if update == 1 else 0.2}
+
+    trainer.run(DATA * 30, max_epochs=1)
+    lines = capsys.readouterr().out.splitlines()[:180]
+    middle = "loss 0.5      perplexity 1.25     accuracy 0.75     recall 0.25     norm 2        1.23k samples/s  1:02:05 left"
+    alarms = "skipped {}  waiting 10%  rank 3 is slow"
+    assert lines[0] == f"epoch 1/1  update   1/180  {middle}  {alarms.format(101)}", "its rate is that of the beginning"
+    assert lines[1] == f"epoch 1/1  update   2/180  {middle}  lr 0.2      {alarms.format(102)}"
+    parts = ["slow", "waiting", "norm", "recall", "perplexity", "accuracy", "samples/s", " lr ", "left", "loss", "skipped"]
+    left_out = [next(index for index, line in enumerate(lines) if index and part not in line) for part in parts]
+    widths = [199 - index for index in left_out]
+    assert widths == sorted({*widths}, reverse=True)
+    assert widths[0] == len(lines[1]) - 1
+    assert all(len(line) <= max(199 - index, len("epoch 1/1  update 180/180")) for index, line in enumerate(lines))
+    assert lines[-1] == "epoch 1/1  update 180/180"
+
+
+def test_a_line_warns_of_what_is_urgent_only(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of more skips, of the loader from 10 % on, of a rank from 1.5 times the median on; a constant once it changes."""
+    trainer, _, _ = make()
+    trainer.state.metrics |= {"baseline": 2.5, "skipped": 1.0}
+    ProgressLog("simple").attach(trainer, EVERY(every=1))
+    rows: list[dict[str, float]] = [
+        {"skipped": 1.0, "data_wait": 0.09, "slowest_to_median": 1.4, "slowest_rank": 3.0, "baseline": 2.5},
+        {"skipped": 2.0, "baseline": 3.5},
+        {"skipped": 2.0, "data_wait": 0.1, "baseline": 2.5},
+        {"skipped": 2.0, "data_wait": 0.0, "slowest_to_median": 1.5},
+        {"slowest_to_median": 0.0, "learning_rate/0": 0.05, "learning_rate/1": 0.5},
+        {"learning_rate/0": 0.05, "learning_rate/1": 0.7},
+    ]
+    trainer.add_event_handler(Events.ITERATION_STARTED, lambda: trainer.state.metrics.update(rows.pop(0)))
+    trainer.run(DATA, max_epochs=1)
+    shown = [" ".join(line.split()[6:]) for line in capsys.readouterr().out.splitlines()[:6]]
+    assert shown == [
+        "",
+        "baseline 3.5 skipped 2",
+        "baseline 2.5 waiting 10%",
+        "baseline 2.5 rank 3 is slow",
+        *["baseline 2.5"] * 2,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(-5.0, "0:00:00"), (0.4, "0:00:00"), (59.6, "0:01:00"), (3725.0, "1:02:05"), (math.inf, "11574 days, 1:46:40")],
+    ids=["none", "a moment", "a minute", "an hour", "for ever"],
+)
+def test_a_time_is_in_hours_and_minutes(capsys: pytest.CaptureFixture[str], seconds: float, text: str) -> None:
+    """In whole seconds, and never negative."""
+    trainer, _, _ = make()
+    ProgressLog("simple").attach(trainer, EVERY(every=1))
+    trainer.add_event_handler(Events.ITERATION_STARTED, lambda: trainer.state.metrics.update(time_to_go=seconds))
+    trainer.run(DATA[:1])
+    assert f"  {text} left\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.00001234567, "1.2e-05"),
+        (123456789.0, "1.2e+08"),
+        (0.0001234, "0.00012"),
+        (-0.12346, "-0.1235"),
+        (1234.5, "1234"),
+    ],
+    ids=["small", "large", "long", "negative", "whole"],
+)
+def test_a_number_has_seven_columns(capsys: pytest.CaptureFixture[str], value: float, text: str) -> None:
+    """So that lines stay aligned."""
+    trainer, _, _ = make()
+    ProgressLog("simple").attach(trainer, EVERY(every=1))
+    trainer.add_event_handler(Events.ITERATION_STARTED, lambda: trainer.state.metrics.update(loss=value, mine=1.0))
+    trainer.run(DATA[:1])
+    assert f"loss {text:<7}  mine 1" in capsys.readouterr().out
+
+
 def test_a_table_ends_the_run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the time went, the best score and its update, skips, memory, and where the files are."""
     monkeypatch.setattr("ignite_train.handlers.progress._SMALLEST_SHARE", 0.0)  # times differ from machine to machine
@@ -297,6 +418,7 @@ def test_a_table_ends_the_run(capsys: pytest.CaptureFixture[str], tmp_path: Path
     TrainingMetrics().attach(trainer, EVERY(every=4), evaluator=evaluator)
     checkpoint = Checkpoint(tmp_path, every=4, asynchronous=False)
     checkpoint.attach(trainer)
+    JsonLines(tmp_path / "log.jsonl").attach(trainer, EVERY(every=4))
     trainer.run(DATA, max_epochs=2)
     lines = capsys.readouterr().out.splitlines()
     begin = next(index for index, line in enumerate(lines) if line.startswith("finished"))
@@ -310,7 +432,7 @@ def test_a_table_ends_the_run(capsys: pytest.CaptureFixture[str], tmp_path: Path
         assert re.search(rf"{section} \d+\.\d s \(\d+%\)", table["time"])
     assert max(len(line) for line in lines[begin:] if str(tmp_path) not in line) <= 80
     assert f"loss {validation.best:.6g} at update 12" in table["best"]
-    assert table["files"] == f"{tmp_path} (Checkpoint)"
+    assert table["files"] == f"{tmp_path} (Checkpoint){tmp_path}/log.jsonl (JsonLines)"
     assert re.fullmatch(r"host \d+\.\d\d GiB", table["memory"])
 
 
@@ -467,6 +589,25 @@ def test_the_bar_is_closed_when_the_run_fails(monkeypatch: pytest.MonkeyPatch) -
     assert [(bar.n_at_start, bar.n, bar.total, bar.is_closed) for bar in ShownBar.shown] == [(0, 4, 6, True), (4, 6, 6, True)]
 
 
+class OfNotebookBar(ShownBar):
+    """What `tqdm.auto` takes in a notebook."""
+
+    __module__ = "tqdm.notebook"
+
+
+@pytest.mark.parametrize("kind", [OfNotebookBar, ShownBar], ids=["notebook", "file"])
+def test_a_notebook_has_bars(monkeypatch: pytest.MonkeyPatch, kind: type[ShownBar]) -> None:
+    """Although its standard error is no terminal; each bar counts what it shows."""
+    monkeypatch.setattr("ignite_train.handlers.progress.tqdm", kind)
+    monkeypatch.setattr(ShownBar, "shown", [])
+    trainer, evaluator, _ = make()
+    ProgressLog().attach(trainer, evaluator=evaluator)
+    Validation(evaluator, DATA[:4]).attach(trainer)
+    trainer.run(DATA, max_epochs=1)
+    bars = [(bar.unit, bar.n, bar.total, bar.is_closed) for bar in ShownBar.shown]
+    assert bars == ([("update", 6, 6, True), ("batch", 4, 4, True)] if kind is OfNotebookBar else [])
+
+
 def test_the_bar_of_a_rehearsal_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The evaluator's COMPLETED does not fire in it; during the first epoch the bar of the run stands alone."""
     monkeypatch.setattr("ignite_train.handlers.progress.tqdm", ShownBar)
@@ -478,6 +619,36 @@ def test_the_bar_of_a_rehearsal_is_closed(monkeypatch: pytest.MonkeyPatch) -> No
     trainer.add_event_handler(EVERY(once=1), lambda: closed.extend(bar.is_closed for bar in ShownBar.shown))
     trainer.run(DATA)
     assert closed == [False, True]
+
+
+@pytest.mark.parametrize("stock", [True, False], ids=["stock-engine", "evaluator"])
+def test_both_bars_are_closed_when_an_evaluation_fails(monkeypatch: pytest.MonkeyPatch, stock: bool) -> None:
+    """Also that of an engine of Ignite's, which does not say that it has failed."""
+    monkeypatch.setattr("ignite_train.handlers.progress.tqdm", ShownBar)
+    monkeypatch.setattr(ShownBar, "shown", [])
+    trainer, evaluator, _ = make()
+    engine = Engine(lambda _engine, micro_batch: 1 // 0) if stock else evaluator
+    if not stock:
+        evaluator.add_event_handler(EVERY, lambda: 1 // 0)
+    ProgressLog("bar").attach(trainer, evaluator=engine)
+    trainer.add_event_handler(EVERY(once=2), lambda: engine.run(DATA))
+    with pytest.raises(ZeroDivisionError):
+        trainer.run(DATA, max_epochs=1)
+    assert [(bar.unit, bar.total, bar.is_closed) for bar in ShownBar.shown] == [("update", 6, True), ("batch", 6, True)]
+
+
+def test_the_bar_of_a_run_that_is_interrupted_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the run that continues it has one that starts there."""
+    monkeypatch.setattr("ignite_train.handlers.progress.tqdm", ShownBar)
+    monkeypatch.setattr("ignite_train.handlers.progress._REFRESH_SECONDS", 0.0)
+    monkeypatch.setattr(ShownBar, "shown", [])
+    trainer, _, _ = make()
+    ProgressLog("bar").attach(trainer)
+    trainer.add_event_handler(EVERY(once=4), lambda: trainer.interrupt())
+    trainer.run(DATA, max_epochs=1)
+    assert [(bar.n, bar.is_closed) for bar in ShownBar.shown] == [(4, True)]
+    trainer.run(DATA, max_epochs=1)
+    assert [(bar.n_at_start, bar.n, bar.is_closed) for bar in ShownBar.shown[1:]] == [(4, 6, True)]
 
 
 def test_a_bar_that_is_closed_within_an_event_is_not_moved(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -181,6 +181,7 @@ def test_sanity_leaves_no_trace(tmp_path: Path) -> None:
         ({"patience": 2, "mode": "max"}, [1.0, 2.0, 2.0, 1.0, 3.0], 4, (2.0, 2)),
         ({"patience": 1, "min_delta": 0.5}, [3.0, 2.25, 1.75, 1.0], 3, (2.25, 2)),
         ({"patience": 2, "min_delta": 0.5}, [3.0, 2.75, 2.25, 2.0, 1.875, 0.0], 5, (2.25, 3)),
+        ({"patience": 1, "min_delta": 0.5, "mode": "max"}, [1.0, 1.75, 2.25, 3.0], 3, (1.75, 2)),
         ({"patience": 2}, [math.nan, 3.0, math.nan, math.nan, 1.0], 4, (3.0, 2)),
         ({"patience": 2}, [math.nan, math.nan, 1.0], 2, (None, None)),
         ({"target": 2.0}, [3.0, 9.0, 9.0, 2.0, 1.0], 4, (2.0, 4)),
@@ -198,6 +199,25 @@ def test_the_update_after_which_it_ends(settings: dict[str, Any], scores: list[f
     job.validate()
     assert job.run() == ended
     assert (stopping.best, stopping.best_update) == best
+
+
+@pytest.mark.parametrize(
+    ("settings", "scores", "reason"),
+    [
+        ({"patience": 1}, [3.0, 2.5, 4.0], "loss was best in update 2 (2.5), 1 evaluation ago, and patience=1"),
+        ({"patience": 2}, [math.nan, math.nan], "loss has never been a number, 2 evaluations ago, and patience=2"),
+        ({"target": 2.0}, [3.0, 1.5], "loss is 1.5, and target=2"),
+    ],
+    ids=["patience", "no number", "target"],
+)
+def test_it_says_why_it_ends(settings: dict[str, Any], scores: list[float], reason: str, caplog: Any) -> None:
+    """Once, with the update."""
+    job = Scripted(scores)
+    EarlyStopping(job.evaluator, **settings).attach(job.trainer)
+    job.validate()
+    ended = job.run()
+    lines = [line for line in caplog.messages if "EarlyStopping" in line]
+    assert lines == [f"update {ended}: EarlyStopping ends the run: {reason}"]
 
 
 def test_a_run_that_it_ended_stays_ended(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -150,6 +150,39 @@ def test_handlers_that_are_not_due_are_no_section() -> None:
     assert [update for update, section in seen if section == "handler" and update > 1] == [2, 3, 4, 6]
 
 
+def test_a_section_does_nothing_where_no_timer_listens() -> None:
+    """Before it is attached, and once it is detached."""
+    timer, trainer = StepTimer(), make()
+    with timer.section("mine"):
+        pass
+    timer.attach(trainer)
+    timer.detach(trainer)
+    trainer.run(DATA, max_epochs=1)
+    with timer.section("mine"):
+        pass
+    assert timer.summary() == {}
+
+
+def test_a_table_in_milliseconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward takes 1, 2, ..., 6 seconds, a batch 3; two ranks have told their times, of which rank 1 is slow in forward."""
+    clock, timer = Clock(monkeypatch), StepTimer()
+    trainer = make(lambda model, micro_batch: (clock.take(float(trainer.state.iteration)), cuts.forward(model, micro_batch))[1])
+    timer.attach(trainer)
+    trainer.run(clock.loader(DATA, 3.0), max_epochs=1)
+    rows = [
+        ["ms", "an", "update", "mean", "p50", "p90", "p99", "max"],
+        ["data", *["3000.000"] * 5],
+        ["forward", "3500.000", "3500.000", "5500.000", "5950.000", "6000.000"],
+    ]
+    assert [line.split() for line in timer.table().splitlines()] == rows
+    timer.seconds_by_rank = {"forward": [3.5, 9.0]}
+    assert [line.split() for line in timer.table().splitlines()] == [
+        [*rows[0], "slowest", "rank"],
+        rows[1],
+        [*rows[2], "1"],
+    ]
+
+
 def test_nothing_is_attached_inside_the_update() -> None:
     """A handler of these events would keep an accelerator from queueing its step; nothing reads or reduces either."""
     trainer = make()
@@ -286,7 +319,17 @@ def test_the_timer_has_the_times_of_the_device(monkeypatch: pytest.MonkeyPatch, 
         "reduction": (1, 1.0),
         "optimizer": (1, 2.0),  # before ITERATION_COMPLETED, and after that of the update before
     }
-    assert "on device" in timer.table()
+    head, *rows = timer.table().splitlines()
+    assert head.endswith("on device")
+    (forward,) = [row for row in rows if row.startswith("forward")]
+    assert forward.split()[-1] == "4000.000"
+    heard: list[str | None] = []
+    sections = trainer._measured()
+    sections.listeners.append(lambda _before, section: heard.append(section))
+    timer.detach(trainer)
+    trainer.run(DATA, max_epochs=2)
+    assert "forward" in heard, "another listener stays"
+    assert FakeEvent.now == FakeEvent.reached, "nothing more is timed on the device"
 
 
 # --- ranks ---
@@ -301,23 +344,30 @@ def of_a_rank() -> tuple[Any, ...]:
         now[0] += 1.0 + 2.0 * idist.get_rank()
         return cuts.forward(model, micro_batch)
 
-    counted = []
+    counted, by_update = [], []
     for measured in (False, True):
         trainer = make(forward, options=UpdateOptions(reduction="explicit"), protect=False)
         if measured:
             timer.attach(trainer, EVERY(every=2))
+            trainer.add_event_handler(EVERY, lambda: by_update.append(timer.seconds_by_rank.get("forward", [])))
         with count_traffic() as traffic:
             trainer.run(DATA, max_epochs=1)
         counted.append(len(traffic.collectives))
     metrics = trainer.state.metrics
-    return timer.seconds_by_rank, metrics["slowest_rank"], metrics["slowest_to_median"], counted, timer.table()
+    assert by_update == [[], [], *[[1.0, 3.0]] * 4], "those of each interval travel with the next update"
+    found = timer.seconds_by_rank, metrics["slowest_rank"], metrics["slowest_to_median"], counted, timer.table()
+    timer.detach(trainer)
+    metrics.clear()
+    trainer.run(DATA, max_epochs=2)
+    return *found, {*metrics}
 
 
 @pytest.mark.slow
 def test_the_slowest_rank_is_known() -> None:
     """On all ranks, from numbers that travel with the statistics: no collective but one at the end of the run."""
     outcomes = run_ranks(of_a_rank)
-    for by_rank, slowest, ratio, (bare, measured), table in outcomes:
+    for by_rank, slowest, ratio, (bare, measured), table, after_detach in outcomes:
+        assert after_detach == set()
         assert by_rank["forward"] == [1.0, 3.0]
         assert (slowest, ratio) == (1.0, 3.0)
         assert measured == bare + 1

@@ -441,6 +441,14 @@ class _Clock:
         self.now += seconds
 
 
+def own_clock(monkeypatch: pytest.MonkeyPatch) -> _Clock:
+    """So that no test waits for a second to pass."""
+    clock = _Clock(1000.25)
+    monkeypatch.setattr("ignite_train.handlers.tensorboard.time", clock)
+    monkeypatch.setattr("ignite_train.handler.event_file.time", clock)
+    return clock
+
+
 @pytest.mark.parametrize(
     ("newest", "slept"),
     [(999, []), (1000, [0.75]), (1001, [1.75]), (1002, [2.75]), (1003, [])],
@@ -453,9 +461,7 @@ def test_a_file_has_a_later_name_than_those_before(
 
     A clock that was set back is not; it is said.
     """
-    clock = _Clock(1000.25)
-    monkeypatch.setattr("ignite_train.handlers.tensorboard.time", clock)
-    monkeypatch.setattr("ignite_train.handler.event_file.time", clock)
+    clock = own_clock(monkeypatch)
     earlier = [tmp_path / f"events.out.tfevents.{second:010d}.host" for second in (newest, 7)]
     for path in (*earlier, tmp_path / "events.out.tfevents.of-another-form"):
         path.touch()
@@ -468,6 +474,80 @@ def test_a_file_has_a_later_name_than_those_before(
     assert path.name.split(".")[3] == f"{int(1000.25 + sum(slept)):010d}"
     is_said = f"the newest file in {tmp_path} is of a time to come: TensorBoard will hide wrong points" in caplog.text
     assert is_said is (path < earlier[0])
+
+
+def numbered(directory: Path, offset: float) -> tuple[Trainer, TensorBoard]:
+    """The metric of an update is its number, more by `offset`."""
+    trainer, evaluator = make()
+    trainer.add_event_handler(
+        Events.ITERATION_STARTED, lambda: trainer.state.metrics.update(mine=trainer.state.iteration + offset)
+    )
+    evaluator.add_event_handler(Events.EPOCH_COMPLETED, lambda: evaluator.state.metrics.update(mine=offset))
+    tensorboard = TensorBoard(directory)
+    tensorboard.attach(trainer, EVERY(every=1), evaluator=evaluator)
+    evaluator.run(DATA)
+    return trainer, tensorboard
+
+
+def points(directory: Path, tag: str = "train/mine") -> list[tuple[int, float]]:
+    return [(point.step, point.value) for point in load(directory).Scalars(tag)]
+
+
+@pytest.mark.parametrize("updates", [0, 1, 3])
+def test_a_handler_that_comes_later_hides_what_is_made_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, updates: int
+) -> None:
+    """The points of an earlier process up to the update after which this one writes stay; those after it are shown once."""
+    own_clock(monkeypatch)
+    trainer, _ = numbered(tmp_path / "run", 0.0)
+    trainer.run(DATA, max_iters=5)
+    trainer, _ = numbered(tmp_path / "elsewhere", 0.5)
+    if updates:
+        trainer.run(DATA, max_iters=updates)
+    TensorBoard(tmp_path / "run").attach(trainer, EVERY(every=1))
+    trainer.run(DATA, max_iters=6)
+    assert points(tmp_path / "run") == [(update, update + 0.5 * (update > updates)) for update in range(1, 7)]
+    assert points(tmp_path / "run", "validation/mine") == ([(0, 0.0)] if updates else [])
+    shown = others(tmp_path / "run")
+    assert shown["config/text_summary"] == shown["environment/text_summary"] == [0], "once, whoever has written it"
+
+
+def test_a_disk_that_was_full_hides_no_points(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The file after a record that was written in part; also those of the update in which that happened."""
+    own_clock(monkeypatch)
+    trainer, tensorboard = numbered(tmp_path, 0.0)
+    trainer.add_event_handler(EVERY(once=3), lambda: full.append(FullDiskError()))
+    trainer.add_event_handler(EVERY(once=3), lambda: tensorboard(trainer))
+    write, full = EventFile._write, list[OSError]()
+
+    def fail(self: Any, record: bytes) -> None:
+        if full:
+            self._file.write(b"part")  # of a record
+            raise full.pop()
+        write(self, record)
+
+    monkeypatch.setattr(EventFile, "_write", fail)
+    trainer.run(DATA, max_epochs=1)
+    assert points(tmp_path) == [(update, float(update)) for update in range(1, 7)]
+
+
+def test_a_disk_that_is_full_before_the_run_hides_no_points(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of two evaluations before the first update the second one cannot be written."""
+    own_clock(monkeypatch)
+    trainer, evaluator = make()
+    second = create_evaluator(evaluator.model, cuts.forward)
+    tensorboard = TensorBoard(tmp_path)
+    tensorboard.attach(trainer, EVERY(every=1), evaluator=evaluator)
+    tensorboard.attach(trainer, evaluator=second, tag="second")
+    TrainingMetrics().attach(trainer, EVERY(every=1))
+    evaluator.run(DATA)
+    with monkeypatch.context() as patch:
+        patch.setattr(EventFile, "_write", FullDiskError.of)
+        second.run(DATA)
+    trainer.run(DATA, max_epochs=1)
+    events = load(tmp_path)
+    assert steps(events, "validation/loss") == [0, 6]
+    assert steps(events, "train/loss") == [*range(1, 7)]
 
 
 def test_what_is_written_is_there_at_once(tmp_path: Path) -> None:
@@ -556,6 +636,10 @@ class FullDiskError(OSError):
     def __init__(self) -> None:
         super().__init__(errno.ENOSPC, "No space left on device")
 
+    @classmethod
+    def of(cls, *_: Any) -> None:
+        raise cls
+
 
 @pytest.mark.parametrize("on_error", ["warn", "raise"])
 def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, on_error: Any) -> None:
@@ -579,6 +663,14 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: py
     trainer.run(DATA, max_epochs=1)
     assert steps(load(tmp_path), "train/loss") == [2, 6]
     assert len([line for line in caplog.messages if "could not be written" in line]) == 1
+
+
+def test_a_file_that_cannot_be_begun_is_not_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or each try would leave one."""
+    monkeypatch.setattr(EventFile, "_write", FullDiskError.of)
+    with pytest.raises(FullDiskError):
+        EventFile(tmp_path, 0)
+    assert [*tmp_path.iterdir()] == []
 
 
 @pytest.mark.slow

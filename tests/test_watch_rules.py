@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import logging
 import signal
+import threading
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.distributed import HashStore
 
 from ignite_train.handlers import failure_board, hang_watch, stop_on_signal
+from ignite_train.ranks.sealed_messages import SealedMessages
 
 LIMIT = 10.0
 WAITS, ELSEWHERE, AT_WORK = ("wait (gloo.py:1)", True), ("wait (other.py:2)", True), ("forward (model.py:3)", False)
 
 
-def report(place: tuple[str, bool], *, update: int = 5, over: bool = False, has_told: bool = False) -> Any:
+def report(
+    place: tuple[str, bool], *, update: int = 5, micro_batch: int = 9, over: bool = False, has_told: bool = False
+) -> Any:
     where, waits = place
-    return hang_watch._Report(1, update, 9, 0, 20, waits, where, over, has_told)
+    return hang_watch._Report(1, update, micro_batch, 0, 20, waits, where, over, has_told)
 
 
 def watch_of(reports: list[Any], waited: float) -> Any:
@@ -62,6 +67,159 @@ def test_a_rank_waits_in_vain_for_one_that_has_left(place: Any, expected: bool) 
     """All that are still there stand at one place."""
     reports = [report(place), report(place), report(place, over=True)]
     assert watch_of(reports, LIMIT + 1)._waits_in_vain([0, 1], LIMIT) is expected
+
+
+def verdict_of(reports: list[Any], *, standstill: float | None = None, store: bool = True, **since: Any) -> str:
+    """What rank 0 finds, in a run that began with update 2.
+
+    Args:
+        reports: of the ranks.
+        standstill: see `HangWatch`.
+        store: whether the ranks still have one.
+        since: for how many seconds each rank has been `silent`, no rank has `moved`, the store has not `answered`.
+    """
+    watch = watch_of(reports, since.get("moved", 0.0))
+    watch._rank, watch._timeout, watch._first_timeout, watch._first_update = 0, LIMIT, 3 * LIMIT, 2
+    watch._standstill, watch._messages = standstill, SimpleNamespace(host="rank 0") if store else None
+    watch._heard = [100.0 - silent for silent in since.get("silent", [0.0] * len(reports))]
+    watch._moved, watch._answered = 100.0 - since.get("moved", 0.0), 100.0 - since.get("answered", 0.0)
+    return watch._find_hang()  # type: ignore[no-any-return]
+
+
+BOTH, APART, BUSY = [report(WAITS)] * 2, [report(WAITS), report(AT_WORK)], [report(AT_WORK)] * 2
+FIRST, SECOND = ([report(WAITS, update=update), report(AT_WORK, update=update)] for update in (2, 3))
+
+
+HANGS: dict[str, tuple[list[Any], dict[str, Any], str]] = {
+    "silent for the limit": (BOTH, {"silent": [0.0, LIMIT]}, ""),
+    "one silent": (BOTH, {"silent": [0.0, LIMIT + 1]}, "rank 1 is silent for more than 10 s; rank 0 at update 5 in wait (gl"),
+    "both silent": (BOTH, {"silent": [LIMIT + 1] * 2}, "ranks 0, 1 are silent for more than 10 s; "),
+    "one never came": ([report(WAITS), None], {"silent": [0.0, LIMIT + 1]}, "rank 1 is silent for more than 10 s; "),
+    "one has left": ([report(WAITS), report(WAITS, over=True)], {"silent": [0.0, LIMIT + 1]}, ""),
+    "no store": (BOTH, {"silent": [0.0, LIMIT + 1], "store": False}, ""),
+    "no store and silent itself": (BOTH, {"silent": [LIMIT + 1, 0.0], "store": False}, "rank 0 is silent for more than 10 s; "),
+    "first update": (FIRST, {"silent": [0.0, 3 * LIMIT]}, ""),
+    "first update for too long": (FIRST, {"silent": [0.0, 3 * LIMIT + 1]}, "rank 1 is silent for more than 30 s; "),
+    "second update": (SECOND, {"silent": [0.0, LIMIT + 1]}, "rank 1 is silent for more than 10 s; "),
+    "before the first look": ([None, None], {"silent": [0.0, 3 * LIMIT]}, ""),
+    "store late": (BOTH, {"answered": LIMIT}, ""),
+    "store too late": (BOTH, {"answered": LIMIT + 1}, "the store at which the ranks met has not answered for 11.0 s: its ho"),
+    "apart for the limit": (APART, {"moved": LIMIT}, ""),
+    "apart": (APART, {"moved": LIMIT + 1}, "no rank has moved for more than 10 s; rank 1 is behind; rank 0 at update 5 in wa"),
+    "apart with a standstill": (APART, {"moved": LIMIT + 1, "standstill": 20.0}, "no rank has moved for more than 10 s; "),
+    "apart in the first update": (FIRST, {"moved": LIMIT + 1}, ""),
+    "busy": (BUSY, {"moved": 1e9}, ""),
+    "busy for the standstill": (BUSY, {"moved": 20.0, "standstill": 20.0}, ""),
+    "standstill": (BUSY, {"moved": 21.0, "standstill": 20.0}, "no rank has moved for more than 20 s; no rank is ahead of the "),
+    "standstill in the first update": (FIRST[1:] * 2, {"moved": 21.0, "standstill": 20.0}, ""),
+}
+
+
+@pytest.mark.parametrize("case", HANGS)
+def test_what_is_found_to_hang(case: str) -> None:
+    """A rank that is silent, a store that does not answer, ranks that stand apart; each after more than the limit."""
+    reports, since, expected = HANGS[case]
+    found = verdict_of(reports, **since)
+    assert found.startswith(expected) if expected else found == ""
+
+
+@pytest.mark.parametrize(
+    ("reports", "expected"),
+    [
+        ([report(WAITS, update=6), report(WAITS), report(WAITS, update=6)], "rank 1 is behind"),
+        ([report(AT_WORK, micro_batch=10), report(WAITS), report(AT_WORK)], "rank 2 is behind"),
+        ([report(WAITS), report(AT_WORK), report(AT_WORK)], "ranks 1, 2 are behind"),
+        ([report(WAITS, update=6), None, report(WAITS)], "rank 2 is behind"),
+        ([report(AT_WORK)] * 3, "no rank is ahead of the others"),
+    ],
+    ids=["update", "micro-batch", "at work", "not begun", "together"],
+)
+def test_which_ranks_are_behind(reports: list[Any], expected: str) -> None:
+    """By update, then by micro-batch; of those at the same place the ones for which others wait."""
+    assert watch_of(reports, 0.0)._behind([0, 1, 2]) == expected
+
+
+def test_where_each_rank_is() -> None:
+    """Also one that has not begun, or has left."""
+    reports = [report(AT_WORK), None, report(WAITS, update=7, over=True)]
+    assert watch_of(reports, 0.0)._places() == (
+        "rank 0 at update 5 in forward (model.py:3); rank 1 has not begun the run; rank 2 has left the run at update 7"
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({}, (False, False, False)),
+        ({"beat": 2}, (True, False, False)),
+        ({"micro_batch": 10}, (False, True, False)),
+        ({"evaluated": 1}, (False, True, False)),
+        ({"collectives": 21}, (False, True, False)),
+        ({"over": True}, (False, True, False)),
+        ({"update": 6}, (False, True, True)),
+        ({"where": "wait (other.py:2)"}, (False, False, True)),
+        ({"waits": False}, (False, False, True)),
+        (None, (True, True, True)),
+    ],
+    ids=lambda value: "-".join(value) or "nothing" if isinstance(value, dict) else "the-first" if value is None else None,
+)
+def test_what_a_report_shows(change: dict[str, Any] | None, expected: tuple[bool, ...]) -> None:
+    """That the rank is alive, that it makes progress, that it stands elsewhere."""
+    before = report(WAITS)
+    watch = watch_of([before if change is not None else None], 1.0)
+    watch._heard, watch._moved = [99.0], 99.0
+    watch._hear(0, before._replace(**(change or {})))
+    assert (watch._heard[0] == 100.0, watch._moved == 100.0, watch._arrived[0] == 100.0) == expected
+
+
+def test_ranks_tell_one_another_where_they_are_and_what_they_found() -> None:
+    """The first finding is that of all, also if another rank finds something else meanwhile."""
+    store, watches = HashStore(), []
+    for rank, place in enumerate((WAITS, AT_WORK, AT_WORK)):
+        watch = watch_of([None] * 3, 0.0)
+        watch._rank, watch._messages = rank, SealedMessages(store, bytes(24))
+        watch._heard, watch._moved, watch._answered, watch._verdict = [0.0] * 3, 0.0, 0.0, ""
+        watch._hear(rank, report(place, update=rank))
+        watches.append(watch)
+    for watch in watches * 2:
+        watch._exchange()
+    own = [report(place, update=rank) for rank, place in enumerate((WAITS, AT_WORK, AT_WORK))]
+    assert [watch._reports for watch in watches] == [own] * 3
+    assert [(watch._answered, watch._verdict) for watch in watches] == [(100.0, "")] * 3
+    first, second, third = watches
+    second._verdict = "rank 0 is silent"
+    second._exchange()
+    first._verdict = "found later"
+    for watch in (first, third):
+        watch._exchange()
+    assert third._verdict == "rank 0 is silent"
+
+
+def test_a_store_that_is_gone_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """With its host; the rank continues to look at itself."""
+
+    def write(*_: Any) -> None:
+        raise RuntimeError("connection reset")
+
+    watch = watch_of([None, None], 0.0)
+    watch._rank, watch._interval, watch._heard, watch._moved, watch._has_told = 1, 0.25, [0.0] * 2, 0.0, False
+    watch._messages = SimpleNamespace(host="rank 0", write=write)
+    is_over, looks, waits = threading.Event(), [], []
+    watch._over = SimpleNamespace(is_set=is_over.is_set, wait=waits.append)
+
+    def look(beat: int, *, over: bool) -> Any:
+        looks.append(over)
+        if beat == 2:
+            is_over.set()
+        return report(AT_WORK, over=over)._replace(beat=beat)
+
+    watch._look = look
+    watch._talk()
+    assert caplog.messages == [
+        "rank 0, which hosts the store, has ended; rank 1 watches only itself from now on: connection reset"
+    ]
+    assert (looks, waits) == ([False, False, False, True], [0.25] * 3)
+    assert watch._reports[1].beat == 3
 
 
 @pytest.mark.parametrize(
@@ -143,6 +301,142 @@ def test_a_process_that_stood_still_may_still_end_the_run_itself(
     watch._insist()
     assert found == ended
     assert main_thread.awaited == pytest.approx(1.0 if ended else 0.6)
+
+
+class Times:
+    """Time that passes only where it is slept."""
+
+    def __init__(self) -> None:
+        self.now = 50.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def board_of(monkeypatch: pytest.MonkeyPatch, rank: int, world_size: int, host_rank: int | None) -> tuple[Any, Times]:
+    """The watch of a rank with a store of its own, at update 7, and its clock. A process is dead if it has written so."""
+    times = Times()
+    monkeypatch.setattr(failure_board, "time", times)
+    monkeypatch.setattr(failure_board.collectives, "has_ended", lambda process: process == ["dead"])
+    watch: Any = object.__new__(failure_board._Watch)
+    watch._messages = SealedMessages(HashStore(), bytes(24))
+    watch._messages.host_rank, watch._messages.host = host_rank, f"rank {host_rank}"
+    watch._rank, watch._others = rank, [other for other in range(world_size) if other != rank]
+    watch._trainer = SimpleNamespace(state=SimpleNamespace(iteration=7))
+    watch._cause, watch._host_ended, watch.gone = None, False, ""
+    return watch, times
+
+
+DEAD, SILENT = ("process of {}", ["dead"]), ("process of {}", ["running"])
+HEARD, ENDED = ("first heard by {}", True), ("ended by {}", True)
+
+
+@pytest.mark.parametrize(
+    ("others", "gone", "waited"),
+    [
+        ([HEARD, HEARD], "", 0.0),
+        ([HEARD, ENDED], "", 0.0),
+        ([DEAD, HEARD], "rank 1 is gone: no longer running", 0.0),
+        ([DEAD, DEAD], "ranks 1, 2 are gone: no longer running", 0.0),
+        ([HEARD, SILENT], "rank 2 is gone or standing still: no answer came within 2 s", 2.0),
+        (
+            [SILENT, DEAD, HEARD, SILENT],
+            "rank 2 is gone: no longer running; ranks 1, 4 are gone or standing still: no answer came within 2 s",
+            2.0,
+        ),
+    ],
+    ids=["all hear", "one has ended", "one is dead", "both are dead", "one is silent", "each"],
+)
+def test_a_roll_call_names_who_is_gone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, others: list[Any], gone: str, waited: float
+) -> None:
+    """At once where the process is dead; a rank that does not answer is waited for."""
+    watch, times = board_of(monkeypatch, 0, len(others) + 1, host_rank=None)
+    for rank, (name, value) in enumerate(others, start=1):
+        watch._messages.write(name.format(rank), value)
+    watch._call_roll()
+    assert (watch.gone, caplog.messages) == (gone, [gone] if gone else [])
+    assert times.now - 50.0 == pytest.approx(waited, abs=0.05)
+    assert watch._messages.read("roll called by 0") is True
+
+
+@pytest.mark.parametrize(
+    ("rank", "has_called", "waited"),
+    [(0, True, 0.0), (0, False, 2.0), (1, False, 0.0)],
+    ids=["the other has called", "the other has not", "not the host"],
+)
+def test_the_host_of_the_store_waits_for_the_roll_calls_of_the_others(
+    monkeypatch: pytest.MonkeyPatch, rank: int, has_called: bool, waited: float
+) -> None:
+    """Its end may be that of the store; it does not wait for one that is dead."""
+    watch, times = board_of(monkeypatch, rank, 3, host_rank=0)
+    watch._messages.write("process of 2", ["dead"])
+    watch._messages.write(f"first heard by {1 - rank}", value=True)
+    if has_called:
+        watch._messages.write("roll called by 1", value=True)
+    watch._call_roll()
+    assert times.now - 50.0 == pytest.approx(waited, abs=0.05)
+
+
+def test_the_news_are_a_failure_or_that_the_host_ends(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each is answered, so that nobody waits for this rank; only the failure ends the run."""
+    watch, _ = board_of(monkeypatch, 1, 3, host_rank=0)
+    assert watch._read() is False
+    assert (watch._host_ended, watch._cause) == (False, None)
+    watch._messages.write("ended by 2", value=True)
+    assert watch._read() is False
+    assert watch._messages.read("end heard by 1") is None
+    watch._messages.write("ended by 0", value=True)
+    assert watch._read() is False
+    assert (watch._host_ended, watch._messages.read("end heard by 1"), caplog.messages) == (True, True, [])
+    watch._messages.write_once("first", [2, 5, "ValueError: no"])
+    assert watch._read() is True
+    assert caplog.messages == ["rank 2 failed at update 5: ValueError: no (rank 1 was at update 7)"]
+    assert watch._messages.read("first heard by 1") is True
+    assert (watch._cause.rank, watch._cause.update, watch._cause.error) == (2, 5, "ValueError: no")
+
+
+@pytest.mark.parametrize(("first", "cause"), [(None, None), ([2, 5, "ValueError: no"], 2)], ids=["the first", "the second"])
+def test_of_several_failures_one_is_the_first(monkeypatch: pytest.MonkeyPatch, first: Any, cause: int | None) -> None:
+    """A later one learns of it, and is not written."""
+    watch, _ = board_of(monkeypatch, 1, 3, host_rank=None)
+    for rank in (0, 2):
+        watch._messages.write(f"first heard by {rank}", value=True)
+    if first is not None:
+        watch._messages.write_once("first", first)
+    watch._write_failure("KeyError: 3")
+    assert watch._messages.read("first") == (first or [1, 7, "KeyError: 3"])
+    assert (watch._cause and watch._cause.rank) == cause
+    assert watch._messages.read("first heard by 1") is True
+    assert watch._messages.read("news") is True
+    assert watch._messages.read("roll called by 1") is True
+
+
+@pytest.mark.parametrize(
+    ("rank", "host_ended", "level", "gone"),
+    [
+        (1, False, "ERROR", "rank 0, which hosts the store, is gone"),
+        (1, True, "WARNING", ""),
+        (0, False, "WARNING", ""),
+    ],
+    ids=["of another", "of one that has ended", "its own"],
+)
+def test_a_store_that_is_lost_is_the_end_of_its_host(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, rank: int, host_ended: bool, level: str, gone: str
+) -> None:
+    """Unless the host has ended in good order."""
+    watch, _ = board_of(monkeypatch, rank, 2, host_rank=0)
+    watch._host_ended = host_ended
+    watch._lose_store(RuntimeError("connection reset"))
+    (record,) = caplog.records
+    assert (record.levelname, watch.gone) == (level, gone)
+    text = gone or "the store at which the ranks met has ended"
+    assert record.getMessage() == f"{text}; rank {rank} no longer notices failures of other ranks: connection reset"
 
 
 def signal_watch(monkeypatch: pytest.MonkeyPatch, rank: int = 0) -> tuple[Any, Any, list[int]]:
