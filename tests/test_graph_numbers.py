@@ -54,8 +54,8 @@ def test_what_says_nothing_is_not_compared(expected):
     ("norm", "loss", "expected"),
     [
         (1.5e-5, 1.5e-4, None),
-        (3e-5, 0.0, "a gradient norm of 3e-06 a sample, where it is 0"),
-        (0.0, -3e-4, "a loss of -3e-05 a sample, where it is 0"),
+        (3e-5, 0.0, "a gradient norm of 3e-06 per sample in place of 0"),
+        (0.0, -3e-4, "a loss of -3e-05 per sample in place of 0"),
     ],
     ids=["rounding", "norm", "loss"],
 )
