@@ -146,7 +146,7 @@ def test_a_tensor_with_two_names_is_added_once(tmp_path: Path) -> None:
 
 
 def test_an_entry_that_only_one_of_them_has(tmp_path: Path) -> None:
-    """It is no tensor, as the extra state of a module is not, and named all the same, in either order."""
+    """It is not a tensor, like the extra state of a module, and is named too, in either order."""
     files = [tmp_path / "first.pt", tmp_path / "second.pt"]
     torch.save({"w": torch.ones(2)}, files[0])
     torch.save({"w": torch.ones(2), "extra": 5}, files[1])

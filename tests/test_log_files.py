@@ -191,7 +191,7 @@ def evaluator_of(trainer: Trainer) -> Any:
 
 @kinds
 def test_an_evaluation_without_a_run_is_in_its_log(tmp_path: Path, kind: str) -> None:
-    """Where there is no log yet, also if no run follows."""
+    """Where nothing was logged yet, also if no run follows."""
     trainer, log = make(tmp_path, kind)
     for number in (1, 2):
         evaluator_of(trainer).run(DATA)

@@ -312,7 +312,7 @@ def test_a_value_that_no_step_could_use_is_refused(change: Any, message: str, tm
     ids=["none", "number"],
 )
 def test_sgd_may_have_no_momentum_yet(value: Any, says: str, tmp_path: Path) -> None:
-    """Earlier versions of torch have stored None in its place; nothing else that is no tensor stands there."""
+    """Earlier versions of torch have stored None in its place; anything else that is not a tensor is refused."""
     optimizer: Build = lambda model: torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)  # noqa: E731
     saved(tmp_path, optimizer)
     forge(tmp_path, lambda index, data: put(index, "optimizer", value, "state", 0, "momentum_buffer"))
@@ -330,7 +330,7 @@ def test_sgd_may_have_no_momentum_yet(value: Any, says: str, tmp_path: Path) -> 
     ids=["tensor", "integer", "vector"],
 )
 def test_a_number_that_another_torch_keeps_is_taken(value: Any, says: str, tmp_path: Path) -> None:
-    """A single number of any name beside the moments; what has another shape than the parameter is none."""
+    """A single number of any name beside the moments; what has another shape than the parameter is refused."""
     trainer = build(tmp_path)
     state = trainer._stateful_parts["optimizer"].state
     trainer.add_event_handler(
@@ -669,7 +669,7 @@ def test_a_schedule_goes_on_over_the_rate_of_the_script(schedule: str, tmp_path:
 
 
 def test_a_rate_of_zero_has_no_other_multiple(tmp_path: Path) -> None:
-    """A group that does not train goes on so, beside one over the script's rate; that it shall train now is refused."""
+    """A group that does not train stays so, beside one over the script's rate; that it shall train now is refused."""
 
     def made(first: float, second: float, **options: Any) -> Trainer:
         model = net()
@@ -682,7 +682,7 @@ def test_a_rate_of_zero_has_no_other_multiple(tmp_path: Path) -> None:
 
     made(0.0, 0.02).run(LOADER, max_iters=3)
     message = refusal(made(0.3, 0.005, script_wins=("lr",)))
-    assert "param_groups[0] of optimizer had lr=0, of which the script's 0.3 is no multiple; restart it with" in message
+    assert "param_groups[0] of optimizer had lr=0, which cannot be scaled to the script's 0.3; restart it with" in message
     rates = made(0.0, 0.005, script_wins=("lr",)).run(LOADER, max_iters=4).output.learning_rates
     assert rates == pytest.approx((0.0, 0.005 * (1 + math.cos(math.pi * 3 / 12)) / 2), rel=1e-12)
 

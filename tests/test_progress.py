@@ -597,7 +597,7 @@ class OfNotebookBar(ShownBar):
 
 @pytest.mark.parametrize("kind", [OfNotebookBar, ShownBar], ids=["notebook", "file"])
 def test_a_notebook_has_bars(monkeypatch: pytest.MonkeyPatch, kind: type[ShownBar]) -> None:
-    """Although its standard error is no terminal; each bar counts what it shows."""
+    """Although its standard error is not a terminal; each bar counts what it shows."""
     monkeypatch.setattr("ignite_train.handlers.progress.tqdm", kind)
     monkeypatch.setattr(ShownBar, "shown", [])
     trainer, evaluator, _ = make()

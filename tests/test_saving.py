@@ -390,7 +390,7 @@ class InjectedError(Exception):
 
 
 def test_a_run_that_breaks_off_does_not_wait_for_a_removal_for_ever(tmp_path, monkeypatch, caplog):
-    """The log says that it is still going on, and that the next start continues with it. The directory is free."""
+    """The log says that it still runs, and that the next start continues with it. The directory is free."""
     monkeypatch.setattr(writer_module, "_PATIENCE_SECONDS", 0.01)
     writer = saver(tmp_path, last=1)
 

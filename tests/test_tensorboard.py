@@ -509,7 +509,7 @@ def test_a_handler_that_comes_later_hides_what_is_made_again(
     assert points(tmp_path / "run") == [(update, update + 0.5 * (update > updates)) for update in range(1, 7)]
     assert points(tmp_path / "run", "validation/mine") == ([(0, 0.0)] if updates else [])
     shown = others(tmp_path / "run")
-    assert shown["config/text_summary"] == shown["environment/text_summary"] == [0], "once, whoever has written it"
+    assert shown["config/text_summary"] == shown["environment/text_summary"] == [0], "once, by either of them"
 
 
 def test_a_disk_that_was_full_hides_no_points(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -447,7 +447,6 @@ LINES: dict[str, tuple[str, Callable[[nn.Module], bool], list[Any], str]] = {
         [False],
         "model.to(memory_format=torch.contiguous_format)",
     ),
-    "workers": ("workers", lambda model: bool(multiprocessing.active_children()), [1], "DataLoader(..., num_workers=1)"),
     "compile": (
         "compile",
         lambda model: model._compiled_call_impl is not None,

@@ -384,7 +384,7 @@ def test_the_host_of_the_store_waits_for_the_roll_calls_of_the_others(
 def test_the_news_are_a_failure_or_that_the_host_ends(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each is answered, so that nobody waits for this rank; only the failure ends the run."""
+    """Each is answered, so that no other rank waits for this one; only the failure ends the run."""
     watch, _ = board_of(monkeypatch, 1, 3, host_rank=0)
     assert watch._read() is False
     assert (watch._host_ended, watch._cause) == (False, None)

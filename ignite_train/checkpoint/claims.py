@@ -121,12 +121,12 @@ class Claims:
                 )
 
     def _why_no_multiple(self, schedule: LRScheduler, objects: RunObjects, rules: StateRules) -> str:
-        """Why the script's rates are no multiples of those that a schedule began with in the checkpoint; empty if they are."""
+        """Why the script's rates cannot be multiples of those in the checkpoint that a schedule began with; empty if they can."""
         for name in (name for name, optimizer in objects.optimizers.items() if optimizer is schedule.optimizer):
             for index, pair in enumerate(zip(self.shared[name]["param_groups"], rules.decided(name), strict=True)):
                 before, now = (group.get("initial_lr", group["lr"]) for group in pair)
                 if before == 0 != now:
-                    return f"param_groups[{index}] of {name} had lr=0, of which the script's {now!r:.20} is no multiple"
+                    return f"param_groups[{index}] of {name} had lr=0, which cannot be scaled to the script's {now!r:.20}"
         return ""
 
     def _check_this_rank(self, path: str, objects: RunObjects) -> None:
