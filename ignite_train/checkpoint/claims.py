@@ -121,7 +121,7 @@ class Claims:
                 )
 
     def _why_no_multiple(self, schedule: LRScheduler, objects: RunObjects, rules: StateRules) -> str:
-        """Why the script's rates cannot be multiples of those in the checkpoint that a schedule began with; empty if they can."""
+        """Why a schedule cannot continue with the script's rates, as multiples of those in the checkpoint; empty if it can."""
         for name in (name for name, optimizer in objects.optimizers.items() if optimizer is schedule.optimizer):
             for index, pair in enumerate(zip(self.shared[name]["param_groups"], rules.decided(name), strict=True)):
                 before, now = (group.get("initial_lr", group["lr"]) for group in pair)
