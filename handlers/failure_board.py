@@ -8,6 +8,7 @@ import time
 
 from ignite.engine import Events
 
+from ignite_train.arguments import named_ranks
 from ignite_train.errors import TrainingError
 from ignite_train.events import TrainEvents
 from ignite_train.handler import Handler
@@ -276,8 +277,12 @@ class _Watch(threading.Thread):
             return
         silent = [rank for rank in missing if rank not in dead]
         findings = [
-            *([f"{_ranks(sorted(dead))} gone: no longer running"] if dead else []),
-            *([f"{_ranks(silent)} gone or standing still: no answer came within {_ROLL_CALL_SECONDS:g} s"] if silent else []),
+            *([f"{named_ranks(sorted(dead), 'is', 'are')} gone: no longer running"] if dead else []),
+            *(
+                [f"{named_ranks(silent, 'is', 'are')} gone or standing still: no answer came within {_ROLL_CALL_SECONDS:g} s"]
+                if silent
+                else []
+            ),
         ]
         self.gone = "; ".join(findings)
         if self.gone:
@@ -296,7 +301,3 @@ class _Watch(threading.Thread):
     def _raise(self) -> None:
         if self._cause is not None:
             raise self._cause
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank {ranks[0]} is" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} are"

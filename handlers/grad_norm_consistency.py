@@ -12,7 +12,7 @@ import torch
 from ignite.engine import Events, RemovableEventHandle
 from torch import Tensor
 
-from ignite_train.arguments import real_number
+from ignite_train.arguments import named_ranks, real_number
 from ignite_train.errors import TrainingError
 from ignite_train.events import Event, TrainEvents
 from ignite_train.handler import PiggybackHandler
@@ -49,9 +49,9 @@ class GradNormMismatchError(TrainingError, RuntimeError):
         skipped = [rank for rank, norm in enumerate(self.norms) if not math.isfinite(norm)]
         if 0 < len(skipped) < len(self.norms):
             stepped = [rank for rank in range(len(self.norms)) if rank not in skipped]
-            return f"{_ranks(skipped)} found the update not finite and {_ranks(stepped)} made the step"
+            return f"{named_ranks(skipped)} found the update not finite and {named_ranks(stepped)} made the step"
         outliers = _outliers(self.norms)
-        who = f"{_ranks(outliers)} differ{'s' * (len(outliers) == 1)} from the majority; " if outliers else ""
+        who = f"{named_ranks(outliers, 'differs', 'differ')} from the majority; " if outliers else ""
         if not self.parameters:
             return f"{who}no parameter can be named, because no later update has gradients that differ"
         more = f" and {len(self.parameters) - _NAMED} more" if len(self.parameters) > _NAMED else ""
@@ -198,10 +198,6 @@ def _outliers(norms: Sequence[float]) -> list[int]:
     middle = statistics.median(norms)
     agreeing = [rank for rank, norm in enumerate(norms) if math.isclose(norm, middle, rel_tol=1e-6)]
     return [rank for rank in range(len(norms)) if rank not in agreeing] if 2 * len(agreeing) > len(norms) else []
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def _agree(norms: Sequence[float], tolerance: float) -> bool:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from ignite.engine import Engine
 
-from ignite_train.arguments import real_number
+from ignite_train.arguments import named_ranks, real_number
 from ignite_train.handler import Handler
 from ignite_train.ranks import collectives
 from ignite_train.ranks.sealed_messages import SealedMessages
@@ -295,7 +295,7 @@ class _Watch:
             known = [rank for rank, report in enumerate(self._reports) if report is None or not report.over]
         silent = [rank for rank in known if self._clock - self._heard[rank] > limit]
         if silent:
-            return f"{_ranks(silent)} silent for more than {limit:g} s; {self._places()}"
+            return f"{named_ranks(silent, 'is', 'are')} silent for more than {limit:g} s; {self._places()}"
         if not self._waits_in_vain(known, limit):
             limit = math.inf if self._standstill is None else max(limit, self._standstill)
         if self._clock - self._moved > limit:
@@ -317,7 +317,7 @@ class _Watch:
             if (report := self._reports[rank]) is not None
         }
         last = [rank for rank, position in positions.items() if position == min(positions.values())]
-        return f"{_ranks(last)} behind" if len(last) < len(positions) else "no rank is ahead of the others"
+        return f"{named_ranks(last, 'is', 'are')} behind" if len(last) < len(positions) else "no rank is ahead of the others"
 
     def _places(self) -> str:
         return "; ".join(
@@ -348,7 +348,3 @@ class _Watch:
         return self._messages is not None and any(
             report is not None and not (report.over or report.has_told) for report in self._reports
         )
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank {ranks[0]} is" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} are"

@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ignite_train.arguments import did_you_mean
+from ignite_train.arguments import did_you_mean, named_ranks
 from ignite_train.errors import TrainingError
 from ignite_train.events import Event, every
 from ignite_train.handler import PiggybackHandler
@@ -53,9 +53,7 @@ class StateMismatchError(TrainingError, RuntimeError):
         self.most_parameters_differ = most_parameters_differ
         more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
         who = (
-            f"rank {ranks[0]} differs from the majority"
-            if len(ranks) == 1
-            else f"ranks {', '.join(map(str, ranks))} differ from the majority"
+            f"{named_ranks(ranks, 'differs', 'differ')} from the majority"
             if ranks
             else "no majority of the ranks agrees, so it is unknown which are right"
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
 
@@ -13,6 +13,7 @@ __all__ = [
     "check_state_dict",
     "describe",
     "did_you_mean",
+    "named_ranks",
     "one_of",
     "positive_int",
     "real_number",
@@ -112,6 +113,12 @@ def one_of(name: str, value: Any, choices: Iterable[str]) -> str:
 def describe(value: Any) -> str:
     """Returns the value, cut to 60 characters on one line, and its type, for a message."""
     return f"{' '.join(repr(value).split()):.60} of type {type(value).__name__}"
+
+
+def named_ranks(ranks: Sequence[int], one: str = "", several: str = "") -> str:
+    """The subject of a message, `"rank 1"` or `"ranks 1, 3"`, followed by its verb where there is one."""
+    subject, verb = ("rank", one) if len(ranks) == 1 else ("ranks", several)
+    return f"{subject} {', '.join(map(str, ranks))} {verb}".rstrip()
 
 
 def did_you_mean(value: Any, choices: Iterable[str]) -> str:

@@ -389,7 +389,7 @@ def test_it_ends_where_the_loss_is_more_than_so_many_times_the_least() -> None:
 
 
 def test_a_loss_is_smoothed() -> None:
-    """The share of a new one is `smooth_f`; without it each stays as it is."""
+    """The share of a new one is `smooth_f`; with 0 nothing is smoothed."""
     assert losses_of([4.0, 2.0, 3.0], smooth_f=0.25) == [4.0, 3.5, 3.375]
     assert losses_of([4.0, 2.0, 3.0], smooth_f=0.0) == [4.0, 2.0, 3.0]
 

@@ -239,7 +239,7 @@ COUNTERS = [(own, name) for own in POLICIES[1:] for name in own.state_dict() if 
 
 @pytest.mark.parametrize(("own", "name"), COUNTERS, ids=[f"{type(own).__name__}-{name}" for own, name in COUNTERS])
 def test_a_damaged_counter_is_refused(own, name):
-    """It must be an integer, and below 0 only where that says that there was no such update yet."""
+    """It must be an integer, and -1 is allowed only for an update that has not happened yet."""
     own = copy.deepcopy(own)
     before, least = own.state_dict(), -1 if name.startswith("last_") else 0
     for value in (least - 1, 1.5, True, "3", None):

@@ -569,11 +569,16 @@ class ShownBar(tqdm):  # type: ignore[type-arg]
         super().close()
 
 
-def test_the_bar_is_closed_when_the_run_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An exception ends the bar too; running again opens a new one that starts where the run stands."""
+def show_each_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has bars be noted in `ShownBar.shown`, and moved without a pause."""
     monkeypatch.setattr("ignite_train.handlers.progress.tqdm", ShownBar)
     monkeypatch.setattr("ignite_train.handlers.progress._REFRESH_SECONDS", 0.0)
     monkeypatch.setattr(ShownBar, "shown", [])
+
+
+def test_the_bar_is_closed_when_the_run_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exception ends the bar too; running again opens a new one that starts where the run stands."""
+    show_each_update(monkeypatch)
     trainer, _, _ = make()
     ProgressLog("bar").attach(trainer)
     failures = [RuntimeError("once")]
@@ -639,9 +644,7 @@ def test_both_bars_are_closed_when_an_evaluation_fails(monkeypatch: pytest.Monke
 
 def test_the_bar_of_a_run_that_is_interrupted_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     """And the run that continues it has one that starts there."""
-    monkeypatch.setattr("ignite_train.handlers.progress.tqdm", ShownBar)
-    monkeypatch.setattr("ignite_train.handlers.progress._REFRESH_SECONDS", 0.0)
-    monkeypatch.setattr(ShownBar, "shown", [])
+    show_each_update(monkeypatch)
     trainer, _, _ = make()
     ProgressLog("bar").attach(trainer)
     trainer.add_event_handler(EVERY(once=4), lambda: trainer.interrupt())

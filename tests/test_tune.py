@@ -402,7 +402,7 @@ def test_what_is_tried_by_default(clock: Clock, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize(("name", "number"), [("workers", 3), slow("compile", 1)], ids=["workers", "compile"])
 def test_other_values_are_tried_by_default(name: str, number: int, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    """1 worker process or as many as processors, or compiled; here there is no time for any, and they are counted."""
+    """1 worker process or as many as processors, or compiled; the time is too short for any, so that they are counted."""
     monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 1, 2}, raising=False)
     values = {other: values for other, values in NOTHING.items() if other != name}
     found = tune(make(costing(clock, float)), loader_of(), seconds=1.0, values=values)
