@@ -340,6 +340,9 @@ class Trainer(SessionLoop):
     def terminate_epoch(self, skip_epoch_completed: bool = False, *, agreed: bool = False) -> None:
         """Ends the epoch on all ranks after the same update; as `terminate` does the run.
 
+        With several ranks, each has read one micro-batch ahead of a loader without a length, which the next epoch does not
+        have; a loader that goes on where it was wants `epoch_length=` in `run`, which reads nothing ahead.
+
         Raises:
             RuntimeError: it is called in STARTED or EPOCH_STARTED, where the epoch has no updates yet; or in a session.
         """

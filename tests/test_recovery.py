@@ -508,6 +508,22 @@ def test_a_skip_and_a_want_of_memory_are_counted_apart(limit: int) -> None:
     assert caught.value.update == len(kinds)
 
 
+def test_updates_without_samples_do_not_end_a_row_of_skips() -> None:
+    """A model that is NaN for ever, of which each second update has nothing to learn from, ends at the third NaN."""
+
+    def forward(model: nn.Module, micro_batch: Any) -> ForwardOutput:
+        output = cuts.forward(model, micro_batch)
+        is_empty = trainer.state.iteration % 2 == 0
+        return output._replace(loss=output.loss * (0.0 if is_empty else float("nan")), sample_size=0 if is_empty else 2)
+
+    model = cuts.linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    trainer = create_trainer(model, optimizer, forward, options=UpdateOptions(on_nonfinite="skip", give_up_after=3))
+    with pytest.raises(GaveUpError, match="number 3 in a row that was skipped") as caught:
+        trainer.run(cuts.cut(cuts.samples(), [2] * 8), max_epochs=1)
+    assert (caught.value.update, trainer.state.num_steps) == (5, 0)
+
+
 # --- uneven data ---
 
 

@@ -534,3 +534,36 @@ def test_evaluation_of_unequal_shards_can_be_an_error() -> None:
     assert first == second
     assert "uneven='error', got micro-batch 3 on some ranks only" in first
     assert "\n" not in first
+
+
+def epoch_ended_early(epoch_length: int | None) -> list[float]:
+    """Numbers of the micro-batches that were trained on, of a loader that goes on where it was in the second epoch."""
+
+    class Stream:
+        def __init__(self) -> None:
+            self.numbers = map(float, range(10**6))
+
+        def __iter__(self) -> Any:
+            return (torch.full((1, 2), number) for number in self.numbers)
+
+    seen: list[float] = []
+
+    def forward(model: nn.Module, x: Tensor) -> Tensor:
+        seen.append(x[0, 0].item())
+        return model(x).sum()
+
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    trainer = create_trainer(model, optimizer, forward, options=UpdateOptions(reduction="explicit"))
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), trainer.terminate_epoch)
+    trainer.run(Stream(), max_iters=6, epoch_length=epoch_length)
+    return seen
+
+
+def test_what_an_epoch_that_ends_early_reads_ahead() -> None:
+    """Nothing with an `epoch_length`; without one each rank has read the micro-batch by which it tells that it has more."""
+    numbers = [float(number) for number in range(7)]
+    assert run_ranks(epoch_ended_early, 100) == [numbers[:6]] * 2
+    without, other = run_ranks(epoch_ended_early, None)
+    assert without == other
+    assert len(set(numbers) - set(without)) == 1

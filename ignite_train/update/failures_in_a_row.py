@@ -29,20 +29,20 @@ class FailuresInARow:
         Raises:
             GaveUpError: it is one too many.
         """
-        if output.applied and output.num_out_of_memory == 0:
-            self._counts.clear()
-            return
-        for what, happened in (
-            ("was skipped", output.skipped_reason in ("nonfinite", "overflow") and not scale_fell),
-            ("ran out of memory", output.num_out_of_memory > 0),
-        ):
-            if not happened:
-                self._counts.pop(what, None)
-                continue
-            count = self._counts.get(what, 0) + 1
-            if self._limit is not None and count >= self._limit:
-                raise GaveUpError(update, count, what)
-            self._counts[what] = count
+        if output.applied or scale_fell:
+            self._counts.pop("was skipped", None)
+        elif output.skipped_reason in ("nonfinite", "overflow"):  # one without samples does not show that the next is finite
+            self._count(update, "was skipped")
+        if output.num_out_of_memory == 0:
+            self._counts.pop("ran out of memory", None)
+        else:
+            self._count(update, "ran out of memory")
+
+    def _count(self, update: int, what: str) -> None:
+        count = self._counts.get(what, 0) + 1
+        if self._limit is not None and count >= self._limit:
+            raise GaveUpError(update, count, what)
+        self._counts[what] = count
 
     def state_dict(self) -> dict[str, int]:
         """The counts."""

@@ -40,7 +40,7 @@ class UpdateOptions:
         give_up_after: this many updates in a row that are skipped because they are not finite, or that run out of memory, end
             the run with a `GaveUpError` on all ranks; None never gives up. An overflow counts only if it left the loss scale
             where it was, as with `StaticLossScaling` and with `on_floor="hold"` at the floor: a high first scale may fall as
-            often as it must. A resumed run continues the count.
+            often as it must. An update without samples does not end the row. A resumed run continues the count.
         retain_graph: keep the graph of each micro-batch after its backward.
         create_graph: make gradients differentiable, for handlers of BACKWARD_COMPLETED; they are detached before the next
             micro-batch. Not on several ranks.
