@@ -14,6 +14,7 @@ from ignite_train.arguments import describe, positive_int, real_number
 from ignite_train.device.to_device import ToDevice
 from ignite_train.forward import BoundForward, Forward, as_forward_output, bind_forward
 from ignite_train.handler import Handler
+from ignite_train.model.micro_batch_rollback import writing_error, written_into
 from ignite_train.model.modules_used import modules_used
 from ignite_train.model.replay import SideEffects
 from ignite_train.ranks import collectives
@@ -102,7 +103,11 @@ class CurvatureMonitor(Handler):
         return trainer.prepend_event_handler(Events.ITERATION_COMPLETED(every=self.every), self)  # before loggers
 
     def __call__(self, trainer: Trainer) -> None:
-        """Computes and publishes; a value that is not finite is left out."""
+        """Computes and publishes; a value that is not finite is left out.
+
+        Raises:
+            ValueError: forward writes into its micro-batch.
+        """
         self._modules = nn.ModuleList([self._model, *modules_used([self._forward])])
         for name, parameters in (self._blocks or {}).items():
             value = self._largest_eigenvalue(trainer, parameters)
@@ -132,9 +137,11 @@ class CurvatureMonitor(Handler):
             for index, micro_batch in enumerate(state.batch):
                 if micro_batch is None:  # without samples
                     continue
-                state.micro_batch_in_group = index
+                state.micro_batch_in_group, is_written = index, written_into(micro_batch)
                 with torch.compiler.set_stance("force_eager"):
                     output = as_forward_output(self._bound(self._model, self._transfer(micro_batch)))
+                if is_written():  # the update has run on other values, and the next product would be another one
+                    raise writing_error("CurvatureMonitor runs forward on each micro-batch again")
                 sample_size += float(output.sample_size)  # sync
                 _add_product(total, output.loss, parameters, direction)
         finally:

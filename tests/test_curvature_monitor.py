@@ -215,3 +215,18 @@ def test_mistakes(options: dict[str, Any], error: type[Exception], message: str)
     """One line says which argument."""
     with pytest.raises(error, match=message):
         CurvatureMonitor(**{"forward": forward, **options})
+
+
+def test_a_forward_that_writes_into_its_micro_batch_is_refused() -> None:
+    """Each product would be that of other values."""
+
+    def writing(model: nn.Module, micro_batch: Any) -> ForwardOutput:
+        x, y = micro_batch
+        return forward(model, (x.mul_(0.5), y))
+
+    model = net()
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), writing)
+    CurvatureMonitor(writing, every=2).attach(trainer)
+    with pytest.raises(ValueError, match=r"CurvatureMonitor runs forward .* again, and forward has written into its tensors"):
+        trainer.run(batches(), max_epochs=1)
+    assert trainer.state.iteration == 2

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from ignite_train.model.memory_layout import as_bytes
 
-__all__ = ["MicroBatchRollback", "arrays_in", "content_of", "same_content", "written_into"]
+__all__ = ["MicroBatchRollback", "arrays_in", "content_of", "same_content", "writing_error", "written_into"]
 
 
 class MicroBatchRollback:
@@ -41,6 +41,13 @@ def written_into(micro_batch: Any) -> Callable[[], bool]:
     """Asked later, says whether torch has written into a tensor of the micro-batch since; copies nothing."""
     versions = [(one, one._version) for one in arrays_in(micro_batch) if isinstance(one, Tensor) and not one.is_inference()]
     return lambda: any(tensor._version != version for tensor, version in versions)
+
+
+def writing_error(reason: str) -> ValueError:
+    """For a forward that has written into its micro-batch, which it may not for this reason."""
+    return ValueError(
+        f"{reason}, and forward has written into its tensors; have it write into copies, as in x = x - mean for x.sub_(mean)"
+    )
 
 
 def arrays_in(micro_batch: Any) -> list[Any]:

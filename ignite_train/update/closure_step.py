@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from ignite_train.carried import Carried
 from ignite_train.forward import ForwardOutput
 from ignite_train.model.gradients import Gradients
-from ignite_train.model.micro_batch_rollback import written_into
+from ignite_train.model.micro_batch_rollback import writing_error, written_into
 from ignite_train.model.optimizers import inner_optimizers
 from ignite_train.model.replay import SideEffects
 from ignite_train.model.seeding import Seeding
@@ -139,10 +139,7 @@ class ClosureStep:
         with torch.enable_grad(), self._as_the_first():  # optimizers switch gradients off around their step
             self._accumulate(outgoing, micro_batches, num_placeholders, 0 if self.replays else evaluation)
         if is_written():
-            raise ValueError(
-                "closure=True runs forward on each micro-batch several times, and forward has written into its tensors; have "
-                "it write into copies, as in x = x - mean for x.sub_(mean)"
-            )
+            raise writing_error("closure=True runs forward on each micro-batch several times")
         if self.seeding is not None:
             self.seeding.step(evaluation)
         with torch.no_grad():  # gradients may have graphs

@@ -16,7 +16,7 @@ from ignite_train.carried import Carried
 from ignite_train.device.memory_summary import memory_summary
 from ignite_train.device.to_device import moves_itself
 from ignite_train.model.gradients import Gradients
-from ignite_train.model.micro_batch_rollback import written_into
+from ignite_train.model.micro_batch_rollback import writing_error, written_into
 from ignite_train.model.replay import SideEffects
 from ignite_train.ranks.statistics import Statistics
 
@@ -125,10 +125,7 @@ class RecoverFromOutOfMemory:
         if not self._split:
             return
         if is_written:
-            raise ValueError(
-                "on_out_of_memory='split' must be able to run a micro-batch again, and forward has written into its tensors; "
-                "have it write into copies, as in x = x - mean for x.sub_(mean)"
-            )
+            raise writing_error("on_out_of_memory='split' must be able to run a micro-batch again")
         size = _batch_size(part)
         uncut = next((leaf for leaf in _leaves(part) if moves_itself(leaf)), None)
         if uncut is not None:
