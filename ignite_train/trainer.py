@@ -341,7 +341,7 @@ class Trainer(SessionLoop):
         """Ends the epoch on all ranks after the same update; as `terminate` does the run.
 
         With several ranks, each has read one micro-batch ahead of a loader without a length, which the next epoch does not
-        have; a loader that goes on where it was wants `epoch_length=` in `run`, which reads nothing ahead.
+        have; a loader that continues where it was needs `epoch_length=` in `run`, which reads nothing ahead.
 
         Raises:
             RuntimeError: it is called in STARTED or EPOCH_STARTED, where the epoch has no updates yet; or in a session.

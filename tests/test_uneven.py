@@ -537,7 +537,7 @@ def test_evaluation_of_unequal_shards_can_be_an_error() -> None:
 
 
 def epoch_ended_early(epoch_length: int | None) -> list[float]:
-    """Numbers of the micro-batches that were trained on, of a loader that goes on where it was in the second epoch."""
+    """Numbers of the micro-batches that were trained on, of a loader that continues where it was in the second epoch."""
 
     class Stream:
         def __init__(self) -> None:
