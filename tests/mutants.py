@@ -1,20 +1,20 @@
 """Changes the library at random, one token at a time, and reports which changes no test notices.
 
-    python tests/mutants.py --number 20 --seed 1 --jobs 2
+    python tests/mutants.py --number 300 --seed 1 --jobs 2
 
-First, and again with `--record`, one pass of all tests writes down which functions each of them calls (see `called_by.py`); it
-is kept in `.mutants_cache`. Each mutant then stands in a copy of the checkout, and the tests that call the function that was
-changed are run in a process forked from one that has imported torch: the quickest first, then the others, then what else is in
-their files, since a fixture or a cache may have made the call for another test. The first that fails ends it. A mutant that
-passes everything survives: its difference is printed, for a person to judge whether the change matters. The exit status is 1 if
-any survived. `--only ignite_train/update` takes mutants of these files only.
+The tests run in a copy of the checkout in which any token can be changed while the library runs, see `switched_copy.py`. First,
+and again when the library is another one or with `--record`, one pass of all tests writes down which tokens each test runs; it
+is kept in `.mutants_cache`. Then pytest collects all tests once, and each mutant is a process forked from that one: it runs the
+tests that run the token, the quickest and those that run the fewest tokens first, until one fails or `--seconds` are over. A
+mutant that passes survives. It is printed, for a person to judge whether the change matters. The exit status is 1 if any
+survived. `--only ignite_train/update` takes tokens of these files only, `--slow` has the slow tests too, and `--tokens` is
+for some tokens by their numbers. A test that fails here without a change too notices nothing.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
-import difflib
+import hashlib
 import importlib
 import json
 import os
@@ -25,339 +25,249 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
-import called_by
+from switched_copy import Token, library, make_switched_copy
 
 ROOT = Path(__file__).resolve().parent.parent
-CACHE = ROOT / ".mutants_cache" / "called_by.jsonl"
-SLOWER, GRACE_SECONDS = 10, 120  # how much longer than when recorded tests may take; one that hangs is noticed
-QUICK_SECONDS, QUICK_TESTS = 10, 40  # of the first round
-# What looks at how a file is written, which unparsing changes; what builds the package; and what runs for minutes.
-LEFT_OUT = ("house", "docs", "readme", "wheel", "torch_versions", "examples")
-COMPARISONS = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq}
-COMPARISONS |= {ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In}
-OPERATORS = {
-    ast.Add: ast.Sub,
-    ast.Sub: ast.Add,
-    ast.Mult: ast.Div,
-    ast.Div: ast.Mult,
-    ast.FloorDiv: ast.Mult,
-    ast.BitOr: ast.BitAnd,
-}
+CACHE = ROOT / ".mutants_cache"
+NONE = -1  # the number of no token
+SLOWER, GRACE_SECONDS = 10, 30  # how much longer than when recorded tests may take; one that hangs is noticed
+# What looks at how a file is written, which a copy changes; what builds the package; and what runs for minutes.
+LEFT_OUT = ("house", "words", "docs", "readme", "wheel", "torch_versions", "examples")
 
 
-@dataclass(frozen=True)
-class Mutant:
-    """A file of the library, as it would be after one change."""
-
-    path: Path
-    line: int
-    function: str  # the qualified name of the function that has the token; empty outside of all
-    source: str
-
-    def difference(self) -> str:
-        """The change, as a unified difference of both syntax trees."""
-        before = ast.unparse(ast.parse((ROOT / self.path).read_text(encoding="utf-8")))
-        lines = difflib.unified_diff(before.splitlines(), self.source.splitlines(), lineterm="", n=2)
-        return "\n".join(list(lines)[2:])
-
-
-class _Change(ast.NodeTransformer):
-    """Changes the token of this number, counted over all that can be changed; counts them all."""
-
-    def __init__(self, number: int) -> None:
-        self.left, self.count, self.line, self.function = number, 0, 0, ""
-        self._names: list[str] = []  # of the classes and functions around
-
-    def _hit(self, node: ast.AST) -> bool:
-        self.count += 1
-        self.left -= 1
-        if self.left == -1:
-            self.line = node.lineno  # type: ignore[attr-defined]
-            self.function = self._qualified_name()
-        return self.left == -1
-
-    def _qualified_name(self) -> str:
-        """As in `__qualname__`; empty in the body of a class or module, which runs at import."""
-        if not self._names or not self._names[-1].endswith("()"):
-            return ""
-        return ".".join(self._names).replace("().", ".<locals>.").removesuffix("()")
-
-    def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
-        self._names.append(node.name)
-        node.body = [self.visit(statement) for statement in node.body]
-        self._names.pop()
-        return node
-
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
-        """Visits no annotation: those are not run."""
-        node.args.defaults = [self.visit(default) for default in node.args.defaults]
-        node.args.kw_defaults = [default and self.visit(default) for default in node.args.kw_defaults]
-        self._names.append(node.name + "()")
-        node.body = [self.visit(statement) for statement in node.body]
-        self._names.pop()
-        return node
-
-    def visit_Compare(self, node: ast.Compare) -> ast.AST:
-        self.generic_visit(node)
-        if type(node.ops[0]) in COMPARISONS and self._hit(node):
-            node.ops[0] = COMPARISONS[type(node.ops[0])]()
-        return node
-
-    def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
-        self.generic_visit(node)
-        if type(node.op) in OPERATORS and self._hit(node):
-            node.op = OPERATORS[type(node.op)]()
-        return node
-
-    def visit_BoolOp(self, node: ast.BoolOp) -> ast.AST:
-        self.generic_visit(node)
-        if self._hit(node):
-            node.op = ast.Or() if isinstance(node.op, ast.And) else ast.And()
-        return node
-
-    def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.AST:
-        self.generic_visit(node)
-        return node.operand if isinstance(node.op, ast.Not) and self._hit(node) else node
-
-    def visit_Constant(self, node: ast.Constant) -> ast.AST:
-        if isinstance(node.value, bool) and self._hit(node):
-            return ast.copy_location(ast.Constant(not node.value), node)
-        if type(node.value) in (int, float) and self._hit(node):
-            return ast.copy_location(ast.Constant(node.value + 1), node)
-        return node
-
-    def visit_Expr(self, node: ast.Expr) -> ast.AST:
-        if isinstance(node.value, ast.Constant):
-            return node  # a docstring
-        self.generic_visit(node)
-        return ast.copy_location(ast.Pass(), node) if isinstance(node.value, ast.Call) and self._hit(node) else node
-
-    def visit_JoinedStr(self, node: ast.JoinedStr) -> ast.AST:  # messages are not arithmetic
-        return node
-
-    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
-        if node.value is not None:
-            node.value = self.visit(node.value)
-        return node
-
-
-def mutate(path: Path, number: int) -> tuple[Mutant, int]:
-    """The file with its token of this number changed, and how many tokens can be."""
-    tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
-    change = _Change(number)
-    tree = ast.fix_missing_locations(change.visit(tree))
-    return Mutant(path, change.line, change.function, ast.unparse(tree)), change.count
-
-
-def draw(number: int, seed: int, only: str = "") -> Iterator[Mutant]:
-    """So many mutants; each token of the core and the handlers is as likely as any other."""
-    packages = [path for path in (ROOT / "ignite_train").rglob("*.py") if "handlers" not in path.relative_to(ROOT).parts]
-    files = sorted(path.relative_to(ROOT) for path in [*packages, *(ROOT / "handlers").glob("*.py")])
-    files = [path for path in files if str(path).startswith(only)]
-    tokens = [(path, index) for path in files for index in range(mutate(path, -1)[1])]
-    for path, index in random.Random(seed).sample(tokens, min(number, len(tokens))):  # noqa: S311
-        yield mutate(path, index)[0]
-
-
-class Test(NamedTuple):
+class Record(NamedTuple):
     """What a pass of all tests has recorded of one."""
 
-    name: str
+    test: str
     seconds: float
-    functions: frozenset[str]
-
-    @property
-    def file(self) -> str:
-        """Where it is."""
-        return self.name.partition("::")[0]
+    tokens: list[int]
 
 
-class Checkout:
-    """A copy of the checkout, in which one file at a time is a mutant's."""
+class Recorder:
+    """A plugin of pytest that writes into a file which tokens run in each test that passes."""
 
-    def __init__(self, there: Path) -> None:
-        self.root = there / "checkout"
-        ignored = shutil.ignore_patterns(".git", ".venv*", "__pycache__", ".*_cache", "runs", "build", "dist")
-        shutil.copytree(ROOT, self.root, symlinks=True, ignore=ignored)
+    def __init__(self, into: Path) -> None:
+        self._into, self._passed = into, True
 
-    def run(self, mutant: Mutant, tests: list[Test]) -> str:
-        """Runs these tests, in this order. Gives the first that failed, "time-out", or nothing if all passed."""
-        path = self.root / mutant.path
-        original = path.read_text(encoding="utf-8")
-        path.write_text(mutant.source, encoding="utf-8")
-        for compiled in path.parent.glob(f"__pycache__/{path.stem}.*"):
-            compiled.unlink()
-        try:
-            process = self._start(tests)
-            limit = SLOWER * sum(test.seconds for test in tests) + GRACE_SECONDS
-            return self._outcome(process, time.monotonic() + limit)
-        finally:
-            path.write_text(original, encoding="utf-8")
-
-    def _start(self, tests: list[Test]) -> int:
-        """Forks a process that has imported torch already. It leads a group of its own, so that all it starts can be ended."""
-        (self.root / "failed").unlink(missing_ok=True)
-        process = os.fork()
-        if process == 0:
-            os.setsid()
-            try:
-                os._exit(self._run_pytest(tests))
-            except BaseException:
-                os._exit(99)
-        return process
-
-    def _run_pytest(self, tests: list[Test]) -> int:
-        output = os.open(self.root / "output", os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        os.chdir(self.root)
-        vars(sys.modules["__main__"]).pop("__file__")  # or multiprocessing would import it in each process that a test starts
-        sys.path[:] = [str(self.root), *(entry for entry in sys.path if not Path(entry or ".").resolve().is_relative_to(ROOT))]
-        sys.dont_write_bytecode = True  # what is there already is of the unchanged files
-        os.environ |= {"PYTHONPATH": str(self.root), "PYTHONDONTWRITEBYTECODE": "1"}
-        files = dict.fromkeys(test.file for test in tests)
-        options = ["-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "--continue-on-collection-errors"]
-        return int(pytest.main([*options, *files], plugins=[Chosen([test.name for test in tests])]))
-
-    def _outcome(self, process: int, deadline: float) -> str:
-        while (done := os.waitpid(process, os.WNOHANG))[0] == 0 and time.monotonic() < deadline:
-            time.sleep(0.05)
-        with suppress(ProcessLookupError):
-            os.killpg(process, signal.SIGKILL)  # what the tests left over
-        if done[0] == 0:
-            os.waitpid(process, 0)
-            return "time-out"
-        if os.waitstatus_to_exitcode(done[1]) == 0:
-            return ""
-        failed = self.root / "failed"
-        return failed.read_text() if failed.exists() else "pytest itself failed"
-
-
-class Chosen:
-    """A plugin of pytest that leaves only these tests, in this order, and writes down the first that fails."""
-
-    def __init__(self, names: list[str]) -> None:
-        self._places = {name: place for place, name in enumerate(names)}
-
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Sorts them."""
-        items[:] = sorted((item for item in items if item.nodeid in self._places), key=lambda item: self._places[item.nodeid])
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
+        """Forgets what ran before, in all processes, and writes down what runs now."""
+        marks = importlib.import_module("ignite_train.token_switches").marks
+        marks[:] = bytes(len(marks))
+        self._passed, begin = True, time.monotonic()
+        result = yield
+        if self._passed:
+            line = item.nodeid, time.monotonic() - begin, [number for number, mark in enumerate(marks[:]) if mark]
+            with self._into.open("a") as file:
+                print(json.dumps(line), file=file)
+        return result
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Writes it down."""
-        if report.failed:
-            Path("failed").write_text(report.nodeid)
-
-    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """A file that cannot be imported has failed too."""
-        if report.failed:
-            Path("failed").write_text(f"import of {report.nodeid}")
+        """Looks whether it has passed."""
+        self._passed &= not report.failed
 
 
-def rounds(mutant: Mutant, tests: list[Test]) -> Iterator[list[Test]]:
-    """The tests to run, round by round."""
-    path = str(mutant.path)
-    path = f"ignite_train/{path}" if path.startswith("handlers") else path
-    key = f"{path}::{mutant.function}"
-    if mutant.function:
-        calling = [test for test in tests if any(name == key or name.startswith(f"{key}.<locals>") for name in test.functions)]
-    else:
-        calling = [test for test in tests if any(name.startswith(key) for name in test.functions)]
-    named = {test.file for test in tests if mutant.path.stem in test.file}
-    calling.sort(key=lambda test: (test.file not in named, test.seconds))
-    quick, seconds = list[Test](), 0.0
-    for test in calling:
-        seconds += test.seconds
-        if quick and (seconds > QUICK_SECONDS or len(quick) == QUICK_TESTS):
-            break
-        quick.append(test)
-    yield quick
-    yield calling[len(quick) :]
-    files = {test.file for test in calling} | named
-    yield [test for test in tests if test.file in files and test not in calling]
+class Judge:
+    """A plugin of pytest that runs no tests, but mutants: each in a process that is forked from this one.
+
+    Args:
+        numbers: of the tokens to change.
+        tokens: all of them.
+        records: of all tests.
+        seconds: how much time the tests of a mutant may take, as recorded.
+        results: a file descriptor to which a line for each mutant is written.
+    """
+
+    def __init__(self, numbers: list[int], tokens: list[Token], records: list[Record], seconds: float, results: int) -> None:
+        self._numbers, self._tokens, self._records = numbers, tokens, records
+        self._seconds, self._results = seconds, results
+        self._reliable = {""}  # tests that pass in such a process where nothing is changed, and that all pass
+        self._failures: Path | None = None  # in the process of a mutant: where it writes which test fails
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        """Judges them all."""
+        self._items = {item.nodeid: item for item in session.items}
+        for number in self._numbers:
+            begin = time.monotonic()
+            noticed, told = self._judge(number)
+            token, took = self._tokens[number], time.monotonic() - begin
+            head = f"{'noticed ' if noticed else 'SURVIVED'}  {number}  {token.path}:{token.line}  {took:.0f} s  {told}\n"
+            change = "" if noticed else f"    {token.function}\n    - {token.before}\n    + {token.after}\n"
+            os.write(self._results, (head + change).encode())
+        return True
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """The first test that fails ends the process of a mutant."""
+        if report.failed and self._failures is not None:
+            self._failures.write_text(report.nodeid)
+            os._exit(1)
+
+    def _judge(self, number: int) -> tuple[str, str]:
+        """What notices the mutant, or nothing; and in words."""
+        able = [record for record in self._records if number in record.tokens and record.test in self._items]
+        run = self._in_fork
+        if not able:  # it may have run at import
+            tokens = {other for other, token in enumerate(self._tokens) if token.path == self._tokens[number].path}
+            able = [record for record in self._records if record.test in self._items and not tokens.isdisjoint(record.tokens)]
+            run = self._in_new_process
+        chosen = self._chosen(able, Path(self._tokens[number].path).stem)
+        while (noticed := run(number, chosen)) not in self._reliable and noticed in self._items:
+            alone = [record for record in chosen if record.test == noticed]
+            if not self._in_fork(NONE, alone):
+                self._reliable.add(noticed)
+                break
+            chosen.remove(alone[0])
+        return noticed, noticed or f"{len(chosen)} of the {len(able)} tests that run it have passed"
+
+    def _chosen(self, able: list[Record], name: str) -> list[Record]:
+        """As many as there is time for: by turns one that is quick, and one that runs few tokens."""
+        quick = sorted(able, key=lambda record: (name not in record.test.partition("::")[0], record.seconds))
+        special = sorted(able, key=lambda record: (len(record.tokens), record.seconds))
+        chosen, seconds = dict[str, Record](), 0.0
+        for record in chain.from_iterable(zip(quick, special, strict=True)):
+            if record.test not in chosen and (not chosen or seconds + record.seconds <= self._seconds):
+                chosen[record.test] = record
+                seconds += record.seconds
+        return list(chosen.values())
+
+    def _in_fork(self, number: int, records: list[Record]) -> str:
+        there = Path(tempfile.mkdtemp(prefix="mutant-"))
+        process = os.fork()
+        if process == 0:
+            try:
+                os.setsid()  # so that all it starts can be ended
+                self._run_items(number, [self._items[record.test] for record in records], there)
+                os._exit(0)
+            except BaseException:
+                os._exit(2)
+        try:
+            return _outcome(process, _limit(records), there / "failed")
+        finally:
+            shutil.rmtree(there, ignore_errors=True)
+
+    def _run_items(self, number: int, items: list[pytest.Item], there: Path) -> None:
+        importlib.import_module("ignite_train.token_switches").changed = number  # type: ignore[attr-defined]
+        os.environ |= {"CHANGED_TOKEN": str(number), "TMPDIR": str(there)}
+        tempfile.tempdir, self._failures = str(there), there / "failed"
+        for item, following in zip(items, [*items[1:], None], strict=True):
+            item.config._tmp_path_factory._basetemp = there  # type: ignore[attr-defined]
+            item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+
+    def _in_new_process(self, number: int, records: list[Record]) -> str:
+        """Where the changed token runs at import."""
+        if not records:
+            return ""
+        command = [sys.executable, "-m", "pytest", "-qx", "-p", "no:xdist", "-p", "no:cacheprovider", "-m", ""]
+        command += [record.test for record in records]
+        output, environment = subprocess.DEVNULL, {**os.environ, "CHANGED_TOKEN": str(number)}
+        process = subprocess.Popen(command, stdout=output, stderr=output, env=environment, start_new_session=True)
+        return _outcome(process.pid, _limit(records) + GRACE_SECONDS, Path("none"))
 
 
-def judge(mutants: list[Mutant], tests: list[Test], results: Path) -> None:
-    """Runs each mutant in one copy, and appends its outcome to `results` and to standard output."""
-    with tempfile.TemporaryDirectory(prefix="mutants-") as there:
-        checkout = Checkout(Path(there))
-        for mutant in mutants:
-            noticed, count, begin = "", 0, time.monotonic()
-            for chosen in rounds(mutant, tests):
-                if chosen and not noticed:
-                    noticed, count = checkout.run(mutant, chosen), count + len(chosen)
-            seconds = time.monotonic() - begin
-            line = f"{'noticed ' if noticed else 'SURVIVED'}  {mutant.path}:{mutant.line}  {seconds:.0f} s"
-            print(f"{line}  {noticed or f'{count} tests passed'}", flush=True)
-            if not noticed:
-                print(mutant.difference(), flush=True)
-            with results.open("a") as file:
-                print(noticed, file=file)
+def _limit(records: Iterable[Record]) -> float:
+    return SLOWER * sum(record.seconds for record in records) + GRACE_SECONDS
 
 
-def record(jobs: int) -> None:
-    """Writes down which functions each test calls."""
-    CACHE.parent.mkdir(exist_ok=True)
+def _outcome(process: int, seconds: float, failures: Path) -> str:
+    """Waits for a process that leads a group. Gives the test that failed, or another reason; nothing if all passed."""
+    deadline = time.monotonic() + seconds
+    while (done := os.waitpid(process, os.WNOHANG))[0] == 0 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    with suppress(ProcessLookupError):
+        os.killpg(process, signal.SIGKILL)  # what the tests left over
+    if done[0] == 0:
+        os.waitpid(process, 0)
+        return "time-out"
+    if os.waitstatus_to_exitcode(done[1]) == 0:
+        return ""
+    return failures.read_text() if failures.exists() else "another process"
+
+
+def start_pytest(there: Path, plugin: object, files: Sequence[str], *, slow: bool, **environment: str) -> int:
+    """Forks a process that runs pytest in a copy of the checkout. Gives its number."""
+    if process := os.fork():
+        return process
+    output = os.open(there / f"output-{os.getpid()}", os.O_CREAT | os.O_WRONLY)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.chdir(there)
+    vars(sys.modules["__main__"]).pop("__file__")  # or multiprocessing would import it in each process that a test starts
+    sys.path[:] = [str(there), *(entry for entry in sys.path if Path(entry or ".").resolve() not in (ROOT, ROOT / "tests"))]
+    os.environ |= {"PYTHONPATH": str(there), **environment}
+    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not nightly" if slow else "not slow and not nightly"]
+    os._exit(int(pytest.main([*options, *files], plugins=[plugin])))
+
+
+def record(there: Path, num_tokens: int, into: Path, *, slow: bool, jobs: int) -> None:
+    """Writes down which tokens each test runs."""
     files = [f"tests/{test.name}" for test in sorted((ROOT / "tests").glob("test_*.py"))]
-    chosen = [file for file in files if not file.endswith(tuple(f"test_{name}.py" for name in LEFT_OUT))]
-    with tempfile.TemporaryDirectory(prefix="mutants-") as there:
-        started = [_start_recording(Path(there) / str(job), chosen[job::jobs]) for job in range(jobs)]
-        for process, _ in started:
-            process.wait()
-        CACHE.write_text("".join(path.read_text() for _, path in started))
+    files = [file for file in files if not file.endswith(tuple(f"test_{name}.py" for name in LEFT_OUT))]
+    parts, processes = [there / f"records-{job}" for job in range(jobs)], list[int]()
+    for job, part in enumerate(parts):
+        (marks := there / f"marks-{job}").write_bytes(bytes(num_tokens))
+        processes.append(start_pytest(there, Recorder(part), files[job::jobs], slow=slow, TOKEN_MARKS=str(marks)))
+    for process in processes:
+        os.waitpid(process, 0)
+    into.parent.mkdir(exist_ok=True)
+    into.write_text("".join(part.read_text() for part in parts))
 
 
-def _start_recording(there: Path, files: list[str]) -> tuple[subprocess.Popen[bytes], Path]:
-    """Starts a pass of these test files in a copy of their own; gives the file that will have the records too."""
-    copy, records, into = Checkout(there).root, there / "records", there / "called_by.jsonl"
-    called_by.lay_out(copy, records)
-    command = [sys.executable, str(copy / "tests/called_by.py"), str(records), str(into), "-q", "-p", "no:xdist", *files]
-    return subprocess.Popen(command, cwd=copy, env={**os.environ, "PYTHONPATH": str(copy)}), into
+def recorded(there: Path, num_tokens: int, *, slow: bool, jobs: int, again: bool) -> list[Record]:
+    """What the pass of all tests has written for the library as it is."""
+    digest = hashlib.sha256(b"".join((ROOT / path).read_bytes() for path in library(ROOT))).hexdigest()[:16]
+    file = CACHE / f"{digest}-{'slow' if slow else 'fast'}.jsonl"
+    if again or not file.exists():
+        record(there, num_tokens, file, slow=slow, jobs=jobs)
+    return [Record(*json.loads(line)) for line in file.read_text().splitlines()]
 
 
-def recorded() -> list[Test]:
-    """What the last `record` has written."""
-    lines = map(json.loads, CACHE.read_text().splitlines())
-    return [Test(line["test"], line["seconds"], frozenset(line["functions"])) for line in lines]
-
-
-def main() -> int:
-    """The command."""
+def options() -> argparse.Namespace:
+    """Of the command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--number", type=int, default=20, help="how many mutants (default: 20)")
     parser.add_argument("--seed", type=int, default=0, help="which (default: 0)")
     parser.add_argument("--jobs", type=int, default=1, help="how many at a time (default: 1)")
+    parser.add_argument("--seconds", type=float, default=60, help="of tests for a mutant (default: 60)")
     parser.add_argument("--only", default="", help="the beginning of the path of the files to change")
-    parser.add_argument("--record", action="store_true", help="write down again which functions each test calls")
-    options = parser.parse_args()
-    if options.record or not CACHE.exists():
-        record(options.jobs)
-    mutants, tests = list(draw(options.number, options.seed, options.only)), recorded()
-    for name in ("ignite.distributed", "torch.distributed.fsdp", "torch.optim"):
-        importlib.import_module(name)  # once for all
+    parser.add_argument("--tokens", type=int, nargs="*", help="these tokens, by the numbers that an earlier call has printed")
+    parser.add_argument("--slow", action="store_true", help="with the slow tests too")
+    parser.add_argument("--record", action="store_true", help="write down again which tokens each test runs")
+    return parser.parse_args()
 
-    with tempfile.TemporaryDirectory() as there:
-        results, workers = Path(there) / "results", list[int]()
-        results.touch()
-        for job in range(options.jobs):
-            if (worker := os.fork()) == 0:
-                judge(mutants[job :: options.jobs], tests, results)
-                os._exit(0)
-            workers.append(worker)
-        for worker in workers:
-            os.waitpid(worker, 0)
-        outcomes = results.read_text().splitlines()
-    survivors = outcomes.count("")
-    print(f"{len(outcomes)} of {len(mutants)} mutants were judged: {survivors} survived")
-    return int(survivors > 0 or len(outcomes) < len(mutants))
+
+def main() -> int:
+    """The command."""
+    asked = options()
+    for name in ("ignite.distributed", "torch.distributed.fsdp", "torch.optim"):
+        importlib.import_module(name)  # once for all processes
+    with tempfile.TemporaryDirectory(prefix="mutants-") as temporary:
+        there = Path(temporary, "checkout")
+        tokens = make_switched_copy(ROOT, there)
+        records = recorded(there, len(tokens), slow=asked.slow, jobs=asked.jobs, again=asked.record)
+        numbers = [number for number, token in enumerate(tokens) if token.path.startswith(asked.only)]
+        chosen = asked.tokens or random.Random(asked.seed).sample(numbers, min(asked.number, len(numbers)))  # noqa: S311
+        files = sorted({record.test.partition("::")[0] for record in records})
+        lines, into = os.pipe()
+        for job in range(asked.jobs):
+            judge = Judge(chosen[job :: asked.jobs], tokens, records, asked.seconds, into)
+            start_pytest(there, judge, files, slow=asked.slow)
+        os.close(into)
+        survivors = judged = 0
+        with os.fdopen(lines) as reader:
+            for line in reader:
+                print(line, end="", flush=True)
+                survivors, judged = survivors + line.startswith("SURVIVED"), judged + line.startswith(("SURVIVED", "noticed"))
+    print(f"{judged} of {len(chosen)} mutants were judged: {survivors} survived")
+    return int(survivors > 0 or judged < len(chosen))
 
 
 if __name__ == "__main__":
