@@ -561,8 +561,11 @@ def test_a_state_of_stock_ignite_within_a_group_is_refused():
         ({"epoch_length": 5, "iteration": 5, "max_epochs": 3, "max_iters": 15}, "one of max_epochs and max_iters, got 3"),
         ({"epoch_length": 5, "epoch": 4, "max_epochs": 3}, "must not be below the 4 that are done, got 3"),
         ({"epoch_length": 5, "iteration": 9, "max_iters": 8}, "must not be below the 9 that are done, got 8"),
+        ({"epoch_length": 5, "iteration": 5.0, "max_epochs": 3}, r"\['iteration'\] must be a number of batches, .* got 5\.0"),
+        ({"epoch_length": 5, "iteration": True, "max_epochs": 3}, r"\['iteration'\] must be a number of batches, .* got True"),
+        ({"epoch_length": 5, "epoch": -1, "max_epochs": 3}, r"must be a number of batches, at least 0, got -5"),
     ],
-    ids=["no-place", "two-places", "two-limits", "epochs-below", "updates-below"],
+    ids=["no-place", "two-places", "two-limits", "epochs-below", "updates-below", "float", "bool", "negative"],
 )
 def test_a_state_of_stock_ignite_that_contradicts_itself_is_refused(saved, message):
     """What stock Ignite refuses is refused, and nothing of the trainer has changed."""

@@ -627,3 +627,19 @@ def test_metrics_that_are_not_one_number(caplog: pytest.LogCaptureFixture) -> No
     assert len(warned) == 4
     assert "'text' is not made of numbers (str)" in warned[0]
     assert "'wide' has 40 numbers, and 32 may be shown" in warned[2]
+
+
+def test_a_metric_of_up_to_32_numbers_is_shown(caplog: pytest.LogCaptureFixture) -> None:
+    """As a tensor and as a list; one number more, and a warning says that it is left out."""
+    left_out: set[str] = set()
+    numbers = [float(index) for index in range(33)]
+    metrics = {"tensor": torch.tensor(numbers[:32]), "list": numbers[:32], "one more": torch.tensor(numbers), "longer": numbers}
+    shown = single_metrics(metrics, left_out)
+    assert shown == {f"{name}/{index}": float(index) for name in ("tensor", "list") for index in range(32)}
+    assert left_out == {"one more", "longer"}
+    assert ["has 33 numbers, and 32 may be shown" in record.getMessage() for record in caplog.records] == [True, True]
+
+
+def test_the_name_of_a_metric_is_shown_as_text() -> None:
+    """Also where all metrics are plain numbers, as those by class are."""
+    assert single_metrics({0: 0.5, 1: 0.25}, set()) == {"0": 0.5, "1": 0.25}  # type: ignore[dict-item]
