@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -589,6 +590,28 @@ def names_where_handlers_change(engine: Engine) -> list[str]:
     engine.add_event_handler(Events.STARTED, lambda: names.append("second"))
     engine.run([1.0])
     return names
+
+
+def names_where_a_handler_replaces_all(engine: Engine) -> list[str]:
+    """The handlers of STARTED in the order of their calls, where the second replaces all three, also itself."""
+    names: list[str] = []
+
+    def replace() -> None:
+        names.append("replace")
+        entries = engine._event_handlers[Events.STARTED]
+        entries[:] = [(partial(names.append, f"new {number}"), (), {}) for number in range(len(entries))]
+
+    engine.add_event_handler(Events.STARTED, lambda: names.append("first"))
+    engine.add_event_handler(Events.STARTED, replace)
+    engine.add_event_handler(Events.STARTED, lambda: names.append("third"))
+    engine.run([1.0])
+    return names
+
+
+def test_a_handler_may_replace_those_that_were_called():
+    """They are not called again while the event fires, as in Ignite."""
+    assert names_where_a_handler_replaces_all(make_stock()[0]) == ["first", "replace", "new 2"]
+    assert names_where_a_handler_replaces_all(make()[0]) == ["first", "replace", "new 2"]
 
 
 def test_a_handler_may_add_and_replace_others_of_the_event_that_fires():

@@ -480,6 +480,19 @@ def test_progress_is_below_one_and_rises(limit: dict[str, int]) -> None:
         assert pytest.approx(2 / 3 + 1 / 6) in in_epochs, "the first of two updates in the third epoch"
 
 
+def test_progress_of_a_run_that_continues_between_epochs_is_what_it_was() -> None:
+    """It begins where the epoch before has ended, with no update of the next one done."""
+    whole, ended = make(), []
+    whole.add_event_handler(Events.EPOCH_COMPLETED(once=2), lambda: ended.append((run_progress(whole), whole.state_dict())))
+    whole.run(DATA, max_epochs=4)
+    ((expected, state),) = ended
+    resumed, begun = make(), []
+    resumed.load_state_dict(state)
+    resumed.add_event_handler(Events.STARTED, lambda: begun.append(run_progress(resumed)))
+    resumed.run(DATA)
+    assert begun == [expected] == [(pytest.approx((2 - 1 / len(DATA)) / 4), 0.5)]
+
+
 def test_progress_is_unknown_without_a_length() -> None:
     """A loader without a length: nothing is published before its first pass has ended."""
     trainer, known = make(), set[int]()
