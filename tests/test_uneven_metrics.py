@@ -283,14 +283,14 @@ class Curve(EpochMetric):
 
 
 class Raising(Accuracy):
-    """Raises an error on rank 1 before it gathers."""
+    """Raises an error on some ranks before it gathers."""
 
-    def __init__(self, error: Exception) -> None:
-        self.error = error
+    def __init__(self, error: Exception, *ranks: int) -> None:
+        self.error, self.ranks = error, ranks
         super().__init__()
 
     def compute(self) -> Any:
-        if idist.get_rank() == 1:
+        if idist.get_rank() in self.ranks:
             raise self.error
         return idist.all_gather(torch.ones(1))
 
@@ -340,12 +340,17 @@ REFUSED: dict[str, tuple[list[list[int]], Attach, str]] = {
     ),
     "error-before-gathering": (
         [[3], [3]],
-        lambda evaluator: Raising(OSError("no such file")).attach(evaluator, "first"),
+        lambda evaluator: Raising(OSError("no such file"), 1).attach(evaluator, "first"),
         "metric 'first' could not be computed on rank 1: OSError: no such file",
+    ),
+    "error-on-all": (
+        [[3], [3]],
+        lambda evaluator: Raising(OSError(f"no file of rank {idist.get_rank()}"), 0, 1).attach(evaluator, "first"),
+        "no file of rank ",
     ),
     "nothing-seen-before-gathering": (
         [[3], [3]],
-        lambda evaluator: Raising(NotComputableError("no sample")).attach(evaluator, "first"),
+        lambda evaluator: Raising(NotComputableError("no sample"), 1).attach(evaluator, "first"),
         "metric 'first' could not be computed on rank 1: NotComputableError: no sample",
     ),
     "ragged": (
