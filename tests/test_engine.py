@@ -319,8 +319,11 @@ def test_another_engine_runs_inside():
 @pytest.mark.parametrize(
     "error", [InjectedError("on purpose"), KeyboardInterrupt(), SystemExit(3)], ids=lambda e: type(e).__name__
 )
-def test_observers_of_an_exception(error):
-    """Each handler of EXCEPTION_RAISED sees the exception once; none can swallow, replace or hide it from those after it."""
+def test_observers_of_an_exception(error, caplog):
+    """Each handler of EXCEPTION_RAISED sees the exception once; none can swallow, replace or hide it from those after it.
+
+    Where one fails too, the log has its error.
+    """
     trainer, _ = make()
     seen: list[str] = []
 
@@ -349,6 +352,10 @@ def test_observers_of_an_exception(error):
         trainer.run([1.0, 2.0, 3.0], max_epochs=2)
     assert raised.value is error
     assert seen == [f"swallow {type(error).__name__}", "reraise", "fail", "last True"]
+    logged = [
+        str(record.exc_info[1]) for record in caplog.records if "handler of EXCEPTION_RAISED failed too" in record.message
+    ]
+    assert logged == ["an observer's own"]
     trainer.run([1.0, 2.0, 3.0], max_epochs=2)
     assert counters(trainer) == (2, 6, 6, 0, 6)
 
@@ -485,12 +492,13 @@ def test_a_generator_is_good_for_one_epoch():
     assert list(untouched) == [1.0, 2.0]
 
 
-def test_a_generator_that_ends_before_max_iters():
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_generator_that_ends_before_max_iters(number):
     """An iterator too short for `max_iters` is an error once it is empty, not an endless loop of empty epochs."""
     trainer, groups = make()
-    with pytest.raises(ValueError, match=r"^data ended after 2 updates of max_iters=5; pass a loader that can"):
-        trainer.run(iter([1.0, 2.0]), max_iters=5)
-    assert groups == [[1.0], [2.0]]
+    with pytest.raises(ValueError, match=rf"^data ended after {number} updates of max_iters=5; pass a loader that can"):
+        trainer.run(iter([1.0, 2.0][:number]), max_iters=5)
+    assert groups == [[1.0], [2.0]][:number]
 
 
 def test_a_half_read_generator_is_refused():

@@ -60,6 +60,15 @@ def test_an_error_comes_whole_through_a_pickle(name: str) -> None:
     assert {*map(repr, VALUES[name])} <= {*map(repr, vars(error).values()), *map(repr, error.args)}
 
 
+@pytest.mark.parametrize("name", sorted({*VALUES} - {"StateMismatchError", "GradNormMismatchError"}))
+def test_an_error_is_shown_as_a_sentence(name: str) -> None:
+    """It speaks of its values in words, and not as a tuple of them."""
+    kind = getattr(errors, name, None) or getattr(ignite_train.handlers, name)
+    error = kind(*VALUES[name])
+    assert error.args == (str(error),)
+    assert " " in str(error)
+
+
 def test_an_option_comes_through_a_pickle_too() -> None:
     """`all_differ` is no positional argument, and changes the message."""
     error = ignite_train.handlers.GradNormMismatchError(4, (0.5, 1.5), ("weight",), all_differ=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -561,8 +562,11 @@ def test_a_state_of_stock_ignite_within_a_group_is_refused():
         ({"epoch_length": 5, "iteration": 5, "max_epochs": 3, "max_iters": 15}, "one of max_epochs and max_iters, got 3"),
         ({"epoch_length": 5, "epoch": 4, "max_epochs": 3}, "must not be below the 4 that are done, got 3"),
         ({"epoch_length": 5, "iteration": 9, "max_iters": 8}, "must not be below the 9 that are done, got 8"),
+        ({"epoch_length": 5, "iteration": 5.0, "max_epochs": 3}, r"\['iteration'\] must be a number of batches, .* got 5\.0"),
+        ({"epoch_length": 5, "iteration": True, "max_epochs": 3}, r"\['iteration'\] must be a number of batches, .* got True"),
+        ({"epoch_length": 5, "epoch": -1, "max_epochs": 3}, r"must be a number of batches, at least 0, got -5"),
     ],
-    ids=["no-place", "two-places", "two-limits", "epochs-below", "updates-below"],
+    ids=["no-place", "two-places", "two-limits", "epochs-below", "updates-below", "float", "bool", "negative"],
 )
 def test_a_state_of_stock_ignite_that_contradicts_itself_is_refused(saved, message):
     """What stock Ignite refuses is refused, and nothing of the trainer has changed."""
@@ -586,6 +590,28 @@ def names_where_handlers_change(engine: Engine) -> list[str]:
     engine.add_event_handler(Events.STARTED, lambda: names.append("second"))
     engine.run([1.0])
     return names
+
+
+def names_where_a_handler_replaces_all(engine: Engine) -> list[str]:
+    """The handlers of STARTED in the order of their calls, where the second replaces all three, also itself."""
+    names: list[str] = []
+
+    def replace() -> None:
+        names.append("replace")
+        entries = engine._event_handlers[Events.STARTED]
+        entries[:] = [(partial(names.append, f"new {number}"), (), {}) for number in range(len(entries))]
+
+    engine.add_event_handler(Events.STARTED, lambda: names.append("first"))
+    engine.add_event_handler(Events.STARTED, replace)
+    engine.add_event_handler(Events.STARTED, lambda: names.append("third"))
+    engine.run([1.0])
+    return names
+
+
+def test_a_handler_may_replace_those_that_were_called():
+    """They are not called again while the event fires, as in Ignite."""
+    assert names_where_a_handler_replaces_all(make_stock()[0]) == ["first", "replace", "new 2"]
+    assert names_where_a_handler_replaces_all(make()[0]) == ["first", "replace", "new 2"]
 
 
 def test_a_handler_may_add_and_replace_others_of_the_event_that_fires():

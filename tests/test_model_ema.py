@@ -364,6 +364,11 @@ MISTAKES: dict[str, Mistake] = {
     "warm-up": (TypeError, "warm_up must be True or False", lambda: ModelEMA(warm_up=2)),  # type: ignore[arg-type]
     "evaluator": (TypeError, "evaluator must be what create_evaluator", lambda: ModelEMA().use_in(make(net()))),  # type: ignore[arg-type]
     "unattached": (RuntimeError, r"attach\(trainer\) must be called first", lambda: ModelEMA().state_dict()),
+    "unattached state": (
+        RuntimeError,
+        r"attach\(trainer\) must be called first",
+        lambda: ModelEMA().load_state_dict({"num_updates": 1, "model": {}}),
+    ),
     "other": (ValueError, "got one of another model", lambda: evaluate_another()),
     "state": (ValueError, "state_dict must be of the same model", lambda: load_another()),
 }

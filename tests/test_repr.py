@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from ignite.engine import Events
+from ignite.engine import Engine, Events
 from torch import nn
 
 import ignite_train
@@ -126,6 +126,11 @@ def test_a_default_event_is_what_ignite_makes(number: int) -> None:
     assert fired["ours"] == fired["ignite's"] == list(range(number, 8, number))
     assert repr(event) == f"TrainEvents.STEP_COMPLETED(every={number})"
     assert repr(every(2, Events.EPOCH_COMPLETED)) == "Events.EPOCH_COMPLETED(every=2)"
+
+    stock, seen = Engine(lambda engine, batch: None), []
+    stock.add_event_handler(every(number, Events.ITERATION_COMPLETED), lambda: seen.append(stock.state.iteration))
+    stock.run([0.0] * 7)
+    assert seen == list(range(number, 8, number))
 
 
 @pytest.mark.skipif(not (ROOT / "CITATION.cff").is_file(), reason="looks at a checkout, and here is none")

@@ -480,6 +480,19 @@ def test_progress_is_below_one_and_rises(limit: dict[str, int]) -> None:
         assert pytest.approx(2 / 3 + 1 / 6) in in_epochs, "the first of two updates in the third epoch"
 
 
+def test_progress_of_a_run_that_continues_between_epochs_is_what_it_was() -> None:
+    """It begins where the epoch before has ended, with no update of the next one done."""
+    whole, ended = make(), []
+    whole.add_event_handler(Events.EPOCH_COMPLETED(once=2), lambda: ended.append((run_progress(whole), whole.state_dict())))
+    whole.run(DATA, max_epochs=4)
+    ((expected, state),) = ended
+    resumed, begun = make(), []
+    resumed.load_state_dict(state)
+    resumed.add_event_handler(Events.STARTED, lambda: begun.append(run_progress(resumed)))
+    resumed.run(DATA)
+    assert begun == [expected] == [(pytest.approx((2 - 1 / len(DATA)) / 4), 0.5)]
+
+
 def test_progress_is_unknown_without_a_length() -> None:
     """A loader without a length: nothing is published before its first pass has ended."""
     trainer, known = make(), set[int]()
@@ -627,3 +640,19 @@ def test_metrics_that_are_not_one_number(caplog: pytest.LogCaptureFixture) -> No
     assert len(warned) == 4
     assert "'text' is not made of numbers (str)" in warned[0]
     assert "'wide' has 40 numbers, and 32 may be shown" in warned[2]
+
+
+def test_a_metric_of_up_to_32_numbers_is_shown(caplog: pytest.LogCaptureFixture) -> None:
+    """As a tensor and as a list; one number more, and a warning says that it is left out."""
+    left_out: set[str] = set()
+    numbers = [float(index) for index in range(33)]
+    metrics = {"tensor": torch.tensor(numbers[:32]), "list": numbers[:32], "one more": torch.tensor(numbers), "longer": numbers}
+    shown = single_metrics(metrics, left_out)
+    assert shown == {f"{name}/{index}": float(index) for name in ("tensor", "list") for index in range(32)}
+    assert left_out == {"one more", "longer"}
+    assert ["has 33 numbers, and 32 may be shown" in record.getMessage() for record in caplog.records] == [True, True]
+
+
+def test_the_name_of_a_metric_is_shown_as_text() -> None:
+    """Also where all metrics are plain numbers, as those by class are."""
+    assert single_metrics({0: 0.5, 1: 0.25}, set()) == {"0": 0.5, "1": 0.25}  # type: ignore[dict-item]

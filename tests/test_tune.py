@@ -28,8 +28,8 @@ from bits import bit_by_bit
 from ignite_train import ForwardOutput, ResumableLoader, Trainer, Tuned, create_supervised_trainer, create_trainer, tune
 from ignite_train.model.random_state import capture_random_state
 from ignite_train.tuning.alone import TrialError
-from ignite_train.tuning.copies import copies_of
-from ignite_train.tuning.dimensions import Dimension
+from ignite_train.tuning.copies import copies_of, set_memory_layout
+from ignite_train.tuning.dimensions import Dimension, dimensions
 from ignite_train.tuning.fixed_samples import FixedSamples
 from ignite_train.tuning.race import race
 from ignite_train.tuning.search import Search
@@ -354,6 +354,32 @@ def test_a_copy_shares_nothing() -> None:
     assert all(not torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("whole", [False, True], ids=["a part", "the whole, by the trainer"])
+def test_what_is_compiled_in_place_is_compiled_in_the_copy(whole: bool) -> None:
+    """Unless the trainer has compiled the model, which the trainer of the copy then does."""
+    model = net()
+    (model if whole else model[2]).compile(backend="eager")  # type: ignore[index, operator]
+    twin, _ = copies_of(model, torch.optim.SGD(model.parameters(), lr=0.1), compiled=whole)
+    are_compiled = [[part._compiled_call_impl is not None for part in module.modules()] for module in (model, twin)]
+    assert are_compiled == [[whole, False, False, not whole], [False, False, False, not whole]]
+
+
+def test_states_of_weights_take_the_layout_of_the_weights() -> None:
+    """Those of 4 dimensions; all values stay."""
+    model = ConvNet()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 2, 4, 4)).sum().backward()
+    optimizer.step()
+    before = bit_by_bit([model.state_dict(), optimizer.state_dict()])
+    weight, state = model.conv.weight, optimizer.state[model.conv.weight]
+    for channels_last in (True, False):
+        set_memory_layout(model, {"only": optimizer}, channels_last=channels_last)
+        tensors = [weight, state["exp_avg"], state["exp_avg_sq"]]
+        assert [tensor.is_contiguous(memory_format=torch.channels_last) for tensor in tensors] == [channels_last] * 3
+        assert bit_by_bit([model.state_dict(), optimizer.state_dict()]) == before
+
+
 # --- what is found ----------------------------------------------------------------------------------------------------------
 
 
@@ -408,6 +434,30 @@ def test_other_values_are_tried_by_default(name: str, number: int, clock: Clock,
     found = tune(make(costing(clock, float)), loader_of(), seconds=1.0, values=values)
     assert found.num_unmeasured == number
     assert found.left_alone.keys() == values.keys()
+
+
+@pytest.mark.parametrize(("fused", "other"), [(None, True), (False, True), (True, False)], ids=["default", "off", "on"])
+def test_an_optimizer_that_is_fused_is_tried_without(fused: bool | None, other: bool, clock: Clock) -> None:
+    """And one that is not is tried with it."""
+    model = net()
+    trainer = create_trainer(model, torch.optim.AdamW(model.parameters(), fused=fused), costing(clock, float))
+    found = tune(trainer, loader_of(), seconds=1e6, values={name: [] for name in NAMES if name != "fused"})
+    assert [row.settings.fused for row in found.rows] == [fused, other]
+
+
+@pytest.mark.parametrize(
+    ("processors", "threads"),
+    [(1, (1, 3)), (4, (1, 2, 3, 4)), (6, (1, 2, 3, 4, 6)), (None, (1, 3))],
+    ids=["1", "4", "6", "unknown"],
+)
+def test_threads_are_tried_up_to_the_processors(
+    processors: int | None, threads: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the system does not say which of them this process may use, all count, or one. The present number is among them."""
+    monkeypatch.delattr("os.sched_getaffinity", raising=False)
+    monkeypatch.setattr("os.cpu_count", lambda: processors)
+    found, _ = dimensions(replace(PRESENT, threads=3), net(), [], {}, {})
+    assert {dimension.name: dimension.values for dimension in found}["threads"] == threads
 
 
 def test_what_has_one_value_is_left_alone_and_said(clock: Clock) -> None:
@@ -477,7 +527,7 @@ def test_the_line_says_how_to_have_each_setting(case: str, clock: Clock) -> None
 
 
 STEPS: dict[str, tuple[Any, list[int], str]] = {
-    "by epoch": ([2, 3], [2, 2, 3, 3], "accumulation_steps differ from epoch to epoch"),
+    "by epoch": ([2, 3, 1], [2, 2, 3, 3], "accumulation_steps differ from epoch to epoch"),
     "function": (lambda update: 1 + update % 4, [2, 3, 4, 1], "accumulation_steps are a function"),
 }
 
@@ -549,7 +599,8 @@ def test_a_candidate_that_fails_is_a_row(clock: Clock) -> None:
 
     assert found.fastest.micro_batch == 8
     (failed,) = [row for row in found.rows if row.samples_per_second is None]
-    assert (failed.settings.micro_batch, failed.outcome) == (16, "failed: OutOfMemoryError: too large for this device")
+    assert failed[1:] == (None, 0.0, 0.0, None, "failed: OutOfMemoryError: too large for this device")
+    assert failed.settings.micro_batch == 16
     assert "failed: OutOfMemoryError" in str(found)
     assert found.rows[-2].settings.fused is True
 
@@ -648,7 +699,7 @@ def test_one_that_breaks_in_the_last_race_is_not_named() -> None:
     search, log = searched({2: [1.0], 4: [0.5] * 7 + [-1.0]})
 
     assert search.fastest == PRESENT
-    assert search.rows[-1].outcome == "not measured once more: broken"
+    assert search.rows[-1][1:] == (None, 0.0, 0.0, None, "not measured once more: broken")
     assert len([entry for entry in log if entry[0] == "made"]) == len([entry for entry in log if entry[0] == "closed"])
 
 

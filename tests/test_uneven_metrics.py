@@ -15,6 +15,7 @@ import ignite.metrics.regression
 import pytest
 import torch
 from ignite.engine import Events
+from ignite.exceptions import NotComputableError
 from ignite.metrics import Accuracy, EpochMetric, EpochWise, Metric, Precision, RunningAverage
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, one_hot
@@ -254,12 +255,60 @@ class Kept(Metric):
         return len(idist.all_gather(torch.cat(self.kept)))
 
 
+class Shaped(Metric):
+    """Keeps tensors of shapes that differ in a list, and adds up their elements on its own."""
+
+    def __init__(self, form: Callable[[Tensor], Tensor]) -> None:
+        self.form = form
+        super().__init__()
+
+    def reset(self) -> None:
+        self.kept: list[Tensor] = []
+
+    def update(self, output: Pair) -> None:
+        self.kept.append(self.form(output[0]))
+
+    def compute(self) -> float:
+        own = sum(tensor.numel() for tensor in self.kept)
+        return sum(idist.all_gather(float(own)))
+
+
+class Curve(EpochMetric):
+    """Has rank 0 compute two numbers, which it sends to the others, as `RocCurve` and `PrecisionRecallCurve` do."""
+
+    def compute(self) -> Any:
+        predictions, targets = (idist.all_gather(torch.cat(kept)) for kept in (self._predictions, self._targets))
+        numbers = self.compute_fn(predictions, targets) if idist.get_rank() == 0 else (0.0, 0.0)
+        return [idist.broadcast(number, src=0) for number in numbers]  # type: ignore[attr-defined]
+
+
+class Raising(Accuracy):
+    """Raises an error on some ranks before it gathers."""
+
+    def __init__(self, error: Exception, *ranks: int) -> None:
+        self.error, self.ranks = error, ranks
+        super().__init__()
+
+    def compute(self) -> Any:
+        if idist.get_rank() in self.ranks:
+            raise self.error
+        return idist.all_gather(torch.ones(1))
+
+
 def failing(predictions: Tensor, targets: Tensor) -> float:
     raise ArithmeticError("no such curve")
 
 
 def different(pair: Pair) -> Pair:
     return pair[0][:, : 2 + idist.get_rank()], pair[1].clamp(max=1)
+
+
+def ragged_on_rank_0(pair: Pair) -> Pair:
+    return (pair[0][:, :2], pair[1]) if idist.get_rank() == 0 and len(pair[1]) == 2 else pair
+
+
+def attach_running(evaluator: Any) -> None:
+    RunningAverage(Accuracy()).attach(evaluator, "running")
 
 
 Attach = Callable[[Any], None]
@@ -284,6 +333,31 @@ REFUSED: dict[str, tuple[list[list[int]], Attach, str]] = {
         lambda evaluator: (Accuracy() + EpochMetric(failing, check_compute_fn=False)).attach(evaluator, "sum"),
         "metric 'sum' could not be computed on rank 0: ArithmeticError: no such curve",
     ),
+    "error-where-rank-0-sends": (
+        [[3], [3]],
+        lambda evaluator: Curve(failing, check_compute_fn=False).attach(evaluator, "curve"),
+        "metric 'curve' could not be computed on rank 0: ArithmeticError: no such curve",
+    ),
+    "error-before-gathering": (
+        [[3], [3]],
+        lambda evaluator: Raising(OSError("no such file"), 1).attach(evaluator, "first"),
+        "metric 'first' could not be computed on rank 1: OSError: no such file",
+    ),
+    "error-on-all": (
+        [[3], [3]],
+        lambda evaluator: Raising(OSError(f"no file of rank {idist.get_rank()}"), 0, 1).attach(evaluator, "first"),
+        "no file of rank ",
+    ),
+    "nothing-seen-before-gathering": (
+        [[3], [3]],
+        lambda evaluator: Raising(NotComputableError("no sample"), 1).attach(evaluator, "first"),
+        "metric 'first' could not be computed on rank 1: NotComputableError: no sample",
+    ),
+    "ragged": (
+        [[3, 2], [3, 2]],
+        lambda evaluator: EpochMetric(spread, ragged_on_rank_0, check_compute_fn=False).attach(evaluator, "spread"),
+        "metric 'spread' (EpochMetric) must have a state of one shape on all ranks, got _predictions of more than one shape on",
+    ),
     "list": (
         [[3], []],
         lambda evaluator: Kept().attach(evaluator, "kept"),
@@ -291,9 +365,15 @@ REFUSED: dict[str, tuple[list[list[int]], Attach, str]] = {
     ),
     "running": (
         [[3, 2], [3]],
-        lambda evaluator: RunningAverage(Accuracy()).attach(evaluator, "running"),
+        attach_running,
         "metric 'running' (RunningAverage) is reduced over ranks after each micro-batch and would hang where they have "
         "different numbers, got [2, 1]; attach it with usage=EpochWise(), or pass uneven='shortest' to create_evaluator",
+    ),
+    "running-without-a-length": (
+        [[3], [3]],
+        attach_running,
+        "metric 'running' (RunningAverage) is reduced over ranks after each micro-batch and would hang where they have "
+        "different numbers, got ['unknown', 'unknown']; attach it with usage=EpochWise()",
     ),
 }
 
@@ -305,12 +385,13 @@ def refused(names: list[str]) -> dict[str, str]:
         sizes, attach, _ = REFUSED[name]
         evaluator = make_evaluator()
         attach(evaluator)
-        gather = idist.all_gather
+        gather, broadcast = idist.all_gather, idist.broadcast
+        data = batches(sizes[idist.get_rank()], 1)
         try:
-            evaluator.run(batches(sizes[idist.get_rank()], 1))
+            evaluator.run(iter(data) if name == "running-without-a-length" else data)
         except Exception as error:
             found[name] = str(error)
-        assert idist.all_gather is gather
+        assert (idist.all_gather, idist.broadcast) == (gather, broadcast)
         published = metrics_published_at(evaluator, Events.EPOCH_COMPLETED).values()
         assert [metric for metric in published if "compute" in vars(metric)] == []
     return found
@@ -324,15 +405,36 @@ def test_what_has_no_right_number_is_refused_on_all_ranks() -> None:
             assert "\n" not in outcome[name]
 
 
-def allowed() -> list[Any]:
-    """What looks like the refused: a list with data on all ranks of uneven length, and running metrics of ranks in step."""
-    rank = idist.get_rank()
-    first, second = make_evaluator(), make_evaluator()
-    Kept().attach(first, "kept")
-    RunningAverage(Accuracy()).attach(second, "running")
-    Accuracy().attach(second, "whole", EpochWise())
-    values = [first.run(batches([3, 2 + rank], 1)).metrics["kept"]]
-    return [*values, 0.0 <= second.run(batches([3, 2 + rank], 1)).metrics["running"] <= 1.0]
+def lists() -> list[float]:
+    """What looks like the refused: lists with data on all ranks, of uneven length or of shapes that differ."""
+    rank, found = idist.get_rank(), []
+    ragged = lambda scores: scores[:, : len(scores) - rank]  # noqa: E731  # 3 x 3 and 2 x 2 on rank 0, 3 x 2 and 3 x 2 on rank 1
+    for metric in (Kept(), Shaped(ragged), Shaped(lambda scores: scores.sum() if rank else scores)):
+        evaluator = make_evaluator()
+        metric.attach(evaluator, "of a list")
+        found.append(evaluator.run(batches([3, 2 + rank], 1)).metrics["of a list"])
+    return found
+
+
+def test_lists_are_gathered_by_the_metric_that_keeps_them() -> None:
+    """With data on all ranks the lists of a user's metric may differ in length and shape."""
+    assert run_ranks(lists) == [[3 + 2 + 3 + 3, 9 + 4 + 6 + 6, 9 + 6 + 1 + 1]] * 2
+
+
+def test_a_single_process_may_have_running_metrics_of_data_without_a_length() -> None:
+    """There are no other ranks whose numbers of micro-batches may differ."""
+    evaluator = make_evaluator()
+    attach_running(evaluator)
+    ((x, y),) = batches([4], 1)
+    assert evaluator.run(iter([(x, y)])).metrics["running"] == pytest.approx(float((x.argmax(1) == y).float().mean()))
+
+
+def running() -> bool:
+    """Running metrics of ranks in step."""
+    evaluator = make_evaluator()
+    attach_running(evaluator)
+    Accuracy().attach(evaluator, "whole", EpochWise())
+    return 0.0 <= evaluator.run(batches([3, 2 + idist.get_rank()], 1)).metrics["running"] <= 1.0
 
 
 def running_metric_of_training() -> str:
@@ -346,9 +448,9 @@ def running_metric_of_training() -> str:
 
 
 @pytest.mark.slow
-def test_uneven_lists_are_gathered_and_running_metrics_need_ranks_in_step() -> None:
-    """A metric of the user's that gathers is exact; a trainer compares the numbers of micro-batches."""
-    assert run_ranks(allowed) == [[11, True]] * 2
+def test_running_metrics_need_ranks_in_step() -> None:
+    """A trainer compares the numbers of micro-batches."""
+    assert run_ranks(running) == [True] * 2
     for message in run_ranks(running_metric_of_training):
         assert message.startswith(
             "metric 'running' is reduced over ranks after each micro-batch and would hang where they have"

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import reduce
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import ignite.distributed as idist
 import torch
 from ignite.engine import Engine, Events
 from ignite.exceptions import NotComputableError
-from ignite.metrics import EpochMetric, Metric
+from ignite.metrics import Metric
 from torch import Tensor
 
 from ignite_train.loop.dispatch import attached
@@ -42,11 +42,12 @@ def uneven_metrics(engine: Engine) -> Iterator[None]:
     """Within it, the metrics that `engine` publishes at EPOCH_COMPLETED are those of the samples of all ranks. Collective.
 
     Ignite's metrics reduce themselves when they compute: numbers and tensors by `idist.all_reduce`, predictions by
-    `idist.all_gather`. Both need the same shape on each rank, and a rank without data has no shape, or raises an error while
-    the others wait. Here such a rank gets zeros and empty tensors of the others' shapes, and predictions are gathered from
-    ranks that differ in length. What was changed in a metric is put back. An error on one rank is raised on all. It costs one
-    gathering of small objects for all metrics together, one for each, and one for each tensor that a metric gathers; nothing in
-    a single process or without metrics.
+    `idist.all_gather`; some are computed by rank 0, which sends the result by `idist.broadcast`. The first two need the same
+    shape on each rank, and a rank without data has no shape, or raises an error while the others wait. Here such a rank gets
+    zeros and empty tensors of the others' shapes, and predictions are gathered from ranks that differ in length. What was
+    changed in a metric is put back. An error on one rank is raised on all. It costs one gathering of small objects for all
+    metrics together, one for each, and one for each tensor that a metric gathers or sends; nothing in a single process or
+    without metrics.
 
     Raises:
         ValueError: the ranks attached different metrics, or the state of one has different shapes that cannot be added; the
@@ -58,19 +59,15 @@ def uneven_metrics(engine: Engine) -> Iterator[None]:
         return
     by_id = {id(part): (name, part) for name, metric in metrics.items() for part in _parts(metric)}  # each is once
     parts, changed = list(by_id.values()), _Changes()
-    gather = idist.all_gather
+    gather, broadcast = idist.all_gather, idist.broadcast
     try:
         _complete(parts, changed)
-        errors: list[Exception] = []
-        for _, part in parts:
-            if type(part).compute is EpochMetric.compute and isinstance(part, EpochMetric):
-                changed.set(part, "compute_fn", _guarded(part.compute_fn, errors))
         for name, metric in metrics.items():
-            changed.set(metric, "compute", _agreed(name, metric.compute, errors))
-        idist.all_gather = _tolerant(gather)
+            changed.set(metric, "compute", _agreed(name, metric.compute))
+        idist.all_gather, idist.broadcast = _tolerant(gather), _after_meeting(broadcast)
         yield
     finally:
-        idist.all_gather = gather
+        idist.all_gather, idist.broadcast = gather, broadcast
         changed.undo()
 
 
@@ -205,7 +202,7 @@ def _tolerant(gather: Callable[..., Any]) -> Callable[..., Any]:
     def all_gather(tensor: Any, group: Any = None) -> Any:
         if not isinstance(tensor, Tensor) or tensor.ndim == 0 or group is not None:
             return gather(tensor, group=group)
-        forms = collectives.gather_objects((tuple(tensor.shape), tensor.dtype))
+        forms = _meet((tuple(tensor.shape), tensor.dtype))
         if len(set(forms)) == 1:
             return gather(tensor)
         shapes = [shape for shape, _ in forms]
@@ -221,48 +218,74 @@ def _tolerant(gather: Callable[..., Any]) -> Callable[..., Any]:
     return all_gather
 
 
-def _agreed(name: str, compute: Callable[[], Any], errors: list[Exception]) -> Callable[[], Any]:
-    """`compute` of a metric, whose error on one rank is raised on all.
+def _after_meeting(broadcast: Callable[..., Any]) -> Callable[..., Any]:
+    """Ignite's `broadcast`, before which the ranks look whether one of them has an error."""
+
+    def meet_and_broadcast(*args: Any, **kwargs: Any) -> Any:
+        _meet(None)
+        return broadcast(*args, **kwargs)
+
+    return meet_and_broadcast
+
+
+class _Failure(NamedTuple):
+    """The error of a rank in the `compute` of a metric."""
+
+    nothing_seen: bool
+    message: str
+
+
+def _failure_by(error: Exception) -> _Failure:
+    return _Failure(isinstance(error, NotComputableError), f"{type(error).__name__}: {error}")
+
+
+class _OtherRankFailedError(Exception):
+    """Ends `compute` on a rank that met one with an error, of which `met` tells."""
+
+    def __init__(self, met: list[Any]) -> None:
+        super().__init__()
+        self.met = met
+
+
+def _meet(mine: Any) -> list[Any]:
+    """Gathers `mine` inside the `compute` of a metric, where a rank that has an error sends that. Collective.
+
+    Raises:
+        _OtherRankFailedError: some rank has one.
+    """
+    met = collectives.gather_objects(mine)
+    if any(isinstance(entry, _Failure) for entry in met):
+        raise _OtherRankFailedError(met)
+    return met
+
+
+def _agreed(name: str, compute: Callable[[], Any]) -> Callable[[], Any]:
+    """`compute` of the metric `name`, in which all ranks reduce alike. Its error on one rank is raised on all.
 
     A rank without data for which Ignite's metric says that there is nothing to compute gets the result of the others.
-
-    Args:
-        name: of the metric.
-        compute: its method, in which all ranks reduce alike.
-        errors: those that were kept back in it, so that other ranks would not wait for this one. They are taken out.
     """
 
     def compute_agreed() -> Any:
-        result = None
+        mine: Exception | None = None
+        result: tuple[Any, ...] = ()
+        met: list[Any] = []
         try:
-            result = compute()
+            result = (compute(),)
+        except _OtherRankFailedError as other:
+            met = other.met
         except Exception as error:
-            errors.append(error)
-        mine = errors[0] if errors else None
-        errors.clear()
-        described = None if mine is None else (isinstance(mine, NotComputableError), f"{type(mine).__name__}: {mine}")
-        failed = {rank: entry for rank, entry in enumerate(collectives.gather_objects(described)) if entry is not None}
+            mine = error
+        met = met or collectives.gather_objects(None if mine is None else _failure_by(mine))
+        failed = {rank: entry for rank, entry in enumerate(met) if isinstance(entry, _Failure)}
         if not failed:
-            return result
+            return result[0]
         if mine is not None and len(failed) == collectives.world_size():
             raise mine
-        if all(nothing_seen for nothing_seen, _ in failed.values()):
-            results = collectives.gather_objects(result)
-            return next(entry for rank, entry in enumerate(results) if rank not in failed)
-        rank, (_, message) = next(iter(failed.items()))
-        raise ValueError(f"metric {name!r} could not be computed on rank {rank}: {message}") from mine
+        if all(failure.nothing_seen for failure in failed.values()):
+            for found in collectives.gather_objects(result):
+                if found:
+                    return found[0]
+        rank, failure = next(iter(failed.items()))
+        raise ValueError(f"metric {name!r} could not be computed on rank {rank}: {failure.message}") from mine
 
     return compute_agreed
-
-
-def _guarded(function: Callable[[Tensor, Tensor], Any], errors: list[Exception]) -> Callable[[Tensor, Tensor], Any]:
-    """The function of an `EpochMetric`, which rank 0 alone computes: its errors are kept back, since the others wait for it."""
-
-    def guarded(predictions: Tensor, targets: Tensor) -> Any:
-        try:
-            return function(predictions, targets)
-        except Exception as error:
-            errors.append(error)
-            return float("nan")
-
-    return guarded
