@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -289,3 +290,25 @@ def test_metrics_over_uneven_ranks_are_those_of_all_samples(kind: str, sizes: li
         assert set(outcome) == set(metrics())
         for name, value in ((name, expected[name]) for name in outcome):
             torch.testing.assert_close(torch.tensor(outcome[name]), value.to(torch.tensor(outcome[name]).dtype), msg=name)
+
+
+def resumed(directory: str, until: int) -> list[Any]:
+    """What the epochs of a run that resumes have published, and what it has logged of the metric."""
+    logged: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ignite_train").addHandler(handler)
+    trainer, published = make(accumulation_steps=1)
+    Checkpoint(directory, every=1).attach(trainer)
+    trainer.run(batches(3, 2, 4, 2), max_iters=until)
+    return [published, [line for line in logged if line.startswith("metric")]]
+
+
+@pytest.mark.slow
+def test_on_another_number_of_ranks_it_starts_from_the_beginning(tmp_path: Path) -> None:
+    """Ignite's metrics hold what each rank has counted. The run resumes at the end of an epoch, and logs it once."""
+    epoch = targets(*batches(3, 2, 4, 2))
+    because = "metric 'seen' starts from the beginning, because the checkpoint has what {} ranks have counted, and there are {}"
+    assert resumed(str(tmp_path), 4) == [[epoch], []]
+    assert run_ranks(resumed, str(tmp_path), 8) == [[[epoch], [because.format(1, 2)]]] * 2
+    assert resumed(str(tmp_path), 12) == [[epoch], [because.format(2, 1)]]
