@@ -159,6 +159,7 @@ RIGHT_IF_BARE: dict[str, Callable[[nn.Module, Batch], Any]] = {
     "mean-and-decay": lambda m, b: ENTROPY(m(b["x"]), b["c"]) + 1e-4 * m.hidden.weight.pow(2).sum(),
     "policy-gradient": lambda m, b: -(m(b["x"]).log_softmax(1)[:, 0] * b["y"][:, 0]).mean(),
     "unknown": lambda m, b: torch.logsumexp(m(b["x"]).flatten(), 0),
+    "more-terms-than-are-read": lambda m, b: sum((m(b["x"]) - b["y"]).pow(2).sum() for _ in range(70)),
     "contrastive": lambda m, b: ENTROPY(m(b["x"]) @ m(b["x"]).T, torch.arange(len(b["x"]))),
     "sum-that-is-meant": lambda m, b: ForwardOutput(per_sample(m, b).sum(), 1),
     "sum-that-is-meant-as-a-tuple": lambda m, b: (per_sample(m, b).sum(), 1),
@@ -189,6 +190,10 @@ RIGHT_WITH_SIZE: dict[str, Callable[[nn.Module, Batch], tuple[Tensor, Any]]] = {
     "sum-and-balance": lambda m, b: (SUMS["tokens"](m, b) + 0.01 * m(b["x"]).softmax(1).mean(0).pow(2).sum() * 32, 32),
     "unknown": lambda m, b: (torch.logsumexp(m(b["x"]).flatten(), 0), 8),
     "large-weight": lambda m, b: (100.0 * ENTROPY(m(b["x"]), b["c"]), 8),
+    "weight-above-one": lambda m, b: (1.5 * ENTROPY(m(b["x"]), b["c"]), 8),
+    "weights-above-one": lambda m, b: ((per_sample(m, b) * torch.full((8,), 1.5)).mean(), 8),
+    "mean-times-size-added": lambda m, b: (torch.add(1e-4 * weight_decay(m), SQUARES(m(b["x"]), b["y"]), alpha=8), 8),
+    "mean-over-features-of-some": lambda m, b: (m.hidden(b["x"])[:5].pow(2).sum() / SAMPLES, SAMPLES),
     "normalised-weights-times-size": lambda m, b: ((per_sample(m, b) * torch.full((8,), 1 / 8)).sum() * 8, 8),
 }
 
