@@ -159,6 +159,57 @@ def test_split_is_exact_and_remembers_what_fitted() -> None:
     assert split["seen"].count(8) == 1
 
 
+def test_split_cuts_what_is_as_long_as_the_samples() -> None:
+    """Numbers, names and tensors of another length go with each half as they are."""
+    seen: list[tuple[list[float], list[float], float, str, list[float]]] = []
+
+    def forward(model: nn.Module, micro_batch: Any) -> ForwardOutput:
+        x, y, temperature, name, table = (micro_batch[key] for key in ("x", "y", "temperature", "name", "table"))
+        if len(x) > 2:
+            raise torch.OutOfMemoryError("too many samples")
+        seen.append((x[:, 0].tolist(), y.tolist(), temperature.item(), name, table.tolist()))
+        return ForwardOutput((model(x)[:, 0] - y).square().sum(), len(x))
+
+    model = nn.Linear(1, 1)
+    trainer = create_trainer(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), forward, options=UpdateOptions(on_out_of_memory="split")
+    )
+    micro_batch = {
+        "temperature": torch.tensor(0.5),
+        "name": "first",
+        "x": torch.arange(5.0)[:, None],
+        "y": torch.arange(5.0, 10.0),
+        "table": torch.arange(3.0),
+    }
+    trainer.run([micro_batch], max_epochs=1)
+    rest = (0.5, "first", [0.0, 1.0, 2.0])
+    assert seen == [([0.0, 1.0], [5.0, 6.0], *rest), ([2.0], [7.0], *rest), ([3.0, 4.0], [8.0, 9.0], *rest)]
+    assert trainer.state.update_output is not None
+    assert trainer.state.update_output.sample_size == 5
+
+
+@pytest.mark.parametrize("policy", ["skip", "split"])
+def test_an_accelerator_gives_back_what_a_failed_attempt_has_held(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its allocator keeps memory in pieces that may be too small for the next attempt, so it is emptied after each failure."""
+    emptied: list[int] = []
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: emptied.append(len(seen)))
+    seen: list[int] = []
+
+    def forward(model: nn.Module, micro_batch: Any) -> ForwardOutput:
+        seen.append(len(micro_batch[0]))
+        if len(micro_batch[0]) > 4:
+            raise torch.OutOfMemoryError("too many samples")
+        return cuts.forward(model, micro_batch)
+
+    model = cuts.linear()
+    options = UpdateOptions(on_out_of_memory=policy)  # type: ignore[arg-type]
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=cuts.LEARNING_RATE), forward, options=options)
+    trainer.run(cuts.cut(cuts.samples(), [8, 3]), max_epochs=1)
+    assert seen == ([8, 3] if policy == "skip" else [8, 4, 4, 3])
+    assert emptied == [1]
+
+
 def test_a_micro_batch_that_forward_writes_into_is_not_split() -> None:
     """Its halves would be what forward has made of it; where it writes into a copy they are what they were."""
 
