@@ -22,6 +22,7 @@ from ignite.metrics import (
     Precision,
     Recall,
     RootMeanSquaredError,
+    RunningAverage,
     TopKCategoricalAccuracy,
 )
 from torch import Tensor, nn
@@ -155,6 +156,16 @@ def test_a_composed_metric_is_attached_in_its_own_way() -> None:
         guessed, there = sum(one == name for one, _ in pairs), sum(other == name for _, other in pairs)
         f1.append(2 * true / (guessed + there))
     assert trainer.state.metrics["f1"] == pytest.approx(sum(f1) / 3, rel=1e-6)
+
+
+def test_a_running_metric_is_published_after_each_update() -> None:
+    """Handlers of the update see its value, which has gone on by each of its micro-batches."""
+    trainer, _ = make(accumulation_steps=2)
+    attach_metric(trainer, RunningAverage(output_transform=lambda output: float(len(output[1])), alpha=0.5), "samples")
+    seen: list[float] = []
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda engine: seen.append(engine.state.metrics["samples"]))
+    trainer.run(batches(8, 4, 2, 1))
+    assert seen == [6.0, 2.5]  # (8 + 4) / 2, and then (4 + 1) / 2 with (6 + 2) / 2 in between
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
