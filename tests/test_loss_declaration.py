@@ -289,7 +289,7 @@ def test_a_micro_batch_of_two_samples_is_enough() -> None:
     assert len(told(SUMS["squares"], {"temperature": torch.tensor(1.0), **batch()})) == 1  # a number does not count samples
 
 
-@pytest.mark.parametrize("shape", [(10,), (3, 5, 5)], ids=["features", "image"])
+@pytest.mark.parametrize("shape", [(10,), (3, 5, 5), (4, 5, 5)], ids=["features", "image", "transparent-image"])
 def test_a_sample_without_a_batch_dimension_is_right(shape: tuple[int, ...]) -> None:
     """The length of its first dimension does not count samples."""
     model = nn.Linear(shape[-1], shape[-1])

@@ -515,6 +515,20 @@ def test_a_floating_point_error_of_ones_own_is_explained(site: str, note: str) -
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+def test_a_floating_point_error_of_an_update_that_cannot_be_run_again_stays_as_it_is() -> None:
+    """Far above the floor of the loss scale no random state is remembered, so running again would draw other numbers."""
+
+    def forward(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        raise FloatingPointError("not this loss")
+
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = create_trainer(model, optimizer, forward, loss_scaling=TorchLossScaling(2.0**16))
+    with pytest.raises(FloatingPointError, match="not this loss") as caught:
+        trainer.run([torch.ones(2, 3)])
+    assert not hasattr(caught.value, "__notes__")
+
+
 def skip_for_ever() -> tuple[int, int, int]:
     def forward(model: nn.Module, micro_batch: Any) -> ForwardOutput:
         output = cuts.forward(model, micro_batch)
