@@ -198,6 +198,13 @@ RIGHT_WITH_SIZE: dict[str, Callable[[nn.Module, Batch], tuple[Tensor, Any]]] = {
 }
 
 
+def doubled(x: Tensor) -> Tensor:
+    """The same value, through 2^60 paths of the graph."""
+    for _ in range(60):
+        x = 0.5 * x + 0.5 * x
+    return x
+
+
 def table(rows: dict[str, Any]) -> Any:
     return pytest.mark.parametrize("loss", rows.values(), ids=rows.keys())
 
@@ -260,6 +267,18 @@ def test_right_without_a_sample_size(loss: Any) -> None:
 def test_right_with_a_sample_size(loss: Any) -> None:
     """Whatever has been multiplied by its sample size, or sums over samples and averages over something else."""
     assert told(lambda m, b: ForwardOutput(*loss(m, b))) == []
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("what", ["loss", "penalty", "elements"])
+def test_a_graph_of_many_paths_is_not_followed_to_its_end(what: str) -> None:
+    """Values that are used twice, again and again, make more paths than could ever be read."""
+    losses: dict[str, Callable[[nn.Module, Batch], Tensor]] = {
+        "loss": lambda m, b: doubled(SQUARES(m(b["x"]), b["y"])),
+        "penalty": lambda m, b: SQUARES(m(b["x"]), b["y"]) + doubled(m.out.weight).sum(),
+        "elements": lambda m, b: doubled(per_sample(m, b)).mean(),
+    }
+    assert told(losses[what]) == []
 
 
 @pytest.mark.sampled(9)
