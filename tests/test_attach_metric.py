@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from ignite_train import (
+    CheckpointError,
     ForwardContractError,
     ForwardOutput,
     Trainer,
@@ -227,6 +228,33 @@ def test_it_comes_back_when_the_run_resumes(tmp_path: Path, cut: int) -> None:
     Checkpoint(tmp_path).attach(second)
     second.run(data, max_epochs=2)
     assert published == [targets(*data)] * (2 if cut < 3 else 1)
+
+
+def test_numbers_come_back_when_the_run_resumes(tmp_path: Path) -> None:
+    """A metric that adds up continues from its sums, to the value of a run that was never cut."""
+
+    def train(limits: list[int], directory: str) -> float:
+        for limit in limits:
+            trainer, _ = make(accumulation_steps=1)
+            attach_metric(trainer, Loss(cross_entropy), "mean loss")
+            Checkpoint(tmp_path / directory).attach(trainer)
+            trainer.run(batches(3, 5, 2, 4), max_iters=limit)
+        return trainer.state.metrics["mean loss"]
+
+    assert train([3, 4], "cut") == train([4], "whole")
+
+
+def test_the_state_of_another_metric_is_refused(tmp_path: Path) -> None:
+    """A checkpoint with an accuracy under this name has no state for a function of two metrics; one line says so."""
+    for chosen in (Accuracy(), Precision(average=False) + Recall(average=False)):
+        trainer, _ = make()
+        attach_metric(trainer, chosen, "chosen")
+        Checkpoint(tmp_path).attach(trainer)
+        if isinstance(chosen, Accuracy):
+            trainer.run(batches(3, 5, 2, 4), max_iters=1)
+            continue
+        with pytest.raises(CheckpointError, match=r"must have the keys of attach_metric\(\.\.\., 'chosen'\)\.state_dict\(\)"):
+            trainer.run(batches(3, 5, 2, 4), max_iters=2)
 
 
 def test_wrong_arguments_are_said() -> None:
