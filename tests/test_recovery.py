@@ -205,9 +205,32 @@ def test_an_accelerator_gives_back_what_a_failed_attempt_has_held(policy: str, m
     model = cuts.linear()
     options = UpdateOptions(on_out_of_memory=policy)  # type: ignore[arg-type]
     trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=cuts.LEARNING_RATE), forward, options=options)
-    trainer.run(cuts.cut(cuts.samples(), [8, 3]), max_epochs=1)
-    assert seen == ([8, 3] if policy == "skip" else [8, 4, 4, 3])
-    assert emptied == [1]
+    trainer.run(cuts.cut(cuts.samples(), [8, 5]), max_epochs=1)
+    assert seen == ([8, 5] if policy == "skip" else [8, 4, 4, 3, 2])
+    assert emptied == ([1, 2] if policy == "skip" else [1])
+
+
+def test_split_goes_down_to_single_samples() -> None:
+    """Where no two of them fit, and the update is that of all of them together."""
+
+    def run(policy: str) -> tuple[list[float], list[int]]:
+        seen: list[int] = []
+
+        def forward(model: nn.Module, micro_batch: Any) -> ForwardOutput:
+            seen.append(len(micro_batch[0]))
+            if policy == "split" and len(micro_batch[0]) > 1:
+                raise torch.OutOfMemoryError("too many samples")
+            return cuts.forward(model, micro_batch)
+
+        model = cuts.linear()
+        options = UpdateOptions(on_out_of_memory=policy)  # type: ignore[arg-type]
+        trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=cuts.LEARNING_RATE), forward, options=options)
+        trainer.run(cuts.cut(cuts.samples(), [2, 3]), max_epochs=1)
+        return whole(model), seen
+
+    weights, seen = run("split")
+    assert seen == [2, 1, 1, 1, 1, 1]
+    assert weights == pytest.approx(run("raise")[0], rel=1e-13)
 
 
 def test_a_micro_batch_that_forward_writes_into_is_not_split() -> None:
