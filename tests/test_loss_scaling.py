@@ -381,6 +381,18 @@ def test_a_resumed_run_gives_up_at_the_same_update(build, micro_batches):
     assert (raised.value.update, raised.value.in_a_row) == (7, 4)
 
 
+def test_a_damaged_count_of_failures_is_refused_before_the_scale_is_taken(build):
+    """Nothing of an update's state is taken over if a part of it is wrong."""
+    _, _, trainer = build(loss_scaling=TorchLossScaling(8.0))
+    before = copy.deepcopy(trainer.state_dict())
+    saved = copy.deepcopy(before)
+    saved["update"]["loss_scaling"]["scale"] = 4.0
+    saved["update"]["in_a_row"] = {"was skipped": -1}
+    with pytest.raises(ValueError, match=r"state_dict\['was skipped'\] must be an integer of at least 0, got -1"):
+        trainer.load_state_dict(saved)
+    assert trainer.state_dict()["update"] == before["update"]
+
+
 def test_giving_up_again_counts_the_same(build, micro_batches):
     """An update that gave up was not done: run once more it is as many in a row as before."""
     _, _, trainer = build(never_finite, loss_scaling=StaticLossScaling(8.0), give_up_after=2)
