@@ -921,6 +921,20 @@ def test_numbers_of_handlers_travel_with_a_graph(steps: int):
     assert is_graph(setup)
 
 
+@pytest.mark.slow
+def test_numbers_of_handlers_travel_with_an_update_that_is_skipped():
+    """The graph has made no step, and the record is the one without compiling."""
+    setups = [make(way, on_nonfinite="skip") for way in (True, False)]
+    for setup in setups:
+        disturber = Disturber()
+        disturber._refuse = disturber.came_back.append
+        setup.trainer.piggybacks.append(disturber)
+        setup.trainer.run(poisoned(4, 4, 4, where=1), max_epochs=1)
+        assert disturber.came_back == [[1.5, 2.0]] * 3
+    assert is_graph(setups[0])
+    assert_alike(*setups)
+
+
 # --- what cannot be a graph ------------------------------------------------------------------------------------------------
 
 
