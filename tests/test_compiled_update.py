@@ -1216,6 +1216,34 @@ def test_it_takes_ignites_factory_and_bare_modules():
     torch.testing.assert_close(*weights, rtol=1e-9, atol=1e-9)
 
 
+FORMS: dict[str, Callable[[Tensor], Any]] = {
+    "bare": lambda squares: squares.mean(),
+    "one-of-a-tuple": lambda squares: (squares.mean(),),
+    "pair": lambda squares: (squares.sum(), len(squares)),
+    "triple": lambda squares: (squares.sum(), torch.tensor(float(len(squares))), {"first": (squares[0].sum(), 2)}),
+    "without-a-size": lambda squares: ForwardOutput(squares.mean(), logs={"first": squares[0].sum()}),
+    "size-below-one": lambda squares: (squares.sum(), 0.25),
+    "no-size": lambda squares: (squares.sum(), 0),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FORMS)
+def test_what_forward_may_return(name):
+    """Each form has the same meaning in a graph."""
+
+    def forward(model: nn.Module, batch: Batch) -> Any:
+        return FORMS[name]((model(batch[0]) - batch[1]).square())
+
+    setups = [make(way, forward=forward, accumulation_steps=2) for way in (True, False)]
+    for setup in setups:
+        setup.trainer.run(batches(4, 4, 4), max_epochs=1)
+    assert is_graph(setups[0])
+    assert_alike(*setups)
+    sizes = {"pair": 4.0, "triple": 4.0, "size-below-one": 0.25, "no-size": 0.0}
+    assert [record.sample_size for record in setups[0].records] == [2 * sizes.get(name, 1.0), sizes.get(name, 1.0)]
+
+
 def on_two_ranks() -> list[str]:
     """What the log says of a model in DistributedDataParallel."""
     found: list[str] = []
