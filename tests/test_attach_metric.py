@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,14 @@ from ignite.metrics import (
     Precision,
     Recall,
     RootMeanSquaredError,
+    RunningAverage,
     TopKCategoricalAccuracy,
 )
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from ignite_train import (
+    CheckpointError,
     ForwardContractError,
     ForwardOutput,
     Trainer,
@@ -156,6 +159,16 @@ def test_a_composed_metric_is_attached_in_its_own_way() -> None:
     assert trainer.state.metrics["f1"] == pytest.approx(sum(f1) / 3, rel=1e-6)
 
 
+def test_a_running_metric_is_published_after_each_update() -> None:
+    """Handlers of the update see its value, which has gone on by each of its micro-batches."""
+    trainer, _ = make(accumulation_steps=2)
+    attach_metric(trainer, RunningAverage(output_transform=lambda output: float(len(output[1])), alpha=0.5), "samples")
+    seen: list[float] = []
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda engine: seen.append(engine.state.metrics["samples"]))
+    trainer.run(batches(8, 4, 2, 1))
+    assert seen == [6.0, 2.5]  # (8 + 4) / 2, and then (4 + 1) / 2 with (6 + 2) / 2 in between
+
+
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("way", ["skip", "split"])
 def test_what_ran_out_of_memory_is_counted_as_it_was_trained(way: str, where: str) -> None:
@@ -215,6 +228,33 @@ def test_it_comes_back_when_the_run_resumes(tmp_path: Path, cut: int) -> None:
     Checkpoint(tmp_path).attach(second)
     second.run(data, max_epochs=2)
     assert published == [targets(*data)] * (2 if cut < 3 else 1)
+
+
+def test_numbers_come_back_when_the_run_resumes(tmp_path: Path) -> None:
+    """A metric that adds up continues from its sums, to the value of a run that was never cut."""
+
+    def train(limits: list[int], directory: str) -> float:
+        for limit in limits:
+            trainer, _ = make(accumulation_steps=1)
+            attach_metric(trainer, Loss(cross_entropy), "mean loss")
+            Checkpoint(tmp_path / directory).attach(trainer)
+            trainer.run(batches(3, 5, 2, 4), max_iters=limit)
+        return trainer.state.metrics["mean loss"]
+
+    assert train([3, 4], "cut") == train([4], "whole")
+
+
+def test_the_state_of_another_metric_is_refused(tmp_path: Path) -> None:
+    """A checkpoint with an accuracy under this name has no state for a function of two metrics; one line says so."""
+    for chosen in (Accuracy(), Precision(average=False) + Recall(average=False)):
+        trainer, _ = make()
+        attach_metric(trainer, chosen, "chosen")
+        Checkpoint(tmp_path).attach(trainer)
+        if isinstance(chosen, Accuracy):
+            trainer.run(batches(3, 5, 2, 4), max_iters=1)
+            continue
+        with pytest.raises(CheckpointError, match=r"must have the keys of attach_metric\(\.\.\., 'chosen'\)\.state_dict\(\)"):
+            trainer.run(batches(3, 5, 2, 4), max_iters=2)
 
 
 def test_wrong_arguments_are_said() -> None:
@@ -289,3 +329,25 @@ def test_metrics_over_uneven_ranks_are_those_of_all_samples(kind: str, sizes: li
         assert set(outcome) == set(metrics())
         for name, value in ((name, expected[name]) for name in outcome):
             torch.testing.assert_close(torch.tensor(outcome[name]), value.to(torch.tensor(outcome[name]).dtype), msg=name)
+
+
+def resumed(directory: str, until: int) -> list[Any]:
+    """What the epochs of a run that resumes have published, and what it has logged of the metric."""
+    logged: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ignite_train").addHandler(handler)
+    trainer, published = make(accumulation_steps=1)
+    Checkpoint(directory, every=1).attach(trainer)
+    trainer.run(batches(3, 2, 4, 2), max_iters=until)
+    return [published, [line for line in logged if line.startswith("metric")]]
+
+
+@pytest.mark.slow
+def test_on_another_number_of_ranks_it_starts_from_the_beginning(tmp_path: Path) -> None:
+    """Ignite's metrics hold what each rank has counted. The run resumes at the end of an epoch, and logs it once."""
+    epoch = targets(*batches(3, 2, 4, 2))
+    because = "metric 'seen' starts from the beginning, because the checkpoint has what {} ranks have counted, and there are {}"
+    assert resumed(str(tmp_path), 4) == [[epoch], []]
+    assert run_ranks(resumed, str(tmp_path), 8) == [[[epoch], [because.format(1, 2)]]] * 2
+    assert resumed(str(tmp_path), 12) == [[epoch], [because.format(2, 1)]]

@@ -120,6 +120,21 @@ def test_a_run_that_continues_makes_each_step_once(device: str, site: str, steps
     assert outcome(trainer, model) == outcome(*undisturbed)
 
 
+def test_a_step_that_a_failed_device_cannot_tell_of_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error that broke the update off is the one that is raised, and not that of the device."""
+    monkeypatch.setattr(to_host, "_HOST", "nowhere")
+    trainer, _ = make("sums")
+
+    def fail(_tensor: Tensor) -> float:
+        raise RuntimeError("the device has failed")
+
+    with monkeypatch.context() as failed:
+        failed.setattr(Tensor, "item", fail)
+        with pytest.raises(StopError):
+            train(trainer)
+    assert (trainer.state.num_steps, trainer.state.num_micro_batches) == (2, 4)
+
+
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """For each update whose numbers are read, whether its step was queued."""
     found: list[bool] = []

@@ -25,6 +25,7 @@ from ignite_train import (
     StaticLossScaling,
     TorchLossScaling,
     TrainEvents,
+    TrainingError,
     UpdateOptions,
     count_traffic,
     create_trainer,
@@ -442,6 +443,33 @@ def test_an_error_in_the_step_puts_everything_back(where: str) -> None:
     assert (optimizer.param_groups[0]["lr"], optimizer.state) == (0.1, {})
     assert (trainer.state.iteration, trainer.state.num_steps) == (0, 0)
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("what", ["rate", "gradients"])
+def test_a_handler_that_makes_the_step_impossible_is_told_before_it(what: str) -> None:
+    """By a rate that is not finite, or by gradients that it has dropped; forward is not run again."""
+    forwards: list[int] = []
+
+    def forward(model: nn.Module, micro_batch: Any) -> ForwardOutput:
+        forwards.append(1)
+        return cuts.forward(model, micro_batch)
+
+    model = network()
+    before, optimizer = flat(model), LBFGS(model.parameters(), lr=0.1)
+    trainer = create_trainer(model, optimizer, forward, options=UpdateOptions(closure=True))
+
+    @trainer.on(TrainEvents.GRADIENTS_READY)
+    def disturb() -> None:
+        if what == "rate":
+            optimizer.param_groups[0]["lr"] = math.nan
+        else:
+            optimizer.zero_grad()
+
+    told = "must have finite learning rates" if what == "rate" else "GRADIENTS_READY has dropped all gradients"
+    with pytest.raises(TrainingError, match=told):
+        trainer.run(cuts.cut(cuts.samples(), [3]))
+    assert flat(model) == before
+    assert len(forwards) == 1
 
 
 @pytest.mark.parametrize("kind", ["sam", "lbfgs"])

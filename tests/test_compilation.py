@@ -112,6 +112,27 @@ def test_nothing_is_compiled_unless_asked(monkeypatch):
     make().trainer.run(equal_batches(2))
 
 
+@pytest.mark.parametrize(
+    ("compile", "bare", "expected"),
+    [
+        ("update", False, [{}]),
+        ({"update": True}, False, [{}]),
+        ({"update": True, "backend": "eager"}, False, [{"backend": "eager"}]),
+        ({"update": True, "backend": "eager"}, True, []),
+        ("update", True, []),
+        ({"backend": "eager"}, False, [{"backend": "eager"}]),
+    ],
+    ids=["update", "no-options", "options", "bare-options", "bare", "model-alone"],
+)
+def test_the_model_is_compiled_beside_whole_updates(monkeypatch, compile, bare, expected):  # noqa: A002
+    """For evaluation, and for updates that are no graph: with the same options, and not if torch would leave it as it is."""
+    found: list[dict[str, Any]] = []
+    monkeypatch.setattr(nn.Module, "compile", lambda _, **options: found.append(options))
+    model = nn.Sequential(nn.Linear(4, 1)) if bare else Net()
+    create_trainer(model, torch.optim.AdamW(model.parameters(), lr=0.01), summed_loss, compile=compile)
+    assert found == expected
+
+
 @pytest.mark.parametrize("by", ["trainer", "user"])
 def test_a_value_that_is_not_finite_is_found_in_a_compiled_model(by):
     """The replay runs the model as it is written, so that it sees the module where the value arises."""
@@ -253,8 +274,9 @@ def test_what_cannot_be_compiled_is_refused():
     with pytest.raises(ValueError, match="create_graph must be False with compile"):
         make(compile=True, create_graph=True)
     model = nn.Linear(4, 1)
-    with pytest.raises(ValueError, match="compile must be False for a bare Linear"):
-        create_trainer(model, torch.optim.SGD(model.parameters()), summed_loss, compile=True)
+    for compile in (True, {"backend": "eager"}):  # noqa: A001
+        with pytest.raises(ValueError, match="compile must be False for a bare Linear"):
+            create_trainer(model, torch.optim.SGD(model.parameters()), summed_loss, compile=compile)
 
 
 def refusal_of_a_sharded_model() -> str:

@@ -6,6 +6,7 @@ import copy
 import logging
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import MethodType
@@ -22,6 +23,7 @@ import compiling
 from ignite_train import (
     ForwardContractError,
     ForwardOutput,
+    GaveUpError,
     LossDeclarationWarning,
     NonFiniteError,
     TorchLossScaling,
@@ -387,6 +389,81 @@ def test_a_value_that_is_not_finite_by_chance_is_found_after_graphs():
     assert setup.trainer.state.num_steps == 2
 
 
+@pytest.mark.slow
+def test_a_value_that_is_not_finite_by_chance_is_found_in_a_graph():
+    """A graph that draws has the random state remembered, so that the update draws the same when it is run again."""
+
+    def unlucky(model: nn.Module, batch: Batch) -> ForwardOutput:
+        output = summed_loss(model, batch)
+        return output._replace(loss=output.loss * torch.where(torch.rand(()) < 0.2, math.nan, 1.0))
+
+    def is_unlucky_once(seed: int) -> bool:
+        drawn = torch.rand(14, generator=torch.Generator().manual_seed(seed)) < 0.2
+        return int(drawn.sum()) == 1 and bool(drawn[4:10].any())
+
+    outcomes, seed = [], next(filter(is_unlucky_once, range(999)))
+    for way in (True, False):
+        setup = make(way, OPTIMIZERS["SGD"], forward=unlucky, accumulation_steps=2)
+        torch.manual_seed(seed)
+        with pytest.raises(NonFiniteError, match="of 2: NaN in the loss") as raised:
+            setup.trainer.run(batches(*[4] * 40), max_epochs=2)
+        assert not way or is_graph(setup)
+        outcomes.append((str(raised.value), counters(setup)))
+    assert outcomes[0] == outcomes[1]
+    assert outcomes[0][1] == [2, 2, 0, 4]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bad", [{1, 3, 5}, {3, 4}], ids=["apart", "in a row"])
+def test_failures_in_a_row_are_counted(bad):
+    """An update whose graph has stepped ends a row of failures, and two of them in a row end the run."""
+    outcomes = []
+    for way in (True, False):
+        setup = make(way, on_nonfinite="skip", give_up_after=2)
+        data = batches(*[4] * 7)
+        for where in bad:
+            data[where][1][0] = math.nan
+        with pytest.raises(GaveUpError) if bad == {3, 4} else nullcontext():
+            setup.trainer.run(data, max_epochs=1)
+        assert not way or is_graph(setup)
+        outcomes.append(counters(setup))
+    assert outcomes[0] == outcomes[1]
+    assert outcomes[0][:3] == ([7, 4, 3] if bad == {1, 3, 5} else [4, 3, 1])
+
+
+@pytest.mark.slow
+def test_an_update_without_micro_batches_is_skipped():
+    """One that a loop of the user's asks for, before and after updates that are graphs."""
+    setups = [make(way) for way in (True, False)]
+    for setup in setups:
+        for group in ([], batches(4), batches(4, 4), [], batches(4)):
+            setup.trainer.update(group)
+    assert is_graph(setups[0])
+    assert [record.skipped_reason for record in setups[0].records] == ["no_samples", None, None, "no_samples", None]
+    assert_alike(*setups)
+
+
+def noting_a_draw(found: list[float], output: UpdateOutput) -> UpdateOutput:
+    found.append(torch.rand(()).item())
+    return output
+
+
+@pytest.mark.slow
+def test_what_is_drawn_is_a_function_of_the_seed():
+    """In forward, and by the output transform, as without compiling."""
+    setups, drawn = [], []
+    for way in (True, False):
+        found: list[float] = []
+        transform = partial(noting_a_draw, found)
+        setup = make(way, net=partial(Net, dropout=0.5), accumulation_steps=2, seed=3, output_transform=transform)
+        drawn.append(found)
+        setup.trainer.run(batches(4, 4, 4), max_epochs=2)
+        setups.append(setup)
+    assert is_graph(setups[0])
+    assert drawn[0] == drawn[1]
+    assert_alike(*setups)
+
+
 # --- how often it is compiled ----------------------------------------------------------------------------------------------
 
 
@@ -579,6 +656,19 @@ def test_what_changes_in_a_run_counts(name, steps):
     assert_alike(*setups)
 
 
+@pytest.mark.slow
+def test_what_changes_within_an_update_has_it_go_the_other_way(caplog):
+    """Only that update; the later ones are graphs for what has changed."""
+    setups = [make(way, accumulation_steps=2) for way in (True, False)]
+    for setup in setups:
+        setup.trainer.add_event_handler(TrainEvents.MICRO_BATCH_STARTED(once=4), freeze_later, setup)
+        setup.trainer.run(batches(4, 4, 4, 4), max_epochs=2)
+    assert len(reasons(caplog)) == 1
+    assert "change within an update" in reasons(caplog)[0]
+    assert is_graph(setups[0])
+    assert_alike(*setups)
+
+
 @pytest.mark.parametrize("way", [slow(True), False])
 def test_the_record_has_the_rate_of_the_step(way):
     """Also where the output transform sets it: before the step, or after the step of a graph, for the next one."""
@@ -670,6 +760,18 @@ def fail_in_step_completed(setup: Setup) -> None:
     setup.trainer.add_event_handler(TrainEvents.STEP_COMPLETED, Once(ArithmeticError()))
 
 
+def fail_after_the_scaling(setup: Setup) -> None:
+    """Once it has taken note of the second update."""
+    scaling = setup.trainer._update.loss_scaling
+    ordinary, interrupt = scaling.update, Once(ArithmeticError())
+
+    def update(*, overflow: bool) -> None:
+        ordinary(overflow=overflow)
+        interrupt()
+
+    scaling.update = update
+
+
 def refuse_sums(setup: Setup) -> None:
     setup.trainer.piggybacks.append(Disturber())
 
@@ -679,6 +781,7 @@ DISTURBANCES: dict[str, tuple[dict[str, Any], Callable[[Setup], None] | None]] =
     "sums-refused": ({}, refuse_sums),
     "interrupted": ({}, interrupt_before_numbers_are_read),
     "handler-of-the-step": ({}, fail_in_step_completed),
+    "scaling": ({}, fail_after_the_scaling),
 }
 
 
@@ -701,7 +804,7 @@ def test_an_error_loses_no_update_and_repeats_none(name, way, steps):
                 setup.trainer.run(batches(*[4] * 8), max_epochs=1)
             done = setup.trainer.state.num_steps
             assert done == setup.trainer.state.iteration == setup.trainer.state.num_micro_batches / steps
-            assert done == (2 if way or name == "handler-of-the-step" else 1)
+            assert done == (2 if way or name in ("handler-of-the-step", "scaling") else 1)
         setup.trainer.run(batches(*[4] * 8), max_epochs=1)
         setups.append(setup)
     assert not way or is_graph(setups[0])
@@ -816,6 +919,20 @@ def test_numbers_of_handlers_travel_with_a_graph(steps: int):
     setup.trainer.run(batches(*[4] * 3 * steps), max_epochs=1)
     assert disturber.came_back == [[1.5, 2.0]] * 2
     assert is_graph(setup)
+
+
+@pytest.mark.slow
+def test_numbers_of_handlers_travel_with_an_update_that_is_skipped():
+    """The graph has made no step, and the record is the one without compiling."""
+    setups = [make(way, on_nonfinite="skip") for way in (True, False)]
+    for setup in setups:
+        disturber = Disturber()
+        disturber._refuse = disturber.came_back.append
+        setup.trainer.piggybacks.append(disturber)
+        setup.trainer.run(poisoned(4, 4, 4, where=1), max_epochs=1)
+        assert disturber.came_back == [[1.5, 2.0]] * 3
+    assert is_graph(setups[0])
+    assert_alike(*setups)
 
 
 # --- what cannot be a graph ------------------------------------------------------------------------------------------------
@@ -1097,6 +1214,34 @@ def test_it_takes_ignites_factory_and_bare_modules():
         assert not way or trainer._update._obstacle is None
         weights.append(torch.cat([parameter.flatten() for parameter in model.parameters()]))
     torch.testing.assert_close(*weights, rtol=1e-9, atol=1e-9)
+
+
+FORMS: dict[str, Callable[[Tensor], Any]] = {
+    "bare": lambda squares: squares.mean(),
+    "one-of-a-tuple": lambda squares: (squares.mean(),),
+    "pair": lambda squares: (squares.sum(), len(squares)),
+    "triple": lambda squares: (squares.sum(), torch.tensor(float(len(squares))), {"first": (squares[0].sum(), 2)}),
+    "without-a-size": lambda squares: ForwardOutput(squares.mean(), logs={"first": squares[0].sum()}),
+    "size-below-one": lambda squares: (squares.sum(), 0.25),
+    "no-size": lambda squares: (squares.sum(), 0),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FORMS)
+def test_what_forward_may_return(name):
+    """Each form has the same meaning in a graph."""
+
+    def forward(model: nn.Module, batch: Batch) -> Any:
+        return FORMS[name]((model(batch[0]) - batch[1]).square())
+
+    setups = [make(way, forward=forward, accumulation_steps=2) for way in (True, False)]
+    for setup in setups:
+        setup.trainer.run(batches(4, 4, 4), max_epochs=1)
+    assert is_graph(setups[0])
+    assert_alike(*setups)
+    sizes = {"pair": 4.0, "triple": 4.0, "size-below-one": 0.25, "no-size": 0.0}
+    assert [record.sample_size for record in setups[0].records] == [2 * sizes.get(name, 1.0), sizes.get(name, 1.0)]
 
 
 def on_two_ranks() -> list[str]:

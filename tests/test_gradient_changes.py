@@ -237,6 +237,29 @@ def test_later_events_see_the_changed_gradients(build: Build, micro_batches: lis
     assert output.grad_norm == pytest.approx(math.hypot(*(float(g.norm()) for g in kept)), rel=1e-6)
 
 
+def test_later_events_see_the_mean_of_what_handlers_have_made_infinite(build: Build, micro_batches: list[Batch]) -> None:
+    """The update is skipped, and in GRADIENTS_READY the other gradients are still those of the mean loss."""
+    setup = build(options=UpdateOptions(on_nonfinite="skip"))
+    kept: list[Tensor] = []
+    seen: list[Tensor] = []
+
+    @setup.trainer.on(TrainEvents.GRADIENTS_REDUCED)
+    def spoil() -> None:
+        first, *rest = (parameter.grad for parameter in setup.model.parameters())
+        assert first is not None
+        first.fill_(math.inf)
+        kept.extend(gradient.clone() for gradient in rest if gradient is not None)
+
+    setup.trainer.add_event_handler(
+        TrainEvents.GRADIENTS_READY, lambda: seen.extend(g.clone() for g in [*setup.trainer.gradients().values()][1:])
+    )
+    output = setup.trainer.run(micro_batches[:1]).update_output
+    assert output is not None
+    assert output.skipped_reason == "nonfinite"
+    assert len(kept) > 0
+    assert all(torch.equal(p, q) for p, q in zip(seen, kept, strict=True))
+
+
 def test_gradients_beyond_float32_squares_keep_their_norm(build: Build, micro_batches: list[Batch]) -> None:
     """A handler may make them so large that float32 cannot hold their squares."""
     setup = build()

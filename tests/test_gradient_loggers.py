@@ -111,6 +111,15 @@ def test_gradients_that_are_no_mean_yet_are_said(caplog, keep):
     assert "attached to TrainEvents.GRADIENTS_READY, where .grad is a sum" in caplog.text
 
 
+def test_of_several_loggers_one_is_said(caplog):
+    """What to pass is the same for all of them."""
+    trainer, model = make(keep=False)
+    for name in sorted(HANDLERS):
+        logged(trainer, HANDLERS[name](model))
+    trainer.run(cuts.cut(cuts.samples(), [4, 12]))
+    assert sum("is attached to" in record.message for record in caplog.records) == 1
+
+
 def test_what_is_right_is_not_warned_about(caplog):
     """Nothing is said of loggers of gradients that are kept, and of loggers of weights."""
     caplog.set_level(logging.WARNING)

@@ -50,6 +50,15 @@ def test_what_says_nothing_is_not_compared(expected):
     assert found.difference(expected, SINGLE) is None
 
 
+@pytest.mark.parametrize("size", [1.0, 0.25])
+def test_a_single_sample_is_compared(size):
+    """As of a bare loss, whose sample size is 1; weights may add up to less."""
+    expected = GraphNumbers(norm=5 * size, loss=10 * size, sample_size=size)
+    assert expected.difference(expected, SINGLE) is None
+    found = expected._replace(norm=6 * size)
+    assert found.difference(expected, SINGLE) == "a gradient norm of 6 per sample in place of 5"
+
+
 @pytest.mark.parametrize(
     ("norm", "loss", "expected"),
     [

@@ -159,6 +159,7 @@ RIGHT_IF_BARE: dict[str, Callable[[nn.Module, Batch], Any]] = {
     "mean-and-decay": lambda m, b: ENTROPY(m(b["x"]), b["c"]) + 1e-4 * m.hidden.weight.pow(2).sum(),
     "policy-gradient": lambda m, b: -(m(b["x"]).log_softmax(1)[:, 0] * b["y"][:, 0]).mean(),
     "unknown": lambda m, b: torch.logsumexp(m(b["x"]).flatten(), 0),
+    "more-terms-than-are-read": lambda m, b: sum((m(b["x"]) - b["y"]).pow(2).sum() for _ in range(70)),
     "contrastive": lambda m, b: ENTROPY(m(b["x"]) @ m(b["x"]).T, torch.arange(len(b["x"]))),
     "sum-that-is-meant": lambda m, b: ForwardOutput(per_sample(m, b).sum(), 1),
     "sum-that-is-meant-as-a-tuple": lambda m, b: (per_sample(m, b).sum(), 1),
@@ -189,8 +190,19 @@ RIGHT_WITH_SIZE: dict[str, Callable[[nn.Module, Batch], tuple[Tensor, Any]]] = {
     "sum-and-balance": lambda m, b: (SUMS["tokens"](m, b) + 0.01 * m(b["x"]).softmax(1).mean(0).pow(2).sum() * 32, 32),
     "unknown": lambda m, b: (torch.logsumexp(m(b["x"]).flatten(), 0), 8),
     "large-weight": lambda m, b: (100.0 * ENTROPY(m(b["x"]), b["c"]), 8),
+    "weight-above-one": lambda m, b: (1.5 * ENTROPY(m(b["x"]), b["c"]), 8),
+    "weights-above-one": lambda m, b: ((per_sample(m, b) * torch.full((8,), 1.5)).mean(), 8),
+    "mean-times-size-added": lambda m, b: (torch.add(1e-4 * weight_decay(m), SQUARES(m(b["x"]), b["y"]), alpha=8), 8),
+    "mean-over-features-of-some": lambda m, b: (m.hidden(b["x"])[:5].pow(2).sum() / SAMPLES, SAMPLES),
     "normalised-weights-times-size": lambda m, b: ((per_sample(m, b) * torch.full((8,), 1 / 8)).sum() * 8, 8),
 }
+
+
+def doubled(x: Tensor) -> Tensor:
+    """The same value, through 2^60 paths of the graph."""
+    for _ in range(60):
+        x = 0.5 * x + 0.5 * x
+    return x
 
 
 def table(rows: dict[str, Any]) -> Any:
@@ -257,6 +269,18 @@ def test_right_with_a_sample_size(loss: Any) -> None:
     assert told(lambda m, b: ForwardOutput(*loss(m, b))) == []
 
 
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("what", ["loss", "penalty", "elements"])
+def test_a_graph_of_many_paths_is_not_followed_to_its_end(what: str) -> None:
+    """Values that are used twice, again and again, make more paths than could ever be read."""
+    losses: dict[str, Callable[[nn.Module, Batch], Tensor]] = {
+        "loss": lambda m, b: doubled(SQUARES(m(b["x"]), b["y"])),
+        "penalty": lambda m, b: SQUARES(m(b["x"]), b["y"]) + doubled(m.out.weight).sum(),
+        "elements": lambda m, b: doubled(per_sample(m, b)).mean(),
+    }
+    assert told(losses[what]) == []
+
+
 @pytest.mark.sampled(9)
 @table(MEANS)
 def test_a_function_that_averages_is_right_in_a_supervised_trainer(loss: Any) -> None:
@@ -284,7 +308,7 @@ def test_a_micro_batch_of_two_samples_is_enough() -> None:
     assert len(told(SUMS["squares"], {"temperature": torch.tensor(1.0), **batch()})) == 1  # a number does not count samples
 
 
-@pytest.mark.parametrize("shape", [(10,), (3, 5, 5)], ids=["features", "image"])
+@pytest.mark.parametrize("shape", [(10,), (3, 5, 5), (4, 5, 5)], ids=["features", "image", "transparent-image"])
 def test_a_sample_without_a_batch_dimension_is_right(shape: tuple[int, ...]) -> None:
     """The length of its first dimension does not count samples."""
     model = nn.Linear(shape[-1], shape[-1])

@@ -63,6 +63,11 @@ def scales(policy: Any, overflows: list[int]) -> list[float]:
         (impatient, MIXED, [256, 128, 128, 64, 32, 32, 32, 64, 32, 32, 16]),
         (patient, MIXED, [256, 256, 256, 128, 64, 64, 64, 128, 128, 128, 64]),
         (forgiving, MIXED, [256, 256, 256, 256, 128, 128, 128, 256, 256, 256, 256]),
+        (
+            lambda: DeepSpeedLossScaling(256.0, scale_window=1, hysteresis=1),
+            EARLY,
+            [128, 64, 64, 128, 256, 128, 128, 256, 512, 1024],
+        ),
     ],
 )
 def test_sequences(policy, overflows, expected):
@@ -75,10 +80,12 @@ def test_sequences(policy, overflows, expected):
     [
         (0.0, {5}, [8, 8, 8, 16, 16, 8, 8, 8, 8, 16, 16, 16]),
         (0.5, {3, 4, 5, 6}, [8, 8, 8, 8, 8, 4, 2, 2, 2, 2, 4, 4]),
+        (0.5, {0, 3}, [4, 4, 4, 4, 4, 4, 4, 8, 8, 8, 8, 16]),
+        (0.75, {0, 1}, [4, 2, 2, 2, 2, 4, 4, 4, 4, 8, 8, 8]),
     ],
 )
 def test_fairseq_tolerance(tolerance, overflows_at, expected):
-    """Fairseq's own sequences: initial scale 8, window 4; with a tolerance only frequent overflows halve."""
+    """Initial scale 8, window 4; with a tolerance only frequent overflows halve. The first two are fairseq's own sequences."""
     policy = FairseqLossScaling(8.0, scale_window=4, tolerance=tolerance)
     assert scales(policy, [int(index in overflows_at) for index in range(12)]) == expected
 
@@ -150,9 +157,39 @@ def test_fairseq_threshold_is_a_silent_floor():
     assert scales(FairseqLossScaling(8.0, threshold=3.0), [1] * 4) == [4, 3, 3, 3]
 
 
-def test_torch_reaches_far_below_one():
-    """Without a floor of the user's the scale goes on halving, to fractions, as GradScaler's does."""
-    assert scales(TorchLossScaling(8.0), [1] * 8) == [4, 2, 1, 0.5, 0.25, 0.125, 0.0625, 0.03125]
+@pytest.mark.parametrize(
+    "policy",
+    [
+        lambda: TorchLossScaling(8.0),
+        lambda: FairseqLossScaling(8.0),
+        lambda: FairseqLossScaling(8.0, threshold=0.001),
+        lambda: DeepSpeedLossScaling(8.0, hysteresis=1, min_scale=0.001),
+    ],
+    ids=["torch", "fairseq", "fairseq-threshold", "deepspeed"],
+)
+def test_a_scale_goes_far_below_one(policy):
+    """Without a floor of the user's above it the scale goes on halving, to fractions, as GradScaler's does."""
+    policy = policy()
+    assert scales(policy, [1] * 8) == [4, 2, 1, 0.5, 0.25, 0.125, 0.0625, 0.03125]
+    policy.load_state_dict(json.loads(json.dumps(policy.state_dict())))
+    assert policy.scale == 0.03125
+
+
+def test_a_scale_may_begin_below_one_and_at_its_bounds():
+    """Of every policy; a static one of a half comes back from its state."""
+    for kind in (TorchLossScaling, FairseqLossScaling, DeepSpeedLossScaling):
+        policy = kind(0.5, min_scale=0.5, max_scale=0.5, on_floor="hold")
+        assert scales(policy, EARLY) == [0.5] * len(EARLY)
+    static = StaticLossScaling(0.5)
+    static.load_state_dict(static.state_dict())
+    assert static.scale == 0.5
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.5], ids=str)
+def test_an_overflow_must_lower_the_scale(factor):
+    """A backoff factor that would keep or raise it is refused."""
+    with pytest.raises(ValueError, match=rf"backoff_factor must be below 1, got {factor}"):
+        TorchLossScaling(backoff_factor=factor)
 
 
 @pytest.mark.parametrize(
@@ -342,6 +379,18 @@ def test_a_resumed_run_gives_up_at_the_same_update(build, micro_batches):
     with pytest.raises(GaveUpError) as raised:
         run(saved, 9)
     assert (raised.value.update, raised.value.in_a_row) == (7, 4)
+
+
+def test_a_damaged_count_of_failures_is_refused_before_the_scale_is_taken(build):
+    """Nothing of an update's state is taken over if a part of it is wrong."""
+    _, _, trainer = build(loss_scaling=TorchLossScaling(8.0))
+    before = copy.deepcopy(trainer.state_dict())
+    saved = copy.deepcopy(before)
+    saved["update"]["loss_scaling"]["scale"] = 4.0
+    saved["update"]["in_a_row"] = {"was skipped": -1}
+    with pytest.raises(ValueError, match=r"state_dict\['was skipped'\] must be an integer of at least 0, got -1"):
+        trainer.load_state_dict(saved)
+    assert trainer.state_dict()["update"] == before["update"]
 
 
 def test_giving_up_again_counts_the_same(build, micro_batches):

@@ -67,6 +67,28 @@ def test_the_norm_of_finite_gradients_is_finite(monkeypatch, size, dtype, fused,
     torch.testing.assert_close(model.weight.double().detach(), 1.0 - step, rtol=tolerance, atol=0.0)
 
 
+class Twice(SGD):
+    """Evaluates the loss twice in its step."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        closure()
+        closure()
+        super().step()
+
+
+@pytest.mark.parametrize("size", [1e20, 1e-30], ids=str)
+def test_the_norm_of_each_evaluation_of_a_closure_is_finite(size):
+    """Each evaluation is clipped by the norm of float64 arithmetic."""
+    model, x = Scaled(), gradient(size)
+    options = UpdateOptions(closure=True)
+    trainer = create_trainer(model, Twice(model.parameters(), lr=0.5), lambda m, x: m(x), max_grad_norm=1.0, options=options)
+    trainer.run([x])
+    assert trainer.state.update_output.num_evaluations == 2
+    assert trainer.state.num_steps == 1
+    step = 0.5 * x.double() * min(1.0, 1.0 / (x.double().norm().item() + 1e-6))
+    torch.testing.assert_close(model.weight.double().detach(), 1.0 - step, rtol=1e-6, atol=0.0)
+
+
 @pytest.mark.parametrize("host", ["cpu", "nowhere"])
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 def test_an_element_that_is_not_finite_is_still_found(monkeypatch, bad, host):

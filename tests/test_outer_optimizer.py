@@ -23,6 +23,8 @@ from ignite_train import (
     TorchLossScaling,
     Trainer,
     TrainEvents,
+    TrainingError,
+    TrainState,
     UpdateOptions,
     count_traffic,
     create_evaluator,
@@ -341,6 +343,7 @@ def _spoiled(scaling: Any, bad: list[int], fails: str, count: str, on_nonfinite:
     outer.attach(trainer)
     seen: list[Any] = []
     means: list[tuple[float, float]] = []
+    clips: list[float] = []
     logged = warnings_of_library()
 
     @trainer.on(Events.ITERATION_COMPLETED)
@@ -349,9 +352,10 @@ def _spoiled(scaling: Any, bad: list[int], fails: str, count: str, on_nonfinite:
         assert output is not None
         means.append((output.loss, output.sample_size))
         seen.append((output.applied, output.num_ranks_skipped, output.loss_scale, state.num_steps, outer.num_outer_steps))
+        clips.append(output.clip_coefficient)
 
     trainer.run(share(), max_iters=2 * H)
-    return {"weights": weight_of(trainer), "seen": seen, "means": means, "logged": logged}
+    return {"weights": weight_of(trainer), "seen": seen, "means": means, "clips": clips, "logged": logged}
 
 
 def _skipping_by_hand(skips: dict[int, tuple[int, ...]]) -> list[float]:
@@ -393,6 +397,8 @@ def test_an_update_that_all_ranks_skip_counts_as_in_the_original(count: str, out
     assert both[0]["seen"] == both[1]["seen"]
     assert [seen[4] for seen in both[0]["seen"]] == outer
     assert [seen[0] for seen in both[0]["seen"]] == [True, False, True, True, True, True]
+    assert [seen[1] for seen in both[0]["seen"]] == [0] * 6  # it is the whole update that was skipped
+    assert both[0]["clips"] == [1.0] * 6
     assert [seen[3] for seen in both[0]["seen"]] == [1, 1, 2, 3, 4, 5]
     assert (both[0]["weights"] == both[1]["weights"]) == (count == "updates")  # or else the sixth update has no outer step
     if count == "updates":
@@ -464,8 +470,9 @@ def test_the_record_is_of_the_ranks_that_step() -> None:
     for rank in range(2):
         assert both[rank]["records"] == [pytest.approx(one, rel=1e-9) for one in records]
         assert both[rank]["kept"] == kept[rank]
-        lines = [line.partition(" was skipped on 1 of 2 ranks")[0] for line in both[rank]["logged"] if "on 1 of 2" in line]
-        assert lines == ["update 1", "update 2", "update 4"]
+        lines = [line for line in both[rank]["logged"] if "was skipped on 1 of 2 ranks" in line]
+        assert [line.split(" was")[0] for line in lines] == ["update 1", "update 2", "update 4"]
+        assert [line.rpartition("so far: ")[2] for line in lines] == ["1", "2", "4"]
         assert sum("nothing makes the replicas equal again" in line for line in both[rank]["logged"]) == 1
 
 
@@ -490,6 +497,158 @@ def _step_far() -> list[Any]:
 def test_a_norm_whose_square_is_infinite_is_clipped() -> None:
     """It is finite in float64, and its square, which crosses the ranks, is not."""
     assert run_ranks(_step_far) == [[2, True, math.inf]] * 2
+
+
+def _bare() -> tuple[float, float, list[float]]:
+    """One update along bare losses, whose sample size is 1."""
+    trainer, _ = make(forward=lambda model, x: forward(model, x).loss / len(x), max_grad_norm=LIMIT)
+    trainer.run(share()[:1], max_epochs=1)
+    assert trainer.state.update_output is not None
+    return trainer.state.update_output.grad_norm, trainer.state.update_output.clip_coefficient, weight_of(trainer)
+
+
+@pytest.mark.slow
+def test_a_bare_loss_is_clipped_by_its_norm() -> None:
+    """One sample is enough for a rank to take the norm of its gradients."""
+    weight = linear().weight.detach()[0]
+    gradients = [gradient(weight, DATA[rank]) for rank in range(2)]
+    norms = [float(one.norm()) for one in gradients]
+    clips = [min(1.0, LIMIT / (norm + 1e-6)) for norm in norms]
+    assert max(norms) > LIMIT
+    for rank, (norm, clip, found) in enumerate(run_ranks(_bare)):
+        assert norm == pytest.approx((sum(one**2 for one in norms) / 2) ** 0.5, rel=1e-9)
+        assert clip == pytest.approx(sum(clips) / 2, rel=1e-9)
+        assert found == pytest.approx((weight - RATE * clips[rank] * gradients[rank]).tolist(), rel=1e-9)
+
+
+def _growing() -> list[float]:
+    """The loss scale of each update. The gradient of the third is not finite on rank 0, and the sixth has no samples."""
+
+    def uneven(model: nn.Module, x: Tensor) -> ForwardOutput:
+        output, update = forward(model, x), trainer.state.iteration
+        if update == 6:
+            return ForwardOutput(0 * output.loss, 0)
+        return output._replace(loss=output.loss * BAD) if update == 3 and idist.get_rank() == 0 else output
+
+    trainer, _ = make(forward=uneven, loss_scaling=TorchLossScaling(16.0, growth_interval=2))
+    scales: list[float] = []
+    trainer.add_event_handler(
+        Events.ITERATION_COMPLETED,
+        lambda: scales.append(trainer.state.update_output.loss_scale),  # type: ignore[union-attr]
+    )
+    trainer.run(share()[:9], max_epochs=1)
+    return scales
+
+
+@pytest.mark.slow
+def test_the_loss_scale_grows_after_updates_without_an_overflow() -> None:
+    """After two in a row on all ranks; an update without samples neither counts nor begins a new count."""
+    assert run_ranks(_growing) == [[16.0, 16.0, 32.0, 16.0, 16.0, 32.0, 32.0, 32.0, 64.0]] * 2
+
+
+def _ended(name: str) -> tuple[str, int]:
+    """What ends the run, and after how many steps."""
+
+    def spoil(model: nn.Module, x: Tensor) -> ForwardOutput:
+        output = forward(model, x)
+        return output._replace(loss=output.loss * BAD) if name == "failures" and trainer.state.iteration > 1 else output
+
+    trainer, _ = make(forward=spoil, options={"on_nonfinite": "skip", "give_up_after": 3})
+
+    @trainer.on(TrainEvents.GRADIENTS_READY(once=2))
+    def disturb(trainer: Trainer) -> None:
+        optimizer: Any = trainer._stateful_parts["optimizer"]
+        if name == "rate":
+            optimizer.param_groups[0]["lr"] = math.nan
+        if name == "dropped":
+            optimizer.zero_grad()
+
+    try:
+        trainer.run(share(), max_epochs=1)
+    except TrainingError as error:
+        return str(error), trainer.state.num_steps
+    return "no error", trainer.state.num_steps
+
+
+ENDED = {
+    "rate": "optimizer must have finite learning rates, got nan in param_groups[0]",
+    "dropped": "a handler of GRADIENTS_READY has dropped all gradients before the step",
+    "failures": "update 4 is number 3 in a row that was skipped",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(ENDED))
+def test_what_ends_other_updates_ends_those_of_replicas(name: str) -> None:
+    """On both ranks, before the step."""
+    for message, num_steps in run_ranks(_ended, name):
+        assert message.startswith(ENDED[name])
+        assert num_steps == 1
+
+
+class _Counting(nn.Module):
+    """Keeps the sum of what it has seen in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = linear()
+        self.register_buffer("total", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.total += x.sum()  # type: ignore[operator]
+        return self.linear(x)
+
+
+def _with_memory() -> list[float]:
+    """What a buffer has added up and what forward has carried, where rank 0 skips the second of three updates alone."""
+
+    def counting(model: nn.Module, x: Tensor, state: TrainState) -> ForwardOutput:
+        state.carried["total"] = state.carried.get("total", torch.zeros((), dtype=torch.float64)) + x.sum()
+        output = forward(model, x)
+        return output._replace(loss=output.loss * BAD) if state.iteration == 2 and idist.get_rank() == 0 else output
+
+    model = _Counting()
+    trainer, _ = make(model=model, forward=counting, options={"on_nonfinite": "skip"})
+    trainer.run(share()[:3], max_epochs=1)
+    return [float(model.total), float(trainer.state.carried["total"])]
+
+
+@pytest.mark.slow
+def test_a_rank_that_skips_alone_forgets_what_forward_has_kept() -> None:
+    """Its buffers and what forward carries are those before the update; those of the rank that steps are kept."""
+    own = [[float(x.sum()) for x in DATA[rank::2][:3]] for rank in range(2)]
+    expected = [own[0][0] + own[0][2], sum(own[1])]
+    assert run_ranks(_with_memory) == [[pytest.approx(one, rel=1e-12)] * 2 for one in expected]
+
+
+class _StoppingScaling(TorchLossScaling):
+    """Raises once, after it has taken note of the second update."""
+
+    has_raised = False
+
+    def update(self, *, overflow: bool) -> None:
+        super().update(overflow=overflow)
+        if self.good_updates == 2 and not self.has_raised:
+            self.has_raised = True
+            raise OSError("the second update is broken off")
+
+
+def _broken_off() -> tuple[list[float], list[int]]:
+    scaling = _StoppingScaling(4.0)
+    trainer, _ = make(loss_scaling=scaling)
+    with pytest.raises(OSError, match="broken off"):
+        trainer.run(share()[: 2 * H], max_epochs=1)
+    trainer.run(share()[: 2 * H], max_epochs=1)
+    return weight_of(trainer), [trainer.state.num_steps, trainer.state.num_micro_batches, scaling.good_updates]
+
+
+@pytest.mark.slow
+def test_an_update_that_is_broken_off_after_the_step_is_not_repeated() -> None:
+    """It counts on both ranks, once, also for the loss scale."""
+    expected = by_hand("diloco", 2 * H, 2, [RATE] * 2 * H)
+    for rank, (weights, counts) in enumerate(run_ranks(_broken_off)):
+        assert weights == pytest.approx(expected[rank], rel=1e-11, abs=1e-13)
+        assert counts == [2 * H] * 3
 
 
 def _uneven() -> dict[str, Any]:

@@ -159,6 +159,80 @@ def test_split_is_exact_and_remembers_what_fitted() -> None:
     assert split["seen"].count(8) == 1
 
 
+def test_split_cuts_what_is_as_long_as_the_samples() -> None:
+    """Numbers, names and tensors of another length go with each half as they are."""
+    seen: list[tuple[list[float], list[float], float, str, list[float]]] = []
+
+    def forward(model: nn.Module, micro_batch: Any) -> ForwardOutput:
+        x, y, temperature, name, table = (micro_batch[key] for key in ("x", "y", "temperature", "name", "table"))
+        if len(x) > 2:
+            raise torch.OutOfMemoryError("too many samples")
+        seen.append((x[:, 0].tolist(), y.tolist(), temperature.item(), name, table.tolist()))
+        return ForwardOutput((model(x)[:, 0] - y).square().sum(), len(x))
+
+    model = nn.Linear(1, 1)
+    trainer = create_trainer(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), forward, options=UpdateOptions(on_out_of_memory="split")
+    )
+    micro_batch = {
+        "temperature": torch.tensor(0.5),
+        "name": "first",
+        "x": torch.arange(5.0)[:, None],
+        "y": torch.arange(5.0, 10.0),
+        "table": torch.arange(3.0),
+    }
+    trainer.run([micro_batch], max_epochs=1)
+    rest = (0.5, "first", [0.0, 1.0, 2.0])
+    assert seen == [([0.0, 1.0], [5.0, 6.0], *rest), ([2.0], [7.0], *rest), ([3.0, 4.0], [8.0, 9.0], *rest)]
+    assert trainer.state.update_output is not None
+    assert trainer.state.update_output.sample_size == 5
+
+
+@pytest.mark.parametrize("policy", ["skip", "split"])
+def test_an_accelerator_gives_back_what_a_failed_attempt_has_held(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its allocator keeps memory in pieces that may be too small for the next attempt, so it is emptied after each failure."""
+    emptied: list[int] = []
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: emptied.append(len(seen)))
+    seen: list[int] = []
+
+    def forward(model: nn.Module, micro_batch: Any) -> ForwardOutput:
+        seen.append(len(micro_batch[0]))
+        if len(micro_batch[0]) > 4:
+            raise torch.OutOfMemoryError("too many samples")
+        return cuts.forward(model, micro_batch)
+
+    model = cuts.linear()
+    options = UpdateOptions(on_out_of_memory=policy)  # type: ignore[arg-type]
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=cuts.LEARNING_RATE), forward, options=options)
+    trainer.run(cuts.cut(cuts.samples(), [8, 5]), max_epochs=1)
+    assert seen == ([8, 5] if policy == "skip" else [8, 4, 4, 3, 2])
+    assert emptied == ([1, 2] if policy == "skip" else [1])
+
+
+def test_split_goes_down_to_single_samples() -> None:
+    """Where no two of them fit, and the update is that of all of them together."""
+
+    def run(policy: str) -> tuple[list[float], list[int]]:
+        seen: list[int] = []
+
+        def forward(model: nn.Module, micro_batch: Any) -> ForwardOutput:
+            seen.append(len(micro_batch[0]))
+            if policy == "split" and len(micro_batch[0]) > 1:
+                raise torch.OutOfMemoryError("too many samples")
+            return cuts.forward(model, micro_batch)
+
+        model = cuts.linear()
+        options = UpdateOptions(on_out_of_memory=policy)  # type: ignore[arg-type]
+        trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=cuts.LEARNING_RATE), forward, options=options)
+        trainer.run(cuts.cut(cuts.samples(), [2, 3]), max_epochs=1)
+        return whole(model), seen
+
+    weights, seen = run("split")
+    assert seen == [2, 1, 1, 1, 1, 1]
+    assert weights == pytest.approx(run("raise")[0], rel=1e-13)
+
+
 def test_a_micro_batch_that_forward_writes_into_is_not_split() -> None:
     """Its halves would be what forward has made of it; where it writes into a copy they are what they were."""
 
@@ -462,6 +536,20 @@ def test_a_floating_point_error_of_ones_own_is_explained(site: str, note: str) -
     ] * 2
     assert trainer.state.num_micro_batches == 2  # those of the first update
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_floating_point_error_of_an_update_that_cannot_be_run_again_stays_as_it_is() -> None:
+    """Far above the floor of the loss scale no random state is remembered, so running again would draw other numbers."""
+
+    def forward(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        raise FloatingPointError("not this loss")
+
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = create_trainer(model, optimizer, forward, loss_scaling=TorchLossScaling(2.0**16))
+    with pytest.raises(FloatingPointError, match="not this loss") as caught:
+        trainer.run([torch.ones(2, 3)])
+    assert not hasattr(caught.value, "__notes__")
 
 
 def skip_for_ever() -> tuple[int, int, int]:

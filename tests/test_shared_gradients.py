@@ -58,10 +58,19 @@ def expected(model: nn.Module, limit: float | None) -> dict[str, Tensor]:
     return {name: parameter.detach() - RATE * factor * gradients[name] for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.sampled(12)
+class Twice(torch.optim.SGD):
+    """Evaluates the loss twice in its step."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        closure()
+        closure()
+        super().step()
+
+
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize("limit", [None, 0.5])
 @pytest.mark.parametrize("size", [4, 2, 1])
-@pytest.mark.parametrize("form", ["fused", "foreach", "closure", slow("graph")])
+@pytest.mark.parametrize("form", ["fused", "foreach", "closure", "closure twice", slow("graph")])
 @pytest.mark.parametrize("kind", [Terms, Parts])
 def test_each_is_counted_and_scaled_once(kind: Callable[[], nn.Module], form: str, size: int, limit: float | None) -> None:
     """However the samples are cut, with and without clipping."""
@@ -70,12 +79,12 @@ def test_each_is_counted_and_scaled_once(kind: Callable[[], nn.Module], form: st
     implementation: dict[str, Any] = {"fused": True} if form == "fused" else {"foreach": True}
     trainer = create_trainer(
         model,
-        torch.optim.SGD(model.parameters(), lr=RATE, **implementation),
+        (Twice if form == "closure twice" else torch.optim.SGD)(model.parameters(), lr=RATE, **implementation),
         forward,
         accumulation_steps=len(X) // size,
         max_grad_norm=limit,
         compile={"update": True, "backend": "eager"} if form == "graph" else False,
-        options=UpdateOptions(closure=form == "closure"),
+        options=UpdateOptions(closure=form.startswith("closure")),
     )
     trainer.run(list(X.split(size)), max_epochs=1)
     for name, parameter in model.named_parameters():

@@ -14,6 +14,7 @@ from torch import nn
 import cuts
 from clock import Clock
 from ignite_train import Trainer, TrainEvents, UpdateOptions, count_traffic, create_evaluator, create_trainer
+from ignite_train.device import to_host
 from ignite_train.device.event_times import EventTimes
 from ignite_train.events import every
 from ignite_train.handlers import Profiler, StepTimer, TrainingMetrics, Validation
@@ -237,6 +238,18 @@ def test_ranges_of_nvtx_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert nvtx.open == {}
     assert nvtx.seen[-3:] == ["forward", "forward", "mine"], "the group, its first micro-batch"
     assert {"data", "backward", "reduction", "optimizer", "handler"} <= {*nvtx.seen}
+
+
+def test_the_sections_of_a_step_that_an_accelerator_queues(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step is queued before the host reads the numbers of the update, and both have their sections."""
+    monkeypatch.setattr(to_host, "_HOST", "nowhere")
+    nvtx, timer, model = Nvtx(monkeypatch), StepTimer(ranges="nvtx"), nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, fused=True)
+    trainer = create_trainer(model, optimizer, lambda model, x: model(x).square().mean())
+    timer.attach(trainer)
+    trainer.run([torch.ones(2, 3)], max_epochs=1)
+    backward = nvtx.seen.index("backward")
+    assert nvtx.seen[backward : backward + 4] == ["backward", "reduction", "optimizer", "reduction"]
 
 
 # --- the device ---

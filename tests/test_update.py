@@ -235,7 +235,7 @@ def test_a_growing_scale_does_not_change_the_step(scaling, scales, accumulation_
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("max_grad_norm", [None, 1.0])
 @pytest.mark.parametrize("accumulation_steps", [1, 4])
-@pytest.mark.parametrize("scale", [2.0**-8, 1.0, 2.0**8, 2.0**16])
+@pytest.mark.parametrize("scale", [2.0**-8, 1.0, 2.0, 2.0**8, 2.0**16])
 def test_scaling_cancels(scale, accumulation_steps, max_grad_norm, precision):
     """Whatever the scale, norm and clipping are those of the true gradient, and so is the step."""
     model = Weights(0.0, 0.0, 0.0, 0.0)
@@ -641,6 +641,7 @@ def test_a_skipped_update_moves_nothing(build, bits, micro_batches, optimizer, f
     assert seen[0] == seen[1]
     assert [output.skipped_reason for output in outputs] == [None, reason, None]
     assert not outputs[1].applied
+    assert outputs[1].clip_coefficient == 1.0
     assert (trainer.state.num_steps, trainer.state.num_skipped) == (2, 1)
     if flaw == "no_samples":
         assert (outputs[1].sample_size, outputs[1].num_micro_batches) == (0, 2)
@@ -730,6 +731,15 @@ def test_a_non_finite_update_is_run_again_with_its_own_draws(build, micro_batche
     assert len(draws) == 2 * failing + 1
     assert draws[-1] == draws[2 * failing - 2]
     assert len(set(draws)) == 2 * failing
+
+
+def test_an_overflow_that_only_the_scale_makes_is_found(build, micro_batches):
+    """The search runs the update again at its own loss scale: without it all values are finite."""
+    policy = TorchLossScaling(2.0**126, min_scale=2.0**126, max_scale=2.0**126)
+    _, _, trainer = build(lambda model, batch: 1e4 * mse_loss(model(batch[0]), batch[1]), loss_scaling=policy)
+    with pytest.raises(LossScaleFloorError) as raised:
+        trainer.run(micro_batches)
+    assert raised.value.where == ("rank 0, micro-batch 1 of 1: inf in the loss, shape ()",)
 
 
 def test_far_from_its_floor_a_scaled_update_remembers_nothing(build, micro_batches, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,9 +29,10 @@ def attach_metric(trainer: Trainer, metric: Metric, name: str) -> None:
 
     The metric sees the `outputs` of each micro-batch that had its effect: those of a micro-batch that ran out of memory and
     was dropped or halved, of an update that was skipped, and of one that broke off and is repeated, leave no trace. It is reset
-    when an epoch begins, published when it ends, and in every checkpoint, which as many ranks can read. Collective at the end
-    of an epoch: attach it alike on all ranks. Predictions are those before the step, in training mode. They are held without
-    their graphs until the end of the update, which costs their memory.
+    when an epoch begins, published when it ends, and in every checkpoint; a run that resumes on another number of ranks starts
+    it from the beginning, and logs a warning. Collective at the end of an epoch: attach it alike on all ranks. Predictions are
+    those before the step, in training mode. They are held without their graphs until the end of the update, which costs their
+    memory.
 
     Args:
         trainer: whose `forward` returns `ForwardOutput(..., outputs=...)`.
@@ -81,6 +83,7 @@ class _MetricOfTraining:
         self._engine = Engine(lambda _engine, batch: batch)
         metric.attach(self._engine, name)
         self._held: list[Any] = []
+        self._has_warned = False
 
     def hold(self, output: ForwardOutput) -> None:
         """Holds the outputs of a micro-batch, or of the part of it that fitted into memory, whose backward is done.
@@ -138,19 +141,33 @@ class _MetricOfTraining:
         return {key: dict(entry.state_dict()) for key, entry in stateful_handlers(self._engine).items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes it over."""
+        """Takes it over, if as many ranks have counted it."""
         parts = stateful_handlers(self._engine)
         check_state_dict(f"attach_metric(..., {self._name!r})", state_dict, tuple(parts), ())
         for key, entry in parts.items():
             if isinstance(entry, Metric):
-                _make_room(entry, state_dict[key])
-            entry.load_state_dict(state_dict[key])
+                self._load_metric(entry, state_dict[key])
+            else:
+                entry.load_state_dict(state_dict[key])
+
+    def _load_metric(self, metric: Metric, saved: Mapping[str, Any]) -> None:
+        """Takes over what this rank has counted. Another number of ranks cannot divide it among them."""
+        per_rank: Any = next(iter(saved.values()), [])
+        if len(per_rank) == collectives.world_size():
+            _make_room(metric, per_rank[collectives.rank()])
+            metric.load_state_dict(saved)
+            return
+        metric.reset()
+        if not self._has_warned:  # a checkpoint may be put back a second time
+            self._has_warned = True
+            logging.getLogger("ignite_train").warning(
+                f"metric {self._name!r} starts from the beginning, because the checkpoint has what {len(per_rank)} ranks have "
+                f"counted, and there are {collectives.world_size()}"
+            )
 
 
 def _make_room(metric: Metric, saved: Mapping[str, Any]) -> None:
     """Lists get the lengths of those that are loaded: Ignite loads a list, of predictions say, only over one as long."""
-    per_rank: Any = next(iter(saved.values()), [])
-    mine = per_rank[collectives.rank()] if collectives.rank() < len(per_rank) else {}
-    for name, value in mine.items():
+    for name, value in saved.items():
         if isinstance(value, list) and isinstance(vars(metric).get(name), list):
             setattr(metric, name, list(value))

@@ -6,6 +6,7 @@ import math
 import re
 import warnings
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -97,7 +98,7 @@ def misdeclared(output: ForwardOutput, micro_batch: Any) -> str | None:
     if output.loss.grad_fn is None:
         return None
     try:
-        terms = list(_terms(output.loss.grad_fn, ()))[: _TERMS + 1]
+        terms = list(islice(_terms(output.loss.grad_fn, ()), _TERMS + 1))
         if len(terms) > _TERMS or any(term.kind is None for term in terms):
             return None
         terms = [term for term in terms if term.kind != "penalty"]

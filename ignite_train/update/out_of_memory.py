@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Literal, Protocol
@@ -20,7 +20,7 @@ from ignite_train.model.micro_batch_rollback import writing_error, written_into
 from ignite_train.model.replay import SideEffects
 from ignite_train.ranks.statistics import Statistics
 
-__all__ = ["OnOutOfMemory", "RaiseOutOfMemory", "RecoverFromOutOfMemory", "Recovery", "halves"]
+__all__ = ["OnOutOfMemory", "RaiseOutOfMemory", "RecoverFromOutOfMemory", "Recovery"]
 
 OnOutOfMemory = Literal["raise", "skip", "split"]
 """What a `torch.OutOfMemoryError` in forward or backward does: it is raised, with advice; or the micro-batch gets weight zero
@@ -93,15 +93,17 @@ class RecoverFromOutOfMemory:
         self._gradients, self._statistics = gradients, statistics
         self._fits: int | None = None
         self._waiting: deque[Any] = deque()
+        self._is_cut: list[bool] = []  # of each leaf of the micro-batch, whether its first dimension is that of the samples
 
     def parts(self, micro_batch: Any) -> Iterator[Any]:
         """The micro-batch, cut to what has been found to fit, and whatever further cutting adds."""
-        self._waiting = deque([micro_batch])
+        size = _batch_size(micro_batch)
+        self._waiting, self._is_cut = deque([micro_batch]), [_length(leaf) == size for leaf in _leaves(micro_batch)]
         while self._waiting:
             part = self._waiting.popleft()
             size = _batch_size(part)
             if self._fits is not None and size is not None and size > self._fits:
-                self._waiting.extendleft(reversed(halves(part)))
+                self._waiting.extendleft(reversed(_halves(part, self._is_cut)))
             else:
                 yield part
 
@@ -139,7 +141,7 @@ class RecoverFromOutOfMemory:
                 "does not fit into memory; use a smaller model or shorter samples"
             )
         self._fits = (size + 1) // 2
-        self._waiting.extendleft(reversed(halves(part)))
+        self._waiting.extendleft(reversed(_halves(part, self._is_cut)))
 
     def snapshot(self) -> tuple[Any, ...]:
         """Gradients (set aside), statistics, buffers, random state and what forward carries."""
@@ -177,14 +179,18 @@ class _Attempt:
         return True
 
 
-def halves(micro_batch: Any) -> list[Any]:
-    """Both halves of a micro-batch along its batch dimension: the first of its first tensor, and of those as long as it."""
-    size = _batch_size(micro_batch)
+def _halves(part: Any, is_cut: Sequence[bool]) -> list[Any]:
+    """Both halves of a micro-batch, or of a part of one, whose first dimension is that of the samples in the leaves `is_cut`.
+
+    These are the leaves that were as long as the first tensor of the whole micro-batch: a table may be as long as a part is.
+    """
+    size, (leaves, structure) = _batch_size(part), pytree.tree_flatten(part)
     assert size is not None  # noqa: S101  # the caller has looked
     middle = (size + 1) // 2
 
-    def cut(part: slice) -> Any:
-        return pytree.tree_map(lambda leaf: leaf[part] if _length(leaf) == size else leaf, micro_batch)
+    def cut(where: slice) -> Any:
+        found = [leaf[where] if has_samples else leaf for leaf, has_samples in zip(leaves, is_cut, strict=True)]
+        return pytree.tree_unflatten(found, structure)
 
     return [cut(slice(0, middle)), cut(slice(middle, size))]
 
