@@ -945,6 +945,36 @@ def test_a_last_state_that_is_another_is_written(tmp_path, build, micro_batches)
         assert torch.equal(saved.view(torch.int32), setup.model[2].bias.detach().view(torch.int32))
 
 
+_table = torch.arange(6, dtype=torch.int32).reshape(2, 3)
+
+
+@pytest.mark.parametrize(
+    ("changed", "written"),
+    [
+        ({"table": _table.clone()}, "link"),
+        ({"table": _table, "more": torch.ones(2)}, "write"),
+        ({"table": _table.view(torch.float32)}, "write"),
+        ({"table": _table.reshape(3, 2)}, "write"),
+        ({"table": torch.arange(6, dtype=torch.int32).reshape(3, 2).t()}, "write"),
+    ],
+    ids=["the same", "one more", "another dtype", "another shape", "the same bytes in another order"],
+)
+def test_a_last_state_of_another_form_is_written(tmp_path, build, micro_batches, changed, written):
+    """What a handler of the end of the run has published comes back, also if its bytes are those of the save before."""
+    setup, _, disk = _ends(build, tmp_path, micro_batches, at_end=lambda setup: setup.trainer.state.metrics.update(changed))
+    setup.trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda engine: engine.state.metrics.update(table=_table))
+    setup.trainer.run(micro_batches, max_epochs=1)
+
+    assert disk.tensors() == ["write rank-00000.bin", f"{written} rank-00000.bin"]
+    with CheckpointReader(tmp_path / "update-00000005.1") as stored:
+        stored.verify()
+        metrics = stored.read("results")["metrics"]
+    assert [*metrics] == [*changed]
+    for name, value in changed.items():
+        assert metrics[name].dtype == value.dtype
+        assert torch.equal(metrics[name], value)
+
+
 def test_without_links_the_last_state_is_written_again(tmp_path, build, micro_batches):
     """Some file systems have none."""
     disk = Counting()

@@ -209,6 +209,24 @@ def test_a_suspended_process_of_this_host_is_waited_for(tmp_path, taken, monkeyp
     assert clock.now - 100 >= lock.STALE_SECONDS
 
 
+@pytest.mark.parametrize(
+    "error", [PermissionError(errno.EPERM, "Operation not permitted"), OverflowError("too large")], ids=["other user", "number"]
+)
+def test_a_process_that_may_not_be_asked_is_waited_for(tmp_path, taken, monkeypatch, error):
+    """Another user's process lives, although this one may send it no signals; and a number may be too large for the system."""
+
+    def refuse(_pid: int, _signal: int) -> None:
+        raise error
+
+    leave(tmp_path, **here(os.getppid()))
+    monkeypatch.setattr(os, "kill", refuse)
+    clock = Clock(monkeypatch, lambda _: leave(tmp_path, **here(os.getppid()), beats=1))
+    with pytest.raises(CheckpointError, match=f"pid {os.getppid()} on host .* writes checkpoints to .*; end that run"):
+        taken.hold()
+
+    assert clock.sleeps == 1
+
+
 def test_two_in_one_process(tmp_path, taken, monkeypatch):
     """The same directory twice is refused at once, two directories are not."""
     clock = Clock(monkeypatch)

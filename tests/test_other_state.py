@@ -6,6 +6,7 @@ import copy
 import json
 import logging
 import math
+import re
 import shutil
 import subprocess
 import sys
@@ -53,6 +54,7 @@ from ignite_train.handlers import (
 )
 from processes import DEADLINE_SECONDS
 from ranks import run_ranks
+from small_checkpoints import save
 from tiers import nightly
 
 X = torch.linspace(-1, 1, 96).reshape(12, 8)
@@ -549,6 +551,24 @@ def test_pairs_and_tensors_that_the_script_sets_are_listed(tmp_path: Path, caplo
     assert line.count("->") == 2
 
 
+def test_options_that_are_not_numbers_are_kept(tmp_path: Path, caplog: Any) -> None:
+    """A vector, a list of them and a dtype come back from the checkpoint; what cannot be compared is not listed."""
+
+    def optimizer(scale: float, dtype: torch.dtype) -> Build:
+        vector = torch.full((2,), scale)
+        options = {"lr": 0.01, "scales": vector, "levels": [vector], "dtype": dtype, "betas": [scale], "names": ("a", "b")}
+        return lambda model: torch.optim.SGD([{"params": model.parameters(), **options}])
+
+    saved(tmp_path, optimizer(0.5, torch.float16))
+    trainer = build(tmp_path, optimizer(0.25, torch.float64))
+    trainer.run(LOADER, max_iters=3)
+    group = trainer._stateful_parts["optimizer"].param_groups[0]
+    assert (group["scales"].tolist(), group["levels"][0].tolist(), group["dtype"]) == ([0.5, 0.5], [0.5, 0.5], torch.float16)
+    (line,) = [line for line in logged(caplog) if "resuming from" in line]
+    assert "optimizer.betas: [0.5] -> [0.25] (the checkpoint's" in line
+    assert line.count("->") == 1
+
+
 @pytest.mark.parametrize(
     ("part", "names"),
     [(lambda layer: layer, "0.weight and 1 more"), (lambda layer: layer.bias, "0.bias")],
@@ -772,6 +792,20 @@ def test_what_is_no_state_is_refused_before_anything_changes(change: Any, messag
     saved(tmp_path)
     forge(tmp_path, change)
     assert message in refusal(build(tmp_path))
+
+
+def test_results_that_an_older_version_wrote_are_taken(tmp_path: Path) -> None:
+    """With the fields that each version has; what was added later has its default."""
+    saved(tmp_path)
+    results = {"dict": [["loss", 3.5], ["sample_size", 4.0], ["grad_norm", 0.5]]}
+    forge(tmp_path, lambda index, data: put(index, "results", results, "output"))
+    trainer, found = build(tmp_path), []
+    trainer.add_event_handler(Events.STARTED, lambda engine: found.append(engine.state.update_output))
+    trainer.add_event_handler(Events.ITERATION_STARTED, lambda engine: found.append(engine.state.update_output))
+    trainer.run(LOADER, max_iters=3)
+    assert [(output.loss, output.sample_size, output.grad_norm, output.num_evaluations) for output in found] == [
+        (3.5, 4.0, 0.5, 1)
+    ] * 2
 
 
 @pytest.mark.parametrize(("key", "value"), [("good_updates", "7"), ("good_updates", -1), ("scale", "1")])
@@ -1247,6 +1281,35 @@ def test_what_the_reader_would_refuse_is_not_written(tmp_path: Path, monkeypatch
     with pytest.raises(CheckpointError, match="the state has more than 100 values"):
         build(tmp_path).run(LOADER, max_iters=2)
     assert [*tmp_path.iterdir()] == []
+
+
+def marks(data: bytes) -> int:
+    """Brackets, braces and commas."""
+    return len(re.findall(rb"[\[{,]", data))
+
+
+LIMITS: dict[str, tuple[tuple[str, ...], Callable[[bytes, bytes], int]]] = {
+    "bytes of the index": (("directory.MAX_INDEX_BYTES", "reader.MAX_INDEX_BYTES"), lambda index, _: len(index)),
+    "values of the index": (("directory.MAX_MARKS",), lambda index, _: marks(index)),
+    "bytes of the manifest": (("manifest._MAX_MANIFEST_BYTES",), lambda _, manifest: len(manifest)),
+    "values of the manifest": (("manifest._MAX_MANIFEST_MARKS",), lambda _, manifest: marks(manifest.partition(b't":')[2])),
+}
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+def test_what_is_as_large_as_allowed_is_written_and_read(limit: str, tmp_path: Path, monkeypatch: Any) -> None:
+    """The reader takes all that the writer lets through, and the writer refuses what is larger by one."""
+    names, count = LIMITS[limit]
+    first = save(tmp_path / "first", 1)
+    size = count((first / "rank-00000.json").read_bytes(), (first / "manifest.json").read_bytes())
+    for name in names:
+        monkeypatch.setattr(f"ignite_train.checkpoint.{name}", size)
+    verify(save(tmp_path / "second", 1))
+    for name in names:
+        monkeypatch.setattr(f"ignite_train.checkpoint.{name}", size - 1)
+    with pytest.raises(CheckpointError, match=r"the state has .* use tensors|config must be small"):
+        save(tmp_path / "third", 1)
+    assert [*(tmp_path / "third").iterdir()] == []
 
 
 def test_the_limits_let_through_what_can_be_written() -> None:

@@ -225,6 +225,47 @@ def test_a_model_whose_only_part_is_called_module(tmp_path: Path) -> None:
         assert loaded(path) == bit_by_bit(dict(model["module"].state_dict()))
 
 
+class Scaled(nn.Linear):
+    """Keeps a number besides its weights, which is no tensor."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__(3, 1)
+        self.scale = scale
+
+    def get_extra_state(self) -> Any:
+        return {"scale": self.scale}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.scale = state["scale"]
+
+
+def test_the_extra_state_of_a_module_is_loaded(tmp_path: Path) -> None:
+    """From a run and from a file."""
+    model = Scaled(2.0)
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.05), mean_loss)
+    Checkpoint(tmp_path / "run").attach(trainer)
+    trainer.run(DATA, max_epochs=1)
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    for path in (tmp_path / "run", tmp_path / "model.pt"):
+        other = Scaled(7.0)
+        assert load_weights(other, path) == []
+        assert other.scale == 2.0
+        assert torch.equal(other.weight, model.weight)
+
+
+def test_tied_weights_that_have_the_same_bytes_only(tmp_path: Path) -> None:
+    """Two names of one tensor of the model must have the same numbers in the file; 1 in float16 is another in bfloat16."""
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    model[1].weight = model[0].weight
+    ones = torch.ones(2, 2, dtype=torch.float16)
+    torch.save({"0.weight": ones, "1.weight": ones.clone()}, tmp_path / "same.pt")
+    torch.save({"0.weight": ones, "1.weight": ones.clone().view(torch.bfloat16)}, tmp_path / "other.pt")
+    with pytest.raises(CheckpointError, match=r"'0\.weight' and '1\.weight' are one tensor in this run, and differ there"):
+        load_weights(model, tmp_path / "other.pt")
+    assert load_weights(model, tmp_path / "same.pt") == []
+    assert torch.equal(model[1].weight, torch.ones(2, 2))
+
+
 def test_an_entry_without_weights(tmp_path: Path) -> None:
     """A handler of the run that holds none, what is empty, and a name that is misspelt."""
     train(tmp_path)

@@ -21,7 +21,7 @@ from ignite_train.ranks.wrapping import unwrap
 
 __all__ = ["load_weights", "read_weights"]
 
-_WRAPPERS = ("module.", "_orig_mod.")  # of DistributedDataParallel and torch.compile
+_WRAPPER = "module."  # what DistributedDataParallel adds to each name
 
 
 def load_weights(
@@ -118,8 +118,8 @@ def _read_file(path: Path, entry: str, *, best: bool) -> dict[str, Any]:
 def _plain_names(state: Iterable[str]) -> dict[str, str]:
     """The names in a state without what wrappers around the whole model, or parts of it, have added; by the names with it."""
     names = {name: name.replace("_orig_mod.", "") for name in state}
-    while names and all(name.startswith(_WRAPPERS[0]) for name in names.values()):
-        names = {name: plain.removeprefix(_WRAPPERS[0]) for name, plain in names.items()}
+    while names and all(name.startswith(_WRAPPER) for name in names.values()):
+        names = {name: plain.removeprefix(_WRAPPER) for name, plain in names.items()}
     return names
 
 
