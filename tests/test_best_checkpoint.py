@@ -133,6 +133,12 @@ def test_the_score_of_weights_that_were_not_saved_is_not_the_best(tmp_path: Path
     assert checkpoint.best == (tmp_path / "update-00000002", 0.4)
 
 
+def test_a_score_that_is_only_as_good_is_not_saved(tmp_path: Path) -> None:
+    """A metric that stands still, such as an accuracy of 1, does not cost a checkpoint with each evaluation."""
+    scored(tmp_path, {1: 1.0, 2: 1.0, 3: 1.0}, 4)
+    assert scores_in(tmp_path) == {1: 1.0, 4: None}
+
+
 @pytest.mark.parametrize("score", [float("-inf"), float("nan")], ids=str)
 def test_a_score_that_is_not_finite_is_not_the_best(score: float, tmp_path: Path) -> None:
     """No checkpoint has it, so it must not keep later ones from being the best."""

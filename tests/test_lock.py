@@ -215,7 +215,8 @@ def test_a_suspended_process_of_this_host_is_waited_for(tmp_path, taken, monkeyp
 def test_a_process_that_may_not_be_asked_is_waited_for(tmp_path, taken, monkeypatch, error):
     """Another user's process lives, although this one may send it no signals; and a number may be too large for the system."""
 
-    def refuse(_pid: int, _signal: int) -> None:
+    def refuse(pid: int, signal: int) -> None:
+        assert (pid, signal) == (os.getppid(), 0)  # any other signal could end it
         raise error
 
     leave(tmp_path, **here(os.getppid()))
@@ -429,11 +430,16 @@ def test_what_a_killed_takeover_has_left_is_removed(tmp_path, taken):
 
 
 def test_the_token_is_in_the_name_of_what_is_not_finished(tmp_path, taken):
-    """So that another run knows whose it is."""
+    """So that another run knows whose it is, and leaves it; the next save of this run removes it."""
     place = CheckpointDirectory(tmp_path, QuickDisk(), taken)
     name = place.begin()
 
     assert name.startswith(f".unfinished-{taken.token}-")
+    CheckpointDirectory(tmp_path, QuickDisk()).tidy()
+    assert names(tmp_path) == [LOCK, name]
+    again = place.begin()
+    assert names(tmp_path) == [LOCK, again]
+    assert again != name
 
 
 # --- runs ---

@@ -455,6 +455,35 @@ def momentum_of_wide_gradients(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
 
 
+class Outer(torch.optim.Optimizer):
+    """Steps another optimizer that is inside it, after the loss was evaluated again."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.01})
+        self.base = torch.optim.SGD([*self.param_groups[0]["params"]], lr=0.01, momentum=0.9)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        torch.enable_grad()(closure)()
+        self.base.step()
+
+
+def test_the_state_of_an_optimizer_inside_another_is_looked_at(tmp_path: Path) -> None:
+    """As that of the outer one is: torch would take the momentum of another parameter for this one's."""
+
+    def made() -> Trainer:
+        model = net()
+        trainer = create_trainer(model, Outer(model.parameters()), forward, options=UpdateOptions(closure=True))
+        Checkpoint(tmp_path, every=1, keep=9).attach(trainer)
+        return trainer
+
+    made().run(LOADER, max_iters=2)
+    assert made().run(LOADER, max_iters=3).iteration == 3
+    name = "optimizer.base['state'][0]['momentum_buffer']"
+    forge(tmp_path, lambda index, data: replace_tensor(index, data, name, torch.zeros(8, 4)))
+    assert "another optimizer.base: momentum_buffer of 0.weight has shape (8, 4) and not (8, 8)" in refusal(made())
+
+
 @pytest.mark.parametrize("optimizer", [Wide, momentum_of_wide_gradients], ids=["own", "sgd"])
 def test_a_state_that_is_wider_than_the_weights_goes_on_bitwise(optimizer: Any, tmp_path: Path) -> None:
     """Resumed, it has the dtypes, integers and strings that it had, and the weights are those of a run without interruption."""

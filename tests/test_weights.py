@@ -211,6 +211,30 @@ def test_mistakes(name: str, tmp_path: Path) -> None:
     assert "\n" not in str(raised.value)
 
 
+class Command:
+    """Makes a directory when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.path,)
+
+
+def test_nothing_in_a_file_is_run(tmp_path: Path) -> None:
+    """A file from somebody else may hold any pickle: it is refused with torch's reason, in one line."""
+    model = net()
+    before = bit_by_bit(dict(model.state_dict()))
+    torch.save({**net(seed=9).state_dict(), "more": Command(tmp_path / "made")}, tmp_path / "model.pt")
+    with pytest.raises(
+        CheckpointError, match=r"must be a state_dict that torch\.save has written, but: Weights only"
+    ) as raised:
+        load_weights(model, tmp_path / "model.pt", strict=False)
+    assert "\n" not in str(raised.value)
+    assert not (tmp_path / "made").exists()
+    assert bit_by_bit(dict(model.state_dict())) == before
+
+
 def test_a_model_whose_only_part_is_called_module(tmp_path: Path) -> None:
     """Its names look like those of a wrapper: it loads its own weights and those of the part, from a run and from a file."""
     model = nn.ModuleDict({"module": net()})
