@@ -6,6 +6,7 @@ Each is forged so that its checksums are right, and only the malice is wrong.
 from __future__ import annotations
 
 import enum
+import errno
 import json
 import math
 import os
@@ -697,15 +698,24 @@ def test_a_position_of_numpys_generator_that_cannot_be_is_refused():
     restore_random_state(states)
 
 
-def test_a_failure_of_any_kind_is_the_answer_of_a_rank(tmp_path):
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (RuntimeError("two\nlines"), "does not fit this run: RuntimeError: two lines"),
+        (FileNotFoundError("two\nlines"), "two lines"),
+        (FileNotFoundError(errno.ENOENT, "No such file", "some/where"), "it has no where"),
+    ],
+    ids=["any", "of a handler", "of the system"],
+)
+def test_a_failure_of_any_kind_is_the_answer_of_a_rank(tmp_path, error, says):
     """Whatever reading raises, the other ranks hear of it instead of waiting."""
+
+    def fail(_stored: CheckpointReader) -> None:
+        raise error
+
     path = save(tmp_path, 1)
-    with pytest.raises(CheckpointError, match="update-00000001 does not fit this run: RuntimeError: two lines"):
-        read_agreed(tmp_path, [path.name], Disk(), _raise)
-
-
-def _raise(_stored: CheckpointReader) -> None:
-    raise RuntimeError("two\nlines")
+    with pytest.raises(CheckpointError, match=f"update-00000001.* {says}"):
+        read_agreed(tmp_path, [path.name], Disk(), fail)
 
 
 # --- what goes in comes out ---
@@ -879,6 +889,7 @@ _loop.append(_loop)
         (np.ma.masked_array([1.0, 2.0], [True, False]), "masked"),
         (np.ones(2, np.longdouble), "an array of"),
         (np.longdouble(1) / 3, "cannot be stored"),
+        (np.timedelta64(5, "ns"), "cannot be stored"),
         ({torch.ones(1): 1}, "a tensor is a key"),
         ({float("nan"): torch.ones(1), -float("nan"): torch.ones(2)}, "two values have this name"),
         (_loop, "nested deeper than 64"),
@@ -886,7 +897,7 @@ _loop.append(_loop)
     ],
     ids=[
         *("object", "lambda", "named tuple", "sparse", "meta", "array of objects", "array of strings", "masked", "longdouble"),
-        *("longdouble scalar", "tensor as key", "two NaN keys", "loop", "too many"),
+        *("longdouble scalar", "time span", "tensor as key", "two NaN keys", "loop", "too many"),
     ],
 )
 def test_what_cannot_be_stored_is_refused_by_name(value, where):

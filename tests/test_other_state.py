@@ -672,7 +672,11 @@ def test_an_option_of_the_script_that_the_state_cannot_serve_is_refused(tmp_path
         ({"script_wins": "lr"}, TypeError, r"script_wins must be a sequence of names such as \('lr',\), got 'lr'"),
         ({"leave_out": ("TrainingMetric",)}, ValueError, "got 'TrainingMetric'; did you mean 'TrainingMetrics'"),
         ({"leave_out": "TrainingMetrics"}, TypeError, "leave_out must be a sequence of names"),
+        ({"leave_out": ("TrainingMetrics", 1)}, TypeError, "leave_out must be a sequence of names"),
+        ({"script_wins": 1}, TypeError, "script_wins must be a sequence of names"),
+        ({"leave_out": (name for name in ["TrainingMetric"])}, ValueError, "got 'TrainingMetric'; did you mean"),
     ],
+    ids=["option", "one option", "handler", "one handler", "number among names", "number", "name from a generator"],
 )
 def test_names_that_nothing_has_are_refused(options: Any, error: Any, message: str, tmp_path: Path) -> None:
     """Before the first batch, with what there is and the nearest."""

@@ -188,6 +188,11 @@ MISTAKES: dict[str, tuple[type[Exception], str, Callable[[Path], Any]]] = {
         refused(lambda path: path.write_text("x" * 99)),
     ),
     "number": (CheckpointError, "must hold a state_dict, got 3", refused(lambda path: torch.save(3, path))),
+    "numbered": (
+        CheckpointError,
+        r"must hold a state_dict, got \{0",
+        refused(lambda path: torch.save({0: torch.ones(2)}, path)),
+    ),
     "other": (CheckpointError, "is of another model", refused(of_another)),
     "missing": (CheckpointError, r"'2.bias' does not fit \(only one of them has it\), and 0", refused(without("2.bias"))),
     "unknown": (CheckpointError, r"'more' does not fit \(only one of them has it\), and 0", refused(without("", more=1))),
@@ -209,6 +214,18 @@ def test_mistakes(name: str, tmp_path: Path) -> None:
     with pytest.raises(error, match=says) as raised:
         call(tmp_path / "runs")
     assert "\n" not in str(raised.value)
+
+
+def test_a_file_that_is_cut_short_is_refused(tmp_path: Path) -> None:
+    """Wherever it ends, in either of the formats of torch.save."""
+    file = tmp_path / "model.pt"
+    for is_zip in (True, False):
+        torch.save(nn.Linear(2, 1).state_dict(), file, _use_new_zipfile_serialization=is_zip)
+        whole = file.read_bytes()
+        for end in range(0, len(whole), 23):
+            file.write_bytes(whole[:end])
+            with pytest.raises(CheckpointError, match=r"must be a state_dict that torch\.save has written, but: "):
+                load_weights(nn.Linear(2, 1), file)
 
 
 class Command:

@@ -260,7 +260,7 @@ def _list(directory: Path, *, thoroughly: bool) -> int:
             notes += [] if manifest.score is None else [f"score {manifest.score:g}"]
         notes += ["best"] if entry.path == best_path else []
         notes += ["latest"] if entry is found[-1] and not (damage or entry.unreadable) else []
-        print(f"{entry.path.name}  {', '.join(note for note in notes if note)}")  # noqa: T201
+        print(f"{entry.path.absolute().name}  {', '.join(note for note in notes if note)}")  # noqa: T201
     for name in CheckpointDirectory(directory, Disk()).set_aside_before():
         print(f"{name}  damaged, and renamed by an earlier start")  # noqa: T201
     if not found:
