@@ -147,20 +147,6 @@ def test_by_hand(tmp_path: Path) -> None:
     assert again.state == [1, 2]  # the handler that ran after the request is in it
 
 
-def test_a_second_session_continues_with_what_the_script_has_set(tmp_path: Path) -> None:
-    """A trainer that has made updates is not resumed again, although it counts no epochs."""
-    trainer, model = make()
-    Checkpoint(tmp_path).attach(trainer)
-    for number in (1, 2):
-        with trainer.session() as state:
-            assert float(model.bias.detach()) == (7.0 if number == 2 else pytest.approx(float(make()[1].bias.detach())))
-            trainer.update(LOADER[:1])
-            assert (state.iteration, state.epoch) == (number, 0)
-        with torch.no_grad():
-            model.bias.fill_(7.0)
-    assert names(tmp_path) == ["1", "2"]
-
-
 def test_by_hand_before_the_first_run(tmp_path: Path) -> None:
     """Another process, with other weights, then trains as the one that has saved."""
     trained = []

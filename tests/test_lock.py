@@ -354,9 +354,11 @@ def test_a_lock_file_that_somebody_removed_is_made_again(tmp_path, taken):
 
 
 def test_what_was_given_back_is_not_held(tmp_path, taken):
-    """A thread that still writes when the run is over commits nothing."""
+    """A thread that still writes when the run is over commits nothing; the one that counted has ended."""
     taken.hold()
+    assert "CheckpointLock" in [thread.name for thread in threading.enumerate()]
     taken.release()
+    assert "CheckpointLock" not in [thread.name for thread in threading.enumerate()]
     with pytest.raises(CheckpointError, match="this run has ended and writes no more checkpoints"):
         taken.check()
 
