@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
+import pickle
 import re
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import ignite.distributed as idist
+import numpy as np
 import pytest
 import torch
 from ignite.engine import Events
@@ -1166,6 +1168,28 @@ def test_an_incomplete_command(arguments: list[str], capsys: Any) -> None:
         main(arguments)
     assert end.value.code == 2
     assert "the following arguments are required" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "state",
+    [torch.ones(2), {1: {2, 3}}, b"x", np.ones(2), b"", {"a": [frozenset([1])]}, {(1, frozenset()): 2}],
+    ids=["tensor", "set", "bytes", "array", "no bytes", "frozen set", "frozen set in a key"],
+)
+def test_the_command_says_how_its_file_is_read(state: Any, tmp_path: Path, capsys: Any) -> None:
+    """As `torch.load` is called for what is in it, with the protection from pickles if that reads it."""
+    trainer, _ = make()
+    Checkpoint(tmp_path / "run", to_save={"mine": Remembers(state)}).attach(trainer)
+    trainer.run(LOADER, max_iters=1)
+    file = tmp_path / "mine.pt"
+    assert main(["consolidate", str(tmp_path / "run"), "--entry", "mine", "--output", str(file)]) == 0
+    out = capsys.readouterr().out
+    try:
+        torch.load(file, weights_only=True)
+    except pickle.UnpicklingError:
+        assert f"torch.load({str(file)!r}, weights_only=False) reads it" in out
+    else:
+        assert f"torch.load({str(file)!r}, weights_only=True) reads it" in out
+    assert repr(torch.load(file, weights_only=False)) == repr(state)
 
 
 def test_the_command_names_a_checkpoint_that_it_is_called_in(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
