@@ -174,7 +174,7 @@ def test_by_hand_between_runs_it_is_on_the_disk_at_once(tmp_path: Path, monkeypa
     wait, rename = checkpoint.saver.wait, checkpoint.saver.disk.rename
 
     def note_wait(**options: Any) -> None:
-        if checkpoint.saver.is_writing:
+        if any(thread.name == "Checkpoint" for thread in threading.enumerate()):
             is_awaited.set()
         wait(**options)
 
