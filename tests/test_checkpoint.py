@@ -400,6 +400,37 @@ def test_what_changed_is_listed(tmp_path: Path, caplog: Any) -> None:
     assert "data" not in line
 
 
+class Numbered:
+    """An object whose text holds where it is in memory, as that of functions does; in a set, its place there."""
+
+    def __init__(self, number: int, place: int) -> None:
+        self.number, self.place = number, place
+
+    def __hash__(self) -> int:
+        return self.place
+
+    def __repr__(self) -> str:
+        return f"<Numbered {self.number} at 0x7f{id(self):x}>"
+
+
+def test_the_same_configuration_has_not_changed(tmp_path: Path, caplog: Any) -> None:
+    """Sets have another order in each process, and objects other addresses; what they are is compared."""
+
+    def run(epochs: int, places: list[int]) -> list[str]:
+        trainer, _ = make()
+        found = {Numbered(number, place) for number, place in enumerate(places)}
+        config = {"tags": found, "parts": [frozenset(found)], "loss": Numbered(7, 0)}
+        Checkpoint(tmp_path, config=config).attach(trainer)
+        caplog.clear()
+        trainer.run(LOADER, max_epochs=epochs)
+        return [line for line in logged(caplog) if "resuming from" in line]
+
+    assert run(1, [1, 2, 3]) == run(2, [3, 2, 1]) == []
+    (line,) = run(3, [1, 2])
+    assert line.count("->") == 2
+    assert "config.tags: ['<Numbered 0>', '<Numbered 1>', '<Numbered 2>'] -> ['<Numbered 0>', '<Numbered 1>']" in line
+
+
 @pytest.mark.parametrize(
     ("before", "now", "change"),
     [

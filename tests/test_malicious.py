@@ -704,8 +704,9 @@ def test_a_position_of_numpys_generator_that_cannot_be_is_refused():
         (RuntimeError("two\nlines"), "does not fit this run: RuntimeError: two lines"),
         (FileNotFoundError("two\nlines"), "two lines"),
         (FileNotFoundError(errno.ENOENT, "No such file", "some/where"), "it has no where"),
+        (FileNotFoundError(errno.ENOENT, "No such file", 7), "No such file: 7"),
     ],
-    ids=["any", "of a handler", "of the system"],
+    ids=["any", "of a handler", "of the system", "of a descriptor"],
 )
 def test_a_failure_of_any_kind_is_the_answer_of_a_rank(tmp_path, error, says):
     """Whatever reading raises, the other ranks hear of it instead of waiting."""

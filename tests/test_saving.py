@@ -326,7 +326,6 @@ class SlowRemoval(QuickDisk):
     def remove_tree(self, path: Path) -> None:
         self.removing.set()
         assert self.released.wait(DEADLINE_SECONDS)
-        self.fails_with = 0
         super().remove_tree(path)
 
     def create(self, path: Path) -> int:
@@ -402,12 +401,20 @@ def test_the_disk_holds_one_that_is_being_removed(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT], ids=errno.errorcode.get)
-def test_a_full_disk_waits_for_what_is_being_removed(tmp_path, code):
+def test_a_full_disk_waits_for_what_is_being_removed(tmp_path, monkeypatch, code):
     """Or a user's share of it; then the save is done again, and succeeds."""
-    writer = saver(tmp_path, last=1)
+    writer, wait = saver(tmp_path, last=1), Removal.wait
+
+    def waiting(self: Removal, patience_seconds: float | None = None) -> bool:
+        is_done = wait(self, patience_seconds)
+        if patience_seconds is None:
+            disk.fails_with = 0
+        return is_done
+
     with writer.holding():
         writer, disk = writer_removing(writer)
         disk.fails_with = code
+        monkeypatch.setattr(Removal, "wait", waiting)
         writer.save(contents(3, "run"), manifest(3))
         writer.wait()
         assert (disk.attempts, writer.latest) == (4, tmp_path / "update-00000003")
