@@ -115,7 +115,7 @@ def test_a_lock_that_is_given_back_meanwhile_is_free(tmp_path, taken, monkeypatc
     assert writer_of(tmp_path) == taken.token
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b'{"pid": "x\\u001b[31m", "token": 7}'])
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b'{"pid": "x\\u001b[31m", "token": 7}', b'{"token": [7]}'])
 def test_a_file_that_is_no_lock_is_taken_over(tmp_path, taken, monkeypatch, content):
     """Its owner was killed before it had written it, or somebody else put it there."""
     (tmp_path / LOCK).write_bytes(content)
@@ -547,6 +547,7 @@ def test_an_owner_who_wakes_up_after_the_next_run_has_ended_is_told(tmp_path, ta
     for _ in range(2):
         clock, later = Clock(monkeypatch), DirectoryLock(tmp_path)
         later.hold()
+        later.check()
         assert clock.sleeps == 0
         with pytest.raises(CheckpointError, match="has taken over"):
             sleeper.check()

@@ -636,6 +636,31 @@ def test_an_option_that_a_schedule_moves_has_not_changed(tmp_path: Path, caplog:
     assert logged(caplog) == []
 
 
+@pytest.mark.parametrize(
+    ("lr", "start", "change"),
+    [(0.02, 1.0, "optimizer.lr: 0.01 -> 0.02"), (0.04, 0.25, "optimizer.initial_lr: 0.01 -> 0.04"), (0.01, 1.0, "")],
+    ids=["of the script", "of the schedule", "none"],
+)
+def test_a_rate_that_a_schedule_starts_from_is_listed_once(
+    lr: float, start: float, change: str, tmp_path: Path, caplog: Any
+) -> None:
+    """As the rate, or as what the schedule has made it from if that alone is another."""
+
+    def run(updates: int, lr: float, start: float) -> None:
+        model = net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+        trainer = create_trainer(model, optimizer, forward)
+        LearningRateSchedule(schedulers.ConstantLR(optimizer, start, 100)).attach(trainer)
+        Checkpoint(tmp_path, every=1).attach(trainer)
+        trainer.run(LOADER, max_iters=updates)
+
+    run(2, 0.01, 1.0)
+    caplog.clear()
+    run(3, lr, start)
+    lines = [line for line in logged(caplog) if "resuming from" in line]
+    assert [f"changed since: {change} (" in line and line.count("optimizer.") == 1 for line in lines] == [True] * bool(change)
+
+
 def test_the_script_wins_where_it_is_told_to(tmp_path: Path, caplog: Any) -> None:
     """By name of the option, for all groups, now and after the next resumption."""
     saved(tmp_path)
