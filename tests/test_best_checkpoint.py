@@ -189,6 +189,13 @@ def test_scores_of_another_metric_do_not_compete(tmp_path: Path) -> None:
     assert checkpoint.best == (tmp_path / "update-00000005", 0.9)
 
 
+def test_scores_of_two_earlier_metrics_do_not_compete(tmp_path: Path) -> None:
+    """The best by each of them stays, although a lower one is better for both."""
+    for metric, (number, score) in {"loss": (1, 9.0), "error": (2, 0.5), "distance": (3, 4.0)}.items():
+        scored(tmp_path, {number: score}, number, metric=metric)
+    assert scores_in(tmp_path) == {1: 9.0, 2: 0.5, 3: 4.0}
+
+
 def test_without_a_metric_the_best_of_the_script_before_stays(tmp_path: Path) -> None:
     """The script says nothing of the best any more: those with a high score are not taken for the worst."""
     scored(tmp_path, {1: 0.2, 2: 0.9, 3: 0.5}, 3, metric="accuracy", mode="max")

@@ -619,6 +619,20 @@ def test_what_is_frozen_now_and_was_not_is_listed(part: Any, names: str, tmp_pat
     assert f"requires_grad of {names}: False -> True (the script's is used)" in line
 
 
+def test_what_the_script_freezes_now_is_listed(tmp_path: Path, caplog: Any) -> None:
+    """It stays frozen, and the log says that the run before has trained it."""
+    saved(tmp_path)
+    caplog.clear()
+    trainer = build(tmp_path)
+    model: Any = trainer._stateful_parts["model"]
+    model[1].requires_grad_(False)
+    trainer.run(LOADER, max_iters=3)
+    (line,) = [line for line in logged(caplog) if "requires_grad" in line]
+    assert "requires_grad of 1.weight and 1 more: True -> False (the script's is used)" in line
+    assert line.count("->") == 1
+    assert not model[1].weight.requires_grad
+
+
 def test_an_option_that_a_schedule_moves_has_not_changed(tmp_path: Path, caplog: Any) -> None:
     """The same script again does not warn, whatever its schedules and handlers have made of the rate."""
 
@@ -1158,6 +1172,30 @@ def test_tensors_of_any_object_and_modules_of_any_function_are_seen(tmp_path: Pa
     for part in ("Own holds 6 tensors in 'shadow'", "in_closure holds 7 tensors in 'average'", "by_argument holds 1 tensors"):
         assert sum(part in line for line in lines) == 1, part
     assert len(lines) == 3
+
+
+class Late:
+    """Makes what it holds when it is first called, and changes it with each later call."""
+
+    held: Tensor | None = None
+
+    def __call__(self) -> None:
+        self.held = torch.zeros(2) if self.held is None else self.held.add_(1)
+
+
+@pytest.mark.parametrize(("held", "updates", "every"), [(torch.zeros(2), 1, 9), (None, 3, 1)], ids=["one save", "made later"])
+def test_what_is_held_is_noticed_as_soon_as_it_changes(
+    held: Tensor | None, updates: int, every: int, tmp_path: Path, caplog: Any
+) -> None:
+    """By the only checkpoint of a run too, and where the handler makes its tensors while the run is under way."""
+    model = net()
+    trainer, handler = create_trainer(model, adamw(model), forward), Late()
+    handler.held = held
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, handler)
+    Checkpoint(tmp_path, every=every, every_epochs=9, asynchronous=False).attach(trainer)
+    trainer.run(LOADER, max_iters=updates)
+    (line,) = logged(caplog)
+    assert "the handler Late holds 1 tensors in 'held' that change in training" in line
 
 
 class Innocent:
