@@ -59,6 +59,8 @@ def test_the_last_checkpoints_of_a_run(tmp_path: Path) -> None:
     model = net()
     assert load_weights(model, tmp_path / "mean.pt") == []
     assert bit_by_bit(dict(model.state_dict())) == bit_by_bit(mean)
+    whole = average_checkpoints(tmp_path / "run", last=5)  # as many as there are
+    assert torch.equal(whole["0.weight"], exact_mean(states, "0.weight").float())
 
 
 def test_checkpoints_and_files_by_their_paths(tmp_path: Path) -> None:

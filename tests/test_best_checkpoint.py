@@ -133,6 +133,12 @@ def test_the_score_of_weights_that_were_not_saved_is_not_the_best(tmp_path: Path
     assert checkpoint.best == (tmp_path / "update-00000002", 0.4)
 
 
+def test_a_score_that_is_only_as_good_is_not_saved(tmp_path: Path) -> None:
+    """A metric that stands still, such as an accuracy of 1, does not cost a checkpoint with each evaluation."""
+    scored(tmp_path, {1: 1.0, 2: 1.0, 3: 1.0}, 4)
+    assert scores_in(tmp_path) == {1: 1.0, 4: None}
+
+
 @pytest.mark.parametrize("score", [float("-inf"), float("nan")], ids=str)
 def test_a_score_that_is_not_finite_is_not_the_best(score: float, tmp_path: Path) -> None:
     """No checkpoint has it, so it must not keep later ones from being the best."""
@@ -181,6 +187,13 @@ def test_scores_of_another_metric_do_not_compete(tmp_path: Path) -> None:
     checkpoint = scored(tmp_path, {3: 0.2, 4: 0.3, 5: 0.9, 6: 0.5}, 7, metric="accuracy", mode="max")
     assert scores_in(tmp_path) == {2: 1.5, 5: 0.9, 7: None}
     assert checkpoint.best == (tmp_path / "update-00000005", 0.9)
+
+
+def test_scores_of_two_earlier_metrics_do_not_compete(tmp_path: Path) -> None:
+    """The best by each of them stays, although a lower one is better for both."""
+    for metric, (number, score) in {"loss": (1, 9.0), "error": (2, 0.5), "distance": (3, 4.0)}.items():
+        scored(tmp_path, {number: score}, number, metric=metric)
+    assert scores_in(tmp_path) == {1: 9.0, 2: 0.5, 3: 4.0}
 
 
 def test_without_a_metric_the_best_of_the_script_before_stays(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
+import pickle
 import re
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import ignite.distributed as idist
+import numpy as np
 import pytest
 import torch
 from ignite.engine import Events
@@ -172,7 +174,7 @@ def test_by_hand_between_runs_it_is_on_the_disk_at_once(tmp_path: Path, monkeypa
     wait, rename = checkpoint.saver.wait, checkpoint.saver.disk.rename
 
     def note_wait(**options: Any) -> None:
-        if checkpoint.saver.is_writing:
+        if any(thread.name == "Checkpoint" for thread in threading.enumerate()):
             is_awaited.set()
         wait(**options)
 
@@ -396,6 +398,37 @@ def test_what_changed_is_listed(tmp_path: Path, caplog: Any) -> None:
     assert "starts from the beginning, because the checkpoint has no state for it: handlers/TrainingMetrics" in line
     assert "in the checkpoint and not used, because it is not attached: handlers/Remembers" in line
     assert "data" not in line
+
+
+class Numbered:
+    """An object whose text holds where it is in memory, as that of functions does; in a set, its place there."""
+
+    def __init__(self, number: int, place: int) -> None:
+        self.number, self.place = number, place
+
+    def __hash__(self) -> int:
+        return self.place
+
+    def __repr__(self) -> str:
+        return f"<Numbered {self.number} at 0x7f{id(self):x}>"
+
+
+def test_the_same_configuration_has_not_changed(tmp_path: Path, caplog: Any) -> None:
+    """Sets have another order in each process, and objects other addresses; what they are is compared."""
+
+    def run(epochs: int, places: list[int]) -> list[str]:
+        trainer, _ = make()
+        found = {Numbered(number, place) for number, place in enumerate(places)}
+        config = {"tags": found, "parts": [frozenset(found)], "loss": Numbered(7, 0)}
+        Checkpoint(tmp_path, config=config).attach(trainer)
+        caplog.clear()
+        trainer.run(LOADER, max_epochs=epochs)
+        return [line for line in logged(caplog) if "resuming from" in line]
+
+    assert run(1, [1, 2, 3]) == run(2, [3, 2, 1]) == []
+    (line,) = run(3, [1, 2])
+    assert line.count("->") == 2
+    assert "config.tags: ['<Numbered 0>', '<Numbered 1>', '<Numbered 2>'] -> ['<Numbered 0>', '<Numbered 1>']" in line
 
 
 @pytest.mark.parametrize(
@@ -1166,6 +1199,37 @@ def test_an_incomplete_command(arguments: list[str], capsys: Any) -> None:
         main(arguments)
     assert end.value.code == 2
     assert "the following arguments are required" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "state",
+    [torch.ones(2), {1: {2, 3}}, b"x", np.ones(2), b"", {"a": [frozenset([1])]}, {(1, frozenset()): 2}],
+    ids=["tensor", "set", "bytes", "array", "no bytes", "frozen set", "frozen set in a key"],
+)
+def test_the_command_says_how_its_file_is_read(state: Any, tmp_path: Path, capsys: Any) -> None:
+    """As `torch.load` is called for what is in it, with the protection from pickles if that reads it."""
+    trainer, _ = make()
+    Checkpoint(tmp_path / "run", to_save={"mine": Remembers(state)}).attach(trainer)
+    trainer.run(LOADER, max_iters=1)
+    file = tmp_path / "mine.pt"
+    assert main(["consolidate", str(tmp_path / "run"), "--entry", "mine", "--output", str(file)]) == 0
+    out = capsys.readouterr().out
+    try:
+        torch.load(file, weights_only=True)
+    except pickle.UnpicklingError:
+        assert f"torch.load({str(file)!r}, weights_only=False) reads it" in out
+    else:
+        assert f"torch.load({str(file)!r}, weights_only=True) reads it" in out
+    assert repr(torch.load(file, weights_only=False)) == repr(state)
+
+
+def test_the_command_names_a_checkpoint_that_it_is_called_in(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    """As it is called in the directory around it."""
+    saves(tmp_path, every=4, keep=1)
+    (path,) = tmp_path.glob("update-*")
+    monkeypatch.chdir(path)
+    assert main(["verify", "."]) == 0
+    assert capsys.readouterr().out.startswith(f"{path.name}  epoch 2, update 12, ")
 
 
 def test_the_command_says_what_was_set_aside(tmp_path: Path, capsys: Any) -> None:

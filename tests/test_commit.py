@@ -7,6 +7,7 @@ import os
 import resource
 import shutil
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -945,6 +946,36 @@ def test_a_last_state_that_is_another_is_written(tmp_path, build, micro_batches)
         assert torch.equal(saved.view(torch.int32), setup.model[2].bias.detach().view(torch.int32))
 
 
+_table = torch.arange(6, dtype=torch.int32).reshape(2, 3)
+
+
+@pytest.mark.parametrize(
+    ("changed", "written"),
+    [
+        ({"table": _table.clone()}, "link"),
+        ({"table": _table, "more": torch.ones(2)}, "write"),
+        ({"table": _table.view(torch.float32)}, "write"),
+        ({"table": _table.reshape(3, 2)}, "write"),
+        ({"table": torch.arange(6, dtype=torch.int32).reshape(3, 2).t()}, "write"),
+    ],
+    ids=["the same", "one more", "another dtype", "another shape", "the same bytes in another order"],
+)
+def test_a_last_state_of_another_form_is_written(tmp_path, build, micro_batches, changed, written):
+    """What a handler of the end of the run has published comes back, also if its bytes are those of the save before."""
+    setup, _, disk = _ends(build, tmp_path, micro_batches, at_end=lambda setup: setup.trainer.state.metrics.update(changed))
+    setup.trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda engine: engine.state.metrics.update(table=_table))
+    setup.trainer.run(micro_batches, max_epochs=1)
+
+    assert disk.tensors() == ["write rank-00000.bin", f"{written} rank-00000.bin"]
+    with CheckpointReader(tmp_path / "update-00000005.1") as stored:
+        stored.verify()
+        metrics = stored.read("results")["metrics"]
+    assert [*metrics] == [*changed]
+    for name, value in changed.items():
+        assert metrics[name].dtype == value.dtype
+        assert torch.equal(metrics[name], value)
+
+
 def test_without_links_the_last_state_is_written_again(tmp_path, build, micro_batches):
     """Some file systems have none."""
     disk = Counting()
@@ -1073,6 +1104,39 @@ def test_ranks_that_see_other_files_under_the_same_name(tmp_path, stale):
     assert first == second
     assert ("another size here than on the rank that wrote it" if stale else "FileNotFoundError") in first
     assert names(tmp_path / "run") == []
+
+
+def _open_files(directory: Path) -> list[str]:
+    """What this process has open there."""
+    found = []
+    for descriptor in os.listdir("/proc/self/fd"):  # noqa: PTH208
+        with suppress(OSError):  # that of the list itself
+            found.append(os.readlink(f"/proc/self/fd/{descriptor}"))  # noqa: PTH115
+    return [path for path in found if path.startswith(str(directory))]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="lists the open files of this process as Linux does")
+def test_no_file_stays_open(tmp_path, build, micro_batches):
+    """A process can open a thousand files or so, and a long run saves, and removes, more often than that."""
+    runs = tmp_path / "runs"
+    for epochs in (1, 2):
+        setup, _, _ = _ends(build, runs, micro_batches, disk=Disk(), every=1, keep=1)
+        setup.trainer.run(micro_batches, max_epochs=epochs)
+        left = runs / ".removed-update-00000001-left"
+        left.mkdir()
+        (left / "link").symlink_to("elsewhere")
+    (path,) = (path for path in runs.iterdir() if path != left)
+    checkpoint.verify(path)
+    file = path / "rank-00000.bin"
+    for harm in (lambda: file.write_bytes(bytes(file.stat().st_size)), lambda: os.truncate(file, 7), file.unlink):
+        harm()
+        with pytest.raises(DamagedCheckpointError):
+            checkpoint.verify(path)
+    for at in range(number_of_operations(tmp_path / "failing", 1)):
+        failure(tmp_path / "failing", 1, Faulty(at, fault(errno.EIO)))
+    assert _open_files(tmp_path) == []
+    with file.open("wb"):
+        assert _open_files(tmp_path) == [str(file)]
 
 
 def test_what_a_trainer_saves_is_one_checkpoint_of_this_protocol(tmp_path, build, micro_batches):

@@ -115,7 +115,7 @@ def test_a_lock_that_is_given_back_meanwhile_is_free(tmp_path, taken, monkeypatc
     assert writer_of(tmp_path) == taken.token
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b'{"pid": "x\\u001b[31m", "token": 7}'])
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b'{"pid": "x\\u001b[31m", "token": 7}', b'{"token": [7]}'])
 def test_a_file_that_is_no_lock_is_taken_over(tmp_path, taken, monkeypatch, content):
     """Its owner was killed before it had written it, or somebody else put it there."""
     (tmp_path / LOCK).write_bytes(content)
@@ -207,6 +207,25 @@ def test_a_suspended_process_of_this_host_is_waited_for(tmp_path, taken, monkeyp
     taken.hold()
 
     assert clock.now - 100 >= lock.STALE_SECONDS
+
+
+@pytest.mark.parametrize(
+    "error", [PermissionError(errno.EPERM, "Operation not permitted"), OverflowError("too large")], ids=["other user", "number"]
+)
+def test_a_process_that_may_not_be_asked_is_waited_for(tmp_path, taken, monkeypatch, error):
+    """Another user's process lives, although this one may send it no signals; and a number may be too large for the system."""
+
+    def refuse(pid: int, signal: int) -> None:
+        assert (pid, signal) == (os.getppid(), 0)  # any other signal could end it
+        raise error
+
+    leave(tmp_path, **here(os.getppid()))
+    monkeypatch.setattr(os, "kill", refuse)
+    clock = Clock(monkeypatch, lambda _: leave(tmp_path, **here(os.getppid()), beats=1))
+    with pytest.raises(CheckpointError, match=f"pid {os.getppid()} on host .* writes checkpoints to .*; end that run"):
+        taken.hold()
+
+    assert clock.sleeps == 1
 
 
 def test_two_in_one_process(tmp_path, taken, monkeypatch):
@@ -335,9 +354,11 @@ def test_a_lock_file_that_somebody_removed_is_made_again(tmp_path, taken):
 
 
 def test_what_was_given_back_is_not_held(tmp_path, taken):
-    """A thread that still writes when the run is over commits nothing."""
+    """A thread that still writes when the run is over commits nothing; the one that counted has ended."""
     taken.hold()
+    assert "CheckpointLock" in [thread.name for thread in threading.enumerate()]
     taken.release()
+    assert "CheckpointLock" not in [thread.name for thread in threading.enumerate()]
     with pytest.raises(CheckpointError, match="this run has ended and writes no more checkpoints"):
         taken.check()
 
@@ -411,11 +432,16 @@ def test_what_a_killed_takeover_has_left_is_removed(tmp_path, taken):
 
 
 def test_the_token_is_in_the_name_of_what_is_not_finished(tmp_path, taken):
-    """So that another run knows whose it is."""
+    """So that another run knows whose it is, and leaves it; the next save of this run removes it."""
     place = CheckpointDirectory(tmp_path, QuickDisk(), taken)
     name = place.begin()
 
     assert name.startswith(f".unfinished-{taken.token}-")
+    CheckpointDirectory(tmp_path, QuickDisk()).tidy()
+    assert names(tmp_path) == [LOCK, name]
+    again = place.begin()
+    assert names(tmp_path) == [LOCK, again]
+    assert again != name
 
 
 # --- runs ---
@@ -521,6 +547,7 @@ def test_an_owner_who_wakes_up_after_the_next_run_has_ended_is_told(tmp_path, ta
     for _ in range(2):
         clock, later = Clock(monkeypatch), DirectoryLock(tmp_path)
         later.hold()
+        later.check()
         assert clock.sleeps == 0
         with pytest.raises(CheckpointError, match="has taken over"):
             sleeper.check()

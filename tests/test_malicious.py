@@ -6,6 +6,7 @@ Each is forged so that its checksums are right, and only the malice is wrong.
 from __future__ import annotations
 
 import enum
+import errno
 import json
 import math
 import os
@@ -28,11 +29,19 @@ from torch import Tensor, nn
 from ignite_train import CheckpointError, ForwardOutput, create_trainer
 from ignite_train.checkpoint import inspection as checkpoint
 from ignite_train.checkpoint.disk import Disk
-from ignite_train.checkpoint.manifest import checked_json, compact_json
+from ignite_train.checkpoint.manifest import checked_json, compact_json, reading_error
 from ignite_train.checkpoint.reader import CheckpointReader
 from ignite_train.checkpoint.resume import read_agreed
 from ignite_train.checkpoint.shards import Box, Piece, assemble, check_cover
-from ignite_train.checkpoint.tensor_files import Entry, Snapshot, TensorFile, check_entries, open_regular, write_tensors
+from ignite_train.checkpoint.tensor_files import (
+    Entry,
+    Snapshot,
+    TensorFile,
+    check_entries,
+    holds,
+    open_regular,
+    write_tensors,
+)
 from ignite_train.checkpoint.tree import DTYPES, MAX_DEPTH, MAX_NODES, TreeEncoder, decode
 from ignite_train.errors import DamagedCheckpointError
 from ignite_train.handlers import Checkpoint
@@ -228,6 +237,9 @@ for _value in ([], None, {}, {"rank-00000.json": 5, "rank-00000.bin": {"size": 1
     KINDS[f"files {_value!s:.20}"] = _set(("manifest", "files"), _value)
 for _value in (-1, 2**63, 2**50, True, 1.5, "10"):
     KINDS[f"size {_value!r}"] = _set(("manifest", "files", "rank-00000.bin", "size"), _value)
+KINDS["a record without a checksum"] = _set(("manifest", "files", "rank-00000.bin"), {"size": 10})
+KINDS["a record with a path"] = lambda f: f.manifest["files"]["rank-00000.bin"].update(path="/etc/passwd")
+KINDS["a checksum where none belongs"] = _set(("manifest", "files", "rank-00000.bin", "crc32"), 0)
 KINDS["another field"] = _set(("manifest", "import"), "os")
 KINDS["a manifest that is a list"] = lambda forgery: setattr(forgery, "raw_manifest", b"[]")
 KINDS["a key twice"] = lambda f: setattr(f, "raw_manifest", json.dumps(f.manifest)[:-1].encode() + b',"update":3}')
@@ -659,6 +671,23 @@ def test_parts_that_cover_are_put_together(rows, columns, extra, double):
         check_cover(box, [*boxes, odd] if double else [part for part in boxes if part is not odd])
 
 
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("a\x1b[2J\u202eb\x00", r"a\x1b[2J\u202eb\x00"),
+        ("a\r\n\tb", "a b"),
+        ("é" * 500, "é" * 500),
+        ("é" * 501, "é" * 500 + "..."),
+    ],
+    ids=["control characters", "lines", "long", "too long"],
+)
+def test_what_a_file_holds_cannot_write_to_the_terminal(text, shown):
+    """A reason is one line of limited length; what would move the cursor or clear the screen is spelt out."""
+    error = reading_error(Path("update-00000001"), ValueError(text))
+    assert isinstance(error, DamagedCheckpointError)
+    assert error.reason == shown
+
+
 def test_a_position_of_numpys_generator_that_cannot_be_is_refused():
     """NumPy takes any, and reads beyond its table at the next draw: the process would die."""
     states = capture_random_state()
@@ -669,15 +698,25 @@ def test_a_position_of_numpys_generator_that_cannot_be_is_refused():
     restore_random_state(states)
 
 
-def test_a_failure_of_any_kind_is_the_answer_of_a_rank(tmp_path):
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (RuntimeError("two\nlines"), "does not fit this run: RuntimeError: two lines"),
+        (FileNotFoundError("two\nlines"), "two lines"),
+        (FileNotFoundError(errno.ENOENT, "No such file", "some/where"), "it has no where"),
+        (FileNotFoundError(errno.ENOENT, "No such file", 7), "No such file: 7"),
+    ],
+    ids=["any", "of a handler", "of the system", "of a descriptor"],
+)
+def test_a_failure_of_any_kind_is_the_answer_of_a_rank(tmp_path, error, says):
     """Whatever reading raises, the other ranks hear of it instead of waiting."""
+
+    def fail(_stored: CheckpointReader) -> None:
+        raise error
+
     path = save(tmp_path, 1)
-    with pytest.raises(CheckpointError, match="update-00000001 does not fit this run: RuntimeError: two lines"):
-        read_agreed(tmp_path, [path.name], Disk(), _raise)
-
-
-def _raise(_stored: CheckpointReader) -> None:
-    raise RuntimeError("two\nlines")
+    with pytest.raises(CheckpointError, match=f"update-00000001.* {says}"):
+        read_agreed(tmp_path, [path.name], Disk(), fail)
 
 
 # --- what goes in comes out ---
@@ -851,6 +890,7 @@ _loop.append(_loop)
         (np.ma.masked_array([1.0, 2.0], [True, False]), "masked"),
         (np.ones(2, np.longdouble), "an array of"),
         (np.longdouble(1) / 3, "cannot be stored"),
+        (np.timedelta64(5, "ns"), "cannot be stored"),
         ({torch.ones(1): 1}, "a tensor is a key"),
         ({float("nan"): torch.ones(1), -float("nan"): torch.ones(2)}, "two values have this name"),
         (_loop, "nested deeper than 64"),
@@ -858,7 +898,7 @@ _loop.append(_loop)
     ],
     ids=[
         *("object", "lambda", "named tuple", "sparse", "meta", "array of objects", "array of strings", "masked", "longdouble"),
-        *("longdouble scalar", "tensor as key", "two NaN keys", "loop", "too many"),
+        *("longdouble scalar", "time span", "tensor as key", "two NaN keys", "loop", "too many"),
     ],
 )
 def test_what_cannot_be_stored_is_refused_by_name(value, where):
@@ -977,3 +1017,31 @@ def test_a_piece_of_each_dtype_keeps_its_bits(tmp_path):
         file = TensorFile(tmp_path / name, 256, entries)
         assert torch.equal(file.read("x").view(torch.uint8), raw), name
         file.close()
+
+
+@pytest.mark.parametrize("at_once", [1 << 30, 3], ids=["whole reads", "short reads"])
+def test_tensors_of_many_chunks_are_read_checked_and_compared(tmp_path, monkeypatch, at_once):
+    """Wherever the chunks end, and if the system gives fewer bytes than were asked for; each byte that differs is noticed."""
+    monkeypatch.setattr("ignite_train.checkpoint.tensor_files._CHUNK_BYTES", 7)
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda file, buffers, place: preadv(file, [buffers[0][:at_once]], place))
+    tensors = {str(size): torch.arange(100 + size, 100 + 2 * size, dtype=torch.uint8) for size in (5, 0, 7, 30, 14)}
+    pieces = {name: Piece(tensor, Box((0,), (len(tensor),)), (len(tensor),)) for name, tensor in tensors.items()}
+    path = tmp_path / "tensors"
+    entries = write_tensors(Disk(), path, pieces)
+    whole = path.read_bytes()
+    assert whole == b"".join(bytes(tensor.tolist()) for tensor in tensors.values())
+    for place in (None, *range(len(whole))):
+        path.write_bytes(whole if place is None else whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        file, refused = TensorFile(path, len(whole), entries), set()
+        for name, tensor in tensors.items():
+            try:
+                file.check(name)
+                assert torch.equal(file.read(name), tensor)
+            except ValueError:
+                refused.add(name)
+        file.close()
+        entry = next((name for name, e in entries.items() if place is not None and 0 <= place - e.offset < e.num_bytes), None)
+        assert refused == ({entry} if entry else set())
+        if at_once > 7:  # after a short read the file is taken for another one, and written again
+            assert holds(path, entries, pieces) == (place is None)

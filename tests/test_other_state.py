@@ -6,6 +6,7 @@ import copy
 import json
 import logging
 import math
+import re
 import shutil
 import subprocess
 import sys
@@ -53,6 +54,7 @@ from ignite_train.handlers import (
 )
 from processes import DEADLINE_SECONDS
 from ranks import run_ranks
+from small_checkpoints import save
 from tiers import nightly
 
 X = torch.linspace(-1, 1, 96).reshape(12, 8)
@@ -453,6 +455,35 @@ def momentum_of_wide_gradients(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
 
 
+class Outer(torch.optim.Optimizer):
+    """Steps another optimizer that is inside it, after the loss was evaluated again."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.01})
+        self.base = torch.optim.SGD([*self.param_groups[0]["params"]], lr=0.01, momentum=0.9)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        torch.enable_grad()(closure)()
+        self.base.step()
+
+
+def test_the_state_of_an_optimizer_inside_another_is_looked_at(tmp_path: Path) -> None:
+    """As that of the outer one is: torch would take the momentum of another parameter for this one's."""
+
+    def made() -> Trainer:
+        model = net()
+        trainer = create_trainer(model, Outer(model.parameters()), forward, options=UpdateOptions(closure=True))
+        Checkpoint(tmp_path, every=1, keep=9).attach(trainer)
+        return trainer
+
+    made().run(LOADER, max_iters=2)
+    assert made().run(LOADER, max_iters=3).iteration == 3
+    name = "optimizer.base['state'][0]['momentum_buffer']"
+    forge(tmp_path, lambda index, data: replace_tensor(index, data, name, torch.zeros(8, 4)))
+    assert "another optimizer.base: momentum_buffer of 0.weight has shape (8, 4) and not (8, 8)" in refusal(made())
+
+
 @pytest.mark.parametrize("optimizer", [Wide, momentum_of_wide_gradients], ids=["own", "sgd"])
 def test_a_state_that_is_wider_than_the_weights_goes_on_bitwise(optimizer: Any, tmp_path: Path) -> None:
     """Resumed, it has the dtypes, integers and strings that it had, and the weights are those of a run without interruption."""
@@ -549,6 +580,24 @@ def test_pairs_and_tensors_that_the_script_sets_are_listed(tmp_path: Path, caplo
     assert line.count("->") == 2
 
 
+def test_options_that_are_not_numbers_are_kept(tmp_path: Path, caplog: Any) -> None:
+    """A vector, a list of them and a dtype come back from the checkpoint; what cannot be compared is not listed."""
+
+    def optimizer(scale: float, dtype: torch.dtype) -> Build:
+        vector = torch.full((2,), scale)
+        options = {"lr": 0.01, "scales": vector, "levels": [vector], "dtype": dtype, "betas": [scale], "names": ("a", "b")}
+        return lambda model: torch.optim.SGD([{"params": model.parameters(), **options}])
+
+    saved(tmp_path, optimizer(0.5, torch.float16))
+    trainer = build(tmp_path, optimizer(0.25, torch.float64))
+    trainer.run(LOADER, max_iters=3)
+    group = trainer._stateful_parts["optimizer"].param_groups[0]
+    assert (group["scales"].tolist(), group["levels"][0].tolist(), group["dtype"]) == ([0.5, 0.5], [0.5, 0.5], torch.float16)
+    (line,) = [line for line in logged(caplog) if "resuming from" in line]
+    assert "optimizer.betas: [0.5] -> [0.25] (the checkpoint's" in line
+    assert line.count("->") == 1
+
+
 @pytest.mark.parametrize(
     ("part", "names"),
     [(lambda layer: layer, "0.weight and 1 more"), (lambda layer: layer.bias, "0.bias")],
@@ -570,6 +619,20 @@ def test_what_is_frozen_now_and_was_not_is_listed(part: Any, names: str, tmp_pat
     assert f"requires_grad of {names}: False -> True (the script's is used)" in line
 
 
+def test_what_the_script_freezes_now_is_listed(tmp_path: Path, caplog: Any) -> None:
+    """It stays frozen, and the log says that the run before has trained it."""
+    saved(tmp_path)
+    caplog.clear()
+    trainer = build(tmp_path)
+    model: Any = trainer._stateful_parts["model"]
+    model[1].requires_grad_(False)
+    trainer.run(LOADER, max_iters=3)
+    (line,) = [line for line in logged(caplog) if "requires_grad" in line]
+    assert "requires_grad of 1.weight and 1 more: True -> False (the script's is used)" in line
+    assert line.count("->") == 1
+    assert not model[1].weight.requires_grad
+
+
 def test_an_option_that_a_schedule_moves_has_not_changed(tmp_path: Path, caplog: Any) -> None:
     """The same script again does not warn, whatever its schedules and handlers have made of the rate."""
 
@@ -585,6 +648,31 @@ def test_an_option_that_a_schedule_moves_has_not_changed(tmp_path: Path, caplog:
     caplog.clear()
     run(6)
     assert logged(caplog) == []
+
+
+@pytest.mark.parametrize(
+    ("lr", "start", "change"),
+    [(0.02, 1.0, "optimizer.lr: 0.01 -> 0.02"), (0.04, 0.25, "optimizer.initial_lr: 0.01 -> 0.04"), (0.01, 1.0, "")],
+    ids=["of the script", "of the schedule", "none"],
+)
+def test_a_rate_that_a_schedule_starts_from_is_listed_once(
+    lr: float, start: float, change: str, tmp_path: Path, caplog: Any
+) -> None:
+    """As the rate, or as what the schedule has made it from if that alone is another."""
+
+    def run(updates: int, lr: float, start: float) -> None:
+        model = net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+        trainer = create_trainer(model, optimizer, forward)
+        LearningRateSchedule(schedulers.ConstantLR(optimizer, start, 100)).attach(trainer)
+        Checkpoint(tmp_path, every=1).attach(trainer)
+        trainer.run(LOADER, max_iters=updates)
+
+    run(2, 0.01, 1.0)
+    caplog.clear()
+    run(3, lr, start)
+    lines = [line for line in logged(caplog) if "resuming from" in line]
+    assert [f"changed since: {change} (" in line and line.count("optimizer.") == 1 for line in lines] == [True] * bool(change)
 
 
 def test_the_script_wins_where_it_is_told_to(tmp_path: Path, caplog: Any) -> None:
@@ -623,7 +711,11 @@ def test_an_option_of_the_script_that_the_state_cannot_serve_is_refused(tmp_path
         ({"script_wins": "lr"}, TypeError, r"script_wins must be a sequence of names such as \('lr',\), got 'lr'"),
         ({"leave_out": ("TrainingMetric",)}, ValueError, "got 'TrainingMetric'; did you mean 'TrainingMetrics'"),
         ({"leave_out": "TrainingMetrics"}, TypeError, "leave_out must be a sequence of names"),
+        ({"leave_out": ("TrainingMetrics", 1)}, TypeError, "leave_out must be a sequence of names"),
+        ({"script_wins": 1}, TypeError, "script_wins must be a sequence of names"),
+        ({"leave_out": (name for name in ["TrainingMetric"])}, ValueError, "got 'TrainingMetric'; did you mean"),
     ],
+    ids=["option", "one option", "handler", "one handler", "number among names", "number", "name from a generator"],
 )
 def test_names_that_nothing_has_are_refused(options: Any, error: Any, message: str, tmp_path: Path) -> None:
     """Before the first batch, with what there is and the nearest."""
@@ -772,6 +864,20 @@ def test_what_is_no_state_is_refused_before_anything_changes(change: Any, messag
     saved(tmp_path)
     forge(tmp_path, change)
     assert message in refusal(build(tmp_path))
+
+
+def test_results_that_an_older_version_wrote_are_taken(tmp_path: Path) -> None:
+    """With the fields that each version has; what was added later has its default."""
+    saved(tmp_path)
+    results = {"dict": [["loss", 3.5], ["sample_size", 4.0], ["grad_norm", 0.5]]}
+    forge(tmp_path, lambda index, data: put(index, "results", results, "output"))
+    trainer, found = build(tmp_path), []
+    trainer.add_event_handler(Events.STARTED, lambda engine: found.append(engine.state.update_output))
+    trainer.add_event_handler(Events.ITERATION_STARTED, lambda engine: found.append(engine.state.update_output))
+    trainer.run(LOADER, max_iters=3)
+    assert [(output.loss, output.sample_size, output.grad_norm, output.num_evaluations) for output in found] == [
+        (3.5, 4.0, 0.5, 1)
+    ] * 2
 
 
 @pytest.mark.parametrize(("key", "value"), [("good_updates", "7"), ("good_updates", -1), ("scale", "1")])
@@ -1068,6 +1174,30 @@ def test_tensors_of_any_object_and_modules_of_any_function_are_seen(tmp_path: Pa
     assert len(lines) == 3
 
 
+class Late:
+    """Makes what it holds when it is first called, and changes it with each later call."""
+
+    held: Tensor | None = None
+
+    def __call__(self) -> None:
+        self.held = torch.zeros(2) if self.held is None else self.held.add_(1)
+
+
+@pytest.mark.parametrize(("held", "updates", "every"), [(torch.zeros(2), 1, 9), (None, 3, 1)], ids=["one save", "made later"])
+def test_what_is_held_is_noticed_as_soon_as_it_changes(
+    held: Tensor | None, updates: int, every: int, tmp_path: Path, caplog: Any
+) -> None:
+    """By the only checkpoint of a run too, and where the handler makes its tensors while the run is under way."""
+    model = net()
+    trainer, handler = create_trainer(model, adamw(model), forward), Late()
+    handler.held = held
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, handler)
+    Checkpoint(tmp_path, every=every, every_epochs=9, asynchronous=False).attach(trainer)
+    trainer.run(LOADER, max_iters=updates)
+    (line,) = logged(caplog)
+    assert "the handler Late holds 1 tensors in 'held' that change in training" in line
+
+
 class Innocent:
     """Holds what is not lost: the model, a frozen teacher, its predictions, the latest batch, a loss without weights."""
 
@@ -1247,6 +1377,35 @@ def test_what_the_reader_would_refuse_is_not_written(tmp_path: Path, monkeypatch
     with pytest.raises(CheckpointError, match="the state has more than 100 values"):
         build(tmp_path).run(LOADER, max_iters=2)
     assert [*tmp_path.iterdir()] == []
+
+
+def marks(data: bytes) -> int:
+    """Brackets, braces and commas."""
+    return len(re.findall(rb"[\[{,]", data))
+
+
+LIMITS: dict[str, tuple[tuple[str, ...], Callable[[bytes, bytes], int]]] = {
+    "bytes of the index": (("directory.MAX_INDEX_BYTES", "reader.MAX_INDEX_BYTES"), lambda index, _: len(index)),
+    "values of the index": (("directory.MAX_MARKS",), lambda index, _: marks(index)),
+    "bytes of the manifest": (("manifest._MAX_MANIFEST_BYTES",), lambda _, manifest: len(manifest)),
+    "values of the manifest": (("manifest._MAX_MANIFEST_MARKS",), lambda _, manifest: marks(manifest.partition(b't":')[2])),
+}
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+def test_what_is_as_large_as_allowed_is_written_and_read(limit: str, tmp_path: Path, monkeypatch: Any) -> None:
+    """The reader takes all that the writer lets through, and the writer refuses what is larger by one."""
+    names, count = LIMITS[limit]
+    first = save(tmp_path / "first", 1)
+    size = count((first / "rank-00000.json").read_bytes(), (first / "manifest.json").read_bytes())
+    for name in names:
+        monkeypatch.setattr(f"ignite_train.checkpoint.{name}", size)
+    verify(save(tmp_path / "second", 1))
+    for name in names:
+        monkeypatch.setattr(f"ignite_train.checkpoint.{name}", size - 1)
+    with pytest.raises(CheckpointError, match=r"the state has .* use tensors|config must be small"):
+        save(tmp_path / "third", 1)
+    assert [*(tmp_path / "third").iterdir()] == []
 
 
 def test_the_limits_let_through_what_can_be_written() -> None:

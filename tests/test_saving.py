@@ -6,6 +6,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import stat
 import sys
 import threading
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,10 +28,12 @@ from ignite_train import CheckpointError, checkpoint, create_trainer
 from ignite_train.checkpoint import disk as disk_module
 from ignite_train.checkpoint import tree
 from ignite_train.checkpoint import writer as writer_module
+from ignite_train.checkpoint.directory import Contents
 from ignite_train.checkpoint.disk import Disk
 from ignite_train.checkpoint.reader import CheckpointReader
 from ignite_train.checkpoint.removal import Removal
 from ignite_train.checkpoint.retention import Retention
+from ignite_train.checkpoint.shards import Box, Piece
 from ignite_train.checkpoint.tensor_files import Snapshot
 from ignite_train.checkpoint.tree import TreeEncoder, decode, dtype_name
 from ignite_train.checkpoint.writer import CheckpointWriter
@@ -221,6 +225,46 @@ def test_a_failure_is_a_warning_if_that_was_asked_for(tmp_path, caplog, monkeypa
         writer.wait()
 
 
+def test_a_copy_is_complete_when_the_run_continues(tmp_path, monkeypatch):
+    """Copies from a device are only queued: each device is waited for, before the next update and before a file is written.
+
+    Tensors without data stand for those of an accelerator here.
+    """
+    done: list[Any] = []
+    waits = SimpleNamespace(synchronize=lambda device: done.append(f"waits for {device}"))
+    monkeypatch.setattr(torch, "get_device_module", lambda _device: waits)
+    monkeypatch.setattr(torch, "_foreach_copy_", lambda *_arguments, non_blocking: done.append("copies"))
+    pieces = {device: Piece(torch.empty(2, device=device), Box((0,), (2,)), (2,)) for device in ("cpu", "meta")}
+    Snapshot().take(pieces)
+    assert done == ["copies", "waits for meta"]
+    done.clear()
+    Snapshot().take({"cpu": pieces["cpu"]})
+    assert done == ["copies"]
+    done.clear()
+    writer = saver(tmp_path, asynchronous=False)
+    with pytest.raises(CheckpointError, match="writing a checkpoint failed"):  # there is nothing to write
+        writer.save(Contents({}, pieces), manifest(1))
+    assert done == ["waits for meta"]
+
+
+def test_no_thread_of_a_checkpoint_keeps_the_process(tmp_path, monkeypatch):
+    """A script that has failed ends, whatever the disk does: the interpreter waits for threads that are not daemons."""
+    started: dict[str, bool] = {}
+    start = threading.Thread.start
+
+    def starting(thread: threading.Thread) -> None:
+        started[thread.name] = thread.daemon
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", starting)
+    writer = saver(tmp_path, last=1)
+    with writer.holding():
+        for number in (1, 2):
+            writer.save(contents(number, "run"), manifest(number))
+            writer.wait()
+    assert started == {"Checkpoint": True, "CheckpointLock": True, "CheckpointRemoval": True}
+
+
 def test_the_copies_lie_in_the_same_memory_each_time():
     """A snapshot takes memory once: the next one of the same state reuses it, and only a tensor of another shape gets more."""
     training, snapshot = Training(), Snapshot()
@@ -272,24 +316,23 @@ def test_a_run_that_breaks_off_says_what_is_known_of_its_last_save(tmp_path, cap
 
 
 class SlowRemoval(QuickDisk):
-    """Removes an old checkpoint only when it is told to; it may be full until then."""
+    """Removes an old checkpoint only when it is told to; it may give an error until then."""
 
     def __init__(self) -> None:
         self.removing, self.released = threading.Event(), threading.Event()
-        self.is_full = False
+        self.fails_with = 0
         self.attempts = 0
 
     def remove_tree(self, path: Path) -> None:
         self.removing.set()
         assert self.released.wait(DEADLINE_SECONDS)
-        self.is_full = False
         super().remove_tree(path)
 
     def create(self, path: Path) -> int:
         self.attempts += path.suffix == ".bin"
-        if self.is_full:
+        if self.fails_with:
             self.released.set()
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            raise OSError(self.fails_with, os.strerror(self.fails_with))
         return super().create(path)
 
 
@@ -357,16 +400,38 @@ def test_the_disk_holds_one_that_is_being_removed(tmp_path, monkeypatch):
     assert names(tmp_path) == ["update-00000004"]
 
 
-def test_a_full_disk_waits_for_what_is_being_removed(tmp_path):
-    """Then the save is done again, and succeeds."""
-    writer = saver(tmp_path, last=1)
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT], ids=errno.errorcode.get)
+def test_a_full_disk_waits_for_what_is_being_removed(tmp_path, monkeypatch, code):
+    """Or a user's share of it; then the save is done again, and succeeds."""
+    writer, wait = saver(tmp_path, last=1), Removal.wait
+
+    def waiting(self: Removal, patience_seconds: float | None = None) -> bool:
+        is_done = wait(self, patience_seconds)
+        if patience_seconds is None:
+            disk.fails_with = 0
+        return is_done
+
     with writer.holding():
         writer, disk = writer_removing(writer)
-        disk.is_full = True
+        disk.fails_with = code
+        monkeypatch.setattr(Removal, "wait", waiting)
         writer.save(contents(3, "run"), manifest(3))
         writer.wait()
         assert (disk.attempts, writer.latest) == (4, tmp_path / "update-00000003")
     assert names(tmp_path) == ["update-00000003"]
+
+
+def test_another_error_does_not_wait_for_what_is_being_removed(tmp_path):
+    """More space would not help: the save fails at once."""
+    writer = saver(tmp_path, last=1)
+    with writer.holding():
+        writer, disk = writer_removing(writer)
+        disk.fails_with = errno.EIO
+        writer.save(contents(3, "run"), manifest(3))
+        with pytest.raises(CheckpointError, match=re.escape(os.strerror(errno.EIO))):
+            writer.wait()
+        assert (disk.attempts, writer.latest) == (3, tmp_path / "update-00000002")
+    assert names(tmp_path) == ["update-00000002"]
 
 
 def test_a_removal_that_fails_is_a_warning(tmp_path, caplog):

@@ -188,6 +188,11 @@ MISTAKES: dict[str, tuple[type[Exception], str, Callable[[Path], Any]]] = {
         refused(lambda path: path.write_text("x" * 99)),
     ),
     "number": (CheckpointError, "must hold a state_dict, got 3", refused(lambda path: torch.save(3, path))),
+    "numbered": (
+        CheckpointError,
+        r"must hold a state_dict, got \{0",
+        refused(lambda path: torch.save({0: torch.ones(2)}, path)),
+    ),
     "other": (CheckpointError, "is of another model", refused(of_another)),
     "missing": (CheckpointError, r"'2.bias' does not fit \(only one of them has it\), and 0", refused(without("2.bias"))),
     "unknown": (CheckpointError, r"'more' does not fit \(only one of them has it\), and 0", refused(without("", more=1))),
@@ -211,6 +216,42 @@ def test_mistakes(name: str, tmp_path: Path) -> None:
     assert "\n" not in str(raised.value)
 
 
+def test_a_file_that_is_cut_short_is_refused(tmp_path: Path) -> None:
+    """Wherever it ends, in either of the formats of torch.save."""
+    file = tmp_path / "model.pt"
+    for is_zip in (True, False):
+        torch.save(nn.Linear(2, 1).state_dict(), file, _use_new_zipfile_serialization=is_zip)
+        whole = file.read_bytes()
+        for end in range(0, len(whole), 23):
+            file.write_bytes(whole[:end])
+            with pytest.raises(CheckpointError, match=r"must be a state_dict that torch\.save has written, but: "):
+                load_weights(nn.Linear(2, 1), file)
+
+
+class Command:
+    """Makes a directory when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.path,)
+
+
+def test_nothing_in_a_file_is_run(tmp_path: Path) -> None:
+    """A file from somebody else may hold any pickle: it is refused with torch's reason, in one line."""
+    model = net()
+    before = bit_by_bit(dict(model.state_dict()))
+    torch.save({**net(seed=9).state_dict(), "more": Command(tmp_path / "made")}, tmp_path / "model.pt")
+    with pytest.raises(
+        CheckpointError, match=r"must be a state_dict that torch\.save has written, but: Weights only"
+    ) as raised:
+        load_weights(model, tmp_path / "model.pt", strict=False)
+    assert "\n" not in str(raised.value)
+    assert not (tmp_path / "made").exists()
+    assert bit_by_bit(dict(model.state_dict())) == before
+
+
 def test_a_model_whose_only_part_is_called_module(tmp_path: Path) -> None:
     """Its names look like those of a wrapper: it loads its own weights and those of the part, from a run and from a file."""
     model = nn.ModuleDict({"module": net()})
@@ -223,6 +264,47 @@ def test_a_model_whose_only_part_is_called_module(tmp_path: Path) -> None:
     for path in (tmp_path / "run", tmp_path / "whole.pt", tmp_path / "part.pt"):
         assert loaded(path, nn.ModuleDict({"module": net(seed=9)})) == bit_by_bit(dict(model.state_dict()))
         assert loaded(path) == bit_by_bit(dict(model["module"].state_dict()))
+
+
+class Scaled(nn.Linear):
+    """Keeps a number besides its weights, which is no tensor."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__(3, 1)
+        self.scale = scale
+
+    def get_extra_state(self) -> Any:
+        return {"scale": self.scale}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.scale = state["scale"]
+
+
+def test_the_extra_state_of_a_module_is_loaded(tmp_path: Path) -> None:
+    """From a run and from a file."""
+    model = Scaled(2.0)
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.05), mean_loss)
+    Checkpoint(tmp_path / "run").attach(trainer)
+    trainer.run(DATA, max_epochs=1)
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    for path in (tmp_path / "run", tmp_path / "model.pt"):
+        other = Scaled(7.0)
+        assert load_weights(other, path) == []
+        assert other.scale == 2.0
+        assert torch.equal(other.weight, model.weight)
+
+
+def test_tied_weights_that_have_the_same_bytes_only(tmp_path: Path) -> None:
+    """Two names of one tensor of the model must have the same numbers in the file; 1 in float16 is another in bfloat16."""
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    model[1].weight = model[0].weight
+    ones = torch.ones(2, 2, dtype=torch.float16)
+    torch.save({"0.weight": ones, "1.weight": ones.clone()}, tmp_path / "same.pt")
+    torch.save({"0.weight": ones, "1.weight": ones.clone().view(torch.bfloat16)}, tmp_path / "other.pt")
+    with pytest.raises(CheckpointError, match=r"'0\.weight' and '1\.weight' are one tensor in this run, and differ there"):
+        load_weights(model, tmp_path / "other.pt")
+    assert load_weights(model, tmp_path / "same.pt") == []
+    assert torch.equal(model[1].weight, torch.ones(2, 2))
 
 
 def test_an_entry_without_weights(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 from typing import Any
 
 import ignite
@@ -13,11 +14,13 @@ from ignite_train.checkpoint.tree import TreeEncoder, decode
 
 __all__ = ["config_changes", "plain_config", "versions"]
 
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # in the text of an object: another one in each process
+
 
 def plain_config(config: Any, description: Any) -> Any:
     """The user's configuration and the arguments of the trainer, as a tree for the manifest.
 
-    Values that are neither plain nor containers are stored as text.
+    Values that are neither plain nor containers are stored as text, which is the same in each process that makes them.
 
     Args:
         config: from the user.
@@ -29,7 +32,9 @@ def plain_config(config: Any, description: Any) -> Any:
             return {str(key): plain(entry) for key, entry in value.items()}
         if isinstance(value, (list, tuple)):
             return [plain(entry) for entry in value]
-        return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+        if isinstance(value, (set, frozenset)):  # their order is another one in each process
+            return sorted(map(plain, value), key=repr)
+        return value if value is None or isinstance(value, (bool, int, float, str)) else _ADDRESS.sub("", str(value))
 
     return TreeEncoder().encode({"config": plain(config), "trainer": plain(description)}, ("config",))
 

@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import pickle
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from torch.utils._pytree import tree_leaves
 
 from ignite_train.arguments import did_you_mean
 from ignite_train.checkpoint.directory import CheckpointDirectory
@@ -176,11 +175,10 @@ def consolidate(path: str | Path, output: str | Path, *, entry: str = "model", b
     _write_entry(chosen_checkpoint(path, best=best), output, entry)
 
 
-def _write_entry(path: Path, output: str | Path, entry: str) -> Any:
+def _write_entry(path: Path, output: str | Path, entry: str) -> None:
     with CheckpointReader(path) as stored:
         state = read_entry(stored, entry)
     write_weights(state, output)
-    return state
 
 
 def write_weights(state: Any, output: str | Path) -> None:
@@ -260,7 +258,7 @@ def _list(directory: Path, *, thoroughly: bool) -> int:
             notes += [] if manifest.score is None else [f"score {manifest.score:g}"]
         notes += ["best"] if entry.path == best_path else []
         notes += ["latest"] if entry is found[-1] and not (damage or entry.unreadable) else []
-        print(f"{entry.path.name}  {', '.join(note for note in notes if note)}")  # noqa: T201
+        print(f"{entry.path.absolute().name}  {', '.join(note for note in notes if note)}")  # noqa: T201
     for name in CheckpointDirectory(directory, Disk()).set_aside_before():
         print(f"{name}  damaged, and renamed by an earlier start")  # noqa: T201
     if not found:
@@ -279,8 +277,12 @@ def _best_path(directory: Path) -> Path | None:
 
 def _consolidate(directory: Path, output: Path, entry: str, *, is_best: bool) -> int:
     path = chosen_checkpoint(directory, best=is_best)
-    leaves = tree_leaves(_write_entry(path, output, entry))
-    is_safe = not any(isinstance(leaf, np.ndarray) for leaf in leaves)  # torch reads those as pickled objects
+    _write_entry(path, output, entry)
+    try:
+        torch.load(output, map_location="meta", mmap=True, weights_only=True)  # reads no numbers
+        is_safe = True
+    except pickle.UnpicklingError:  # it holds arrays, or frozen sets: torch reads those as pickled objects only
+        is_safe = False
     print(f"{output}  the {entry} of {path}; torch.load({str(output)!r}, weights_only={is_safe}) reads it")  # noqa: T201
     return 0
 

@@ -121,7 +121,7 @@ class DirectoryLock:
                 self._take_over(token, found, "")
                 self._owner_may_wake = True
                 return
-            if holder.get("token") in _held_here:
+            if str(holder.get("token")) in _held_here:
                 raise CheckpointError(
                     f"another Checkpoint of this process is writing to {self.directory}; give each its own directory"
                 )

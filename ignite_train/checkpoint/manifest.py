@@ -287,6 +287,7 @@ def _value(tree: Any, key: str) -> Any:
 
 def one_line(error: Exception) -> str:
     """The text of an error about a checkpoint, as one line of limited length without control characters from a file."""
-    text = f"it has no {Path(error.filename).name}" if isinstance(error, FileNotFoundError) else " ".join(str(error).split())
+    missing = error.filename if isinstance(error, FileNotFoundError) else None
+    text = f"it has no {Path(missing).name}" if isinstance(missing, (str, Path)) else " ".join(str(error).split())
     printable = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text[:_MAX_REASON_LENGTH])
     return printable if len(text) <= _MAX_REASON_LENGTH else f"{printable}..."

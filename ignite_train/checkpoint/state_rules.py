@@ -143,6 +143,7 @@ def _frozen_changes(names: list[str], change: str) -> list[str]:
 
 
 def _names(argument: str, names: Any) -> tuple[str, ...]:
-    if isinstance(names, str) or not isinstance(names, Iterable) or not all(isinstance(name, str) for name in (*names,)):
+    found = tuple(names) if isinstance(names, Iterable) and not isinstance(names, str) else (None,)
+    if not all(isinstance(name, str) for name in found):
         raise TypeError(f"{argument} must be a sequence of names such as ('lr',), got {describe(names)}")
-    return tuple(names)
+    return found

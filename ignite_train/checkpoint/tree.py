@@ -69,7 +69,7 @@ class TreeEncoder:
             return value
         if isinstance(value, np.bool_):
             return bool(value)
-        if isinstance(value, (int, np.integer)):
+        if isinstance(value, int) or (isinstance(value, np.integer) and value.dtype.kind != "m"):  # a time span has a unit
             return int(value)
         if isinstance(value, (float, np.floating)) and not isinstance(value, np.longdouble):
             return float(value) if math.isfinite(value) else {"float": str(float(value))}

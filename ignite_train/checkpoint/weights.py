@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from ignite_train.ranks.wrapping import unwrap
 
 __all__ = ["load_weights", "read_weights"]
 
-_WRAPPERS = ("module.", "_orig_mod.")  # of DistributedDataParallel and torch.compile
+_WRAPPER = "module."  # what DistributedDataParallel adds to each name
 
 
 def load_weights(
@@ -94,7 +93,7 @@ def read_weights(path: str | Path, *, entry: str = "model", best: bool = False) 
 def _read_checkpoint(path: Path, entry: str, *, best: bool) -> dict[str, Any]:
     with CheckpointReader(chosen_checkpoint(path, best=best)) as stored:
         state = read_entry(stored, entry)
-    if not isinstance(state, Mapping) or not state or not all(isinstance(name, str) for name in state):
+    if not _has_names(state) or not state:
         raise CheckpointError(f"entry must be an object with weights, got {entry!r} in {path}, which is {describe(state)}")
     return {plain: state[name] for name, plain in _plain_names(state).items()}
 
@@ -104,22 +103,28 @@ def _read_file(path: Path, entry: str, *, best: bool) -> dict[str, Any]:
         raise CheckpointError(f"entry and best choose among checkpoints, and {path} is a file; leave them out")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError) as error:
+    except OSError:
+        raise
+    except Exception as error:  # torch raises any of ten kinds for a file that is cut short or is of another format
         reason = str(error).partition("\n")[0]
         raise CheckpointError(f"{path} must be a state_dict that torch.save has written, but: {reason:.120}") from error
     for name in ("model", "state_dict"):
         if isinstance(state, Mapping) and isinstance(state.get(name), Mapping):
             state = state[name]
-    if not isinstance(state, Mapping) or not any(isinstance(value, Tensor) for value in state.values()):
+    if not _has_names(state) or not any(isinstance(value, Tensor) for value in state.values()):
         raise CheckpointError(f"{path} must hold a state_dict, got {describe(state)}")
     return {plain: state[name] for name, plain in _plain_names(state).items()}
+
+
+def _has_names(state: Any) -> bool:
+    return isinstance(state, Mapping) and all(isinstance(name, str) for name in state)
 
 
 def _plain_names(state: Iterable[str]) -> dict[str, str]:
     """The names in a state without what wrappers around the whole model, or parts of it, have added; by the names with it."""
     names = {name: name.replace("_orig_mod.", "") for name in state}
-    while names and all(name.startswith(_WRAPPERS[0]) for name in names.values()):
-        names = {name: plain.removeprefix(_WRAPPERS[0]) for name, plain in names.items()}
+    while names and all(name.startswith(_WRAPPER) for name in names.values()):
+        names = {name: plain.removeprefix(_WRAPPER) for name, plain in names.items()}
     return names
 
 

@@ -205,11 +205,6 @@ class CheckpointWriter:
         if collectives.is_main_rank():
             _logger.warning(f"{error}; training continues, and the older checkpoints are untouched")
 
-    @property
-    def is_writing(self) -> bool:
-        """Whether the latest save is not durable yet, and has not failed."""
-        return self._thread is not None and not self._durable.is_set()
-
     def abandon(self, patience_seconds: float) -> None:
         """After an exception: waits for a save that is still being written; its failure is only logged."""
         if self._thread is None:
