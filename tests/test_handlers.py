@@ -217,8 +217,8 @@ def scores(monkeypatch: pytest.MonkeyPatch, values: list[float], mode: Any) -> l
     return history
 
 
-def test_validation_keeps_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only a strictly better score is a new best; NaN is none and does not erase the best."""
+def test_validation_keeps_the_best(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Only a strictly better score is a new best; NaN is none and does not erase the best, and a warning says so."""
     assert scores(monkeypatch, [3.0, math.nan, 3.0, 2.0, 5.0], "min") == [
         (3.0, 1, True),
         (3.0, 1, False),
@@ -226,6 +226,7 @@ def test_validation_keeps_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
         (2.0, 4, True),
         (2.0, 4, False),
     ]
+    assert caplog.messages == ["update 2: the validation's loss is NaN; the best so far stays 3.0"]
     assert scores(monkeypatch, [math.nan, -3.0, -1.0], "max") == [(None, None, False), (-3.0, 2, True), (-1.0, 3, True)]
 
 
