@@ -393,6 +393,21 @@ def test_time_between_two_runs_is_not_of_the_limit(monkeypatch: pytest.MonkeyPat
     assert limit.elapsed_seconds == 120.0
 
 
+def test_a_time_that_is_loaded_within_a_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From what was loaded; what passes between loading and the next run does not count."""
+    clock = Clock(monkeypatch)
+    trainer, _, _ = make()
+    limit = TimeLimit(seconds=1000)
+    limit.attach(trainer)
+    trainer.add_event_handler(Events.ITERATION_STARTED, clock.take, 10.0)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=4), lambda: limit.load_state_dict({"elapsed_seconds": 500.0}))
+    trainer.run(DATA)
+    assert limit.elapsed_seconds == 520.0
+    limit.load_state_dict({"elapsed_seconds": 700.0})
+    clock.take(3600.0)
+    assert limit.elapsed_seconds == 700.0
+
+
 def test_a_time_limit_of_two_trainers_counts_until_both_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """One trainer may run in the session of another, with the same handler."""
     clock = Clock(monkeypatch)

@@ -339,6 +339,16 @@ def test_the_timer_has_the_times_of_the_device(monkeypatch: pytest.MonkeyPatch, 
     assert FakeEvent.now == FakeEvent.reached, "nothing more is timed on the device"
 
 
+def test_a_long_run_keeps_the_times_of_the_device(monkeypatch: pytest.MonkeyPatch, device: EventTimes) -> None:
+    """They are read at the end of each interval, and not only when somebody asks for them."""
+    monkeypatch.setattr("ignite_train.handlers.step_timer.event_maker", lambda _: FakeEvent)
+    FakeEvent.reached = 1e9
+    trainer, timer = make(), StepTimer()
+    timer.attach(trainer, EVERY(every=50))
+    trainer.run(DATA, max_iters=200)
+    assert timer.summary(device=True)["forward"].updates == 200
+
+
 # --- ranks ---
 
 

@@ -528,6 +528,24 @@ def test_a_handler_that_comes_later_hides_what_is_made_again(
     assert shown["config/text_summary"] == shown["environment/text_summary"] == [0], "once, by either of them"
 
 
+def test_a_state_that_is_loaded_after_a_run_hides_what_came_later(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As where a loss spike is answered by going back: the points of each update are those of its second time."""
+    own_clock(monkeypatch)
+    trainer, _ = make()
+    tensorboard, offset, saved = TensorBoard(tmp_path), [0.0], list[Any]()
+    trainer.add_event_handler(
+        Events.ITERATION_STARTED, lambda: trainer.state.metrics.update(mine=trainer.state.iteration + offset[0])
+    )
+    tensorboard.attach(trainer, EVERY(every=1))
+    trainer.add_event_handler(EVERY(once=4), lambda: saved.extend([trainer.state_dict(), tensorboard.state_dict()]))
+    trainer.run(DATA)
+    trainer.load_state_dict(saved[0])
+    tensorboard.load_state_dict(saved[1])
+    offset[0] = 0.5
+    trainer.run(DATA, max_epochs=2)
+    assert points(tmp_path) == [(update, update + 0.5 * (update > 4)) for update in range(1, 13)]
+
+
 def test_a_disk_that_was_full_hides_no_points(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The file after a record that was written in part; also those of the update in which that happened."""
     own_clock(monkeypatch)
