@@ -141,10 +141,12 @@ def _left_out(loader: Any) -> ValueError | None:
     batches = loader.batch_sampler if isinstance(loader, DataLoader) else None
     if not isinstance(batches, BatchSampler) or not batches.drop_last:
         return None
-    surplus = (length_of(batches.sampler) or 0) % batches.batch_size
+    length = length_of(batches.sampler)
+    surplus = None if length is None else length % batches.batch_size
     if surplus == 0:
         return None
-    return ValueError(f"loader must give all samples, got drop_last=True, which leaves out {surplus}; pass drop_last=False")
+    what = "may leave out some" if surplus is None else f"leaves out {surplus}"
+    return ValueError(f"loader must give all samples, got drop_last=True, which {what}; pass drop_last=False")
 
 
 class _Found:

@@ -102,7 +102,7 @@ class Profiler(Handler):
         update = trainer.state.iteration
         if self._profile is not None:
             self._step(update)
-        elif update + 1 == max(self.updates.start - self.warm_up, 1):
+        elif update + 1 == self.updates.start - self.warm_up:
             self._start(update)
 
     # --- one profile ------------------------------------------------------------------------------------------------------
@@ -117,7 +117,7 @@ class Profiler(Handler):
         """Starts the profiler between `update` and the next."""
         assert self._sections is not None  # noqa: S101  # attached
         self._first = max(self.updates.start, update + 1)
-        schedule = _schedule(self._first - update - 1, self.updates.stop - update - 2)
+        schedule = _schedule(self._first - update - 1)
         self._profile = torch.profiler.profile(schedule=schedule, on_trace_ready=self._write, **self._options)
         self._profile.record_steps = False  # they are counted from 0; an update has a range of its own
         self._profile.start()
@@ -176,15 +176,13 @@ class Profiler(Handler):
         self.traces.append(path)
 
 
-def _schedule(first: int, last: int) -> Callable[[int], torch.profiler.ProfilerAction]:
-    """Records the updates from `first` to `last`, counted from the one in which the profiler starts.
+def _schedule(first: int) -> Callable[[int], torch.profiler.ProfilerAction]:
+    """Records from the update `first` on, counted from the one in which the profiler starts, until it is stopped.
 
     Torch's own schedule warns where there is no warm-up.
     """
 
     def action(number: int) -> torch.profiler.ProfilerAction:
-        if number < first:
-            return torch.profiler.ProfilerAction.WARMUP
-        return torch.profiler.ProfilerAction.RECORD if number < last else torch.profiler.ProfilerAction.RECORD_AND_SAVE
+        return torch.profiler.ProfilerAction.WARMUP if number < first else torch.profiler.ProfilerAction.RECORD
 
     return action

@@ -86,12 +86,12 @@ class _Check(NamedTuple):
     @property
     def digest(self) -> int:
         """One digest of everything that all ranks hold alike, which does not depend on its order."""
-        return sum(self.digests.values()) % 2**64
+        return sum(self.digests.values())
 
     @property
     def shards_digest(self) -> int:
         """The same for the shards."""
-        return sum(self.shards.values()) % 2**64
+        return sum(self.shards.values())
 
 
 class _Shard(NamedTuple):
@@ -210,11 +210,9 @@ class StateConsistency(PiggybackHandler):
         return [*words, *(word * word for word in words), *of_shards, 1.0]
 
     def vetoes(self, sums: Tensor) -> Tensor:
-        """See `Piggyback`: whether the digests differ, or are missing on some rank."""
-        words, squares, of_shards, present = sums[:_WORDS], sums[_WORDS : 2 * _WORDS], sums[2 * _WORDS : -1], sums[-1]
-        world_size = collectives.world_size()
-        differs = (words * words != world_size * squares).any() | (of_shards != 0).any()
-        return differs | ((present != 0) & (present != world_size))
+        """See `Piggyback`: whether the digests differ, or are missing on some rank, which counts as a digest of 0."""
+        words, squares, of_shards = sums[:_WORDS], sums[_WORDS : 2 * _WORDS], sums[2 * _WORDS : -1]
+        return (words * words != collectives.world_size() * squares).any() | (of_shards != 0).any()
 
     def on_reduced(self, sums: list[float]) -> None:
         """Compares the digests.
@@ -358,7 +356,7 @@ def _outside(digests: Sequence[int], ranks: Sequence[int]) -> list[int] | None:
 
 
 def _words(digest: int) -> list[float]:
-    """Its 64 bits in four numbers."""
+    """Its lowest 64 bits in four numbers."""
     return [float(digest >> 16 * place & 0xFFFF) for place in range(_WORDS)]
 
 

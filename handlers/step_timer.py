@@ -70,7 +70,8 @@ class StepTimer(PiggybackHandler):
         ranges: also name the sections in the profiles of others: `"record_function"` for those of torch, `"nvtx"` for NVIDIA's.
 
     Attributes:
-        seconds_by_rank: mean seconds of an update, by section and rank, in the latest interval whose numbers have travelled.
+        seconds_by_rank: mean seconds of an update, by section and rank, in the latest interval whose numbers have travelled;
+            empty in a single process.
 
     Raises:
         TypeError: `window` is not an integer.
@@ -180,14 +181,13 @@ class StepTimer(PiggybackHandler):
         host, device, by_rank = self.summary(), self.summary(device=True), self.seconds_by_rank
         if not host:
             return ""
-        has_ranks = any(len(seconds) > 1 for seconds in by_rank.values())
-        titles = ["mean", "p50", "p90", "p99", "max"] + ["on device"] * bool(device) + ["slowest rank"] * has_ranks
+        titles = ["mean", "p50", "p90", "p99", "max"] + ["on device"] * bool(device) + ["slowest rank"] * bool(by_rank)
         lines = [f"{'ms an update':<20}" + "".join(f"{title:>13}" for title in titles)]
         for name, times in host.items():
             cells = [f"{seconds * 1e3:.3f}" for seconds in times[1:]]
             if device:
                 cells.append(f"{device[name].p50 * 1e3:.3f}" if name in device else "")
-            if has_ranks and name in by_rank:
+            if name in by_rank:
                 cells.append(str(by_rank[name].index(max(by_rank[name]))))
             lines.append((f"{name:<20}" + "".join(f"{cell:>13}" for cell in cells)).rstrip())
         return "\n".join(lines)
@@ -198,7 +198,7 @@ class StepTimer(PiggybackHandler):
             self._due = [seconds / self._count for seconds in self._sums.values()]
             self._sums, self._count = dict.fromkeys(SECTIONS, 0.0), 0
         self._drain()
-        if len(next(iter(self.seconds_by_rank.values()), ())) > 1:
+        if self.seconds_by_rank:
             own = [sum(self.seconds_by_rank[name][rank] for name in _OWN_WORK) for rank in range(collectives.world_size())]
             trainer.state.metrics["slowest_rank"] = float(own.index(max(own)))
             trainer.state.metrics["slowest_to_median"] = max(own) / (statistics.median_low(own) or 1.0)

@@ -72,6 +72,18 @@ def test_the_mean_of_the_epochs_from_the_start_on() -> None:
             torch.testing.assert_close(value, torch.stack([end[name] for end in ends[1:]]).mean(0), rtol=1e-12, atol=1e-12)
 
 
+def test_the_mean_of_the_weights_after_each_step() -> None:
+    """From the first step on, without those with which the run began; an event of the user's own."""
+    model, ends = net(), []
+    trainer, swa = make(model), StochasticWeightAveraging()
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: ends.append(copies(model)))
+    swa.attach(trainer, Events.STARTED | Events.ITERATION_COMPLETED)
+    trainer.run(DATA)
+    assert swa.num_updates == len(DATA)
+    found = swa.state_dict()["model"]["0.weight"]
+    torch.testing.assert_close(found, torch.stack([end["0.weight"] for end in ends]).mean(0), rtol=1e-12, atol=1e-12)
+
+
 def test_before_the_start_it_is_the_weights_of_the_moment() -> None:
     """So that a validation of the average shows nothing old."""
     model = net()

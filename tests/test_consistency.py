@@ -689,12 +689,13 @@ def test_ranks_and_copies_that_agree_raise_nothing(monkeypatch: pytest.MonkeyPat
     [
         ([1, 2, 1, 2, 3, 2], [7] * 6, (("weight",), (4,))),
         ([1, 2, 1, 2, 3, 4], [7] * 6, (("weight",), (4, 5))),
+        ([1, 2, 1, 2, 1 + 2**63, 2], [7] * 6, (("weight",), (4,))),
         ([1, 2, 3, 2, 4, 2], [7] * 6, (("weight",), ())),
         ([1, 2, 1, 2, 3, 2], [7, 7, 7, 7, 7, 8], (("weight", "bias"), (4, 5))),
         ([1, 2, 1, 2, 1, 2], [7, 7, 7, 7, 7, 8], (("bias",), (5,))),
         ([1, 2, 1, 2, 1, 2], [7, 7, 7, 8, 8, 8], (("bias",), ())),
     ],
-    ids=["one copy", "one of each shard", "all copies", "a copy and more", "no copy", "no majority"],
+    ids=["one copy", "one of each shard", "in one bit", "all copies", "a copy and more", "no copy", "no majority"],
 )
 def test_with_three_copies_of_a_shard_the_rank_that_differs_is_named(
     monkeypatch: pytest.MonkeyPatch, digests: list[int], whole: list[int], expected: Any

@@ -217,8 +217,8 @@ def scores(monkeypatch: pytest.MonkeyPatch, values: list[float], mode: Any) -> l
     return history
 
 
-def test_validation_keeps_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only a strictly better score is a new best; NaN is none and does not erase the best."""
+def test_validation_keeps_the_best(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Only a strictly better score is a new best; NaN is none and does not erase the best, and a warning says so."""
     assert scores(monkeypatch, [3.0, math.nan, 3.0, 2.0, 5.0], "min") == [
         (3.0, 1, True),
         (3.0, 1, False),
@@ -226,6 +226,7 @@ def test_validation_keeps_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
         (2.0, 4, True),
         (2.0, 4, False),
     ]
+    assert caplog.messages == ["update 2: the validation's loss is NaN; the best so far stays 3.0"]
     assert scores(monkeypatch, [math.nan, -3.0, -1.0], "max") == [(None, None, False), (-3.0, 2, True), (-1.0, 3, True)]
 
 
@@ -390,6 +391,21 @@ def test_time_between_two_runs_is_not_of_the_limit(monkeypatch: pytest.MonkeyPat
     assert limit.elapsed_seconds == 60.0
     assert trainer.run(DATA, max_epochs=2).num_steps == 12
     assert limit.elapsed_seconds == 120.0
+
+
+def test_a_time_that_is_loaded_within_a_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From what was loaded; what passes between loading and the next run does not count."""
+    clock = Clock(monkeypatch)
+    trainer, _, _ = make()
+    limit = TimeLimit(seconds=1000)
+    limit.attach(trainer)
+    trainer.add_event_handler(Events.ITERATION_STARTED, clock.take, 10.0)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=4), lambda: limit.load_state_dict({"elapsed_seconds": 500.0}))
+    trainer.run(DATA)
+    assert limit.elapsed_seconds == 520.0
+    limit.load_state_dict({"elapsed_seconds": 700.0})
+    clock.take(3600.0)
+    assert limit.elapsed_seconds == 700.0
 
 
 def test_a_time_limit_of_two_trainers_counts_until_both_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:

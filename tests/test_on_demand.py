@@ -527,6 +527,21 @@ def test_a_signal_stops_all_trainers_that_listen() -> None:
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+def test_a_signal_stops_those_that_asked_for_it() -> None:
+    """Of two trainers with a signal each, the one whose signal comes; the other one goes on."""
+    gan = Gan()
+    d, g = two_trainers(gan)
+    stops = {d: StopOnSignal([signal.SIGTERM]), g: StopOnSignal([signal.SIGUSR1])}
+    for trainer, stop in stops.items():
+        stop.attach(trainer)
+    with d.session(), g.session():
+        signal.raise_signal(signal.SIGUSR1)
+        d.update([(gan.real[0], gan.fake(gan.noise[0]))])
+        g.update([gan.noise[0]])
+        assert (d.should_terminate, g.should_terminate) == (False, True)
+    assert [stop.received for stop in stops.values()] == [None, signal.SIGUSR1]
+
+
 def gan_that_is_stopped(directory: Path) -> tuple[list[int], bool, int]:
     """Rank 1 gets a signal while the generator is updated, in the second round; one checkpoint holds both trainers."""
     gan = Gan()

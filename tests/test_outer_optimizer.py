@@ -175,6 +175,24 @@ def test_one_process_is_the_formula(method: str) -> None:
         found = _train(method, updates, schedule=False)
         assert found["weights"] == pytest.approx(by_hand(method, updates, 1, [RATE] * updates)[0], rel=1e-12, abs=1e-14)
         assert found["outer"] == updates // H
+        assert found["logged"] == [], "there is no other replica from which it could differ"
+
+
+def test_the_first_outer_step_is_from_the_weights_with_which_training_began() -> None:
+    """Not from those at the time of attaching, as of a model into which weights are loaded later; nor from a later run's."""
+    ends = []
+    for loaded_late, stops in ((False, [2 * H]), (True, [2 * H]), (False, [1, H + 1, 2 * H])):
+        model = linear()
+        if loaded_late:
+            trainer, _ = make("lookahead", model=model)
+        with torch.no_grad():
+            model.weight.copy_(torch.tensor([[5.0, -4.0, 3.0]]))
+        if not loaded_late:
+            trainer, _ = make("lookahead", model=model)
+        for stop in stops:
+            trainer.run(DATA, max_iters=stop)
+        ends.append(weight_of(trainer))
+    assert ends[0] == ends[1] == ends[2]
 
 
 def test_complex_weights() -> None:
@@ -236,9 +254,11 @@ def _resumed(directory: str, stops: list[int]) -> list[float]:
 
 
 @pytest.mark.parametrize("stop", [2, slow(3), slow(5)], ids=str)
-def test_resumed_in_one_process_it_ends_with_the_same_bits(stop: int, tmp_path: Path) -> None:
-    """Between two outer steps, and after one, with AdamW inside."""
+def test_resumed_in_one_process_it_ends_with_the_same_bits(stop: int, tmp_path: Path, caplog: Any) -> None:
+    """Between two outer steps, and after one, with AdamW inside; no other replica is spoken of."""
     assert _resumed(str(tmp_path / "run"), [stop, 8]) == _resumed("", [8])
+    _resumed(str(tmp_path / "short"), [1, 2])
+    assert "each rank has weights of its own" not in caplog.text
 
 
 def test_resumed_it_divides_by_the_rate_of_the_schedule(tmp_path: Path) -> None:
@@ -859,6 +879,11 @@ def _other_model() -> None:
     outer.load_state_dict({**outer.state_dict(), "weights": {"weight": torch.zeros(2, 3)}})
 
 
+def _half_a_state() -> None:
+    _, outer = make()
+    outer.load_state_dict({"num_outer_steps": 2})
+
+
 def _mistake(name: str) -> str:
     model, ddp = linear(), None
     try:
@@ -939,6 +964,7 @@ MISTAKES: dict[str, Mistake] = {
         _other_parameters,
     ),
     "more": (ValueError, "got 1 that are not trained", _too_many_parameters),
+    "half": (ValueError, r"must have the keys of OuterOptimizer\.state_dict\(\), got one without optimizer", _half_a_state),
     "state": (ValueError, "state_dict must be of the same model, got one without a fitting 'weight'", _other_model),
     "closure": (ValueError, "closure must be left out with reduction='local'", _closure),
     "replay": (ValueError, "uneven must be left out with reduction='local'", _replay),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import ignite.distributed as idist
@@ -78,6 +78,16 @@ class Stream(IterableDataset[Tensor]):
 
     def __iter__(self) -> Any:
         return iter(ROWS)
+
+
+class Unsized:
+    """A sampler that does not say how many indices it has."""
+
+    def __init__(self, indices: Iterable[int]) -> None:
+        self._indices = indices
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._indices)
 
 
 def loaders() -> dict[str, Callable[[], Any]]:
@@ -211,11 +221,22 @@ def test_one_process_gets_all_of_them(gather: Any) -> None:
     check(predict(create_evaluator(cuts.linear(), forward), DataLoader(ROWS, batch_size=4, shuffle=True), gather=gather))  # type: ignore[arg-type]
 
 
+def test_outputs_that_forward_writes_over_are_kept() -> None:
+    """One buffer for the outputs of all micro-batches, as code that saves memory has it."""
+    buffer = ROWS.new_zeros(4, 3)
+
+    def fill(x: Tensor) -> Tensor:
+        return buffer[: len(x)].copy_(x)
+
+    assert torch.equal(run_with(fill), ROWS)
+
+
 def run_with(outputs: Callable[[Tensor], Any], loader: Any = None) -> Any:
     def forward(model: nn.Module, x: Tensor) -> ForwardOutput:
         return ForwardOutput(x.sum(), len(x), outputs=outputs(x))
 
-    return predict(create_evaluator(cuts.linear(), forward), loader or DataLoader(ROWS, batch_size=4))  # type: ignore[arg-type]
+    loader = DataLoader(ROWS, batch_size=4) if loader is None else loader  # type: ignore[arg-type]
+    return predict(create_evaluator(cuts.linear(), forward), loader)
 
 
 def ended_early() -> None:
@@ -242,6 +263,16 @@ MISTAKES: dict[str, Mistake] = {
         TypeError,
         "loader must have a sampler of integers, got the index 'a'",
         lambda: run_with(lambda x: x, DataLoader({"a": ROWS[0], "b": ROWS[1]}, sampler=["a", "b"])),  # type: ignore[arg-type]
+    ),
+    "tensors of indices": (
+        TypeError,
+        r"loader must have a sampler of integers, got the index tensor\(\[2, 0\]\)",
+        lambda: run_with(lambda x: x, DataLoader(ROWS, batch_size=None, sampler=[torch.tensor([2, 0])])),  # type: ignore[arg-type]
+    ),
+    "may be dropped": (
+        ValueError,
+        "got drop_last=True, which may leave out some; pass drop_last=False",
+        lambda: run_with(lambda x: x, DataLoader(ROWS, batch_size=4, sampler=Unsized(range(11)), drop_last=True)),  # type: ignore[arg-type]
     ),
     "dropped": (
         ValueError,

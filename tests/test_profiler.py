@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gzip
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,14 @@ def make(forward: Any = cuts.forward, **options: Any) -> Trainer:
     return create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.05), forward, **options)
 
 
-def names(trace: Path) -> list[str]:
-    """What a trace shows, in the order of time; those of the user alone."""
+def events_in(trace: Path) -> list[dict[str, Any]]:
+    """What a trace shows with a beginning and a length, in the order of time."""
     events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
-    return [event["name"] for event in sorted(events, key=lambda event: event.get("ts", 0)) if event.get("ph") == "X"]
+    return sorted((event for event in events if event.get("ph") == "X"), key=lambda event: event["ts"])
+
+
+def names(trace: Path) -> list[str]:
+    return [event["name"] for event in events_in(trace)]
 
 
 def of_updates(trace: Path) -> list[str]:
@@ -38,7 +43,7 @@ def of_updates(trace: Path) -> list[str]:
 
 def test_a_trace_has_the_sections_of_the_chosen_updates(tmp_path: Path) -> None:
     """Around the operations of torch, with those of a StepTimer, and no others."""
-    timer, profiler = StepTimer(), Profiler(tmp_path / "traces", updates=range(3, 5))
+    timer, profiler = StepTimer(), Profiler(tmp_path / "run/traces", updates=range(3, 5))
 
     def forward(model: nn.Module, micro_batch: Any) -> Any:
         with timer.section("mine"):
@@ -48,7 +53,7 @@ def test_a_trace_has_the_sections_of_the_chosen_updates(tmp_path: Path) -> None:
     timer.attach(trainer)
     profiler.attach(trainer)
     trainer.run(DATA, max_epochs=1)
-    (trace,) = (tmp_path / "traces").iterdir()
+    (trace,) = (tmp_path / "run/traces").iterdir()
     assert profiler.traces == [trace]
     assert trace.name == "updates-3-to-4.rank-0.trace.json.gz"
     found = names(trace)
@@ -58,6 +63,32 @@ def test_a_trace_has_the_sections_of_the_chosen_updates(tmp_path: Path) -> None:
     assert shown == ["update 4", "data", "mine", "backward", "reduction", "optimizer"]
     assert found.index("data") < found.index("aten::addmm") < found.index("optimizer")
     assert trainer._measured().open_range is None
+    assert not [name for name in names(trace) if name.startswith("ProfilerStep")], "torch counts from 0"
+
+
+def test_a_range_ends_where_the_next_one_begins(tmp_path: Path) -> None:
+    """Those of the updates, and those of the sections inside each of them."""
+    profiler, trainer = Profiler(tmp_path, updates=range(2, 5)), make()
+    profiler.attach(trainer)
+    trainer.run(DATA, max_epochs=1)
+    events = events_in(profiler.traces[0])
+    for shown in (("update 2", "update 3", "update 4"), ("data", "forward", "backward", "reduction", "optimizer")):
+        ranges = [(event["ts"], event["ts"] + event["dur"]) for event in events if event["name"] in shown]
+        assert len(ranges) >= 3
+        assert all(end <= begin for (_, end), (begin, _) in pairwise(ranges))
+
+
+@pytest.mark.parametrize("warm_up", [0, 1, 2])
+def test_it_warms_up_in_the_updates_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm_up: int) -> None:
+    """As many as asked for, and other listeners of the sections are not disturbed when it has ended."""
+    trainer, begins, heard = make(), list[int](), set[int]()
+    start = torch.profiler.profile.start
+    monkeypatch.setattr(torch.profiler.profile, "start", lambda self: (begins.append(trainer.state.iteration + 1), start(self)))
+    Profiler(tmp_path, updates=range(4, 5), warm_up=warm_up).attach(trainer)
+    trainer._measured().listeners.append(lambda _before, section: heard.add(trainer.state.iteration))
+    trainer.run(DATA, max_epochs=1)
+    assert begins == [4 - warm_up]
+    assert 6 in heard
 
 
 @pytest.mark.parametrize(("fails_in", "expected"), [(2, []), (3, ["update 3"]), (4, ["update 3", "update 4"])])

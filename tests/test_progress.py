@@ -448,6 +448,62 @@ def test_the_table_leaves_out_what_takes_next_to_no_time(
     assert "time    data 18.0 s (100%)\n" in capsys.readouterr().out
 
 
+class Times:
+    """What knows how the time was spent: ten sections with a tenth of it each, by the rows that they need."""
+
+    rows = (("a" * 8, "b" * 8, "c" * 9), ("d" * 9, "e" * 9), ("f" * 9, "g" * 20), ("h" * 20, "i" * 20), ("j",))
+    seconds_by_section: ClassVar[dict[str, float]] = dict.fromkeys((name for row in rows for name in row), 10.0)
+
+    def __call__(self) -> None:
+        pass
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        pass
+
+
+def test_the_table_has_as_many_rows_as_it_needs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of at most 68 columns beside the names of the rows, which two of these have; and the time is that of the run."""
+    clock = Clock(monkeypatch)
+    trainer, _, _ = make()
+    ProgressLog("simple").attach(trainer)
+    trainer.add_event_handler(EVERY, Times())
+    trainer.add_event_handler(EVERY, clock.take, 2.0)
+    trainer.run(DATA)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-6] == "finished after 6 updates (6 steps, 0 skipped) in 1 epoch, 12.0 s"
+    rows = [", ".join(f"{name} 10.0 s (10%)" for name in row) for row in Times.rows]
+    assert "\n".join(lines[-5:]) == "  time    " + ",\n          ".join(rows)
+
+
+class Buffered(Tee):
+    """A file whose text is there for others once it is flushed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waiting = ""
+
+    def write(self, text: str) -> int:
+        self.waiting += text
+        return len(text)
+
+    def flush(self) -> None:
+        self.text, self.waiting = self.text + self.waiting, ""
+
+
+def test_a_line_can_be_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where standard output is a file, which is buffered: whoever follows it sees how far the run is."""
+    trainer, _, _ = make()
+    ProgressLog("simple").attach(trainer, EVERY(every=1))
+    output, seen = Buffered(), list[int]()
+    trainer.append_event_handler(EVERY, lambda: seen.append(output.text.count("epoch ")))
+    monkeypatch.setattr(sys, "stdout", output)
+    trainer.run(DATA)
+    assert seen == [1, 2, 3, 4, 5, 6]
+
+
 @pytest.mark.parametrize(
     ("data", "stop_after", "expected"),
     [
@@ -594,6 +650,36 @@ def test_the_bar_is_closed_when_the_run_fails(monkeypatch: pytest.MonkeyPatch) -
     assert [(bar.n_at_start, bar.n, bar.total, bar.is_closed) for bar in ShownBar.shown] == [(0, 4, 6, True), (4, 6, 6, True)]
 
 
+class Refreshed(ShownBar):
+    """A bar that remembers when it was drawn, and which lengths it was told by `reset`."""
+
+    drawn: ClassVar[list[int]] = []
+    lengths: ClassVar[list[Any]] = []
+
+    def refresh(self, *args: Any, **options: Any) -> Any:
+        self.drawn.append(self.n)
+        return super().refresh(*args, **options)
+
+    def reset(self, total: Any = None) -> None:
+        self.lengths.append(total)
+        super().reset(total)
+
+
+def test_a_bar_is_drawn_ten_times_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With updates of 0.04 s, which is each third one; and the first one of a run in any case. Its length is told once."""
+    monkeypatch.setattr("ignite_train.handlers.progress.tqdm", Refreshed)
+    monkeypatch.setattr(Refreshed, "drawn", [])
+    monkeypatch.setattr(Refreshed, "lengths", [])
+    clock = Clock(monkeypatch)
+    trainer, _, _ = make()
+    ProgressLog("bar").attach(trainer)
+    trainer.add_event_handler(Events.ITERATION_STARTED, clock.take, 0.04)
+    for limit in (11, 14):
+        trainer.run(DATA, max_iters=limit)
+    assert [number for number in Refreshed.drawn if number] == [1, 4, 7, 10, 12]
+    assert Refreshed.lengths == [11, 14]
+
+
 class OfNotebookBar(ShownBar):
     """What `tqdm.auto` takes in a notebook."""
 
@@ -640,6 +726,18 @@ def test_both_bars_are_closed_when_an_evaluation_fails(monkeypatch: pytest.Monke
     with pytest.raises(ZeroDivisionError):
         trainer.run(DATA, max_epochs=1)
     assert [(bar.unit, bar.total, bar.is_closed) for bar in ShownBar.shown] == [("update", 6, True), ("batch", 6, True)]
+
+
+def test_the_bar_of_a_stock_engine_is_closed_when_it_has_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the next update finds the bar of the run alone."""
+    show_each_update(monkeypatch)
+    trainer, _, _ = make()
+    engine, closed = Engine(lambda _engine, micro_batch: None), list[bool]()
+    ProgressLog("bar").attach(trainer, evaluator=engine)
+    trainer.add_event_handler(EVERY(once=2), lambda: engine.run(DATA))
+    trainer.add_event_handler(EVERY(once=3), lambda: closed.extend(bar.is_closed for bar in ShownBar.shown))
+    trainer.run(DATA)
+    assert closed == [False, True]
 
 
 def test_the_bar_of_a_run_that_is_interrupted_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -162,7 +162,7 @@ def test_sanity_leaves_no_trace(tmp_path: Path) -> None:
         stopping.attach(job.trainer)
         checkpoint = Checkpoint(tmp_path / str(sanity), every=99, best="loss")
         checkpoint.attach(job.trainer, evaluator=job.evaluator)
-        for max_iters in (2, 3):
+        for max_iters in (1, 3):
             job.run(max_iters=max_iters)
         assert (len(evaluated), len(logged)) == (3 * 3 + sanity, 3)
         state = [stopping.state_dict(), job.validation.state_dict(), job.model.state_dict(), checkpoint.best.score]  # type: ignore[union-attr]

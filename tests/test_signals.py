@@ -130,6 +130,23 @@ def test_signals_of_others_reach_them() -> None:
     assert heard == [signal.SIGUSR2]
 
 
+def test_a_signal_whose_handler_python_does_not_know_keeps_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As one that a library of C has installed before Python began, which Python could not put back. A warning says so."""
+    known, install, changed = signal.getsignal, signal.signal, set[int]()
+    monkeypatch.setattr(signal, "getsignal", lambda number: None if number == signal.SIGUSR1 else known(number))
+    monkeypatch.setattr(signal, "signal", lambda number, handler: (changed.add(number), install(number, handler))[1])
+    trainer, stop = make("auto"), StopOnSignal()
+    stop.attach(trainer)
+    trainer.add_event_handler(Events.ITERATION_STARTED(once=2), lambda: signal.raise_signal(signal.SIGTERM))
+    assert trainer.run(cuts.cut(cuts.samples(), [8] * 4), max_epochs=1).iteration == 2
+    assert changed == {signal.SIGTERM}
+    assert [line for line in caplog.messages if "SIGUSR1" in line] == [
+        "SIGUSR1 has a handler that Python did not install, and keeps it: it will not end the run"
+    ]
+
+
 def test_only_the_main_thread_can_listen() -> None:
     """The message says so."""
     before, trainer, caught = installed(), make("auto"), []

@@ -319,7 +319,13 @@ def test_what_waits_is_bounded(device: EventTimes) -> None:
 def test_the_timer_has_the_times_of_the_device(monkeypatch: pytest.MonkeyPatch, device: EventTimes) -> None:
     """Beside those of the host, once the device has got there."""
     monkeypatch.setattr("ignite_train.handlers.step_timer.event_maker", lambda _: FakeEvent)
-    trainer, timer = make(accumulation_steps=3), StepTimer(window=1)
+    timer = StepTimer(window=1)
+
+    def forward(model: nn.Module, micro_batch: Any) -> Any:
+        with timer.section("mine"):
+            return cuts.forward(model, micro_batch)
+
+    trainer = make(forward, accumulation_steps=3)
     timer.attach(trainer)
     trainer.run(DATA, max_epochs=1)
     assert timer.summary(device=True) == {}
@@ -327,7 +333,8 @@ def test_the_timer_has_the_times_of_the_device(monkeypatch: pytest.MonkeyPatch, 
     times = timer.summary(device=True)
     assert {name: (each.updates, each.mean) for name, each in times.items() if name != "handler"} == {
         "data": (1, 1.0),
-        "forward": (1, 4.0),  # the beginning of the update, and three micro-batches
+        "forward": (1, 10.0),  # the beginning of the update, and three micro-batches with two events in each
+        "mine": (1, 3.0),
         "backward": (1, 3.0),
         "reduction": (1, 1.0),
         "optimizer": (1, 2.0),  # before ITERATION_COMPLETED, and after that of the update before
@@ -335,7 +342,7 @@ def test_the_timer_has_the_times_of_the_device(monkeypatch: pytest.MonkeyPatch, 
     head, *rows = timer.table().splitlines()
     assert head.endswith("on device")
     (forward,) = [row for row in rows if row.startswith("forward")]
-    assert forward.split()[-1] == "4000.000"
+    assert forward.split()[-1] == "10000.000"
     heard: list[str | None] = []
     sections = trainer._measured()
     sections.listeners.append(lambda _before, section: heard.append(section))
@@ -345,16 +352,26 @@ def test_the_timer_has_the_times_of_the_device(monkeypatch: pytest.MonkeyPatch, 
     assert FakeEvent.now == FakeEvent.reached, "nothing more is timed on the device"
 
 
+def test_a_long_run_keeps_the_times_of_the_device(monkeypatch: pytest.MonkeyPatch, device: EventTimes) -> None:
+    """They are read at the end of each interval, and not only when somebody asks for them."""
+    monkeypatch.setattr("ignite_train.handlers.step_timer.event_maker", lambda _: FakeEvent)
+    FakeEvent.reached = 1e9
+    trainer, timer = make(), StepTimer()
+    timer.attach(trainer, EVERY(every=50))
+    trainer.run(DATA, max_iters=200)
+    assert timer.summary(device=True)["forward"].updates == 200
+
+
 # --- ranks ---
 
 
 def of_a_rank() -> tuple[Any, ...]:
-    """A forward takes 1 s on rank 0 and 3 s on rank 1, by a clock that nothing else moves."""
+    """A forward takes 2 s on rank 0 and 6 s on rank 1, by a clock that nothing else moves."""
     now, timer = [100.0], StepTimer()
     time.perf_counter = lambda: now[0]  # type: ignore[assignment]  # this process ends with the test
 
     def forward(model: nn.Module, micro_batch: Any) -> Any:
-        now[0] += 1.0 + 2.0 * idist.get_rank()
+        now[0] += 2.0 + 4.0 * idist.get_rank()
         return cuts.forward(model, micro_batch)
 
     counted, by_update = [], []
@@ -367,7 +384,7 @@ def of_a_rank() -> tuple[Any, ...]:
             trainer.run(DATA, max_epochs=1)
         counted.append(len(traffic.collectives))
     metrics = trainer.state.metrics
-    assert by_update == [[], [], *[[1.0, 3.0]] * 4], "those of each interval travel with the next update"
+    assert by_update == [[], [], *[[2.0, 6.0]] * 4], "those of each interval travel with the next update"
     found = timer.seconds_by_rank, metrics["slowest_rank"], metrics["slowest_to_median"], counted, timer.table()
     timer.detach(trainer)
     metrics.clear()
@@ -381,7 +398,7 @@ def test_the_slowest_rank_is_known() -> None:
     outcomes = run_ranks(of_a_rank)
     for by_rank, slowest, ratio, (bare, measured), table, after_detach in outcomes:
         assert after_detach == set()
-        assert by_rank["forward"] == [1.0, 3.0]
+        assert by_rank["forward"] == [2.0, 6.0]
         assert (slowest, ratio) == (1.0, 3.0)
         assert measured == bare + 1
         (line,) = [line for line in table.splitlines() if line.startswith("forward")]

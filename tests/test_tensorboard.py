@@ -29,7 +29,7 @@ from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import text
 
 import cuts
-from ignite_train import Evaluator, Trainer, TrainEvents, UpdateOptions, create_evaluator, create_trainer
+from ignite_train import Evaluator, ForwardOutput, Trainer, TrainEvents, UpdateOptions, create_evaluator, create_trainer
 from ignite_train.handler.crc32c import ChangingBytes, crc32c, masked
 from ignite_train.handler.event_file import EventFile
 from ignite_train.handlers import Checkpoint, TensorBoard, TrainingMetrics, Validation
@@ -256,6 +256,22 @@ def test_histograms_are_those_of_the_update(tmp_path: Path) -> None:
     assert {tag.partition("/")[2] for tag in events.Tags()["histograms"]} == {"weight", "bias"}
 
 
+def test_histograms_of_a_mean_loss_and_of_an_update_without_samples(tmp_path: Path) -> None:
+    """A bare loss counts as one sample; where there is no sample there is no gradient, and nothing moves."""
+
+    def forward(model: torch.nn.Module, micro_batch: cuts.Sample, state: Any) -> Any:
+        output = cuts.forward(model, micro_batch)
+        return ForwardOutput(output.loss * 0.0, 0) if state.iteration == 2 else output.loss / output.sample_size
+
+    model = cuts.linear()
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=1e-3), forward)
+    TensorBoard(tmp_path, histograms=1).attach(trainer)
+    trainer.run(DATA[:4], max_epochs=1)
+    found = others(tmp_path)
+    assert found["weights/weight"] == [1, 2, 3, 4]
+    assert found["weights.gradients/weight"] == found["weights.updates/weight"] == [1, 3, 4]
+
+
 def test_without_histograms_nothing_stands_before_the_step(tmp_path: Path) -> None:
     """A handler of GRADIENTS_READY would keep an accelerator from queueing it."""
     trainer, _ = make()
@@ -287,20 +303,20 @@ def test_samples_are_shown(tmp_path: Path) -> None:
     trainer, _ = make()
     tensorboard = TensorBoard(tmp_path)
     tensorboard.attach(trainer, EVERY(every=2))
-    picture = torch.arange(64.0).view(1, 8, 8) / 64
-    tensorboard.show(
-        trainer, lambda: {"samples/text": "once upon a time", "samples/digit": picture}, EVERY(every=4) | Events.COMPLETED
-    )
+    picture, colours = torch.arange(64.0).view(1, 8, 8) / 64, torch.arange(192.0).view(3, 8, 8) / 192
+    samples = {"samples/text": "once upon a time", "samples/digit": picture, "samples/colours": colours}
+    tensorboard.show(trainer, lambda: samples, EVERY(every=4) | Events.COMPLETED)
     trainer.run(DATA, max_epochs=2)
     events = EventAccumulator(str(tmp_path), {"tensors": 0, "images": 0})
     events.Reload()
     texts = events.Tensors("samples/text/text_summary")
     assert [text.step for text in texts] == [4, 8, 12]
     assert make_ndarray(texts[0].tensor_proto).item() == b"once upon a time"
-    (image, *_) = events.Images("samples/digit")
-    assert (image.step, image.width, image.height) == (4, 8, 8)
-    pixels = torch.from_numpy(np.asarray(Image.open(io.BytesIO(image.encoded_image_string)).convert("L")).copy())
-    assert torch.equal(pixels, (picture[0] * 255).to(torch.uint8))
+    for name, sample, mode in (("digit", picture[0], "L"), ("colours", colours.movedim(0, 2), "RGB")):
+        (image, *_) = events.Images(f"samples/{name}")
+        assert (image.step, image.width, image.height) == (4, 8, 8)
+        pixels = torch.from_numpy(np.asarray(Image.open(io.BytesIO(image.encoded_image_string)).convert(mode)).copy())
+        assert torch.equal(pixels, (sample * 255).to(torch.uint8))
 
 
 @pytest.mark.parametrize("sample", [3, torch.zeros(8, 8), torch.zeros(2, 8, 8)], ids=["number", "matrix", "channels"])
@@ -512,6 +528,24 @@ def test_a_handler_that_comes_later_hides_what_is_made_again(
     assert shown["config/text_summary"] == shown["environment/text_summary"] == [0], "once, by either of them"
 
 
+def test_a_state_that_is_loaded_after_a_run_hides_what_came_later(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As where a loss spike is answered by going back: the points of each update are those of its second time."""
+    own_clock(monkeypatch)
+    trainer, _ = make()
+    tensorboard, offset, saved = TensorBoard(tmp_path), [0.0], list[Any]()
+    trainer.add_event_handler(
+        Events.ITERATION_STARTED, lambda: trainer.state.metrics.update(mine=trainer.state.iteration + offset[0])
+    )
+    tensorboard.attach(trainer, EVERY(every=1))
+    trainer.add_event_handler(EVERY(once=4), lambda: saved.extend([trainer.state_dict(), tensorboard.state_dict()]))
+    trainer.run(DATA)
+    trainer.load_state_dict(saved[0])
+    tensorboard.load_state_dict(saved[1])
+    offset[0] = 0.5
+    trainer.run(DATA, max_epochs=2)
+    assert points(tmp_path) == [(update, update + 0.5 * (update > 4)) for update in range(1, 13)]
+
+
 def test_a_disk_that_was_full_hides_no_points(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The file after a record that was written in part; also those of the update in which that happened."""
     own_clock(monkeypatch)
@@ -662,6 +696,40 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: py
         return
     trainer.run(DATA, max_epochs=1)
     assert steps(load(tmp_path), "train/loss") == [2, 6]
+    assert len([line for line in caplog.messages if "could not be written" in line]) == 1
+
+
+@pytest.mark.parametrize(
+    ("tag", "expected"),
+    [
+        ("weights.gradients/weight", {"weights.gradients/weight": [4, 6, 8, 10, 12]}),
+        ("custom_scalars__config__", {"custom_scalars__config__": [12]}),
+        ("environment/text_summary", {"environment/text_summary": [0], "config/text_summary": [0]}),
+    ],
+    ids=["histograms", "charts", "description"],
+)
+def test_a_disk_that_is_full_once_costs_what_was_written_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tag: str, expected: dict[str, list[int]]
+) -> None:
+    """A warning says so; what comes later is shown, and no file is left behind in which there is nothing."""
+    own_clock(monkeypatch)
+    trainer, evaluator = make()
+    TensorBoard(tmp_path, histograms=2).attach(trainer, EVERY(every=1), evaluator=evaluator)
+    TrainingMetrics().attach(trainer, EVERY(every=1))
+    write, full = EventFile._write, [FullDiskError()]
+
+    def fail(self: Any, record: bytes) -> None:
+        if full and any(value.tag == tag for value in event_in(record).summary.value):
+            self._file.write(b"part")  # of a record
+            raise full.pop()
+        write(self, record)
+
+    monkeypatch.setattr(EventFile, "_write", fail)
+    trainer.run(DATA, max_epochs=2)
+    is_lost = tag == "environment/text_summary"  # with the points that came with it
+    assert steps(load(tmp_path), "train/loss") == [*range(1 + is_lost, 13)]
+    assert expected.items() <= others(tmp_path).items()
+    assert len(list(tmp_path.iterdir())) == 2 - is_lost
     assert len([line for line in caplog.messages if "could not be written" in line]) == 1
 
 

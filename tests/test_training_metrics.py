@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
 import time
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from ignite.engine import Events
+from ignite.engine import Engine, Events
 from torch import nn
 
 import cuts
@@ -22,6 +23,7 @@ from ignite_train import (
     StaticLossScaling,
     Trainer,
     TrainEvents,
+    UpdateOutput,
     count_traffic,
     create_evaluator,
     create_trainer,
@@ -104,7 +106,7 @@ def test_the_loss_is_that_of_float64_by_hand() -> None:
 def of_a_rank(attaches: bool) -> tuple[dict[str, float], list[int]]:
     trainer = make(max_grad_norm=1.0, protect=False, reduction="explicit")
     if attaches:
-        TrainingMetrics().attach(trainer, EVERY(every=2))
+        TrainingMetrics(flops_per_sample=10.0, peak_flops=1e3).attach(trainer, EVERY(every=2))
     with count_traffic("cpu") as traffic:
         counts: list[int] = []
         for event in (Events.ITERATION_STARTED, EVERY):
@@ -117,6 +119,8 @@ def test_two_ranks_publish_the_same_without_a_collective_of_their_own() -> None:
     """The means are over the samples of both, and each update has the one collective that it has without handlers."""
     (first, collectives), (second, others) = run_ranks(of_a_rank, True)
     assert untimed(first) == untimed(second)
+    for metrics in (first, second):  # by its own clock, per device
+        assert metrics["model_flop_utilisation"] == pytest.approx(metrics["samples_per_second"] * 10.0 / (1e3 * 2), rel=1e-12)
     assert collectives[1:] == others[1:] == [1, 1, 1]  # in the first update the ranks agree on names
     assert [counts for _, counts in run_ranks(of_a_rank, False)] == [collectives, others]
     model, outputs = cuts.linear(), []
@@ -210,6 +214,19 @@ def test_means_do_not_depend_on_when_records_are_added_up(monkeypatch: pytest.Mo
     assert job() == expected
 
 
+def test_a_long_interval_does_not_keep_all_its_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are added up from time to time, so that an interval of any length needs a bounded memory."""
+    monkeypatch.setattr(training_metrics, "_MAX_PENDING", 4)
+    trainer, counted = make(), list[int]()
+    TrainingMetrics().attach(trainer, Events.COMPLETED)
+    for update in (1, 18):
+        trainer.append_event_handler(
+            EVERY(once=update), lambda: counted.append(sum(isinstance(thing, UpdateOutput) for thing in gc.get_objects()))
+        )
+    trainer.run(DATA, max_iters=18)
+    assert counted[1] < counted[0] + 8
+
+
 # --- resumption ---
 
 
@@ -226,6 +243,22 @@ def test_an_interval_is_continued_where_it_was_saved() -> None:
     other.run(DATA, max_iters=2)
     half.load_state_dict(saved)
     assert untimed(other.run(DATA, max_iters=6).metrics) == untimed({**expected, "progress": 5 / 6})
+
+
+def test_a_loaded_interval_takes_the_place_of_the_one_that_was_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the updates nor the time of the one that was broken off are added to it."""
+    clock = SlowForward(monkeypatch)
+    saved: dict[str, Any] = {}
+    for broken_off_after in (2, 3):
+        trainer, metrics = make(clock.forward), TrainingMetrics()
+        metrics.attach(trainer, EVERY(every=6))
+        trainer.add_event_handler(EVERY(once=broken_off_after), lambda: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            trainer.run(DATA)
+        saved = saved or metrics.state_dict()
+    metrics.load_state_dict(saved)
+    assert metrics.state_dict() == saved
+    assert saved["seconds"]["interval"]["forward"] == saved["sums"]["updates"] == 2.0
 
 
 def train(directory: Path, published: list[tuple[int, dict[str, Any]]], *, stop_after: int | None = None) -> TrainingMetrics:
@@ -395,6 +428,28 @@ def test_the_time_of_a_session_outside_of_updates_is_apart(monkeypatch: pytest.M
     assert seconds == {"handler": 21.0, "forward": 3.0}
 
 
+@pytest.mark.parametrize("stock", [True, False], ids=["stock-engine", "evaluator"])
+def test_an_evaluation_by_a_handler_of_ones_own_is_put_apart(monkeypatch: pytest.MonkeyPatch, stock: bool) -> None:
+    """If the metrics are told of its evaluator; what the handler does beside it (5 s and 7 s) is time of handlers."""
+    clock = SlowForward(monkeypatch)
+    trainer, metrics = make(clock.forward), TrainingMetrics()
+    model: Any = trainer._stateful_parts["model"]
+    evaluator = (
+        Engine(lambda _, micro_batch: clock.forward(model, micro_batch)) if stock else create_evaluator(model, clock.forward)
+    )
+    metrics.attach(trainer, EVERY(every=3), evaluator=evaluator)
+
+    @trainer.on(EVERY(every=2))
+    def evaluate() -> None:
+        clock.take(5.0)
+        evaluator.run(DATA[:4])
+        clock.take(7.0)
+
+    trainer.run(DATA)
+    seconds = {name: value for name, value in metrics.seconds_by_section.items() if value}
+    assert seconds == {"forward": 6.0, "evaluation": 3 * 4.0, "handler": 3 * 12.0}
+
+
 def test_an_evaluation_elsewhere_leaves_the_section_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """Within forward its time is that of forward, and after the run nothing is counted."""
     clock = SlowForward(monkeypatch)
@@ -438,6 +493,7 @@ def test_a_rate_of_a_log_that_there_is_not_is_warned_about(caplog: pytest.LogCap
         "per_second has 'sample', and forward has logged ['samples']: sample_per_second is 0 until it logs that; did you mean "
         "'samples'?"
     ]
+    assert trainer.state.metrics["sample_per_second"] == 0.0
 
 
 def test_the_time_to_go_counts_evaluation_apart(monkeypatch: pytest.MonkeyPatch) -> None:
