@@ -465,6 +465,23 @@ def test_a_gradient_that_one_rank_lacks_is_named() -> None:
         assert (update, parameters) == (2, ("weight", "bias"))
 
 
+def mismatch_before_an_update_without_samples() -> Any:
+    """The norms of update 2 differ; in update 3 rank 0 has samples without weight, and rank 1 none."""
+    job = Broken("explicit", range(2, 3)).job
+    GradNormConsistency().attach(job.trainer)
+    *data, (x, y, w) = shard(3)
+    if idist.get_rank() == 0:
+        data.append((x, y, 0 * w))
+    error = raised(GradNormMismatchError, lambda: job.trainer.run(data, max_epochs=1))
+    return error.update, error.parameters, error.all_differ, job.trainer.state.iteration
+
+
+@pytest.mark.slow
+def test_an_update_without_samples_names_no_parameter() -> None:
+    """Its gradients say nothing of those before it."""
+    assert run_ranks(mismatch_before_an_update_without_samples) == [(2, (), False, 2)] * 2
+
+
 @pytest.mark.parametrize(
     "norms",
     [

@@ -113,25 +113,28 @@ def test_layers_together() -> None:
     assert {name.partition("/")[2] for name in first if "/" in name} == {"block", "head", "unused"}
 
 
-def test_histograms() -> None:
-    """Against counting each element by itself."""
-    model = net()
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=["float64", "float32", "bfloat16"])
+def test_histograms_and_norms(dtype: torch.dtype) -> None:
+    """Against counting and squaring each element by itself; norms are not added up in fewer than 32 bits."""
+    model = net().to(dtype)
     trainer = make(model)
     seen: dict[str, Any] = {}
 
     def keep() -> None:
         seen.update({f"weight/{name}": p.detach().clone() for name, p in model.named_parameters()})
-        seen.update({f"gradient/{name}": value for name, value in trainer.gradients().items()})
+        seen.update({f"gradient/{name}": value.clone() for name, value in trainer.gradients().items()})
 
     trainer.add_event_handler(TrainEvents.GRADIENTS_READY, keep)
     with torch.no_grad():
         model.head.weight[0, 0], model.head.weight[0, 1] = 1e9, 2.0**-30
-    _, monitor = run(trainer, DATA[:EVERY], with_histograms=True)
-    for kind in ("weight", "gradient"):
+    (found,), monitor = run(trainer, [x.to(dtype) for x in DATA[:EVERY]], with_histograms=True)
+    for kind, metric in (("weight", "layer_weight_norm/head"), ("gradient", "layer_grad_norm/head")):
         elements = torch.cat([seen[f"{kind}/head.{name}"].flatten() for name in ("weight", "bias")]).tolist()
         edges, counts = monitor.histograms[f"{kind}/head"]
         assert list(counts) == [sum(low <= x < high for x in elements) for low, high in pairwise(edges)]
         assert sum(counts) == len(elements) == 5
+        # the norms of both parameters are of 24 bits where they are not of 53, and so is the factor of the mean gradient
+        assert found[metric] == pytest.approx(math.hypot(*elements), rel=1e-9 if dtype == torch.float64 else 1e-6)
     assert sum(monitor.histograms["gradient/unused"].counts) == 4  # its bias has no gradient
 
 
@@ -199,6 +202,26 @@ def test_frozen_layers_are_dead() -> None:
     found, monitor = run(trainer, DATA)
     assert monitor.dead == ("block.0", "block.2", "unused")
     assert found[-1]["update_ratio/block.0"] == 0
+
+
+def test_parameters_that_are_not_trained_are_in_no_layer() -> None:
+    """A layer without any other is not shown, and not dead; of a layer with others only these count."""
+    model = net()
+    model.block[0].requires_grad_(requires_grad=False)
+    model.head.bias.requires_grad_(requires_grad=False)
+    found, monitor = run(make(model), DATA[:EVERY], with_histograms=True)
+    layers = ["block.2", "head", "unused"]
+    assert {name.partition("/")[2] for name in found[0] if "/" in name} == {*layers}
+    assert monitor.dead == ("unused",)
+    assert [sum(monitor.histograms[f"weight/{name}"].counts) for name in layers] == [24, 4, 6]
+
+
+def test_the_edges_of_a_histogram_are_powers_of_two() -> None:
+    """From 2⁻³⁰ to 2⁶, their negatives, and the infinities."""
+    _, monitor = run(make(net()), DATA[:EVERY], with_histograms=True)
+    powers = [math.ldexp(1.0, exponent) for exponent in range(-30, 7)]
+    expected = (-math.inf, *(-power for power in powers[::-1]), *powers, math.inf)
+    assert {histogram.edges for histogram in monitor.histograms.values()} == {expected}
 
 
 def _on_this_rank(kind: str) -> Any:

@@ -153,6 +153,33 @@ def test_a_run_from_the_beginning_does_not_destroy_an_earlier_log(tmp_path: Path
 
 
 @kinds
+def test_an_empty_file_is_not_kept_as_that_of_an_earlier_run(tmp_path: Path, kind: str) -> None:
+    """It would take the place of the file that an earlier run has left; an evaluation before the run is in the log too."""
+    trainer, log = make(tmp_path, kind)
+    old = log.path.with_name(f"{log.path.name}.old")
+    old.write_text("an earlier log")
+    log.path.touch()
+    evaluator_of(trainer).run(DATA)
+    assert [row["update"] for row in read(log.path)] == ["0"]
+    trainer.run(DATA, max_iters=2)
+    assert [row["update"] for row in read(log.path)] == ["0", "1", "2"]
+    assert old.read_text() == "an earlier log"
+
+
+@kinds
+def test_a_line_that_lacks_only_its_end_is_written_again(tmp_path: Path, kind: str) -> None:
+    """The disk was full, or the process was killed, one byte before its end: the next line does not follow it there."""
+    trainer, log = make(tmp_path, kind)
+    trainer.run(DATA, max_iters=2)
+    state = log.state_dict()
+    os.truncate(log.path, log.path.stat().st_size - 1)
+    trainer, log = make(tmp_path, kind)
+    log.load_state_dict(state)
+    trainer.run(DATA, max_iters=2)
+    assert [row["update"] for row in read(log.path)] == ["1", "1", "2"]
+
+
+@kinds
 def test_an_evaluation_before_a_run_that_resumes_leaves_its_log(tmp_path: Path, kind: str) -> None:
     """As in a script that evaluates first, or only evaluates: the log has all lines, and the evaluation once."""
 

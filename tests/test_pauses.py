@@ -13,7 +13,7 @@ import torch
 from ignite.engine import Events
 
 import cuts
-from ignite_train import Trainer, UpdateOptions, create_trainer
+from ignite_train import Trainer, TrainEvents, UpdateOptions, create_trainer
 from ignite_train.handlers import EmptyCache, GarbageCollection
 from mistakes import Mistake, assert_one_line
 from ranks import run_ranks
@@ -149,6 +149,23 @@ def test_all_ranks_pause_together() -> None:
     """What one rank finds after an update, all do after the next."""
     first, second = run_ranks(_pause_on_this_rank)
     assert first == second == ([3, 5], [0, 2, 4, 6])
+
+
+def _empty_while_one_rank_is_fragmented() -> list[int]:
+    """Rank 1 is fragmented until it empties, and looks after each step, which is before the ranks empty."""
+    trainer = make(reduction="explicit")
+    memory = Memory(trainer, lambda update: 0.5 if idist.get_rank() == 1 and not memory.emptied else 0.1)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        memory.put_in_place(monkeypatch)
+        EmptyCache(fragmentation=0.5).attach(trainer, TrainEvents.STEP_COMPLETED)
+        trainer.run(DATA, max_epochs=1)
+    return memory.emptied
+
+
+@pytest.mark.slow
+def test_a_rank_that_finds_more_in_the_update_in_which_all_empty_joins_them() -> None:
+    """Its memory is still fragmented there, because it has not emptied yet."""
+    assert run_ranks(_empty_while_one_rank_is_fragmented) == [[2], [2]]
 
 
 MISTAKES: dict[str, Mistake] = {

@@ -241,6 +241,46 @@ def test_a_rank_ends_when_the_others_have_said_why(reports: list[Any], store: bo
     assert watch._some_have_not_told() is expected
 
 
+def test_the_clock_of_a_watch_stands_still_while_the_process_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look each half interval counts what has passed since the last one, and at most an interval."""
+    watch, times, looks = watch_of([], 0.0), Times(), []
+    monkeypatch.setattr(hang_watch, "time", times)
+    passing = iter([2.0, 3.0, 3600.0, 4.0])
+
+    def wait(seconds: float) -> bool:
+        looks.append(seconds)
+        times.sleep(next(passing, 0.0))
+        return len(looks) == 5
+
+    found, concluded, clocks = iter(["", "", "rank 1 is silent"]), [], []
+    watch._over, watch._interval, watch._clock, watch._verdict = SimpleNamespace(wait=wait), 4.0, 0.0, ""
+    watch._find_hang = lambda: clocks.append(watch._clock) or next(found)  # type: ignore[func-returns-value]
+    watch._conclude = lambda: concluded.append((watch._clock, watch._verdict))
+    watch._judge()
+    assert (looks, clocks) == ([2.0] * 5, [2.0, 5.0, 9.0])
+    assert concluded == [(9.0, "rank 1 is silent"), (13.0, "rank 1 is silent")]
+
+
+@pytest.mark.parametrize(("tells_after", "waited"), [(0.0, 0.0), (1.0, 1.0), (60.0, 2.0)], ids=["at once", "later", "never"])
+def test_a_hang_ends_the_process_with_its_stacks(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+    tells_after: float,
+    waited: float,
+) -> None:
+    """As soon as the others have told the finding, at most two seconds later; they have time to see that it has done so."""
+    watch, times, ended = watch_of([report(WAITS, has_told=True)], 0.0), Times(), []
+    monkeypatch.setattr(hang_watch, "time", times)
+    monkeypatch.setattr(hang_watch.collectives, "end_process", lambda status: ended.append((status, times.now - 50.0)))
+    watch._rank, watch._interval, watch._verdict, watch._has_told = 0, 0.4, "rank 1 is silent", False
+    watch._some_have_not_told = lambda: not watch._has_told or times.now < 50.0 + tells_after
+    watch._conclude()
+    assert ended == [(1, pytest.approx(waited + 3 * 0.4, abs=0.11))]
+    assert caplog.messages == ["training hangs: rank 1 is silent. The stacks of rank 0 follow; then it ends."]
+    assert "test_a_hang_ends_the_process_with_its_stacks" in capfd.readouterr().err
+
+
 def frame(file: str, **names: Any) -> Any:
     return SimpleNamespace(f_code=SimpleNamespace(co_filename=file, co_name="stand"), f_globals=names, f_lineno=12)
 
