@@ -954,6 +954,17 @@ def test_what_may_not_be_exact_is_said_at_the_start(
     assert all(re.search(pattern, line) for pattern, line in zip(notes, found_notes, strict=True))
 
 
+def test_what_may_not_be_exact_is_said_after_updates_on_demand(caplog: Any, tmp_path: Path) -> None:
+    """They have no loader, so the first run that has one says it."""
+    trainer, _ = make()
+    Checkpoint(tmp_path).attach(trainer)
+    with trainer.session():
+        trainer.update(LOADER[:1])
+    for limit in (1, 2):
+        trainer.run(Unsized(), max_epochs=limit)
+    assert sum("Unsized cannot save its position" in line for line in logged(caplog)) == 1
+
+
 def test_another_number_of_workers_in_the_middle_of_an_epoch(caplog: Any, tmp_path: Path) -> None:
     """What a dataset draws will differ, and that is said; other changes are looked at in test_changed_data.py."""
     message = "num_workers: 1 -> 0: what a dataset draws differs until the end of the epoch"

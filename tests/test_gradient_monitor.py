@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from bits import bit_by_bit
-from ignite_train import Trainer, TrainEvents, UpdateOptions, count_traffic, create_trainer
+from ignite_train import ForwardOutput, Trainer, TrainEvents, UpdateOptions, count_traffic, create_trainer
 from ignite_train.handlers import Checkpoint, Freeze, GradientMonitor
 from mistakes import Mistake, assert_one_line
 from ranks import run_ranks
@@ -117,7 +117,11 @@ def test_layers_together() -> None:
 def test_histograms_and_norms(dtype: torch.dtype) -> None:
     """Against counting and squaring each element by itself; norms are not added up in fewer than 32 bits."""
     model = net().to(dtype)
-    trainer = make(model)
+
+    def forward(model: nn.Module, x: Tensor) -> ForwardOutput:
+        return ForwardOutput((model(x) - 2.0).square().sum(), len(x))
+
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.05), forward, max_grad_norm=0.1)
     seen: dict[str, Any] = {}
 
     def keep() -> None:
@@ -126,16 +130,18 @@ def test_histograms_and_norms(dtype: torch.dtype) -> None:
 
     trainer.add_event_handler(TrainEvents.GRADIENTS_READY, keep)
     with torch.no_grad():
-        model.head.weight[0, 0], model.head.weight[0, 1] = 1e9, 2.0**-30
+        model.unused.weight.copy_(torch.tensor([[1e9, 2.0**-30], [1 - 2.0**-40, -1e-9]], dtype=torch.float64))
     (found,), monitor = run(trainer, [x.to(dtype) for x in DATA[:EVERY]], with_histograms=True)
-    for kind, metric in (("weight", "layer_weight_norm/head"), ("gradient", "layer_grad_norm/head")):
-        elements = torch.cat([seen[f"{kind}/head.{name}"].flatten() for name in ("weight", "bias")]).tolist()
-        edges, counts = monitor.histograms[f"{kind}/head"]
+    cases = [(kind, layer) for kind in ("weight", "gradient") for layer in ("block.0", "block.2", "head", "unused")]
+    for kind, layer in cases:
+        elements = torch.cat([value.flatten() for name, value in seen.items() if name.startswith(f"{kind}/{layer}.")]).tolist()
+        edges, counts = monitor.histograms[f"{kind}/{layer}"]
         assert list(counts) == [sum(low <= x < high for x in elements) for low, high in pairwise(edges)]
-        assert sum(counts) == len(elements) == 5
-        # the norms of both parameters are of 24 bits where they are not of 53, and so is the factor of the mean gradient
-        assert found[metric] == pytest.approx(math.hypot(*elements), rel=1e-9 if dtype == torch.float64 else 1e-6)
-    assert sum(monitor.histograms["gradient/unused"].counts) == 4  # its bias has no gradient
+        # the norm of each parameter has the bits of float32 where the parameter has fewer than those of float64
+        expected = pytest.approx(math.hypot(*elements), rel=1e-9 if dtype == torch.float64 else 1e-6)
+        assert found[f"layer_{kind.replace('ient', '')}_norm/{layer}"] == expected
+    sizes = [sum(monitor.histograms[f"{kind}/{layer}"].counts) for kind, layer in cases]
+    assert sizes == [20, 24, 5, 6, 20, 24, 5, 4]  # one bias has no gradient
 
 
 def watched(*, with_monitor: bool) -> tuple[list[int], list[bool]]:
@@ -160,6 +166,20 @@ def test_between_two_looks_it_does_nothing() -> None:
     assert listens == [False, True, False, True, False]
     expected, _ = watched(with_monitor=False)
     assert [mine - plain for mine, plain in zip(reads, expected, strict=True)] == [0, 1, 0, 1, 0]
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_it_looks_at_each_update_whose_number_is_a_multiple(every: int) -> None:
+    """Also at the first update of a run that continues another."""
+    trainer, looked = make(net()), []
+    GradientMonitor(every).attach(trainer)
+    trainer.add_event_handler(Events.ITERATION_STARTED, lambda: trainer.state.metrics.clear())
+    trainer.add_event_handler(
+        Events.ITERATION_COMPLETED, lambda: looked.extend([trainer.state.iteration] if trainer.state.metrics else [])
+    )
+    for limit in (2, 3, 8):
+        trainer.run(DATA, max_iters=limit)
+    assert looked == list(range(every, 9, every))
 
 
 def test_a_skipped_update_and_an_exception_leave_nothing_behind() -> None:

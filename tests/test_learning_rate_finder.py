@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from bits import bit_by_bit
-from ignite_train import GaveUpError, ResumableLoader, Trainer, TrainEvents, UpdateOptions, create_trainer
+from ignite_train import FairseqLossScaling, GaveUpError, ResumableLoader, Trainer, TrainEvents, UpdateOptions, create_trainer
 from ignite_train.handlers import Checkpoint, Freeze, LearningRateFinder, ModelEMA, OuterOptimizer, TrainingMetrics
 from mistakes import Mistake, assert_one_line
 from ranks import run_ranks
@@ -334,6 +334,21 @@ def test_other_objects_are_put_back() -> None:
     assert schedule.state_dict() == before
     search(trainer, MICRO_BATCHES, num_iter=3)
     assert schedule.last_epoch == 3
+
+
+def test_what_forward_carries_and_the_loss_scale_are_put_back() -> None:
+    """And the count of updates until the scale grows."""
+    model, scaling = net(), FairseqLossScaling(8.0, scale_window=8)
+
+    def forward(model: nn.Module, x: Tensor, state: Any) -> Tensor:
+        state.carried["sum"] = state.carried.get("sum", 0.0) + x.sum()
+        return mean_loss(model, x)
+
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=1e-3), forward, loss_scaling=scaling)
+    trainer.run(MICRO_BATCHES, max_epochs=1)
+    before = bit_by_bit([trainer.state.carried["sum"], scaling.state_dict()])
+    search(trainer, MICRO_BATCHES, num_iter=3)
+    assert bit_by_bit([trainer.state.carried["sum"], scaling.state_dict()]) == before
 
 
 def test_infinite_losses_end_it() -> None:

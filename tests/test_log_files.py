@@ -240,6 +240,12 @@ def test_of_several_lines_of_an_update_those_before_the_checkpoint_stay(tmp_path
 
     trainer.run(DATA, max_iters=3)
     assert [row["update"] for row in read(log.path)] == ["1", "2", "3", "3", "3"]
+    evaluator_of(trainer).run(DATA)
+    for state in (states[0], None):  # while the file is open
+        log.load_state_dict(state or log.state_dict())
+        evaluator_of(trainer).run(DATA)
+    log.finish()
+    assert [row["update"] for row in read(log.path)] == ["1", "2", "3", "3", "3", "3"]
     trainer, log = make(tmp_path, kind)
     log.load_state_dict(states[0])
     evaluator_of(trainer).run(DATA)
@@ -390,6 +396,22 @@ def test_rank_0_writes_and_its_failure_ends_all(tmp_path: Path) -> None:
     (_, first), (_, second) = run_ranks(of_a_rank, tmp_path / "full", True)
     assert first.startswith("[Errno 28] No space left on device")
     assert "rank 0 failed at update 3: OSError: [Errno 28] No space left on device" in second
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ([1, 2], "state_dict must be what JsonLines.state_dict.. gave"),
+        ({"written": 1, "latest": 1}, "got one without lines"),
+        ({"written": 1, "latest": -1, "lines": 1}, "state_dict.'latest'. must be an integer of at least 0, got -1"),
+        ({"written": 1, "latest": 1, "lines": 0.5}, "state_dict.'lines'. must be an integer of at least 0, got 0.5"),
+    ],
+    ids=["list", "key", "latest", "lines"],
+)
+def test_a_wrong_state_is_refused(tmp_path: Path, state: Any, message: str) -> None:
+    """One line says what is wrong with it."""
+    with pytest.raises((TypeError, ValueError), match=message):
+        JsonLines(tmp_path / "log.jsonl").load_state_dict(state)
 
 
 @pytest.mark.parametrize(

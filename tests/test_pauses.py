@@ -171,6 +171,7 @@ def test_a_rank_that_finds_more_in_the_update_in_which_all_empty_joins_them() ->
 MISTAKES: dict[str, Mistake] = {
     "zero": (ValueError, "fragmentation must be greater than 0", lambda: EmptyCache(fragmentation=0.0)),
     "percent": (ValueError, "fragmentation must be at most 1, got 30", lambda: EmptyCache(fragmentation=30)),
+    "above one": (ValueError, "fragmentation must be at most 1, got 1.5", lambda: EmptyCache(fragmentation=1.5)),
     "text": (TypeError, "fragmentation must be a number", lambda: EmptyCache(fragmentation="0.3")),  # type: ignore[arg-type]
     "event": (TypeError, "event must be an event", lambda: GarbageCollection().attach(make(), 500)),  # type: ignore[arg-type]
 }
