@@ -254,6 +254,23 @@ def test_of_several_lines_of_an_update_those_before_the_checkpoint_stay(tmp_path
 
 
 @kinds
+def test_a_run_that_resumes_without_the_state_of_its_log_continues_the_file(tmp_path: Path, kind: str) -> None:
+    """All lines up to the checkpoint's update stay, those after it are written again, and the file keeps its name."""
+    for limit in (5, 7):
+        trainer, log = make(tmp_path, kind)
+        Checkpoint(tmp_path / "checkpoints", every=3, asynchronous=False, leave_out=[type(log).__name__]).attach(trainer)
+        if limit == 5:
+            trainer.add_event_handler(EVERY(once=3), lambda trainer: evaluator_of(trainer).run(DATA))
+            trainer.add_event_handler(Events.ITERATION_STARTED(once=5), lambda: 1 // 0)
+            with pytest.raises(ZeroDivisionError):
+                trainer.run(DATA, max_epochs=2)
+        else:
+            trainer.run(DATA, max_iters=limit)
+    assert [row["update"] for row in read(log.path)] == [*"123", *"3456", "6", "7"]
+    assert not log.path.with_name(f"{log.path.name}.old").exists()
+
+
+@kinds
 def test_a_second_run_of_the_same_trainer_continues(tmp_path: Path, kind: str) -> None:
     """Also after an exception, with what was written before it."""
     trainer, log = make(tmp_path, kind)
