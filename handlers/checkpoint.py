@@ -293,7 +293,7 @@ class Checkpoint(Handler):
         self.saver.prepare()
         if collectives.is_main_rank() and not self._has_warned and trainer.state.dataloader is not None:
             log_how_exact(trainer.state.dataloader)
-        self._has_warned = True
+            self._has_warned = True
         self.cadence.start(None if self.cadence.best is None else self._best_on_disk())
 
     def _follow_evaluations(self) -> None:

@@ -149,8 +149,7 @@ class CurvatureMonitor(Handler):
             side_effects.undo()
         if (work := collectives.start_sum(total)) is not None:
             work.wait()
-        sample_size = collectives.total([sample_size])[0]
-        return total / sample_size if sample_size else total
+        return total / collectives.total([sample_size])[0]  # NaN without samples
 
 
 def _trainable(name: str, block: nn.Module) -> list[nn.Parameter]:

@@ -67,8 +67,8 @@ class EmptyCache(Handler, Piggyback):
             torch.accelerator.empty_cache()
         elif _unused_share() >= self.fragmentation:
             self._is_fragmented = True
-            self._is_due = collectives.world_size() == 1
-            if self._is_due:
+            if collectives.world_size() == 1:
+                self._is_due = True
                 self._empty_if_due()
 
     def payload(self) -> Sequence[float]:

@@ -152,9 +152,7 @@ class GradNormConsistency(PiggybackHandler):
             handle.remove()
             if trainer.state.iteration != noticed_in:  # another error ended that update
                 return
-            output = trainer.state.update_output
-            gradients = trainer.gradients() if output is not None and output.sample_size > 0 else {}
-            differing, common = self._differing(gradients)
+            differing, common = self._differing(trainer.gradients())
             raise GradNormMismatchError(*mismatch, differing, all_differ=bool(differing) and not common)
 
         # Attached only now: on an accelerator an update is faster without handlers of GRADIENTS_READY.

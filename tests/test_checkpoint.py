@@ -13,6 +13,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import ignite.distributed as idist
@@ -985,6 +986,39 @@ def test_what_may_not_be_exact_is_said_at_the_start(
     found_notes = [line for line in found[1] if "resuming from" not in line]
     assert len(found_notes) == len(notes)
     assert all(re.search(pattern, line) for pattern, line in zip(notes, found_notes, strict=True))
+
+
+def test_how_long_saves_held_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that each save moves on: the latest alone, and all together."""
+    clock, trainer, held = SimpleNamespace(now=100.0), make()[0], []
+    checkpoint = Checkpoint(tmp_path, every=2, asynchronous=False)
+    checkpoint.attach(trainer)
+    assert (checkpoint.held_seconds, checkpoint.total_held_seconds) == (0.0, 0.0)
+    save = checkpoint.saver.save
+
+    def save_for_long(*args: Any, **options: Any) -> None:
+        clock.now += trainer.state.iteration
+        save(*args, **options)
+
+    monkeypatch.setattr(checkpoint.saver, "save", save_for_long)
+    monkeypatch.setattr("ignite_train.handlers.checkpoint.time", SimpleNamespace(monotonic=lambda: clock.now))
+    trainer.append_event_handler(
+        Events.ITERATION_COMPLETED(every=2), lambda: held.append((checkpoint.held_seconds, checkpoint.total_held_seconds))
+    )
+    trainer.run(LOADER, max_iters=4)
+    held.append((checkpoint.held_seconds, checkpoint.total_held_seconds))
+    assert (held[0], held[-1]) == ((2.0, 2.0), (4.0, 10.0))  # of update 4, and of the end of the run after it
+
+
+def test_what_may_not_be_exact_is_said_after_updates_on_demand(caplog: Any, tmp_path: Path) -> None:
+    """They have no loader, so the first run that has one says it."""
+    trainer, _ = make()
+    Checkpoint(tmp_path).attach(trainer)
+    with trainer.session():
+        trainer.update(LOADER[:1])
+    for limit in (1, 2):
+        trainer.run(Unsized(), max_epochs=limit)
+    assert sum("Unsized cannot save its position" in line for line in logged(caplog)) == 1
 
 
 def test_another_number_of_workers_in_the_middle_of_an_epoch(caplog: Any, tmp_path: Path) -> None:

@@ -465,12 +465,30 @@ def test_a_gradient_that_one_rank_lacks_is_named() -> None:
         assert (update, parameters) == (2, ("weight", "bias"))
 
 
+def mismatch_before_an_update_without_samples() -> Any:
+    """The norms of update 2 differ; in update 3 rank 0 has samples without weight, and rank 1 none."""
+    job = Broken("explicit", range(2, 3)).job
+    GradNormConsistency().attach(job.trainer)
+    *data, (x, y, w) = shard(3)
+    if idist.get_rank() == 0:
+        data.append((x, y, 0 * w))
+    error = raised(GradNormMismatchError, lambda: job.trainer.run(data, max_epochs=1))
+    again = raised(GradNormMismatchError, lambda: job.trainer.run(data, max_epochs=1))
+    return error.update, error.parameters, error.all_differ, again, job.trainer.state.iteration
+
+
+@pytest.mark.slow
+def test_an_update_without_samples_names_no_parameter() -> None:
+    """Its gradients say nothing of those before it. The error is raised once, also if the same run continues."""
+    assert run_ranks(mismatch_before_an_update_without_samples) == [(2, (), False, None, 3)] * 2
+
+
 @pytest.mark.parametrize(
     "norms",
     [
         *([1.0, 1.0], [0.0, 0.0], [-1.0, -1.0], [1.0, 1 + 1e-9], [1.0, 1 + 2e-6], [2e-6, 0.0], [1e-12, 0.0], [1e30, 1e30]),
         *([math.inf, math.inf], [math.inf, math.nan], [1.0, math.inf], [math.nan, 1.0], [-1.0, 1.0], [1e30, -1.0]),
-        *([1.0, 1.0, 1.1], [1.0, 1.0, 1.0], [-1.0, math.inf]),
+        *([1.0, 1.0, 1.1], [1.0, 1.0, 1.0], [-1.0, math.inf], [5e-7, 6e-7]),
     ],
 )
 def test_the_device_objects_to_what_the_host_raises_for(norms: list[float]) -> None:
@@ -555,12 +573,17 @@ def attach_unalike(which: str) -> str:
     return str(raised(ValueError, lambda: job.trainer.run(shard(9), max_epochs=1)))
 
 
-@pytest.mark.parametrize("which", ["norm", "state"])
-def test_checks_in_different_updates_are_an_error(which: str) -> None:
+@pytest.mark.parametrize(
+    ("which", "found"),
+    [("norm", "GradNormConsistency had no norm on ranks [1]"), ("state", "StateConsistency had a digest on 1 of 2 ranks")],
+    ids=["norm", "state"],
+)
+def test_checks_in_different_updates_are_an_error(which: str, found: str) -> None:
     """Ranks that check at different times would never compare anything."""
     first, second = run_ranks(attach_unalike, which)
     assert first == second
     assert first.startswith("event must fire in the same updates on all ranks")
+    assert found in first
 
 
 def lose_count() -> Any:

@@ -94,6 +94,18 @@ def test_a_negative_one_has_its_sign() -> None:
     assert trainer.run([torch.ones(1, 2)]).metrics == {"curvature/model": 0.0}
 
 
+def test_parameters_on_which_the_loss_is_linear_or_does_not_depend() -> None:
+    """Their rows of the Hessian are zero."""
+
+    def bent(weights: Any, _: Any) -> Tensor:
+        return 2.0 * weights[0] ** 2 + 5.0 * weights[1]
+
+    model: nn.Module = nn.ParameterList([nn.Parameter(torch.tensor(0.5)) for _ in range(3)])
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.0), bent)
+    CurvatureMonitor(bent, every=1).attach(trainer)
+    assert trainer.run([1.0]).metrics == {"curvature/model": pytest.approx(4.0)}
+
+
 def of_two_weights(**options: Any) -> float:
     """What is published for the second derivatives 4 and 3."""
 
@@ -139,6 +151,23 @@ def test_loggers_show_it_with_the_layers() -> None:
     trainer.run(batches()[:2])
     assert seen == ["curvature/model"]
     assert grouped_metric(seen[0]) == "layers/curvature/model"
+
+
+def test_an_update_without_samples_has_none() -> None:
+    """Also what was published before is gone."""
+    model, seen = net(), []
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), masked)
+    CurvatureMonitor(masked, every=1, max_iterations=1).attach(trainer)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: seen.append("curvature/model" in trainer.state.metrics))
+    (x, y), second, *_ = batches()
+    trainer.run([(x, y), (x, y - 4), second])
+    assert seen == [True, False, True]
+
+
+def masked(model: nn.Module, micro_batch: Any) -> ForwardOutput:
+    """Labels below 0 do not count."""
+    x, y = micro_batch
+    return ForwardOutput(cross_entropy(model(x), y.clamp(min=-1), reduction="sum", ignore_index=-1), int((y >= 0).sum()))
 
 
 def normalised(beside: nn.Module, model: nn.Module, micro_batch: Any) -> ForwardOutput:

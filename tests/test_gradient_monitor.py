@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from bits import bit_by_bit
-from ignite_train import Trainer, TrainEvents, UpdateOptions, count_traffic, create_trainer
+from ignite_train import ForwardOutput, Trainer, TrainEvents, UpdateOptions, count_traffic, create_trainer
 from ignite_train.handlers import Checkpoint, Freeze, GradientMonitor
 from mistakes import Mistake, assert_one_line
 from ranks import run_ranks
@@ -113,26 +113,35 @@ def test_layers_together() -> None:
     assert {name.partition("/")[2] for name in first if "/" in name} == {"block", "head", "unused"}
 
 
-def test_histograms() -> None:
-    """Against counting each element by itself."""
-    model = net()
-    trainer = make(model)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=["float64", "float32", "bfloat16"])
+def test_histograms_and_norms(dtype: torch.dtype) -> None:
+    """Against counting and squaring each element by itself; norms are not added up in fewer than 32 bits."""
+    model = net().to(dtype)
+
+    def forward(model: nn.Module, x: Tensor) -> ForwardOutput:
+        return ForwardOutput((model(x) - 2.0).square().sum(), len(x))
+
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.05), forward, max_grad_norm=0.1)
     seen: dict[str, Any] = {}
 
     def keep() -> None:
         seen.update({f"weight/{name}": p.detach().clone() for name, p in model.named_parameters()})
-        seen.update({f"gradient/{name}": value for name, value in trainer.gradients().items()})
+        seen.update({f"gradient/{name}": value.clone() for name, value in trainer.gradients().items()})
 
     trainer.add_event_handler(TrainEvents.GRADIENTS_READY, keep)
     with torch.no_grad():
-        model.head.weight[0, 0], model.head.weight[0, 1] = 1e9, 2.0**-30
-    _, monitor = run(trainer, DATA[:EVERY], with_histograms=True)
-    for kind in ("weight", "gradient"):
-        elements = torch.cat([seen[f"{kind}/head.{name}"].flatten() for name in ("weight", "bias")]).tolist()
-        edges, counts = monitor.histograms[f"{kind}/head"]
+        model.unused.weight.copy_(torch.tensor([[1e9, 2.0**-30], [1 - 2.0**-40, -1e-9]], dtype=torch.float64))
+    (found,), monitor = run(trainer, [x.to(dtype) for x in DATA[:EVERY]], with_histograms=True)
+    cases = [(kind, layer) for kind in ("weight", "gradient") for layer in ("block.0", "block.2", "head", "unused")]
+    for kind, layer in cases:
+        elements = torch.cat([value.flatten() for name, value in seen.items() if name.startswith(f"{kind}/{layer}.")]).tolist()
+        edges, counts = monitor.histograms[f"{kind}/{layer}"]
         assert list(counts) == [sum(low <= x < high for x in elements) for low, high in pairwise(edges)]
-        assert sum(counts) == len(elements) == 5
-    assert sum(monitor.histograms["gradient/unused"].counts) == 4  # its bias has no gradient
+        # the norm of each parameter has the bits of float32 where the parameter has fewer than those of float64
+        expected = pytest.approx(math.hypot(*elements), rel=1e-9 if dtype == torch.float64 else 1e-6)
+        assert found[f"layer_{kind.replace('ient', '')}_norm/{layer}"] == expected
+    sizes = [sum(monitor.histograms[f"{kind}/{layer}"].counts) for kind, layer in cases]
+    assert sizes == [20, 24, 5, 6, 20, 24, 5, 4]  # one bias has no gradient
 
 
 def watched(*, with_monitor: bool) -> tuple[list[int], list[bool]]:
@@ -157,6 +166,20 @@ def test_between_two_looks_it_does_nothing() -> None:
     assert listens == [False, True, False, True, False]
     expected, _ = watched(with_monitor=False)
     assert [mine - plain for mine, plain in zip(reads, expected, strict=True)] == [0, 1, 0, 1, 0]
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_it_looks_at_each_update_whose_number_is_a_multiple(every: int) -> None:
+    """Also at the first update of a run that continues another."""
+    trainer, looked = make(net()), []
+    GradientMonitor(every).attach(trainer)
+    trainer.add_event_handler(Events.ITERATION_STARTED, lambda: trainer.state.metrics.clear())
+    trainer.add_event_handler(
+        Events.ITERATION_COMPLETED, lambda: looked.extend([trainer.state.iteration] if trainer.state.metrics else [])
+    )
+    for limit in (2, 3, 8):
+        trainer.run(DATA, max_iters=limit)
+    assert looked == list(range(every, 9, every))
 
 
 def test_a_skipped_update_and_an_exception_leave_nothing_behind() -> None:
@@ -199,6 +222,26 @@ def test_frozen_layers_are_dead() -> None:
     found, monitor = run(trainer, DATA)
     assert monitor.dead == ("block.0", "block.2", "unused")
     assert found[-1]["update_ratio/block.0"] == 0
+
+
+def test_parameters_that_are_not_trained_are_in_no_layer() -> None:
+    """A layer without any other is not shown, and not dead; of a layer with others only these count."""
+    model = net()
+    model.block[0].requires_grad_(requires_grad=False)
+    model.head.bias.requires_grad_(requires_grad=False)
+    found, monitor = run(make(model), DATA[:EVERY], with_histograms=True)
+    layers = ["block.2", "head", "unused"]
+    assert {name.partition("/")[2] for name in found[0] if "/" in name} == {*layers}
+    assert monitor.dead == ("unused",)
+    assert [sum(monitor.histograms[f"weight/{name}"].counts) for name in layers] == [24, 4, 6]
+
+
+def test_the_edges_of_a_histogram_are_powers_of_two() -> None:
+    """From 2⁻³⁰ to 2⁶, their negatives, and the infinities."""
+    _, monitor = run(make(net()), DATA[:EVERY], with_histograms=True)
+    powers = [math.ldexp(1.0, exponent) for exponent in range(-30, 7)]
+    expected = (-math.inf, *(-power for power in powers[::-1]), *powers, math.inf)
+    assert {histogram.edges for histogram in monitor.histograms.values()} == {expected}
 
 
 def _on_this_rank(kind: str) -> Any:

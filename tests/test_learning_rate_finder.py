@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from bits import bit_by_bit
-from ignite_train import GaveUpError, ResumableLoader, Trainer, TrainEvents, UpdateOptions, create_trainer
+from ignite_train import FairseqLossScaling, GaveUpError, ResumableLoader, Trainer, TrainEvents, UpdateOptions, create_trainer
 from ignite_train.handlers import Checkpoint, Freeze, LearningRateFinder, ModelEMA, OuterOptimizer, TrainingMetrics
 from mistakes import Mistake, assert_one_line
 from ranks import run_ranks
@@ -308,6 +308,49 @@ def test_without_a_number_it_takes_the_epochs_of_the_run() -> None:
     assert rates[-1] == pytest.approx(1e-2)
 
 
+@pytest.mark.parametrize("done", [1, 2])
+def test_without_a_number_it_takes_the_epochs_that_are_left(done: int) -> None:
+    """Of three, where the run has made one or two already."""
+    trainer, finder = make(net()), LearningRateFinder()
+    trainer.run(MICRO_BATCHES, max_epochs=done)
+    with finder.attach(trainer, start_lr=1e-4, end_lr=1e-2) as searching:
+        searching.run(MICRO_BATCHES, max_epochs=3)
+    assert len(finder.get_results()["lr"]) == 6 * (3 - done)
+
+
+def test_other_objects_are_put_back() -> None:
+    """Any that have a state: here a schedule that forward steps."""
+    model, parameter = net(), nn.Parameter(torch.zeros(()))
+    schedule = torch.optim.lr_scheduler.CyclicLR(torch.optim.SGD([parameter], lr=0.1), 0.1, 0.3)
+
+    def forward(model: nn.Module, x: Tensor) -> Tensor:
+        schedule.optimizer.step()
+        schedule.step()
+        return mean_loss(model, x)
+
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=1e-3), forward)
+    before = schedule.state_dict()
+    search(trainer, MICRO_BATCHES, to_save={"schedule": schedule}, num_iter=3)
+    assert schedule.state_dict() == before
+    search(trainer, MICRO_BATCHES, num_iter=3)
+    assert schedule.last_epoch == 3
+
+
+def test_what_forward_carries_and_the_loss_scale_are_put_back() -> None:
+    """And the count of updates until the scale grows."""
+    model, scaling = net(), FairseqLossScaling(8.0, scale_window=8)
+
+    def forward(model: nn.Module, x: Tensor, state: Any) -> Tensor:
+        state.carried["sum"] = state.carried.get("sum", 0.0) + x.sum()
+        return mean_loss(model, x)
+
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=1e-3), forward, loss_scaling=scaling)
+    trainer.run(MICRO_BATCHES, max_epochs=1)
+    before = bit_by_bit([trainer.state.carried["sum"], scaling.state_dict()])
+    search(trainer, MICRO_BATCHES, num_iter=3)
+    assert bit_by_bit([trainer.state.carried["sum"], scaling.state_dict()]) == before
+
+
 def test_infinite_losses_end_it() -> None:
     """A rate that is far too high gives no error, and what is not finite is not in the results."""
     model = net()[0].float()
@@ -458,6 +501,20 @@ def begin_in_an_epoch() -> None:
     trainer.run(MICRO_BATCHES)
 
 
+def begin_after_a_run_that_broke_off() -> None:
+    trainer = make(net())
+    trainer.add_event_handler(Events.ITERATION_STARTED(once=3), lambda: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        trainer.run(MICRO_BATCHES)
+    LearningRateFinder().attach(trainer).__enter__()
+
+
+def begin_when_a_run_starts() -> None:
+    trainer = make(net())
+    trainer.add_event_handler(Events.STARTED, lambda: LearningRateFinder().attach(trainer).__enter__())
+    trainer.run(MICRO_BATCHES)
+
+
 def search_without_a_length() -> None:
     with LearningRateFinder().attach(make(net())) as trainer:
         trainer.run(iter(MICRO_BATCHES))
@@ -480,6 +537,8 @@ MISTAKES: dict[str, Mistake] = {
     "save": (TypeError, r"to_save\['ema'\] must have state_dict", lambda: begin(to_save={"ema": 3})),
     "optimizer": (ValueError, r"to_save\['optimizer'\] must be the optimizer of the trainer", of_another),
     "running": (RuntimeError, "in the middle of an epoch", begin_in_an_epoch),
+    "broken off": (RuntimeError, "in the middle of an epoch", begin_after_a_run_that_broke_off),
+    "started": (RuntimeError, "in the middle of an epoch", begin_when_a_run_starts),
     "length": (ValueError, "num_iter must be given", search_without_a_length),
     "picture": (RuntimeError, "nothing to draw", lambda: LearningRateFinder().save_plot("none.png")),
 }

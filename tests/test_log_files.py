@@ -153,6 +153,33 @@ def test_a_run_from_the_beginning_does_not_destroy_an_earlier_log(tmp_path: Path
 
 
 @kinds
+def test_an_empty_file_is_not_kept_as_that_of_an_earlier_run(tmp_path: Path, kind: str) -> None:
+    """It would take the place of the file that an earlier run has left; an evaluation before the run is in the log too."""
+    trainer, log = make(tmp_path, kind)
+    old = log.path.with_name(f"{log.path.name}.old")
+    old.write_text("an earlier log")
+    log.path.touch()
+    evaluator_of(trainer).run(DATA)
+    assert [row["update"] for row in read(log.path)] == ["0"]
+    trainer.run(DATA, max_iters=2)
+    assert [row["update"] for row in read(log.path)] == ["0", "1", "2"]
+    assert old.read_text() == "an earlier log"
+
+
+@kinds
+def test_a_line_that_lacks_only_its_end_is_written_again(tmp_path: Path, kind: str) -> None:
+    """The disk was full, or the process was killed, one byte before its end: the next line does not follow it there."""
+    trainer, log = make(tmp_path, kind)
+    trainer.run(DATA, max_iters=2)
+    state = log.state_dict()
+    os.truncate(log.path, log.path.stat().st_size - 1)
+    trainer, log = make(tmp_path, kind)
+    log.load_state_dict(state)
+    trainer.run(DATA, max_iters=2)
+    assert [row["update"] for row in read(log.path)] == ["1", "1", "2"]
+
+
+@kinds
 def test_an_evaluation_before_a_run_that_resumes_leaves_its_log(tmp_path: Path, kind: str) -> None:
     """As in a script that evaluates first, or only evaluates: the log has all lines, and the evaluation once."""
 
@@ -213,11 +240,34 @@ def test_of_several_lines_of_an_update_those_before_the_checkpoint_stay(tmp_path
 
     trainer.run(DATA, max_iters=3)
     assert [row["update"] for row in read(log.path)] == ["1", "2", "3", "3", "3"]
+    evaluator_of(trainer).run(DATA)
+    for state in (states[0], None):  # while the file is open
+        log.load_state_dict(state or log.state_dict())
+        evaluator_of(trainer).run(DATA)
+    log.finish()
+    assert [row["update"] for row in read(log.path)] == ["1", "2", "3", "3", "3", "3"]
     trainer, log = make(tmp_path, kind)
     log.load_state_dict(states[0])
     evaluator_of(trainer).run(DATA)
     log.finish()
     assert [row["update"] for row in read(log.path)] == ["1", "2", "3", "3", "0"]
+
+
+@kinds
+def test_a_run_that_resumes_without_the_state_of_its_log_continues_the_file(tmp_path: Path, kind: str) -> None:
+    """All lines up to the checkpoint's update stay, those after it are written again, and the file keeps its name."""
+    for limit in (5, 7):
+        trainer, log = make(tmp_path, kind)
+        Checkpoint(tmp_path / "checkpoints", every=3, asynchronous=False, leave_out=[type(log).__name__]).attach(trainer)
+        if limit == 5:
+            trainer.add_event_handler(EVERY(once=3), lambda trainer: evaluator_of(trainer).run(DATA))
+            trainer.add_event_handler(Events.ITERATION_STARTED(once=5), lambda: 1 // 0)
+            with pytest.raises(ZeroDivisionError):
+                trainer.run(DATA, max_epochs=2)
+        else:
+            trainer.run(DATA, max_iters=limit)
+    assert [row["update"] for row in read(log.path)] == [*"123", *"3456", "6", "7"]
+    assert not log.path.with_name(f"{log.path.name}.old").exists()
 
 
 @kinds
@@ -363,6 +413,22 @@ def test_rank_0_writes_and_its_failure_ends_all(tmp_path: Path) -> None:
     (_, first), (_, second) = run_ranks(of_a_rank, tmp_path / "full", True)
     assert first.startswith("[Errno 28] No space left on device")
     assert "rank 0 failed at update 3: OSError: [Errno 28] No space left on device" in second
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ([1, 2], "state_dict must be what JsonLines.state_dict.. gave"),
+        ({"written": 1, "latest": 1}, "got one without lines"),
+        ({"written": 1, "latest": -1, "lines": 1}, "state_dict.'latest'. must be an integer of at least 0, got -1"),
+        ({"written": 1, "latest": 1, "lines": 0.5}, "state_dict.'lines'. must be an integer of at least 0, got 0.5"),
+    ],
+    ids=["list", "key", "latest", "lines"],
+)
+def test_a_wrong_state_is_refused(tmp_path: Path, state: Any, message: str) -> None:
+    """One line says what is wrong with it."""
+    with pytest.raises((TypeError, ValueError), match=message):
+        JsonLines(tmp_path / "log.jsonl").load_state_dict(state)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import torch
 from ignite.engine import Events
 
 import cuts
-from ignite_train import Trainer, UpdateOptions, create_trainer
+from ignite_train import Trainer, TrainEvents, UpdateOptions, create_trainer
 from ignite_train.handlers import EmptyCache, GarbageCollection
 from mistakes import Mistake, assert_one_line
 from ranks import run_ranks
@@ -151,9 +151,27 @@ def test_all_ranks_pause_together() -> None:
     assert first == second == ([3, 5], [0, 2, 4, 6])
 
 
+def _empty_while_one_rank_is_fragmented() -> list[int]:
+    """Rank 1 is fragmented until it empties, and looks after each step, which is before the ranks empty."""
+    trainer = make(reduction="explicit")
+    memory = Memory(trainer, lambda update: 0.5 if idist.get_rank() == 1 and not memory.emptied else 0.1)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        memory.put_in_place(monkeypatch)
+        EmptyCache(fragmentation=0.5).attach(trainer, TrainEvents.STEP_COMPLETED)
+        trainer.run(DATA, max_epochs=1)
+    return memory.emptied
+
+
+@pytest.mark.slow
+def test_a_rank_that_finds_more_in_the_update_in_which_all_empty_joins_them() -> None:
+    """Its memory is still fragmented there, because it has not emptied yet."""
+    assert run_ranks(_empty_while_one_rank_is_fragmented) == [[2], [2]]
+
+
 MISTAKES: dict[str, Mistake] = {
     "zero": (ValueError, "fragmentation must be greater than 0", lambda: EmptyCache(fragmentation=0.0)),
     "percent": (ValueError, "fragmentation must be at most 1, got 30", lambda: EmptyCache(fragmentation=30)),
+    "above one": (ValueError, "fragmentation must be at most 1, got 1.5", lambda: EmptyCache(fragmentation=1.5)),
     "text": (TypeError, "fragmentation must be a number", lambda: EmptyCache(fragmentation="0.3")),  # type: ignore[arg-type]
     "event": (TypeError, "event must be an event", lambda: GarbageCollection().attach(make(), 500)),  # type: ignore[arg-type]
 }

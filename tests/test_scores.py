@@ -233,6 +233,30 @@ def test_a_run_that_it_ended_stays_ended(tmp_path: Path, caplog: pytest.LogCaptu
     assert ends == [(3, True), (3, True), (5, True)]
 
 
+def test_an_evaluation_of_the_update_at_which_a_run_resumes_does_not_count_again(tmp_path: Path, caplog: Any) -> None:
+    """The evaluations before the break are not forgotten, so there is no warning that there were none."""
+    job = Scripted([3.0, 4.0])
+    EarlyStopping(job.evaluator, patience=5).attach(job.trainer)
+    job.validate()
+    Checkpoint(tmp_path).attach(job.trainer)
+    job.run()
+    other = Scripted([3.0, 4.0, 5.0])
+    stopping = EarlyStopping(other.evaluator, patience=5)
+    stopping.attach(other.trainer)
+    Checkpoint(tmp_path).attach(other.trainer)
+    evaluated: list[int] = []
+
+    def evaluate() -> None:
+        if not evaluated:
+            evaluated.append(other.trainer.state.iteration)
+            other.evaluator.run(DATA)
+
+    other.trainer.add_event_handler(Events.GET_BATCH_STARTED, evaluate)
+    assert other.run() == 3
+    assert (evaluated, stopping.best, stopping.num_bad) == ([2], 3.0, 1)
+    assert not any("has done nothing" in line for line in caplog.messages)
+
+
 def test_evaluations_that_do_not_count(caplog: pytest.LogCaptureFixture) -> None:
     """One before the first update, and a second one of the same update; and without any, a warning says what is missing."""
     job = Scripted([3.0, 4.0, 2.0])

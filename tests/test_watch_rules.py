@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import signal
 import threading
@@ -241,6 +242,46 @@ def test_a_rank_ends_when_the_others_have_said_why(reports: list[Any], store: bo
     assert watch._some_have_not_told() is expected
 
 
+def test_the_clock_of_a_watch_stands_still_while_the_process_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look each half interval counts what has passed since the last one, and at most an interval."""
+    watch, times, looks = watch_of([], 0.0), Times(), []
+    monkeypatch.setattr(hang_watch, "time", times)
+    passing = iter([2.0, 3.0, 3600.0, 4.0])
+
+    def wait(seconds: float) -> bool:
+        looks.append(seconds)
+        times.sleep(next(passing, 0.0))
+        return len(looks) == 5
+
+    found, concluded, clocks = iter(["", "", "rank 1 is silent"]), [], []
+    watch._over, watch._interval, watch._clock, watch._verdict = SimpleNamespace(wait=wait), 4.0, 0.0, ""
+    watch._find_hang = lambda: clocks.append(watch._clock) or next(found)  # type: ignore[func-returns-value]
+    watch._conclude = lambda: concluded.append((watch._clock, watch._verdict))
+    watch._judge()
+    assert (looks, clocks) == ([2.0] * 5, [2.0, 5.0, 9.0])
+    assert concluded == [(9.0, "rank 1 is silent"), (13.0, "rank 1 is silent")]
+
+
+@pytest.mark.parametrize(("tells_after", "waited"), [(0.0, 0.0), (1.0, 1.0), (60.0, 2.0)], ids=["at once", "later", "never"])
+def test_a_hang_ends_the_process_with_its_stacks(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+    tells_after: float,
+    waited: float,
+) -> None:
+    """As soon as the others have told the finding, at most two seconds later; they have time to see that it has done so."""
+    watch, times, ended = watch_of([report(WAITS, has_told=True)], 0.0), Times(), []
+    monkeypatch.setattr(hang_watch, "time", times)
+    monkeypatch.setattr(hang_watch.collectives, "end_process", lambda status: ended.append((status, times.now - 50.0)))
+    watch._rank, watch._interval, watch._verdict, watch._has_told = 0, 0.4, "rank 1 is silent", False
+    watch._some_have_not_told = lambda: not watch._has_told or times.now < 50.0 + tells_after
+    watch._conclude()
+    assert ended == [(1, pytest.approx(waited + 3 * 0.4, abs=0.11))]
+    assert caplog.messages == ["training hangs: rank 1 is silent. The stacks of rank 0 follow; then it ends."]
+    assert "test_a_hang_ends_the_process_with_its_stacks" in capfd.readouterr().err
+
+
 def frame(file: str, **names: Any) -> Any:
     return SimpleNamespace(f_code=SimpleNamespace(co_filename=file, co_name="stand"), f_globals=names, f_lineno=12)
 
@@ -270,6 +311,40 @@ def test_a_report_says_where_the_main_thread_is(monkeypatch: pytest.MonkeyPatch,
     assert watch._look(3, over=True).evaluated == 0
 
 
+@pytest.mark.parametrize("collects", [True, False])
+def test_a_look_at_a_thread_leaves_the_garbage_collector_as_it_is(collects: bool) -> None:
+    """Switched on or off."""
+    was_enabled = gc.isenabled()
+    try:
+        gc.enable() if collects else gc.disable()
+        found = hang_watch._frame_of(threading.get_ident())
+        assert gc.isenabled() is collects
+    finally:
+        gc.enable() if was_enabled else gc.disable()
+    assert found is not None
+    assert found.f_code.co_name == "_frame_of"
+
+
+@pytest.mark.parametrize(("timeout", "interval"), [(2.0, 0.25), (8.0, 1.0), (600.0, 1.0)])
+def test_a_watch_begins_with_patience(monkeypatch: pytest.MonkeyPatch, timeout: float, interval: float) -> None:
+    """The first update has its own limit; a report comes about once a second, and eight times within the timeout."""
+    monkeypatch.setattr(hang_watch.threading, "Thread", lambda **_: SimpleNamespace(start=lambda: None))
+    trainer: Any = SimpleNamespace(state=SimpleNamespace(iteration=3))
+    watch: Any = hang_watch._Watch(trainer, None, timeout, 3 * timeout)
+    found, waits = [], []
+    for update in (4, 5):
+        watch._clock = 0.0
+        watch._hear(0, report(AT_WORK, update=update)._replace(beat=update))
+        watch._clock = 2 * timeout
+        found.append(watch._find_hang())
+    assert found[0] == ""
+    assert found[1].startswith(f"rank 0 is silent for more than {timeout:g} s")
+    watch._over = SimpleNamespace(is_set=lambda: bool(waits), wait=waits.append)
+    watch._look = lambda beat, *, over: report(AT_WORK, over=over)
+    watch._talk()
+    assert waits == [interval]
+
+
 class MainThread:
     """Stands for the event that the run is over, by a clock: the main thread ends the run after so many waits for it.
 
@@ -289,7 +364,7 @@ class MainThread:
 
 @pytest.mark.parametrize(("ends_after", "ended"), [(0.5, []), (float("inf"), [1])], ids=["it comes out", "it waits forever"])
 def test_a_process_that_stood_still_may_still_end_the_run_itself(
-    monkeypatch: pytest.MonkeyPatch, ends_after: float, ended: list[int]
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, ends_after: float, ended: list[int]
 ) -> None:
     """The patience with its main thread is a second in which it runs."""
     found: list[int] = []
@@ -300,6 +375,7 @@ def test_a_process_that_stood_still_may_still_end_the_run_itself(
     watch._rank, watch._call_roll = 0, lambda: None
     watch._insist()
     assert found == ended
+    assert caplog.messages == ["rank 0 ends now: most likely it waits for the rank that failed"] * len(ended)
     assert main_thread.awaited == pytest.approx(1.0 if ended else 0.6)
 
 
