@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,9 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from ignite_train.model.random_state import (
+    RandomState,
     capture_random_state,
+    check_generators,
     generators_within,
     get_generator_state,
     restore_random_state,
@@ -172,3 +175,66 @@ def test_another_generator_of_numpy_is_read_each_time(kind: str) -> None:
         assert np.random.rand(3).tolist() == draws
     finally:
         np.random.set_bit_generator(before)  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def accelerators(monkeypatch: pytest.MonkeyPatch) -> list[torch.Generator]:
+    """The generators of two accelerators that this machine is said to have; a device may be given by its index."""
+    found = [torch.Generator().manual_seed(number) for number in (1, 2)]
+
+    def index(device: int | torch.device) -> int:
+        return device if isinstance(device, int) else device.index
+
+    module = SimpleNamespace(
+        get_rng_state=lambda device: found[index(device)].get_state(),
+        set_rng_state=lambda state, device: found[index(device)].set_state(state),
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cpu"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: len(found))
+    return found
+
+
+def test_each_accelerator_draws_the_same_numbers_again(accelerators: list[torch.Generator]) -> None:
+    """After a restore, each its own; on a machine with fewer of them those that are there do."""
+    state = capture_random_state()
+    first = [draw(generator) for generator in accelerators]
+    check_generators(state)
+    restore_random_state(state)
+    assert [draw(generator) for generator in accelerators] == first
+    assert first[0] != first[1]
+    del accelerators[1]
+    check_generators(state)
+    restore_random_state(state)
+    assert draw(accelerators[0]) == first[0]
+
+
+def test_a_state_of_a_machine_without_accelerators_leaves_them_alone(accelerators: list[torch.Generator]) -> None:
+    """As where a run goes on with a GPU that it did not have before."""
+    state = capture_random_state(accelerators=False)
+    before = [generator.get_state() for generator in accelerators]
+    check_generators(state)
+    restore_random_state(state)
+    assert all(torch.equal(generator.get_state(), one) for generator, one in zip(accelerators, before, strict=True))
+
+
+def test_a_damaged_state_of_an_accelerator_is_refused(accelerators: list[torch.Generator]) -> None:
+    """Before any generator has changed. One for a device that this machine does not have is not looked at."""
+    state = capture_random_state()
+    state["accelerators"][1] = torch.zeros(3, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="random generators cannot be restored"):
+        check_generators(state)
+    del accelerators[1]
+    check_generators(state)
+
+
+def test_a_draw_on_an_accelerator_is_noticed(accelerators: list[torch.Generator]) -> None:
+    """On the device that is watched, and on no other."""
+    before = RandomState(torch.device("cuda", 1))
+    draw(accelerators[0])
+    assert not before.has_moved()
+    draw(accelerators[1])
+    assert before.has_moved()
+    before.restore()
+    assert not before.has_moved()
