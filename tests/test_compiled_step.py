@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -288,6 +289,28 @@ def test_optimizers_that_are_known(name):
     model = network()
     step = CompiledStep(KINDS[name](model.parameters()), model)
     assert (step.why_never(), step.why_not()) == (None, None)
+
+
+def test_a_class_whose_step_is_not_torchs_is_not_known(monkeypatch):
+    """What replaced it might do anything."""
+    model = network()
+    monkeypatch.setattr(SGD, "step", lambda self, closure=None: None)
+    reason = CompiledStep(SGD(model.parameters(), lr=0.1), model).why_never()
+    assert str(reason).startswith("the step of SGD is not known here as a formula")
+
+
+@pytest.mark.parametrize("rate", [1, 0, np.float64(0.5)], ids=["integer", "zero", "of NumPy"])
+def test_a_rate_may_be_any_number(rate):
+    """A graph is given its value."""
+    model, right = network(), network()
+    for one in (model, right):
+        set_gradients(one, 0)
+    step = ByGraph(model, SGD(model.parameters(), lr=rate))
+    assert step() is None
+    assert step.step.why_not() is None
+    SGD(right.parameters(), lr=float(rate)).step()
+    for found, expected in zip(model.parameters(), right.parameters(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
 
 
 def replace_step(model: nn.Module, optimizer: Optimizer) -> None:

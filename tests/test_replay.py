@@ -92,6 +92,18 @@ def test_a_trial_run_leaves_no_trace():
     assert noted.calls == 1
 
 
+def test_a_trial_run_undoes_what_forward_counts():
+    """Also where each attribute that it assigns was there before."""
+    model = Noted()
+    model(torch.ones(3))
+    latest = model.latest
+    trial = TrialRun(model, Carried(), lambda model, x: model(x), None)
+    model(torch.zeros(3))
+    trial.undo()
+    assert model.calls == 1
+    assert model.latest is latest
+
+
 def test_a_trial_run_undoes_the_draws_of_forward_itself():
     """An object for a forward, or a method of one, may hold a generator."""
 
