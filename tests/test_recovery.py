@@ -427,9 +427,10 @@ class Logarithm(nn.Module):
     [
         ("forward", "run again: micro-batch 2 of 2: NaN in the output of module '3' (Logarithm), shape (4, 1)"),
         ("handler", "run again: micro-batch 2 of 2: NaN in the output of module '3' (Logarithm), shape (4, 1)"),
+        ("outside", "run again: micro-batch 2 of 2: FloatingPointError when run again: not this loss"),
         ("without-cause", "run again, this update was finite"),
     ],
-    ids=["forward", "handler", "without-cause"],
+    ids=["forward", "handler", "outside-of-modules", "without-cause"],
 )
 def test_a_floating_point_error_of_ones_own_is_explained(site: str, note: str) -> None:
     """A check of the user's own ends the run; its error says where the value came from, and the replay leaves no trace."""
@@ -440,8 +441,9 @@ def test_a_floating_point_error_of_ones_own_is_explained(site: str, note: str) -
             raise FloatingPointError("not this loss")
 
     def forward(model: nn.Module, micro_batch: Any) -> torch.Tensor:
-        x, model[3].sign = micro_batch
-        loss = model(x).mean()
+        x, sign = micro_batch
+        model[3].sign = 1.0 if site == "outside" else sign
+        loss = model(x).mean() + (torch.tensor(sign).log() if site == "outside" else 0.0)
         if site != "handler":
             check(loss)
         return loss
