@@ -348,6 +348,18 @@ def test_what_stands_in_the_way_of_a_graph(name):
     assert str(step.step.why_not()).startswith(reason)
 
 
+@pytest.mark.parametrize(
+    ("option", "reason"),
+    [("fused", None), ("capturable", None), ("foreach", "the optimizer counts its steps on the CPU; make it with fused=True")],
+)
+def test_elsewhere_steps_are_counted_on_the_device(option, reason):
+    """Adam's for-loops count them on the host, for which each update would wait."""
+    model = nn.Linear(3, 1, device="meta")
+    optimizer = Adam(model.parameters())
+    optimizer.param_groups[0][option] = True
+    assert CompiledStep(optimizer, model).why_not() == reason
+
+
 @pytest.mark.parametrize("register", [register_optimizer_step_pre_hook, register_optimizer_step_post_hook], ids=["pre", "post"])
 def test_a_hook_of_all_optimizers_stands_in_the_way(register):
     model = network()

@@ -291,7 +291,7 @@ def test_a_gradient_with_other_strides_is_copied(caplog, name):
 
 @pytest.mark.parametrize("again", [False, True], ids=["at the first step", "in the middle"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_moments_with_other_strides_are_laid_out_again(name, again):
+def test_moments_with_other_strides_are_laid_out_again(caplog, name, again):
     """Moments from a run whose weights had another layout belong to the same indices, whenever they are loaded."""
     batches = [{"a": torch.linspace(0.5, 1.0, 30).view(6, 5)}, {"a": torch.linspace(1.0, -1.0, 30).view(6, 5)}]
     first = nn.ParameterDict({"a": torch.ones(6, 5)})
@@ -308,6 +308,7 @@ def test_moments_with_other_strides_are_laid_out_again(name, again):
     optimizer.load_state_dict(old.state_dict())
     trainer.run(batches, max_epochs=2 if again else 1)
     assert_close(model, right, before, within=1e-6)
+    assert len([record for record in caplog.records if "moments of the optimizer are laid out again" in record.message]) == 1
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

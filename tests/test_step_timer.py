@@ -282,6 +282,8 @@ def test_events_are_read_when_the_device_has_got_there(device: EventTimes) -> No
         device.mark("forward")
         device.end_update("handler")
     assert device.drain() == []
+    FakeEvent.reached = 6.0  # the first update has only its end before it
+    assert device.drain() == []
     FakeEvent.reached = 9.0  # the first update is over, and the second has begun
     assert device.drain() == [{"data": 1.0, "forward": 3.0, "backward": 2.0, "mine": 2.0}]
     FakeEvent.reached = FakeEvent.now

@@ -174,6 +174,23 @@ def test_what_lies_on_a_device_is_not_pinned(monkeypatch: pytest.MonkeyPatch) ->
     assert {name: tensor.device for name, tensor in moved.items()} == {"host": META, "device": META}
 
 
+@pytest.mark.usefixtures("notes")
+@pytest.mark.parametrize("streams", [True, False], ids=["streams", "without"])
+def test_no_copy_waits(monkeypatch: pytest.MonkeyPatch, streams: bool) -> None:
+    """Each tensor is asked to move without waiting, sparse ones too."""
+    monkeypatch.setattr(to_device, "_has_streams", lambda device: streams)
+    moving, to = [], Tensor.to
+
+    def noting(tensor: Tensor, *arguments: Any, **named: Any) -> Tensor:
+        moving.append((arguments, named))
+        return to(tensor, *arguments, **named)
+
+    monkeypatch.setattr(Tensor, "to", noting)
+    monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: None)
+    ToDevice(META)({"x": torch.ones(2), "sparse": torch.eye(2).to_sparse()})
+    assert moving == [((META,), {"non_blocking": True})] * 2
+
+
 def test_what_is_no_plain_tensor_moves_when_it_is_asked_for(notes: list[str]) -> None:
     """Sparse tensors, and objects that move themselves, are not touched ahead; the rest stays what it is."""
 
