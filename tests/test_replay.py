@@ -81,12 +81,15 @@ def test_a_buffer_that_is_another_one_by_now_is_remembered_again(name, how):
 
 def test_a_trial_run_leaves_no_trace():
     """A second forward, after a trial run was undone, gives the very numbers that the first one gave."""
-    noted = Noted()
+    noted, carried = Noted(), Carried({"seen": 1})
     model = nn.Sequential(noted)
-    trial = TrialRun(model, Carried(), lambda model, x: model(x), None)
+    trial = TrialRun(model, carried, lambda model, x: model(x), None)
     first = model(torch.ones(3))
+    carried["seen"] = 2
     trial.undo()
     assert noted.calls == 0
+    assert carried == {"seen": 1}
+    assert noted.assigned.tolist() == noted.written.tolist() == [0.0] * 3
     assert not hasattr(noted, "latest")
     assert torch.equal(model(torch.ones(3)), first)
     assert noted.calls == 1
@@ -102,6 +105,22 @@ def test_a_trial_run_undoes_what_forward_counts():
     trial.undo()
     assert model.calls == 1
     assert model.latest is latest
+
+
+@pytest.mark.parametrize("how", ["added", "deleted"])
+def test_a_trial_run_undoes_an_attribute_that_comes_or_goes(how):
+    """Also where it is all that forward changes in a module."""
+    model = nn.Linear(1, 1)
+    if how == "deleted":
+        model.latest = None
+    before = {**vars(model)}
+    trial = TrialRun(model, Carried(), lambda model, x: model(x), None)
+    if how == "added":
+        model.latest = None
+    else:
+        del model.latest
+    trial.undo()
+    assert vars(model) == before
 
 
 def test_a_trial_run_undoes_the_draws_of_forward_itself():
