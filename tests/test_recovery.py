@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -464,6 +466,59 @@ def test_a_floating_point_error_of_ones_own_is_explained(site: str, note: str) -
     ] * 2
     assert trainer.state.num_micro_batches == 2  # those of the first update
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+UNUSUAL: dict[str, Callable[[], torch.Tensor]] = {
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]),
+    "compressed": lambda: torch.eye(2).to_sparse_csr(),
+    "float8": lambda: torch.ones(2).to(torch.float8_e4m3fn),
+    "meta": lambda: torch.ones(2, device="meta"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:Sparse CSR tensor support")
+@pytest.mark.parametrize("place", ["micro-batch", "buffer", "output"])
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_the_search_goes_on_past_what_torch_cannot_look_at(name: str, place: str) -> None:
+    """Torch has no `isfinite` for some layouts, dtypes and devices. The cause is found, and is not said to be there."""
+
+    class Unusual(nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return x, UNUSUAL[name]()
+
+    model = nn.ModuleDict({"unusual": Unusual(), "linear": nn.Linear(3, 1), "logarithm": Logarithm()})
+    if place == "buffer":
+        model.register_buffer("unusual_buffer", UNUSUAL[name]())
+
+    def forward(model: Any, micro_batch: Any) -> torch.Tensor:
+        x = micro_batch["x"]
+        if place == "output":
+            x, _ = model["unusual"](x)
+        logarithm: torch.Tensor = model["logarithm"](-model["linear"](x).abs() - 1)
+        return logarithm.mean()
+
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), forward)
+    micro_batch = {"x": torch.ones(2, 3)} | ({"unusual": UNUSUAL[name]()} if place == "micro-batch" else {})
+    with pytest.raises(NonFiniteError, match=r"NaN in the output of module 'logarithm' \(Logarithm\)"):
+        trainer.run([micro_batch])
+
+
+def test_complex_values_are_looked_at() -> None:
+    """The module that made the first of them not finite is named, and a buffer that is spoilt."""
+
+    class Turned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("spoilt", torch.full((1,), complex("nan")))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.complex(x, torch.full_like(x, math.nan))
+
+    model = nn.Sequential(nn.Linear(3, 1), Turned())
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda model, x: model(x).abs().mean())
+    with pytest.raises(NonFiniteError, match=r"NaN in the output of module '1' \(Turned\)") as caught:
+        trainer.run([torch.ones(2, 3)])
+    assert [note for note in caught.value.__notes__ if note.startswith("the buffer '1.spoilt' has a NaN by now")]
 
 
 def skip_for_ever() -> tuple[int, int, int]:
