@@ -133,8 +133,36 @@ def sparse(kind: Callable[..., Any], **options: Any) -> dict[str, Any]:
     return {"model": model, "optimizer": kind(list(model.parameters()), lr=0.1, **options)}
 
 
+class Relative(torch.optim.Optimizer):
+    """Computes its rate itself, as Adafactor may."""
+
+    def __init__(self, parameters: Any, **defaults: Any) -> None:
+        super().__init__(parameters, defaults)
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # noqa: ARG002
+        """Makes steps of a hundredth of the gradient."""
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                parameter.sub_(0.01 * parameter.grad)
+
+
+def relative(**defaults: Any) -> dict[str, Any]:
+    """A model and such an optimizer."""
+    model = linear()
+    return {"model": model, "optimizer": Relative(model.parameters(), **defaults)}
+
+
 def scheduler() -> Any:
     return torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD(linear().parameters(), lr=0.1))
+
+
+def test_a_rate_that_means_nothing_may_be_given() -> None:
+    """As the message says where it is missing."""
+    made = relative(lr=1.0)
+    before = made["model"].weight.detach().clone()
+    trainer = create_trainer(made["model"], made["optimizer"], lambda model, x: model(x).sum())
+    assert trainer.run([torch.ones(1, 2)]).update_output.learning_rates == (1.0,)
+    torch.testing.assert_close(made["model"].weight.detach(), before - 0.01)
 
 
 @cases(
@@ -170,6 +198,8 @@ def scheduler() -> Any:
         "build the optimizer from model.parameters()",
         "nn.ModuleDict(",
     ),
+    Case("rate-missing", relative(), ValueError, "optimizer", "learning rate", "none in param_groups[0]", "set its 'lr'"),
+    Case("rate-none", relative(lr=None), ValueError, "optimizer", "learning rate", "none in param_groups[0]", "to 1.0 if"),
     Case("optimizers-empty", {"optimizer": []}, ValueError, "optimizer", "at least one", "none"),
     Case("optimizers-not", {"optimizer": [None]}, TypeError, "optimizer[0]", "torch.optim.Optimizer", "None"),
     Case("optimizers-number", several(lambda one, other: {1: one}), ValueError, "optimizer", "strings", "got 1"),
