@@ -79,6 +79,24 @@ def test_right_kernels_are_found_right(dtype):
     assert wrong == []
 
 
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_a_trial_has_the_options_of_the_group(monkeypatch, kind):
+    """Those, and no others: a kernel may be wrong with one of them only."""
+    name = {SGD: "sgd", Adam: "adam", Adagrad: "adagrad"}[kind]
+    kernel, on = getattr(fused_kernels, name), []
+
+    def noting(*args: Any, **options: Any) -> None:
+        assert options["fused"]
+        on.append({option for option in OPTIONS[kind] if options[option]})
+        kernel(*args, **options)
+
+    monkeypatch.setattr(fused_kernels, name, noting)
+    for options in [set(), *({option, "momentum"} if option == "nesterov" else {option} for option in OPTIONS[kind])]:
+        on.clear()
+        assert is_kernel_right.__wrapped__(kind, frozenset(options), torch.float32, CPU)
+        assert on == [options] * 2
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", [Adam, Adagrad])
 def test_narrow_kernels_are_found_right(kind, dtype):
