@@ -503,6 +503,15 @@ def test_the_search_goes_on_past_what_torch_cannot_look_at(name: str, place: str
         trainer.run([micro_batch])
 
 
+def test_a_model_with_an_expanded_buffer_is_searched() -> None:
+    """Its buffers are put back after the search, without an error of torch in the place of the one that says what was found."""
+    model = nn.Sequential(nn.Linear(3, 1), Logarithm())
+    model.register_buffer("mask", torch.ones(1).expand(4))
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda model, x: model(x).mean())
+    with pytest.raises(NonFiniteError, match="NaN in the micro-batch itself"):
+        trainer.run([torch.full((2, 3), math.nan)])
+
+
 def test_complex_values_are_looked_at() -> None:
     """The module that made the first of them not finite is named, and a buffer that is spoilt."""
 

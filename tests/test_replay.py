@@ -79,6 +79,35 @@ def test_a_buffer_that_is_another_one_by_now_is_remembered_again(name, how):
         assert torch.equal(module.written, torch.full_like(OTHERS[name], value))
 
 
+def test_an_expanded_buffer_is_put_back():
+    """Torch writes to it only where no two elements share their memory."""
+    module = nn.Module()
+    module.register_buffer("mask", torch.tensor([[1.0], [2.0]]).expand(2, 3))
+    module.register_buffer("plain", torch.tensor([3.0]))
+    rollback = BufferRollback(module)
+    for value in (5.0, 6.0):
+        before = module.mask.clone()
+        rollback.mark()
+        module.mask[:, :1] = value
+        module.plain.fill_(value)
+        rollback.roll_back()
+        assert torch.equal(module.mask, before)
+        assert module.plain.tolist() == [3.0]
+        module.mask[0, :1] = value
+    assert module.mask.stride() == (1, 0)
+
+
+def test_a_buffer_that_nothing_can_write_to_stays():
+    """As one that was made in inference mode."""
+    module = nn.Module()
+    with torch.inference_mode():
+        module.register_buffer("cache", torch.ones(2))
+    rollback = BufferRollback(module)
+    rollback.mark()
+    rollback.roll_back()
+    assert module.cache.tolist() == [1.0, 1.0]
+
+
 def test_a_trial_run_leaves_no_trace():
     """A second forward, after a trial run was undone, gives the very numbers that the first one gave."""
     noted, carried = Noted(), Carried({"seen": 1})
