@@ -63,7 +63,7 @@ class BufferRollback:
 
 
 def _own_memory(buffer: Tensor) -> Tensor:
-    """The part of a buffer that has memory of its own: `mask` of `mask.expand(heads, -1, -1)`. Torch writes to no more of it."""
+    """The part of a buffer that has memory of its own, as `mask` of `mask.expand(heads, -1, -1)`: torch writes to no more."""
     if buffer.layout is torch.strided and not buffer.is_nested:
         for dimension, (size, stride) in enumerate(zip(buffer.shape, buffer.stride(), strict=True)):
             if size > 1 and stride == 0:
