@@ -357,7 +357,13 @@ def test_elsewhere_steps_are_counted_on_the_device(option, reason):
     model = nn.Linear(3, 1, device="meta")
     optimizer = Adam(model.parameters())
     optimizer.param_groups[0][option] = True
-    assert CompiledStep(optimizer, model).why_not() == reason
+    step = CompiledStep(optimizer, model)
+    assert step.why_not() == reason
+    if reason is None:
+        step.look(frozenset(["weight", "bias"]))
+        begun = step.begin()
+        assert not isinstance(begun, str)
+        assert {state.device.type for state in begun[1].states} == {"meta"}
 
 
 @pytest.mark.parametrize("register", [register_optimizer_step_pre_hook, register_optimizer_step_post_hook], ids=["pre", "post"])
