@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from ignite.engine import Events
@@ -154,6 +155,15 @@ def relative(**defaults: Any) -> dict[str, Any]:
 
 def scheduler() -> Any:
     return torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD(linear().parameters(), lr=0.1))
+
+
+def test_gradients_with_a_graph_are_of_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On two ranks they are refused: what crosses the ranks has no graph."""
+    model = linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monkeypatch.setattr("ignite_train.ranks.collectives.world_size", lambda: 2)
+    with pytest.raises(ValueError, match="create_graph must be False on several ranks"):
+        create_trainer(model, optimizer, lambda model, x: model(x).sum(), **with_options(create_graph=True))
 
 
 def test_a_rate_that_means_nothing_may_be_given() -> None:
@@ -422,6 +432,8 @@ def loss(model: nn.Module) -> torch.Tensor:
     Case("size-negative", lambda model: (loss(model), -1), ForwardContractError, "sample_size", "at least 0", "-1"),
     Case("size-nan", lambda model: (loss(model), math.nan), ForwardContractError, "sample_size", "finite", "nan"),
     Case("size-inf", lambda model: (loss(model), math.inf), ForwardContractError, "sample_size", "finite", "inf"),
+    Case("size-numpy-negative", lambda model: (loss(model), np.float32(-4)), ForwardContractError, "sample_size", "-4"),
+    Case("size-numpy-nan", lambda model: (loss(model), np.float32("nan")), ForwardContractError, "sample_size", "nan"),
     Case("size-string", lambda model: (loss(model), "8"), ForwardContractError, "sample_size", "a number", "'8'"),
     Case("size-none", lambda model: (loss(model), None), ForwardContractError, "sample_size", "a number", "None"),
     Case("size-vector", lambda model: (loss(model), torch.ones(3)), ForwardContractError, "sample_size", "one number", "(3,)"),

@@ -223,6 +223,8 @@ def test_what_a_graph_was_compiled_for_is_noticed_to_change(name):
     change, is_change = CHANGES[name]
     change(model, optimizer)
     assert step.step.has_changed() is is_change
+    step.step.look(frozenset(name for name, p in model.named_parameters() if p.grad is not None))
+    assert not step.step.has_changed()
 
 
 # --- what takes another way ---

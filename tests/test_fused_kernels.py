@@ -255,6 +255,36 @@ def test_shards_are_stepped_without_a_kernel_that_torch_has_not_for_them(name):
 # --- what a kernel cannot step ---
 
 
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_group_may_become_fused_in_a_run(monkeypatch, name):
+    """Its kernel is tried then, and is not used if it is wrong."""
+    monkeypatch.setattr(fused_kernels, "is_kernel_right", lambda *_, **__: False)
+    model = nn.ParameterDict({"a": torch.ones(40)})
+    optimizer, used = OPTIMIZERS[name](model.parameters()), []
+    optimizer.param_groups[0]["fused"] = False
+    optimizer.register_step_post_hook(lambda *_: used.append(optimizer.param_groups[0]["fused"]))
+    trainer = create_trainer(model, optimizer, forward)
+    trainer.run([{"a": torch.ones(40)}], max_iters=1)
+    optimizer.param_groups[0]["fused"] = True
+    trainer.run([{"a": torch.ones(40)}], max_iters=3)
+    assert used == [False, None, None]
+
+
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["host", "accelerator"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_last_parameter_may_have_a_gradient_now_and_then(monkeypatch, name, elsewhere):
+    """Its state comes later than those of the others, or stays where it has none."""
+    if elsewhere:
+        monkeypatch.setattr("ignite_train.device.to_host._HOST", "nowhere")
+    model = nn.ParameterDict({key: torch.ones(40) for key in "ab"})
+    before, optimizer = copy.deepcopy(model), OPTIMIZERS[name](model.parameters())
+    one, two = torch.linspace(0.5, 1.0, 40), torch.linspace(1.0, 0.25, 40)
+    batches = [{"a": one}, {"a": two, "b": one}, {"a": one}, {"b": two}, {"a": two, "b": two}]
+    right = steps_by_hand(model, optimizer, batches)
+    create_trainer(model, optimizer, forward).run(batches)
+    assert_close(model, right, before, within=1e-6)
+
+
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["host", "accelerator"])
 @pytest.mark.parametrize("dampening", [0.0, 0.5])
 def test_a_first_gradient_may_come_later(monkeypatch, dampening, elsewhere):

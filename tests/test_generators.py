@@ -238,3 +238,48 @@ def test_a_draw_on_an_accelerator_is_noticed(accelerators: list[torch.Generator]
     assert before.has_moved()
     before.restore()
     assert not before.has_moved()
+
+
+DRAWS = {"python": random.random, "torch": lambda: torch.rand(())}
+
+
+@pytest.mark.parametrize("python", [True, False], ids=["python too", "torch only"])
+def test_a_draw_is_noticed(python: bool) -> None:
+    """Of each generator that was asked about, and of no other; until the state is put back."""
+    before = RandomState(torch.device("cpu"), python=python)
+    assert not before.has_moved()
+    for name, drawn in DRAWS.items():
+        drawn()
+        assert before.has_moved() is (python or name == "torch")
+        assert before.python_has_moved() is (python and name == "python")
+        before.restore()
+        assert not before.has_moved()
+
+
+@pytest.mark.parametrize("name", ["python", "numpy", "torch"])
+def test_a_damaged_state_is_refused(name: str) -> None:
+    """Each generator's, before any of them has changed."""
+    states = capture_random_state(accelerators=False)
+    states["torch"] = torch.Generator().manual_seed(5).get_state()
+    version, internal, gauss = states["python"]
+    damaged = {
+        "python": (version, internal[:7], gauss),
+        "numpy": {**states["numpy"], "state": {**states["numpy"]["state"], "key": np.zeros(3, dtype=np.uint32), "pos": 1}},
+        "torch": torch.zeros(3, dtype=torch.uint8),
+    }
+    check_generators(states)
+    before = torch.get_rng_state()
+    with pytest.raises(ValueError, match="state"):
+        check_generators(states | {name: damaged[name]})
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_accelerators_of_a_new_rank_are_seeded_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By torch's function for all devices, with another seed on each rank."""
+    state, seeds = capture_random_state(), []
+    for rank in (1, 2):
+        restore_random_state(state)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "manual_seed", seeds.append)
+            seed_new_rank(rank)
+    assert len({*seeds}) == 2

@@ -510,6 +510,8 @@ def test_a_model_with_an_expanded_buffer_is_searched() -> None:
     trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda model, x: model(x).mean())
     with pytest.raises(NonFiniteError, match="NaN in the micro-batch itself"):
         trainer.run([torch.full((2, 3), math.nan)])
+    assert all(not module._forward_hooks for module in model.modules())
+    assert all(not parameter._backward_hooks for parameter in model.parameters())
 
 
 def test_complex_values_are_looked_at() -> None:

@@ -79,6 +79,26 @@ def test_a_buffer_that_is_another_one_by_now_is_remembered_again(name, how):
         assert torch.equal(module.written, torch.full_like(OTHERS[name], value))
 
 
+@pytest.mark.parametrize("name", OTHERS)
+def test_the_only_buffer_may_become_another_one(name):
+    """Its values are those of the tensor that it was at the latest mark."""
+    module = nn.Module()
+    module.register_buffer("only", torch.zeros(3))
+    rollback = BufferRollback(module)
+    for value in (0.1, 0.7, 0.3):
+        other = torch.full_like(OTHERS[name], value)
+        if name == "dtype":
+            module.only.data = other
+        else:
+            module.only = other
+        there = module.only
+        rollback.mark()
+        module.only.add_(1)
+        rollback.roll_back()
+        assert module.only is there
+        assert torch.equal(module.only, torch.full_like(OTHERS[name], value))
+
+
 def test_an_expanded_buffer_is_put_back():
     """Torch writes to it only where no two elements share their memory."""
     module = nn.Module()
