@@ -44,6 +44,7 @@ from ignite_train.handlers import (
     TrainingMetrics,
     Validation,
 )
+from ignite_train.model.precision import Precision
 from update_options import with_options
 
 
@@ -164,6 +165,14 @@ def test_gradients_with_a_graph_are_of_one_process(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("ignite_train.ranks.collectives.world_size", lambda: 2)
     with pytest.raises(ValueError, match="create_graph must be False on several ranks"):
         create_trainer(model, optimizer, lambda model, x: model(x).sum(), **with_options(create_graph=True))
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+def test_a_device_that_cannot_autocast_is_known_at_once(name: Any) -> None:
+    """By torch's own error; in float32 nothing is asked of it."""
+    assert Precision("fp32", torch.device("meta")).dtypes == []
+    with pytest.raises(RuntimeError, match="autocast"):
+        Precision(name, torch.device("meta"))
 
 
 def test_a_rate_that_means_nothing_may_be_given() -> None:

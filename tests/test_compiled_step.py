@@ -227,6 +227,17 @@ def test_what_a_graph_was_compiled_for_is_noticed_to_change(name):
     assert not step.step.has_changed()
 
 
+def test_a_plan_tells_what_has_a_gradient_from_what_has_not():
+    """Of those that are trained; a graph asks autograd for both."""
+    model = network()
+    model[1].bias.requires_grad_(False)  # type: ignore[index]
+    step = CompiledStep(in_groups(KINDS["adam"], model), model)
+    step.look(frozenset(["0.weight", "1.weight"]))
+    begun = step.begin()
+    assert not isinstance(begun, str)
+    assert [(plan.names, plan.unused) for plan in begun[0]] == [(("0.weight",), ("0.bias",)), (("1.weight",), ())]
+
+
 # --- what takes another way ---
 
 

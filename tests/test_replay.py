@@ -85,12 +85,13 @@ def test_the_only_buffer_may_become_another_one(name):
     module = nn.Module()
     module.register_buffer("only", torch.zeros(3))
     rollback = BufferRollback(module)
+    rollback.mark()
     for value in (0.1, 0.7, 0.3):
         other = torch.full_like(OTHERS[name], value)
-        if name == "dtype":
-            module.only.data = other
-        else:
+        if name == "same":
             module.only = other
+        else:
+            module.only.data = other
         there = module.only
         rollback.mark()
         module.only.add_(1)
