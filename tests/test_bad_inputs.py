@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from ignite.engine import Events
@@ -43,6 +44,7 @@ from ignite_train.handlers import (
     TrainingMetrics,
     Validation,
 )
+from ignite_train.model.precision import Precision
 from update_options import with_options
 
 
@@ -133,8 +135,53 @@ def sparse(kind: Callable[..., Any], **options: Any) -> dict[str, Any]:
     return {"model": model, "optimizer": kind(list(model.parameters()), lr=0.1, **options)}
 
 
+class Relative(torch.optim.Optimizer):
+    """Computes its rate itself, as Adafactor may."""
+
+    def __init__(self, parameters: Any, **defaults: Any) -> None:
+        super().__init__(parameters, defaults)
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # noqa: ARG002
+        """Makes steps of a hundredth of the gradient."""
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                parameter.sub_(0.01 * parameter.grad)
+
+
+def relative(**defaults: Any) -> dict[str, Any]:
+    """A model and such an optimizer."""
+    model = linear()
+    return {"model": model, "optimizer": Relative(model.parameters(), **defaults)}
+
+
 def scheduler() -> Any:
     return torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD(linear().parameters(), lr=0.1))
+
+
+def test_gradients_with_a_graph_are_of_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On two ranks they are refused: what crosses the ranks has no graph."""
+    model = linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monkeypatch.setattr("ignite_train.ranks.collectives.world_size", lambda: 2)
+    with pytest.raises(ValueError, match="create_graph must be False on several ranks"):
+        create_trainer(model, optimizer, lambda model, x: model(x).sum(), **with_options(create_graph=True))
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+def test_a_device_that_cannot_autocast_is_known_at_once(name: Any) -> None:
+    """By torch's own error; in float32 nothing is asked of it."""
+    assert Precision("fp32", torch.device("meta")).dtypes == []
+    with pytest.raises(RuntimeError, match="autocast"):
+        Precision(name, torch.device("meta"))
+
+
+def test_a_rate_that_means_nothing_may_be_given() -> None:
+    """As the message says where it is missing."""
+    made = relative(lr=1.0)
+    before = made["model"].weight.detach().clone()
+    trainer = create_trainer(made["model"], made["optimizer"], lambda model, x: model(x).sum())
+    assert trainer.run([torch.ones(1, 2)]).update_output.learning_rates == (1.0,)
+    torch.testing.assert_close(made["model"].weight.detach(), before - 0.01)
 
 
 @cases(
@@ -170,6 +217,8 @@ def scheduler() -> Any:
         "build the optimizer from model.parameters()",
         "nn.ModuleDict(",
     ),
+    Case("rate-missing", relative(), ValueError, "optimizer", "learning rate", "none in param_groups[0]", "set its 'lr'"),
+    Case("rate-none", relative(lr=None), ValueError, "optimizer", "learning rate", "none in param_groups[0]", "to 1.0 if"),
     Case("optimizers-empty", {"optimizer": []}, ValueError, "optimizer", "at least one", "none"),
     Case("optimizers-not", {"optimizer": [None]}, TypeError, "optimizer[0]", "torch.optim.Optimizer", "None"),
     Case("optimizers-number", several(lambda one, other: {1: one}), ValueError, "optimizer", "strings", "got 1"),
@@ -392,6 +441,8 @@ def loss(model: nn.Module) -> torch.Tensor:
     Case("size-negative", lambda model: (loss(model), -1), ForwardContractError, "sample_size", "at least 0", "-1"),
     Case("size-nan", lambda model: (loss(model), math.nan), ForwardContractError, "sample_size", "finite", "nan"),
     Case("size-inf", lambda model: (loss(model), math.inf), ForwardContractError, "sample_size", "finite", "inf"),
+    Case("size-numpy-negative", lambda model: (loss(model), np.float32(-4)), ForwardContractError, "sample_size", "-4"),
+    Case("size-numpy-nan", lambda model: (loss(model), np.float32("nan")), ForwardContractError, "sample_size", "nan"),
     Case("size-string", lambda model: (loss(model), "8"), ForwardContractError, "sample_size", "a number", "'8'"),
     Case("size-none", lambda model: (loss(model), None), ForwardContractError, "sample_size", "a number", "None"),
     Case("size-vector", lambda model: (loss(model), torch.ones(3)), ForwardContractError, "sample_size", "one number", "(3,)"),

@@ -354,6 +354,17 @@ def test_what_is_loaded_is_a_copy() -> None:
     assert again.state() != journal.state()
 
 
+@pytest.mark.parametrize("accelerator", [None, torch.device("meta")], ids=["host", "accelerator"])
+def test_tensors_come_back_to_their_kind_of_device(monkeypatch: pytest.MonkeyPatch, accelerator: torch.device | None) -> None:
+    """A checkpoint gives them on the CPU. Without an accelerator they stay there."""
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: accelerator)
+    carried = Carried()
+    values = {"host": torch.zeros(2), "name": "a", "device": [torch.ones(2)]}
+    carried.load_state_dict({"values": values, "devices": ["cpu", "cuda"]})
+    assert (carried["host"].device.type, carried["name"]) == ("cpu", "a")
+    assert carried["device"][0].device.type == ("cpu" if accelerator is None else "meta")
+
+
 @pytest.mark.parametrize("wrong", [3, {"values": {}}, {"values": [], "devices": []}, {"values": {}, "devices": ["cpu"]}])
 def test_a_state_of_something_else_is_refused(wrong: Any) -> None:
     """Nothing is taken over then."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -222,6 +223,19 @@ def test_what_a_graph_was_compiled_for_is_noticed_to_change(name):
     change, is_change = CHANGES[name]
     change(model, optimizer)
     assert step.step.has_changed() is is_change
+    step.step.look(frozenset(name for name, p in model.named_parameters() if p.grad is not None))
+    assert not step.step.has_changed()
+
+
+def test_a_plan_tells_what_has_a_gradient_from_what_has_not():
+    """Of those that are trained; a graph asks autograd for both."""
+    model = network()
+    model[1].bias.requires_grad_(False)  # type: ignore[index]
+    step = CompiledStep(in_groups(KINDS["adam"], model), model)
+    step.look(frozenset(["0.weight", "1.weight"]))
+    begun = step.begin()
+    assert not isinstance(begun, str)
+    assert [(plan.names, plan.unused) for plan in begun[0]] == [(("0.weight",), ("0.bias",)), (("1.weight",), ())]
 
 
 # --- what takes another way ---
@@ -290,6 +304,28 @@ def test_optimizers_that_are_known(name):
     assert (step.why_never(), step.why_not()) == (None, None)
 
 
+def test_a_class_whose_step_is_not_torchs_is_not_known(monkeypatch):
+    """What replaced it might do anything."""
+    model = network()
+    monkeypatch.setattr(SGD, "step", lambda self, closure=None: None)
+    reason = CompiledStep(SGD(model.parameters(), lr=0.1), model).why_never()
+    assert str(reason).startswith("the step of SGD is not known here as a formula")
+
+
+@pytest.mark.parametrize("rate", [1, 0, np.float64(0.5)], ids=["integer", "zero", "of NumPy"])
+def test_a_rate_may_be_any_number(rate):
+    """A graph is given its value."""
+    model, right = network(), network()
+    for one in (model, right):
+        set_gradients(one, 0)
+    step = ByGraph(model, SGD(model.parameters(), lr=rate))
+    assert step() is None
+    assert step.step.why_not() is None
+    SGD(right.parameters(), lr=float(rate)).step()
+    for found, expected in zip(model.parameters(), right.parameters(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+
+
 def replace_step(model: nn.Module, optimizer: Optimizer) -> None:
     optimizer.step = lambda closure=None: None  # type: ignore[assignment,method-assign,misc]
 
@@ -323,6 +359,24 @@ def test_what_stands_in_the_way_of_a_graph(name):
     change, reason = WHY_NOT[name]
     change(model, optimizer)
     assert str(step.step.why_not()).startswith(reason)
+
+
+@pytest.mark.parametrize(
+    ("option", "reason"),
+    [("fused", None), ("capturable", None), ("foreach", "the optimizer counts its steps on the CPU; make it with fused=True")],
+)
+def test_elsewhere_steps_are_counted_on_the_device(option, reason):
+    """Adam's for-loops count them on the host, for which each update would wait."""
+    model = nn.Linear(3, 1, device="meta")
+    optimizer = Adam(model.parameters())
+    optimizer.param_groups[0][option] = True
+    step = CompiledStep(optimizer, model)
+    assert step.why_not() == reason
+    if reason is None:
+        step.look(frozenset(["weight", "bias"]))
+        begun = step.begin()
+        assert not isinstance(begun, str)
+        assert {state.device.type for state in begun[1].states} == {"meta"}
 
 
 @pytest.mark.parametrize("register", [register_optimizer_step_pre_hook, register_optimizer_step_post_hook], ids=["pre", "post"])

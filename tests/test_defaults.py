@@ -113,6 +113,19 @@ def test_what_is_logged_is_a_setting(
     assert records == heard
 
 
+def test_what_is_logged_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """On standard error, where the program has not set up Python's logging."""
+    logger = logging.getLogger("ignite_train")
+    monkeypatch.setattr(logger, "level", logging.NOTSET)
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    model = cuts.linear()
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.05), cuts.forward)
+    attach_defaults(trainer, directory=tmp_path, leave_out=("progress", "tensorboard"), log_level="INFO")
+    logger.info("the third update")
+    logger.setLevel(logging.NOTSET)
+    assert capsys.readouterr().err == "INFO the third update\n"
+
+
 def test_the_directory_has_a_name() -> None:
     """As it is shown in the first line that a user reads."""
     parameters = inspect.signature(attach_defaults).parameters

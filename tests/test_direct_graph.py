@@ -37,8 +37,8 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def stepped(parameter: Tensor, moment: Tensor, x: Tensor) -> Tensor:
-    """Changes two of its inputs in place, as an update does."""
-    (gradient,) = torch.autograd.grad((parameter * x).square().sum(), parameter)
+    """Changes two of its inputs in place, as an update does. The product of matrices is made by torch, and not by inductor."""
+    (gradient,) = torch.autograd.grad((x @ parameter).square().sum(), parameter)
     with torch.no_grad():
         moment.mul_(0.5).add_(gradient)
         parameter.sub_(moment)
@@ -46,7 +46,7 @@ def stepped(parameter: Tensor, moment: Tensor, x: Tensor) -> Tensor:
 
 
 def inputs() -> tuple[Tensor, Tensor, Tensor]:
-    return torch.ones(3, requires_grad=True), torch.zeros(3), torch.arange(3.0)
+    return torch.ones(4, 3, requires_grad=True), torch.zeros(4, 3), torch.arange(20.0).view(5, 4) / 8
 
 
 def test_the_second_call_goes_past_the_layers(through_layers):
@@ -95,4 +95,6 @@ def test_other_backends_are_left_alone():
     """Only inductor's code is known here."""
     assert inductor({"backend": "eager"}) is None
     assert inductor({"dynamic": True}) is None
+    assert inductor({"mode": "max-autotune-no-cudagraphs", "options": {"cpp_wrapper": True}}) is None  # torch.compile refuses
     assert inductor({"backend": "inductor", "options": {"cpp_wrapper": True}}) is not None
+    assert inductor({"backend": "inductor", "mode": None, "options": {"cpp_wrapper": True}}) is not None

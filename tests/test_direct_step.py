@@ -112,6 +112,24 @@ def test_a_direct_step_is_optimizer_step(build, micro_batches, bits, reasons, na
         assert reasons.count(None) >= 8
 
 
+@pytest.mark.parametrize("name", KINDS)
+def test_two_groups_are_stepped_directly(build, micro_batches, bits, reasons, name):
+    """As a program has them that decays some of its parameters only."""
+    outcomes = []
+    for direct in (True, False):
+        model, optimizer, trainer = build(
+            optimizer=lambda parameters: KINDS[name](
+                [{"params": (listed := [*parameters])[:1], "weight_decay": 0.3}, {"params": listed[1:]}]
+            )
+        )
+        if not direct:
+            by_way_of_step(optimizer)
+        trainer.run(micro_batches)
+        outcomes.append((bits(model.state_dict()), bits(optimizer.state_dict())))
+    assert outcomes[0] == outcomes[1]
+    assert {*reasons[1 : len(micro_batches)]} == {None}
+
+
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 def test_a_scheduler_hears_of_the_step(build, micro_batches, reasons, name, recwarn):
     """It warns if it is stepped before the optimizer; the first step of SGD is a direct one."""
@@ -530,6 +548,23 @@ def test_a_trial_finds_what_differs(monkeypatch, caplog, name):
 
     assert found == [False, False]
     assert ["called directly, differs from optimizer.step" in record.getMessage() for record in caplog.records] == [True]
+
+
+@pytest.mark.parametrize("kind", [SGD, Adam, AdamW, Adagrad])
+def test_a_trial_has_the_options_of_the_step(monkeypatch, kind):
+    """Those, and no others: a kernel may differ with one of them only."""
+    original, on = direct_step._make, []
+
+    def noting(calls: Any, *arguments: Any) -> None:
+        on.extend({name for name in direct_step._SWITCHES if call.options.get(name)} for call in calls)
+        original(calls, *arguments)
+
+    monkeypatch.setattr(direct_step, "_make", noting)
+    for option in sorted(direct_step._KNOWN[kind] & direct_step._SWITCHES):
+        on.clear()
+        assert is_direct_right.__wrapped__(kind, frozenset([option]), torch.float32, CPU, decoupled=kind is AdamW)
+        assert on
+        assert all(one == {option} for one in on)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, slow(torch.bfloat16), slow(torch.float16)], ids=str)

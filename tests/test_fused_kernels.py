@@ -79,6 +79,24 @@ def test_right_kernels_are_found_right(dtype):
     assert wrong == []
 
 
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_a_trial_has_the_options_of_the_group(monkeypatch, kind):
+    """Those, and no others: a kernel may be wrong with one of them only."""
+    name = {SGD: "sgd", Adam: "adam", Adagrad: "adagrad"}[kind]
+    kernel, on = getattr(fused_kernels, name), []
+
+    def noting(*args: Any, **options: Any) -> None:
+        assert options["fused"]
+        on.append({option for option in OPTIONS[kind] if options[option]})
+        kernel(*args, **options)
+
+    monkeypatch.setattr(fused_kernels, name, noting)
+    for options in [set(), *({option, "momentum"} if option == "nesterov" else {option} for option in OPTIONS[kind])]:
+        on.clear()
+        assert is_kernel_right.__wrapped__(kind, frozenset(options), torch.float32, CPU)
+        assert on == [options] * 2
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", [Adam, Adagrad])
 def test_narrow_kernels_are_found_right(kind, dtype):
@@ -237,6 +255,36 @@ def test_shards_are_stepped_without_a_kernel_that_torch_has_not_for_them(name):
 # --- what a kernel cannot step ---
 
 
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_group_may_become_fused_in_a_run(monkeypatch, name):
+    """Its kernel is tried then, and is not used if it is wrong."""
+    monkeypatch.setattr(fused_kernels, "is_kernel_right", lambda *_, **__: False)
+    model = nn.ParameterDict({"a": torch.ones(40)})
+    optimizer, used = OPTIMIZERS[name](model.parameters()), []
+    optimizer.param_groups[0]["fused"] = False
+    optimizer.register_step_post_hook(lambda *_: used.append(optimizer.param_groups[0]["fused"]))
+    trainer = create_trainer(model, optimizer, forward)
+    trainer.run([{"a": torch.ones(40)}], max_iters=1)
+    optimizer.param_groups[0]["fused"] = True
+    trainer.run([{"a": torch.ones(40)}], max_iters=3)
+    assert used == [False, None, None]
+
+
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["host", "accelerator"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_last_parameter_may_have_a_gradient_now_and_then(monkeypatch, name, elsewhere):
+    """Its state comes later than those of the others, or stays where it has none."""
+    if elsewhere:
+        monkeypatch.setattr("ignite_train.device.to_host._HOST", "nowhere")
+    model = nn.ParameterDict({key: torch.ones(40) for key in "ab"})
+    before, optimizer = copy.deepcopy(model), OPTIMIZERS[name](model.parameters())
+    one, two = torch.linspace(0.5, 1.0, 40), torch.linspace(1.0, 0.25, 40)
+    batches = [{"a": one}, {"a": two, "b": one}, {"a": one}, {"b": two}, {"a": two, "b": two}]
+    right = steps_by_hand(model, optimizer, batches)
+    create_trainer(model, optimizer, forward).run(batches)
+    assert_close(model, right, before, within=1e-6)
+
+
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["host", "accelerator"])
 @pytest.mark.parametrize("dampening", [0.0, 0.5])
 def test_a_first_gradient_may_come_later(monkeypatch, dampening, elsewhere):
@@ -291,7 +339,7 @@ def test_a_gradient_with_other_strides_is_copied(caplog, name):
 
 @pytest.mark.parametrize("again", [False, True], ids=["at the first step", "in the middle"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_moments_with_other_strides_are_laid_out_again(name, again):
+def test_moments_with_other_strides_are_laid_out_again(caplog, name, again):
     """Moments from a run whose weights had another layout belong to the same indices, whenever they are loaded."""
     batches = [{"a": torch.linspace(0.5, 1.0, 30).view(6, 5)}, {"a": torch.linspace(1.0, -1.0, 30).view(6, 5)}]
     first = nn.ParameterDict({"a": torch.ones(6, 5)})
@@ -308,6 +356,7 @@ def test_moments_with_other_strides_are_laid_out_again(name, again):
     optimizer.load_state_dict(old.state_dict())
     trainer.run(batches, max_epochs=2 if again else 1)
     assert_close(model, right, before, within=1e-6)
+    assert len([record for record in caplog.records if "moments of the optimizer are laid out again" in record.message]) == 1
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,9 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from ignite_train.model.random_state import (
+    RandomState,
     capture_random_state,
+    check_generators,
     generators_within,
     get_generator_state,
     restore_random_state,
@@ -172,3 +175,111 @@ def test_another_generator_of_numpy_is_read_each_time(kind: str) -> None:
         assert np.random.rand(3).tolist() == draws
     finally:
         np.random.set_bit_generator(before)  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def accelerators(monkeypatch: pytest.MonkeyPatch) -> list[torch.Generator]:
+    """The generators of two accelerators that this machine is said to have; a device may be given by its index."""
+    found = [torch.Generator().manual_seed(number) for number in (1, 2)]
+
+    def index(device: int | torch.device) -> int:
+        return device if isinstance(device, int) else device.index
+
+    module = SimpleNamespace(
+        get_rng_state=lambda device: found[index(device)].get_state(),
+        set_rng_state=lambda state, device: found[index(device)].set_state(state),
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cpu"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: len(found))
+    return found
+
+
+def test_each_accelerator_draws_the_same_numbers_again(accelerators: list[torch.Generator]) -> None:
+    """After a restore, each its own; on a machine with fewer of them those that are there do."""
+    state = capture_random_state()
+    first = [draw(generator) for generator in accelerators]
+    check_generators(state)
+    restore_random_state(state)
+    assert [draw(generator) for generator in accelerators] == first
+    assert first[0] != first[1]
+    del accelerators[1]
+    check_generators(state)
+    restore_random_state(state)
+    assert draw(accelerators[0]) == first[0]
+
+
+def test_a_state_of_a_machine_without_accelerators_leaves_them_alone(accelerators: list[torch.Generator]) -> None:
+    """As where a run goes on with a GPU that it did not have before."""
+    state = capture_random_state(accelerators=False)
+    before = [generator.get_state() for generator in accelerators]
+    check_generators(state)
+    restore_random_state(state)
+    assert all(torch.equal(generator.get_state(), one) for generator, one in zip(accelerators, before, strict=True))
+
+
+def test_a_damaged_state_of_an_accelerator_is_refused(accelerators: list[torch.Generator]) -> None:
+    """Before any generator has changed. One for a device that this machine does not have is not looked at."""
+    state = capture_random_state()
+    state["accelerators"][1] = torch.zeros(3, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="random generators cannot be restored"):
+        check_generators(state)
+    del accelerators[1]
+    check_generators(state)
+
+
+def test_a_draw_on_an_accelerator_is_noticed(accelerators: list[torch.Generator]) -> None:
+    """On the device that is watched, and on no other."""
+    before = RandomState(torch.device("cuda", 1))
+    draw(accelerators[0])
+    assert not before.has_moved()
+    draw(accelerators[1])
+    assert before.has_moved()
+    before.restore()
+    assert not before.has_moved()
+
+
+DRAWS = {"python": random.random, "torch": lambda: torch.rand(())}
+
+
+@pytest.mark.parametrize("python", [True, False], ids=["python too", "torch only"])
+def test_a_draw_is_noticed(python: bool) -> None:
+    """Of each generator that was asked about, and of no other; until the state is put back."""
+    before = RandomState(torch.device("cpu"), python=python)
+    assert not before.has_moved()
+    for name, drawn in DRAWS.items():
+        drawn()
+        assert before.has_moved() is (python or name == "torch")
+        assert before.python_has_moved() is (python and name == "python")
+        before.restore()
+        assert not before.has_moved()
+
+
+@pytest.mark.parametrize("name", ["python", "numpy", "torch"])
+def test_a_damaged_state_is_refused(name: str) -> None:
+    """Each generator's, before any of them has changed."""
+    states = capture_random_state(accelerators=False)
+    states["torch"] = torch.Generator().manual_seed(5).get_state()
+    version, internal, gauss = states["python"]
+    damaged = {
+        "python": (version, internal[:7], gauss),
+        "numpy": {**states["numpy"], "state": {**states["numpy"]["state"], "key": np.zeros(3, dtype=np.uint32), "pos": 1}},
+        "torch": torch.zeros(3, dtype=torch.uint8),
+    }
+    check_generators(states)
+    before = torch.get_rng_state()
+    with pytest.raises(ValueError, match="state"):
+        check_generators(states | {name: damaged[name]})
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_accelerators_of_a_new_rank_are_seeded_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By torch's function for all devices, with another seed on each rank."""
+    state, seeds = capture_random_state(), []
+    for rank in (1, 2):
+        restore_random_state(state)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "manual_seed", seeds.append)
+            seed_new_rank(rank)
+    assert len({*seeds}) == 2

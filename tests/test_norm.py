@@ -23,6 +23,7 @@ from ignite_train import (
     UpdateOptions,
     create_trainer,
 )
+from ignite_train.model.gradients import Gradients
 from ignite_train.ranks import collectives
 from ranks import run_ranks
 
@@ -87,6 +88,46 @@ def test_the_norm_of_each_evaluation_of_a_closure_is_finite(size):
     assert trainer.state.num_steps == 1
     step = 0.5 * x.double() * min(1.0, 1.0 / (x.double().norm().item() + 1e-6))
     torch.testing.assert_close(model.weight.double().detach(), 1.0 - step, rtol=1e-6, atol=0.0)
+
+
+@pytest.mark.parametrize("host", ["cpu", "nowhere"])
+@pytest.mark.parametrize("size", [1.0, 1e30])
+def test_the_norm_of_complex_gradients(monkeypatch, size, host):
+    """Beside those of a wider dtype; also where float32 cannot hold their squares."""
+    monkeypatch.setattr("ignite_train.device.to_host._HOST", host)
+    model = nn.ParameterDict({"a": torch.ones(3, dtype=torch.complex64), "b": torch.ones(2, dtype=torch.float64)})
+    turned = size * torch.tensor([3 + 4j, 1j, -2.0], dtype=torch.complex64)
+
+    def forward(model: Any, _: Any) -> Tensor:
+        return (model["a"] * turned).real.sum().double() + size * model["b"].sum()
+
+    trainer = create_trainer(model, SGD(model.parameters(), lr=0.0), forward)
+    trainer.run([0])
+    assert trainer.state.update_output.grad_norm == pytest.approx(size * math.sqrt(25 + 1 + 4 + 2), rel=1e-6)
+
+
+@pytest.mark.parametrize("host", ["float32", "float64"])
+def test_the_norm_of_gradients_on_host_and_device(monkeypatch, host):
+    """Those of one dtype are said to be on the host, and the others on an accelerator: all of them count."""
+    model = nn.ParameterDict({"a": torch.ones(3), "b": torch.ones(2, dtype=torch.float64)})
+    gradients = Gradients(model, SGD(model.parameters(), lr=0.1))
+    model["a"].grad, model["b"].grad = torch.tensor([2.0, 3.0, 6.0]), torch.tensor([10.0, 20.0]).double()
+    on_host = iter([host == "float32", host == "float64"])
+    monkeypatch.setattr("ignite_train.model.gradients.is_on_host", lambda device: next(on_host))
+    assert float(gradients.norm()) == pytest.approx(math.sqrt(4 + 9 + 36 + 100 + 400), rel=1e-6)
+
+
+def test_the_norm_of_a_large_gradient_with_gaps():
+    """As a handler may leave one behind: it is read where its elements are, and not what lies between them."""
+    model = nn.ParameterDict({"a": torch.zeros(2**18), "b": torch.zeros(2)})
+    trainer = create_trainer(model, SGD(model.parameters(), lr=0.0), lambda m, x: m["a"].sum() + m["b"].sum())
+
+    @trainer.on(TrainEvents.GRADIENTS_REDUCED)
+    def replace() -> None:
+        model["a"].grad = torch.tensor([3.0, 100.0]).repeat(2**18, 1)[:, 0]
+
+    trainer.run([0])
+    assert trainer.state.update_output.grad_norm == pytest.approx(math.sqrt(9 * 2**18 + 2), rel=1e-6)
 
 
 @pytest.mark.parametrize("host", ["cpu", "nowhere"])

@@ -106,6 +106,39 @@ def test_a_handler_sees_input_target_output_and_loss() -> None:
     assert [x is y for pair, other in zip(seen, expected, strict=True) for x, y in zip(pair, other, strict=True)] == [True] * 12
 
 
+@pytest.mark.parametrize("shape", [(1,), (1, 1)], ids=str)
+def test_a_loss_may_have_one_element_in_any_shape(shape: tuple[int, ...]) -> None:
+    """Handlers see it without dimensions."""
+    model = nn.Linear(2, 1)
+    trainer = create_trainer(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), lambda model, x: (model(x).square().sum().reshape(shape), len(x))
+    )
+    seen: list[Any] = []
+    trainer.on(TrainEvents.FORWARD_COMPLETED)(lambda: seen.append(trainer.state.forward_output.loss.detach()))  # type: ignore[union-attr]
+    state = trainer.run([torch.ones(4, 2)])
+    assert [loss.shape for loss in seen] == [()]
+    assert state.update_output is not None
+    assert state.update_output.loss == pytest.approx(float(seen[0]) / 4)
+
+
+def test_a_plain_tuple_may_have_the_loss_alone() -> None:
+    """It is taken as a mean of weight 1, as the bare loss is."""
+    records = []
+    for as_tuple in (True, False):
+        model = nn.Linear(2, 1)
+        nn.init.constant_(model.weight, 0.5)
+        nn.init.zeros_(model.bias)
+
+        def forward(model: nn.Module, x: Tensor, as_tuple: bool = as_tuple) -> Any:
+            loss = model(x).square().mean()
+            return (loss,) if as_tuple else loss
+
+        trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), forward)
+        records.append(trainer.run([torch.ones(3, 2)]).update_output)
+    assert records[0] == records[1]
+    assert (records[0].loss, records[0].sample_size) == (1.0, 1.0)
+
+
 def test_a_plain_tuple_may_have_four_fields() -> None:
     """And its fourth is the same."""
     evaluator = create_evaluator(classifier(), lambda model, micro_batch: tuple(forward(model, micro_batch)))

@@ -42,6 +42,20 @@ def test_biases_and_norms_have_no_decay() -> None:
     assert split(nn.BatchNorm1d(3)) == [["weight", "bias"]]
 
 
+def test_a_module_that_is_there_twice_has_two_names() -> None:
+    """Either of them takes the weight out of the decay."""
+    layer = nn.Linear(2, 2)
+    model = nn.Sequential(layer, nn.ReLU(), layer)
+    assert split(model) == [["0.weight"], ["0.bias"]]
+    for name in ("0.weight", "2.weight"):
+        assert split(model, no_decay=(name,)) == [["0.weight", "0.bias"]]
+
+
+def test_a_layer_may_be_called_bias() -> None:
+    """It is the name of the parameter that counts, and not that of the layer around it."""
+    assert split(nn.ModuleDict({"bias": nn.Linear(2, 2)})) == [["bias.weight"], ["bias.bias"]]
+
+
 def test_the_decay_is_that_of_the_group() -> None:
     """With a gradient of 0, AdamW changes only what has weight decay, by lr times it."""
     model = nn.Linear(2, 2)

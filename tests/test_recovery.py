@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -501,9 +503,10 @@ class Logarithm(nn.Module):
     [
         ("forward", "run again: micro-batch 2 of 2: NaN in the output of module '3' (Logarithm), shape (4, 1)"),
         ("handler", "run again: micro-batch 2 of 2: NaN in the output of module '3' (Logarithm), shape (4, 1)"),
+        ("outside", "run again: micro-batch 2 of 2: FloatingPointError when run again: not this loss"),
         ("without-cause", "run again, this update was finite"),
     ],
-    ids=["forward", "handler", "without-cause"],
+    ids=["forward", "handler", "outside-of-modules", "without-cause"],
 )
 def test_a_floating_point_error_of_ones_own_is_explained(site: str, note: str) -> None:
     """A check of the user's own ends the run; its error says where the value came from, and the replay leaves no trace."""
@@ -514,8 +517,9 @@ def test_a_floating_point_error_of_ones_own_is_explained(site: str, note: str) -
             raise FloatingPointError("not this loss")
 
     def forward(model: nn.Module, micro_batch: Any) -> torch.Tensor:
-        x, model[3].sign = micro_batch
-        loss = model(x).mean()
+        x, sign = micro_batch
+        model[3].sign = 1.0 if site == "outside" else sign
+        loss = model(x).mean() + (torch.tensor(sign).log() if site == "outside" else 0.0)
         if site != "handler":
             check(loss)
         return loss
@@ -550,6 +554,70 @@ def test_a_floating_point_error_of_an_update_that_cannot_be_run_again_stays_as_i
     with pytest.raises(FloatingPointError, match="not this loss") as caught:
         trainer.run([torch.ones(2, 3)])
     assert not hasattr(caught.value, "__notes__")
+
+
+UNUSUAL: dict[str, Callable[[], torch.Tensor]] = {
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]),
+    "compressed": lambda: torch.eye(2).to_sparse_csr(),
+    "float8": lambda: torch.ones(2).to(torch.float8_e4m3fn),
+    "meta": lambda: torch.ones(2, device="meta"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:Sparse CSR tensor support")
+@pytest.mark.parametrize("place", ["micro-batch", "buffer", "output"])
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_the_search_goes_on_past_what_torch_cannot_look_at(name: str, place: str) -> None:
+    """Torch has no `isfinite` for some layouts, dtypes and devices. The cause is found, and is not said to be there."""
+
+    class Unusual(nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return x, UNUSUAL[name]()
+
+    model = nn.ModuleDict({"unusual": Unusual(), "linear": nn.Linear(3, 1), "logarithm": Logarithm()})
+    if place == "buffer":
+        model.register_buffer("unusual_buffer", UNUSUAL[name]())
+
+    def forward(model: Any, micro_batch: Any) -> torch.Tensor:
+        x = micro_batch["x"]
+        if place == "output":
+            x, _ = model["unusual"](x)
+        logarithm: torch.Tensor = model["logarithm"](-model["linear"](x).abs() - 1)
+        return logarithm.mean()
+
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), forward)
+    micro_batch = {"x": torch.ones(2, 3)} | ({"unusual": UNUSUAL[name]()} if place == "micro-batch" else {})
+    with pytest.raises(NonFiniteError, match=r"NaN in the output of module 'logarithm' \(Logarithm\)"):
+        trainer.run([micro_batch])
+
+
+def test_a_model_with_an_expanded_buffer_is_searched() -> None:
+    """Its buffers are put back after the search, without an error of torch in the place of the one that says what was found."""
+    model = nn.Sequential(nn.Linear(3, 1), Logarithm())
+    model.register_buffer("mask", torch.ones(1).expand(4))
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda model, x: model(x).mean())
+    with pytest.raises(NonFiniteError, match="NaN in the micro-batch itself"):
+        trainer.run([torch.full((2, 3), math.nan)])
+    assert all(not module._forward_hooks for module in model.modules())
+    assert all(not parameter._backward_hooks for parameter in model.parameters())
+
+
+def test_complex_values_are_looked_at() -> None:
+    """The module that made the first of them not finite is named, and a buffer that is spoilt."""
+
+    class Turned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("spoilt", torch.full((1,), complex("nan")))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.complex(x, torch.full_like(x, math.nan))
+
+    model = nn.Sequential(nn.Linear(3, 1), Turned())
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda model, x: model(x).abs().mean())
+    with pytest.raises(NonFiniteError, match=r"NaN in the output of module '1' \(Turned\)") as caught:
+        trainer.run([torch.ones(2, 3)])
+    assert [note for note in caught.value.__notes__ if note.startswith("the buffer '1.spoilt' has a NaN by now")]
 
 
 def skip_for_ever() -> tuple[int, int, int]:

@@ -79,17 +79,98 @@ def test_a_buffer_that_is_another_one_by_now_is_remembered_again(name, how):
         assert torch.equal(module.written, torch.full_like(OTHERS[name], value))
 
 
+@pytest.mark.parametrize("name", OTHERS)
+def test_the_only_buffer_may_become_another_one(name):
+    """Its values are those of the tensor that it was at the latest mark."""
+    module = nn.Module()
+    module.register_buffer("only", torch.zeros(3))
+    rollback = BufferRollback(module)
+    rollback.mark()
+    for value in (0.1, 0.7, 0.3):
+        other = torch.full_like(OTHERS[name], value)
+        if name == "same":
+            module.only = other
+        else:
+            module.only.data = other
+        there = module.only
+        rollback.mark()
+        module.only.add_(1)
+        rollback.roll_back()
+        assert module.only is there
+        assert torch.equal(module.only, torch.full_like(OTHERS[name], value))
+
+
+def test_an_expanded_buffer_is_put_back():
+    """Torch writes to it only where no two elements share their memory."""
+    module = nn.Module()
+    module.register_buffer("mask", torch.tensor([[1.0], [2.0]]).expand(2, 3))
+    module.register_buffer("plain", torch.tensor([3.0]))
+    rollback = BufferRollback(module)
+    for value in (5.0, 6.0):
+        before = module.mask.clone()
+        rollback.mark()
+        module.mask[:, :1] = value
+        module.plain.fill_(value)
+        rollback.roll_back()
+        assert torch.equal(module.mask, before)
+        assert module.plain.tolist() == [3.0]
+        module.mask[0, :1] = value
+    assert module.mask.stride() == (1, 0)
+
+
+def test_a_buffer_that_nothing_can_write_to_stays():
+    """As one that was made in inference mode."""
+    module = nn.Module()
+    with torch.inference_mode():
+        module.register_buffer("cache", torch.ones(2))
+    rollback = BufferRollback(module)
+    rollback.mark()
+    rollback.roll_back()
+    assert module.cache.tolist() == [1.0, 1.0]
+
+
 def test_a_trial_run_leaves_no_trace():
     """A second forward, after a trial run was undone, gives the very numbers that the first one gave."""
-    noted = Noted()
+    noted, carried = Noted(), Carried({"seen": 1})
     model = nn.Sequential(noted)
-    trial = TrialRun(model, Carried(), lambda model, x: model(x), None)
+    trial = TrialRun(model, carried, lambda model, x: model(x), None)
     first = model(torch.ones(3))
+    carried["seen"] = 2
     trial.undo()
     assert noted.calls == 0
+    assert carried == {"seen": 1}
+    assert noted.assigned.tolist() == noted.written.tolist() == [0.0] * 3
     assert not hasattr(noted, "latest")
     assert torch.equal(model(torch.ones(3)), first)
     assert noted.calls == 1
+
+
+def test_a_trial_run_undoes_what_forward_counts():
+    """Also where each attribute that it assigns was there before."""
+    model = Noted()
+    model(torch.ones(3))
+    latest = model.latest
+    trial = TrialRun(model, Carried(), lambda model, x: model(x), None)
+    model(torch.zeros(3))
+    trial.undo()
+    assert model.calls == 1
+    assert model.latest is latest
+
+
+@pytest.mark.parametrize("how", ["added", "deleted"])
+def test_a_trial_run_undoes_an_attribute_that_comes_or_goes(how):
+    """Also where it is all that forward changes in a module."""
+    model = nn.Linear(1, 1)
+    if how == "deleted":
+        model.latest = None
+    before = {**vars(model)}
+    trial = TrialRun(model, Carried(), lambda model, x: model(x), None)
+    if how == "added":
+        model.latest = None
+    else:
+        del model.latest
+    trial.undo()
+    assert vars(model) == before
 
 
 def test_a_trial_run_undoes_the_draws_of_forward_itself():

@@ -303,7 +303,8 @@ def test_rates_of_all_are_in_the_record() -> None:
     assert state.metrics["learning_rate/1"] == pytest.approx(0.02 * 0.1**2)
 
 
-def test_a_rate_that_is_not_finite_names_its_optimizer() -> None:
+@pytest.mark.parametrize("group", [0, 1])
+def test_a_rate_that_is_not_finite_names_its_optimizer(group: int) -> None:
     """None of the optimizers has stepped; the error can be sent to another process."""
     job = make()
     job.optimizers["second"].add_param_group({"params": [], "lr": 0.1})
@@ -311,12 +312,14 @@ def test_a_rate_that_is_not_finite_names_its_optimizer() -> None:
 
     @job.trainer.on(TrainEvents.GRADIENTS_READY)
     def spoil() -> None:
-        job.optimizers["second"].param_groups[1]["lr"] = math.nan
+        job.optimizers["second"].param_groups[group]["lr"] = math.nan
 
-    with pytest.raises(LearningRateError, match=r"optimizer\['second'\] must have .* in param_groups\[1\]") as caught:
+    rate = job.optimizers["second"].param_groups[group]["lr"]
+    place = rf"optimizer\['second'\] must have .* in param_groups\[{group}\]"
+    with pytest.raises(LearningRateError, match=place) as caught:
         job.trainer.run(cuts.cut(cuts.samples(), [2]))
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
-    job.optimizers["second"].param_groups[1]["lr"] = 0.1
+    job.optimizers["second"].param_groups[group]["lr"] = rate
     assert job.state() == before
 
 

@@ -31,6 +31,17 @@ class Terms(nn.Module):
         return self.c[None] + self.d[None] + x
 
 
+class Three(Terms):
+    """c + d + e + x: three parameters have one gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.e = nn.Parameter(torch.full((3,), 0.75, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.e[None]
+
+
 class Parts(nn.Module):
     """cat(a, b) + c + x: the gradients of a and b are parts of that of c."""
 
@@ -52,7 +63,7 @@ def expected(model: nn.Module, limit: float | None) -> dict[str, Tensor]:
     """The parameters after one update; the gradient of each by the formula: the column sums of 2 * output, divided by 4."""
     with torch.no_grad():
         whole = 2 * model(X).sum(0) / len(X)
-    gradients = {"a": whole[:1], "b": whole[1:], "c": whole, "d": whole}
+    gradients = {"a": whole[:1], "b": whole[1:], **dict.fromkeys("cde", whole)}
     norm = sum(float(gradients[name].square().sum()) for name, _ in model.named_parameters()) ** 0.5
     factor = 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))
     return {name: parameter.detach() - RATE * factor * gradients[name] for name, parameter in model.named_parameters()}
@@ -67,11 +78,33 @@ class Twice(torch.optim.SGD):
         super().step()
 
 
-@pytest.mark.sampled(15)
+class BesideSparse(Terms):
+    """The same, with rows of an embedding whose gradient is sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(4, 3, sparse=True, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + 0.0 * self.rows(torch.arange(len(x)))
+
+
+def test_a_sparse_gradient_beside_them_changes_nothing() -> None:
+    """Three micro-batches: what the second adds to one of them must not come to the other."""
+    model = BesideSparse()
+    terms = Terms()
+    after = expected(terms, None)
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=RATE), forward, accumulation_steps=4)
+    trainer.run(list(X.split(1)), max_epochs=1)
+    for name, value in after.items():
+        torch.testing.assert_close(model.get_parameter(name).detach(), value, rtol=1e-12, atol=0)
+
+
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("limit", [None, 0.5])
 @pytest.mark.parametrize("size", [4, 2, 1])
 @pytest.mark.parametrize("form", ["fused", "foreach", "closure", "closure twice", slow("graph")])
-@pytest.mark.parametrize("kind", [Terms, Parts])
+@pytest.mark.parametrize("kind", [Terms, Three, Parts])
 def test_each_is_counted_and_scaled_once(kind: Callable[[], nn.Module], form: str, size: int, limit: float | None) -> None:
     """However the samples are cut, with and without clipping."""
     model = kind()

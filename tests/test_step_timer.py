@@ -15,7 +15,7 @@ import cuts
 from clock import Clock
 from ignite_train import Trainer, TrainEvents, UpdateOptions, count_traffic, create_evaluator, create_trainer
 from ignite_train.device import to_host
-from ignite_train.device.event_times import EventTimes
+from ignite_train.device.event_times import EventTimes, event_maker
 from ignite_train.events import every
 from ignite_train.handlers import Profiler, StepTimer, TrainingMetrics, Validation
 from ignite_train.loop.sections import SECTIONS
@@ -295,6 +295,8 @@ def test_events_are_read_when_the_device_has_got_there(device: EventTimes) -> No
         device.mark("forward")
         device.end_update("handler")
     assert device.drain() == []
+    FakeEvent.reached = 6.0  # the first update has only its end before it
+    assert device.drain() == []
     FakeEvent.reached = 9.0  # the first update is over, and the second has begun
     assert device.drain() == [{"data": 1.0, "forward": 3.0, "backward": 2.0, "mine": 2.0}]
     FakeEvent.reached = FakeEvent.now
@@ -303,6 +305,16 @@ def test_events_are_read_when_the_device_has_got_there(device: EventTimes) -> No
     device.mark("forward")
     device.end_update("handler")
     assert FakeEvent.made == made
+
+
+def test_events_of_a_device_know_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch makes events that do not, unless it is asked. The CPU has none."""
+    monkeypatch.setattr(torch, "Event", lambda device, enable_timing=False: (device, enable_timing))
+    for device in (torch.device("cuda", 1), torch.device("xpu", 0)):
+        make_event = event_maker(device)
+        assert make_event is not None
+        assert make_event() == (device, True)
+    assert event_maker(torch.device("cpu")) is None
 
 
 def test_what_waits_is_bounded(device: EventTimes) -> None:

@@ -20,7 +20,8 @@ from ignite_train.device.to_device import ToDevice
 from ignite_train.device.to_host import ToHost
 from update_options import with_options
 
-CPU = torch.device("cpu")
+CPU, META = torch.device("cpu"), torch.device("meta")
+_PINNED = to_device._pinned
 
 
 class Stream:
@@ -160,6 +161,36 @@ def test_a_broken_off_update_leaves_nothing_behind(monkeypatch: pytest.MonkeyPat
     assert [reference() for reference in moved] == [None, None]
 
 
+@pytest.mark.usefixtures("notes")
+def test_what_lies_on_a_device_is_not_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch pins what is on the host, and raises an error for a tensor that is not."""
+    pinned: list[Tensor] = []
+    monkeypatch.setattr(to_device, "_pinned", _PINNED)
+    monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or tensor.clone())
+    monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: None)
+    batch = {"host": torch.ones(2), "device": torch.ones(3, device=META)}
+    moved = ToDevice(META)(batch)
+    assert [tensor.shape for tensor in pinned] == [(2,)]
+    assert {name: tensor.device for name, tensor in moved.items()} == {"host": META, "device": META}
+
+
+@pytest.mark.usefixtures("notes")
+@pytest.mark.parametrize("streams", [True, False], ids=["streams", "without"])
+def test_no_copy_waits(monkeypatch: pytest.MonkeyPatch, streams: bool) -> None:
+    """Each tensor is asked to move without waiting, sparse ones too."""
+    monkeypatch.setattr(to_device, "_has_streams", lambda device: streams)
+    moving, to = [], Tensor.to
+
+    def noting(tensor: Tensor, *arguments: Any, **named: Any) -> Tensor:
+        moving.append((arguments, named))
+        return to(tensor, *arguments, **named)
+
+    monkeypatch.setattr(Tensor, "to", noting)
+    monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: None)
+    ToDevice(META)({"x": torch.ones(2), "sparse": torch.eye(2).to_sparse()})
+    assert moving == [((META,), {"non_blocking": True})] * 2
+
+
 def test_what_is_no_plain_tensor_moves_when_it_is_asked_for(notes: list[str]) -> None:
     """Sparse tensors, and objects that move themselves, are not touched ahead; the rest stays what it is."""
 
@@ -185,9 +216,6 @@ def test_on_the_cpu_nothing_is_looked_at() -> None:
     assert mover(batch) is batch
 
 
-META = torch.device("meta")
-
-
 class Edges(NamedTuple):
     """Has a field that is called as the method is."""
 
@@ -211,6 +239,26 @@ class Tokens(UserDict[str, Tensor]):
     def to(self, device: torch.device, *, non_blocking: bool = False) -> Tokens:
         assert non_blocking
         return Tokens({name: value.to(device) for name, value in self.items()})
+
+
+class _InC:
+    """A method that is written in C++: `inspect` does not know what it takes."""
+
+    @property
+    def __signature__(self) -> Any:
+        raise ValueError("no signature found")
+
+    def __get__(self, owner: Any, kind: Any = None) -> Any:
+        return lambda device, **named: ("moved", device, named)
+
+    def __call__(self) -> None:
+        """It can be called."""
+
+
+class Compact:
+    """Moves itself by such a method."""
+
+    to = _InC()
 
 
 class Wrapped(NamedTuple):
@@ -244,6 +292,7 @@ def test_what_moves_itself_is_not_taken_apart() -> None:
         "tokens": Tokens(ids=torch.ones(2)),
         "wrapped": Wrapped(torch.ones(2), torch.ones(2)),
         "list": [torch.ones(2), None],
+        "compact": Compact(),
     }
     moved = ToDevice(META)(batch)
     for sequence in (moved["packed"], moved["pair"][1][0]):
@@ -259,6 +308,7 @@ def test_what_moves_itself_is_not_taken_apart() -> None:
     assert moved["tokens"]["ids"].device == META
     assert (moved["wrapped"].values.device, moved["wrapped"].lengths.device) == (META, CPU)
     assert (moved["list"][0].device, moved["list"][1]) == (META, None)
+    assert moved["compact"] == ("moved", META, {"non_blocking": True})
     with pytest.raises(TypeError, match="from inside"):
         ToDevice(META)([Method()])
 

@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate, count, cycle
+from itertools import accumulate, count, cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from bits import bit_by_bit
 from ignite_train import ForwardOutput, ResumableLoader, Trainer, Tuned, create_supervised_trainer, create_trainer, tune
+from ignite_train.model.modules_used import modules_used
 from ignite_train.model.random_state import capture_random_state
 from ignite_train.tuning.alone import TrialError
 from ignite_train.tuning.copies import copies_of, set_memory_layout
@@ -191,6 +192,7 @@ class Task:
 
     def __init__(self, clock: Clock) -> None:
         self.clock, self.teacher = clock, nn.BatchNorm1d(3).double()
+        self.teacher.register_buffer("mask", torch.ones(1).expand(3))
 
     def forward(self, model: nn.Module, x: Tensor) -> Tensor:
         return by_argument({"only": self.teacher}, self.clock, model, x)
@@ -226,6 +228,18 @@ def test_modules_beside_the_model_are_put_back(way: str, clock: Clock) -> None:
     before = bit_by_bit(teacher.state_dict())
     tuned(make(forward), loader_of(), micro_batch=[8])
     assert bit_by_bit(teacher.state_dict()) == before
+
+
+def test_modules_of_a_circle_are_found_once() -> None:
+    """Also in a function that calls itself, and in a list that holds itself."""
+    teacher = nn.Linear(1, 1)
+    circle: list[Any] = [teacher]
+    circle.append(circle)
+
+    def forward(model: nn.Module, x: Tensor) -> Any:
+        return forward(model, x) if circle else None
+
+    assert [*islice(modules_used([forward, forward]), 5)] == [teacher]
 
 
 class Interrupt(BaseException):

@@ -63,7 +63,29 @@ def mean_gradients(model: nn.Module, batches: list[Any]) -> list[torch.Tensor]:
     return list(torch.autograd.grad(mse_loss(model(x), y), list(model.parameters())))
 
 
+@pytest.mark.parametrize("size", [0.25, 0.5, 1.0, 2.0])
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_sample_size_may_be_a_fraction(size, fused):
+    """The step is along the gradient divided by it, also where that makes it larger."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, fused=fused)
+    create_trainer(model, optimizer, lambda model, x: ForwardOutput(model(x).sum(), size)).run([torch.ones(1, 1)])
+    assert model.weight.item() == -0.5 / size
+
+
 # --- order ---
+
+
+def test_a_zero_grad_that_was_replaced_is_called():
+    """Of the object, as something that counts or times its calls replaces it."""
+    model, calls = nn.Linear(1, 1), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    zero_grad = optimizer.zero_grad
+    optimizer.zero_grad = lambda set_to_none=True: calls.append(set_to_none) or zero_grad(set_to_none)
+    create_trainer(model, optimizer, lambda model, x: model(x).sum()).run([torch.ones(1, 1)] * 2)
+    assert len(calls) >= 2
+    assert {*calls} == {True}
 
 
 def test_order_of_calls():

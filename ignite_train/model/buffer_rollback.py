@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["BufferRollback"]
+__all__ = ["BufferRollback", "own_memory"]
 
 
 class BufferRollback:
@@ -43,7 +43,7 @@ class BufferRollback:
         if self._has_copies_for(buffers):
             torch._foreach_copy_(self._copies, buffers)
         else:
-            self._buffers, self._copies = buffers, [buffer.clone() for buffer in buffers]
+            self._buffers, self._copies = buffers, [own_memory(buffer).clone() for buffer in buffers]
 
     def _has_copies_for(self, buffers: list[Tensor]) -> bool:
         return len(buffers) == len(self._buffers) and all(
@@ -55,7 +55,17 @@ class BufferRollback:
     def roll_back(self) -> None:
         """Puts them back."""
         for buffer, before in zip(self._buffers, self._copies, strict=True):
-            buffer.copy_(before)
+            if not buffer.is_inference():  # to which torch lets nothing write
+                own_memory(buffer).copy_(before)
         for owner, buffers in self._owners:
             if isinstance(owner, dict):  # a scripted module has another mapping, whose tensors stay the same
                 owner.update(buffers)
+
+
+def own_memory(buffer: Tensor) -> Tensor:
+    """The part of a buffer that has memory of its own, as `mask` of `mask.expand(heads, -1, -1)`: torch writes to no more."""
+    if buffer.layout is torch.strided and not buffer.is_nested:
+        for dimension, (size, stride) in enumerate(zip(buffer.shape, buffer.stride(), strict=True)):
+            if size > 1 and stride == 0:
+                buffer = buffer.narrow(dimension, 0, 1)
+    return buffer

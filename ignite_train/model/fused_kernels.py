@@ -39,7 +39,7 @@ class FusedKernels:
       to apply it to shards, where parameters are sharded; and parameters may have no gaps in memory. Otherwise the group takes
       the unfused step from then on;
     - gradients must have the strides of their parameters. Backward makes such gradients. Where something else has put others
-      in their place, they are copied into those strides, and looked at in each step from then on;
+      in their place, they are copied into those strides;
     - moments must have those strides too. Moments from a checkpoint that have others are laid out again.
 
     Each of these is said in the log once. It is all looked at when the trainer is made, as far as it is known then; at the
@@ -60,7 +60,6 @@ class FusedKernels:
         self._avoided: set[int] = set()  # indices of the groups whose kernel is not used any more
         self._unfused: list[dict[str, Any]] = []  # the groups whose kernel is not used in the step to come
         self._obstacle: str | None = None
-        self._watches = False  # whether gradients are looked at in each step
         self._said: set[str] = set()
         for index, group in enumerate(optimizer.param_groups):
             if group.get("fused"):
@@ -75,7 +74,7 @@ class FusedKernels:
         if not groups:
             self._unfused = []
             return None
-        if self._watches or not self._tensors.are_known(groups):
+        if not self._tensors.are_known(groups):
             self._look(groups)
             self._tensors.note(groups)
         return self._obstacle
@@ -151,7 +150,6 @@ class FusedKernels:
             if not pairs_with(_local(gradient), _local(parameter)):
                 parameter.grad = copied = torch.empty_like(parameter, requires_grad=False).copy_(gradient)
                 stepped.gradients[place] = copied
-                self._watches = True
                 self._say(
                     f"the gradient of {self._gradients.name(parameter)} does not have the strides of its parameter, which a "
                     "fused kernel takes for granted; such gradients are copied in each step; look for a hook or a handler that "

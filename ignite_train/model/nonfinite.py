@@ -54,15 +54,24 @@ def find_nonfinite(
 
 def spoilt_buffer(module: nn.Module) -> str | None:
     """The name of the first buffer that has a NaN; None without one. A mask may hold infinities. Waits for the device."""
-    named = ((name, buffer) for name, buffer in module.named_buffers() if buffer.is_floating_point())
-    return next((name for name, buffer in named if bool(torch.isnan(buffer).any())), None)  # sync
+    return next((name for name, buffer in module.named_buffers() if _trouble_in(buffer) == "NaN"), None)
 
 
 def _check(found: list[str], what: str, value: Tensor) -> None:
     value = value.coalesce().values() if value.is_sparse else value
-    if not found and value.is_floating_point() and not bool(torch.isfinite(value).all()):  # sync
-        kind = "NaN" if bool(value.isnan().any()) else "inf"
-        found.append(f"{kind} in {what}, shape {tuple(value.shape)}")
+    if not found and (trouble := _trouble_in(value)) is not None:
+        found.append(f"{trouble} in {what}, shape {tuple(value.shape)}")
+
+
+def _trouble_in(value: Tensor) -> str | None:
+    """NaN, inf, or None for a tensor that is finite, or that torch cannot tell it of."""
+    has_fractions = value.is_floating_point() or value.is_complex()
+    try:
+        if not has_fractions or bool(torch.isfinite(value).all()):  # sync
+            return None
+        return "NaN" if bool(value.isnan().any()) else "inf"
+    except RuntimeError:  # some layouts, dtypes and devices have no such operation; what is computed from them is checked too
+        return None
 
 
 @contextmanager

@@ -206,7 +206,7 @@ def check_optimizers(model: nn.Module, optimizer: Optimizer | Optimizers, *, clo
 
     Raises:
         TypeError: it is LBFGS, which needs one.
-        ValueError: model and optimizers do not belong together, or a learning rate is not finite.
+        ValueError: model and optimizers do not belong together, or a learning rate is missing or not finite.
     """
     named = {"optimizer": optimizer} if isinstance(optimizer, Optimizer) else optimizer.labelled
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -235,7 +235,12 @@ def check_optimizers(model: nn.Module, optimizer: Optimizer | Optimizers, *, clo
 
 def _check_optimizer(label: str, optimizer: Optimizer, names: Mapping[int, str]) -> None:
     for index, group in enumerate(optimizer.param_groups):
-        rate = float(group.get("lr", 0.0))  # sync, once, if it lies on an accelerator
+        if group.get("lr") is None:
+            raise ValueError(
+                f"{label} must have a learning rate in each group, got none in param_groups[{index}]; set its 'lr', to 1.0 if "
+                "the optimizer computes its rates itself"
+            )
+        rate = float(group["lr"])  # sync, once, if it lies on an accelerator
         if not math.isfinite(rate):
             raise ValueError(f"{label} must have finite learning rates, got {rate!r} in param_groups[{index}]; set its 'lr'")
         for parameter in group["params"]:

@@ -155,7 +155,7 @@ def check_generators(states: Mapping[str, Any]) -> None:
         if "accelerators" in states and torch.accelerator.is_available():
             for state in states["accelerators"][: torch.accelerator.device_count()]:
                 torch.Generator(torch.accelerator.current_accelerator()).set_state(state)
-    except (KeyError, TypeError, RuntimeError, AttributeError) as error:
+    except (LookupError, TypeError, RuntimeError, AttributeError) as error:
         raise ValueError(f"the states of the random generators cannot be restored: {error}") from error
 
 

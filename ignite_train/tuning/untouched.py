@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ignite_train.model.buffer_rollback import own_memory
 from ignite_train.model.modules_used import modules_used
 from ignite_train.model.random_state import (
     capture_random_state,
@@ -36,7 +37,7 @@ def untouched(modules: Iterable[nn.Module], functions: Iterable[Any], loader: An
     used = {id(part): part for module in [*modules, *modules_used(functions)] for part in module.modules()}
     parameters = {id(p): p for module in used.values() for p in module.parameters(recurse=False)}.values()
     gradients = [(p, p.grad, None if p.grad is None else p.grad.clone()) for p in parameters]
-    buffers = [(buffer, buffer.clone()) for module in used.values() for buffer in module.buffers(recurse=False)]
+    buffers = [(buffer, own_memory(buffer).clone()) for module in used.values() for buffer in module.buffers(recurse=False)]
     modes = [(module, module.training) for module in used.values()]
     threads, random_state = torch.get_num_threads(), capture_random_state()
     generators = [(generator, get_generator_state(generator)) for generator in generators_within(loader).values()]
@@ -49,7 +50,7 @@ def untouched(modules: Iterable[nn.Module], functions: Iterable[Any], loader: An
             for parameter, gradient, values in gradients:
                 parameter.grad = gradient if gradient is None or values is None else gradient.copy_(values)
             for buffer, values in buffers:
-                buffer.copy_(values)
+                own_memory(buffer).copy_(values)
         for module, training in modes:
             module.training = training
         for generator, state in generators:
