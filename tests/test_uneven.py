@@ -248,15 +248,15 @@ def first_update_without_any(way: str) -> tuple[int, int]:
         def __len__(self) -> int:
             return 2
 
-    model = Tower()
+    model = wrap(Tower(), way)
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
-    trainer = create_trainer(wrap(model, way), optimizer, clip, options=UpdateOptions(reduction=way, uneven="replay"))
+    trainer = create_trainer(model, optimizer, clip, options=UpdateOptions(reduction=way, uneven="replay"))  # type: ignore[arg-type]
     with pytest.warns(UserWarning, match=r"len\(\) 2"):
         trainer.run(Lying(), max_epochs=1)
     return trainer.state.num_steps, trainer.state.num_skipped
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [*WAYS, "fsdp"])
 def test_no_micro_batch_anywhere_hangs_no_rank(way: str) -> None:
     """Updates are skipped as long as no rank has had a micro-batch that could be a placeholder."""
     assert run_ranks(first_update_without_any, way) == [(0, 2)] * 2
