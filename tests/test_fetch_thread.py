@@ -228,6 +228,17 @@ def test_it_works_as_the_thread_that_began_it():
     assert seen == [("meta", "raise", True)] * 3
 
 
+@pytest.mark.parametrize("gpu", [None, 1], ids=["none", "second"])
+def test_it_works_on_the_gpu_of_the_thread_that_began_it(gpu, monkeypatch):
+    """Each thread of CUDA begins with the first one; a process that has not used any must not begin to."""
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: gpu is not None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: gpu)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda number: chosen.append((threading.current_thread().name, number)))
+    assert [*FetchThread(iter(range(3)), ahead=2, name="numbers")] == [0, 1, 2]
+    assert chosen == ([] if gpu is None else [(FetchThread.__name__, 1)])
+
+
 # --- what it must not draw ------------------------------------------------------------------------------------------------
 
 DRAWS: dict[str, Callable[[], Any]] = {

@@ -187,6 +187,21 @@ def test_complex_weights() -> None:
     assert outer.grad_norm == pytest.approx(factor * (1 - (1 - 2 * RATE) ** 2) * 5.25**0.5, rel=1e-6)
 
 
+def _begin() -> list[Any]:
+    """What is in the model of each rank before the first update; each rank has made another one."""
+    model = nn.BatchNorm1d(3)
+    with torch.no_grad():
+        for number, tensor in enumerate(model.state_dict().values()):
+            tensor.fill_(10 * idist.get_rank() + number)
+    make(model=model, forward=lambda model, x: model(x).sum())
+    return [tensor.tolist() for tensor in model.state_dict().values()]
+
+
+def test_all_ranks_begin_with_the_model_of_rank_0() -> None:
+    """Its weights and its buffers; or else the first outer step would average models that have nothing in common."""
+    assert run_ranks(_begin) == [[[0.0] * 3, [1.0] * 3, [2.0] * 3, [3.0] * 3, 4]] * 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("updates", [3 * H, 3 * H + 2], ids=["equal", "between"])
 @pytest.mark.parametrize("method", [name for name in METHODS if name != "lookahead"])

@@ -257,6 +257,32 @@ def test_a_sampler_may_hold_any_array(held: Any, tmp_path: Path, caplog: pytest.
     assert "the sampler is not as it was" not in caplog.text
 
 
+class Random(Epochal):
+    """Each sample is drawn."""
+
+    def __getitem__(self, index: int) -> float:
+        return float(torch.rand(()))
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["of the process", "of the loader"])
+@pytest.mark.parametrize("kept", [False, True], ids=["new", "kept"])
+def test_workers_draw_what_they_draw_in_a_loop_by_hand(kept: bool, own: bool) -> None:
+    """Their seed is drawn from the generator of the loader, and so is another one where that has another seed."""
+
+    def loader(seed: int) -> Any:
+        generator = torch.Generator().manual_seed(seed) if own else None
+        torch.manual_seed(0 if own else seed)
+        return DataLoader(Random(), 2, num_workers=1, persistent_workers=kept, generator=generator)
+
+    def trained(seed: int) -> list[list[float]]:
+        trainer, seen = make()
+        trainer.run(loader(seed), max_epochs=1)
+        return seen
+
+    assert trained(3) == [x.tolist() for x in loader(3)]
+    assert trained(4) == [x.tolist() for x in loader(4)] != trained(3)
+
+
 @pytest.mark.parametrize("event", [Events.ITERATION_COMPLETED(once=2), Events.EPOCH_COMPLETED], ids=["within", "at-the-end"])
 def test_workers_that_are_kept_make_one_pass_at_a_time(event: Any) -> None:
     """An evaluation on the loader that is trained on would end the epoch; when the pass is over it may begin."""
