@@ -300,6 +300,48 @@ def test_workers_that_are_kept_make_one_pass_at_a_time(event: Any) -> None:
     assert [x for (x,) in seen] == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0] * 2
 
 
+PASSES = [0.0, 1.0, 2.0, 3.0, 4.0, 5.0] * 2
+
+
+@pytest.mark.parametrize("between", ["updates", "runs"])
+@pytest.mark.parametrize("epoch_length", [4, 6])
+def test_workers_that_are_kept_make_one_pass_at_a_time_across_epochs(epoch_length: int, between: str) -> None:
+    """With `epoch_length` too: a pass elsewhere would end this one. Where nothing is left of it, that does no harm."""
+    trainer, seen = make()
+    evaluator = create_evaluator(nn.Linear(1, 1), lambda model, x: ForwardOutput(model(x[:, None]).sum(), len(x)))
+    loader = DataLoader(torch.arange(6.0), 1, num_workers=1, persistent_workers=True)
+
+    def train() -> None:
+        if between == "updates":
+            trainer.add_event_handler(Events.EPOCH_COMPLETED(once=1), lambda: evaluator.run(loader))
+            trainer.run(loader, max_iters=12, epoch_length=epoch_length)
+        else:
+            trainer.run(loader, max_epochs=1, epoch_length=epoch_length)
+            evaluator.run(loader)
+            trainer.run(loader, max_iters=12)
+
+    if epoch_length == 6:
+        train()
+        assert [x for (x,) in seen] == PASSES
+        return
+    with pytest.raises(ValueError, match="in the middle of a pass"):
+        train()
+    assert [x for (x,) in seen] == PASSES[:4]
+
+
+def test_workers_that_are_kept_train_on_in_the_next_run() -> None:
+    """With `epoch_length`, from where the run before has ended; and another trainer may begin a pass of its own."""
+    trainer, seen = make()
+    loader = DataLoader(torch.arange(6.0), 1, num_workers=1, persistent_workers=True)
+    for updates in (4, 8, 12):
+        trainer.run(loader, max_iters=updates, epoch_length=3)
+    assert [x for (x,) in seen] == PASSES
+    trainer.run(loader, max_iters=14)
+    other, seen = make()
+    other.run(loader, max_iters=12, epoch_length=3)
+    assert [x for (x,) in seen] == PASSES
+
+
 # --- seeds and order -------------------------------------------------------------------------------------------------------
 
 
