@@ -342,6 +342,24 @@ def test_workers_that_are_kept_train_on_in_the_next_run() -> None:
     assert [x for (x,) in seen] == PASSES
 
 
+@pytest.mark.parametrize("fetch", [{}, {"fetch_in_thread": True}], ids=["plain", "in-thread"])
+@pytest.mark.parametrize("stop", [None, 3, 4, 5, 8], ids=str)
+def test_with_epoch_length_a_pass_has_the_order_of_its_number(stop: int | None, fetch: Any, tmp_path: Path) -> None:
+    """From 0, across epochs of another length, and also where the run was stopped between two passes or within one."""
+    sampler, expected = ShardedSampler(range(4), shuffle=True, seed=5), list[list[float]]()
+    for number in range(3):
+        sampler.set_epoch(number)
+        expected += [[index] for index in sampler]
+    found: list[list[float]] = []
+    for updates in (12,) if stop is None else (stop, 12):
+        trainer, seen = make()
+        Checkpoint(tmp_path).attach(trainer)
+        loader = ResumableLoader(torch.arange(4), 1, shuffle=True, seed=5, **fetch)
+        trainer.run(loader, max_iters=updates, epoch_length=3)
+        found += seen
+    assert found == expected
+
+
 # --- seeds and order -------------------------------------------------------------------------------------------------------
 
 
