@@ -360,6 +360,17 @@ def test_with_epoch_length_a_pass_has_the_order_of_its_number(stop: int | None, 
     assert found == expected
 
 
+def test_with_epoch_length_a_pass_may_have_one_micro_batch() -> None:
+    """It is repeated; a pass without any ends the run, since it would be repeated forever."""
+    trainer, seen = make()
+    trainer.run([torch.ones(1)], max_epochs=2, epoch_length=3)
+    assert seen == [[1.0]] * 6
+    trainer, seen = make()
+    with pytest.raises(ValueError, match="data"):
+        trainer.run([], max_epochs=2, epoch_length=3)
+    assert seen == []
+
+
 # --- seeds and order -------------------------------------------------------------------------------------------------------
 
 
