@@ -108,6 +108,7 @@ def test_what_can_be_exact_is(case: str, tmp_path: Path, caplog: Any) -> None:
     seen += train(tmp_path, after(), accumulation_steps)
     assert Counter(seen) == Counter(range(SAMPLES))
     assert "data has changed" not in caplog.text
+    assert "num_workers" not in caplog.text
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {

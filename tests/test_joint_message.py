@@ -296,24 +296,28 @@ def test_a_norm_that_the_host_has_is_decided_on_by_the_host(monkeypatch: pytest.
     assert statistics.reduced(torch.ones(())) is not None
 
 
+@pytest.mark.parametrize("changes", [False, True])
 @pytest.mark.parametrize("with_new_name", [False, True])
 @pytest.mark.parametrize("num_out_of_memory", [0, 1])
 def test_no_step_is_queued_where_the_host_has_to_look_first(
-    num_out_of_memory: int, with_new_name: bool, monkeypatch: pytest.MonkeyPatch
+    num_out_of_memory: int, with_new_name: bool, changes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a lack of memory, and where a log has a name that other ranks may not know; one does not hide the other."""
+    """After a lack of memory, where a log has a name that other ranks may not know, and where a handler may change gradients.
+
+    None of these hides another.
+    """
     monkeypatch.setattr(collectives, "world_size", lambda: 2)
     monkeypatch.setattr(to_host, "_HOST", "nowhere")
     mine, theirs = Statistics(torch.device("cpu")), Statistics(torch.device("cpu"))
     mine.num_out_of_memory = num_out_of_memory
     theirs.add(ForwardOutput(torch.ones(()), 1, {"accuracy": torch.ones(())} if with_new_name else {}))
-    vector, other = mine.pack(RankRequests()), theirs.pack(RankRequests())
+    vector, other = mine.pack(RankRequests()), theirs.pack(RankRequests(changes_gradients=changes))
     assert vector is not None
     assert other is not None
     vector.add_(other)
     reduced = mine.reduced(torch.ones(()))
     assert reduced is not None
-    assert (float(reduced.obstacles) > 0) == bool(num_out_of_memory or with_new_name)
+    assert (float(reduced.obstacles) > 0) == bool(num_out_of_memory or with_new_name or changes)
 
 
 class _LateSum:

@@ -355,14 +355,14 @@ def _spoiled(scaling: Any, bad: list[int], fails: str, count: str, on_nonfinite:
     outer = OuterOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), every=H, count=count)  # type: ignore[arg-type]
     outer.attach(trainer)
     seen: list[Any] = []
-    means: list[tuple[float, float]] = []
+    means: list[tuple[float, float, dict[str, float]]] = []
     logged = warnings_of_library()
 
     @trainer.on(Events.ITERATION_COMPLETED)
     def note(trainer: Trainer) -> None:
         output, state = trainer.state.update_output, trainer.state
         assert output is not None
-        means.append((output.loss, output.sample_size))
+        means.append((output.loss, output.sample_size, dict(output.logs)))
         seen.append((output.applied, output.num_ranks_skipped, output.loss_scale, state.num_steps, outer.num_outer_steps))
 
     trainer.run(share(), max_iters=2 * H)
@@ -391,8 +391,9 @@ def test_a_rank_whose_gradients_are_not_finite_skips_alone(scaled: bool) -> None
 
     assert both[0] == both[1]
     assert both[0]["weights"] == pytest.approx(_skipping_by_hand({2: (0,)}), rel=1e-12)
-    assert [size for _, size in both[0]["means"]] == [8.0, 4.0, 8.0, 8.0, 8.0, 8.0]  # those of the ranks that stepped
-    assert all(math.isfinite(loss) for loss, _ in both[0]["means"])
+    sizes = [8.0, 4.0, 8.0, 8.0, 8.0, 8.0]  # those of the ranks that stepped
+    assert [(size, logs) for _, size, logs in both[0]["means"]] == [(size, {"seen": size}) for size in sizes]
+    assert all(math.isfinite(loss) for loss, _, _ in both[0]["means"])
     scales = [16.0, 16.0, 8.0, 8.0, 8.0, 8.0] if scaled else [1.0] * 6
     skipped = [0, 1, 0, 0, 0, 0]
     assert ["update 2 was skipped on 1 of 2 ranks" in line for line in both[0]["logged"]] == [True]

@@ -247,9 +247,9 @@ def test_shards_that_several_ranks_hold_count_once_in_the_norm(factor: float, ra
 def refusals() -> list[str]:
     """What is said about a mesh of one rank, and about a factor by which gradients are divided."""
     mesh, messages = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards")), []
-    for change in ("mesh", "factor", "same factor"):
+    for change in ("mesh", "factor", "same factor", "same factor on two dimensions"):
         model = branches()
-        fully_shard(model, mesh=mesh["shards"] if change == "mesh" else None)
+        fully_shard(model, mesh=mesh["shards"] if change == "mesh" else mesh if "two" in change else None)
         if "factor" in change:
             model.set_gradient_divide_factor(1.0 if change == "factor" else 2.0)  # type: ignore[attr-defined]
         try:

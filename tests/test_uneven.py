@@ -262,6 +262,20 @@ def test_no_micro_batch_anywhere_hangs_no_rank(way: str) -> None:
     assert run_ranks(first_update_without_any, way) == [(0, 2)] * 2
 
 
+def length_of_epoch(counts: tuple[int, int]) -> list[int | None]:
+    model, lengths = Tower(), list[int | None]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    trainer = create_trainer(model, optimizer, clip, options=UpdateOptions(reduction="explicit", uneven="replay"))
+    trainer.add_event_handler(Events.ITERATION_STARTED, lambda: lengths.append(trainer.state.epoch_length))
+    trainer.run(data(counts)[idist.get_rank()], max_epochs=1)
+    return lengths
+
+
+def test_a_rank_without_data_knows_how_long_the_epoch_is() -> None:
+    """From the first update on, as the others do: no micro-batches are a length too."""
+    assert run_ranks(length_of_epoch, (3, 0)) == [[3, 3, 3]] * 2
+
+
 def test_what_a_rank_borrows_if_no_rank_has_a_micro_batch_now() -> None:
     """The one that it ran on before; its own is never given up for it."""
     assert borrowed_micro_batch(None, "before") == "before"

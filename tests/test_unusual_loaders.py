@@ -16,6 +16,7 @@ from ignite.engine import Events
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from bits import bit_by_bit
 from ignite_train import (
@@ -369,6 +370,87 @@ def test_with_epoch_length_a_pass_may_have_one_micro_batch() -> None:
     with pytest.raises(ValueError, match="data"):
         trainer.run([], max_epochs=2, epoch_length=3)
     assert seen == []
+
+
+class Remembering:
+    """Has a state, knows its length, and reads on from where it is; where nothing is left, from the beginning."""
+
+    def __init__(self) -> None:
+        self.at, self.passes = 0, 0
+
+    def __len__(self) -> int:
+        return 4
+
+    def __iter__(self) -> Iterator[Tensor]:
+        self.passes, self.at = self.passes + (self.at == 4), self.at % 4
+        while self.at < 4:
+            self.at += 1
+            yield torch.tensor([10.0 * self.passes + self.at])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at, "passes": self.passes}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.at, self.passes = state_dict["at"], state_dict["passes"]
+
+
+STREAMS: dict[str, Callable[[], Any]] = {
+    "drawn": lambda: DataLoader(torch.arange(4), 1, shuffle=True),
+    "drawn, own generator": lambda: DataLoader(torch.arange(4), 1, shuffle=True, generator=torch.Generator().manual_seed(3)),
+    "resumable": lambda: ResumableLoader(torch.arange(4), 1, shuffle=True, seed=3),
+    "stateful": lambda: StatefulDataLoader(torch.arange(4), 1, shuffle=True, generator=torch.Generator().manual_seed(3)),
+    "with a state": Remembering,
+}
+
+
+@pytest.mark.parametrize("kind", STREAMS)
+def test_with_epoch_length_a_run_resumes_bitwise(kind: str, tmp_path: Path) -> None:
+    """After any update: the same samples, and the same numbers that forward draws; also at the end of a pass."""
+
+    def train(*stops: int) -> list[Any]:
+        seen: list[Any] = []
+
+        def forward(model: nn.Module, x: Tensor) -> ForwardOutput:
+            seen.append((float(x), float(torch.rand(()))))
+            return ForwardOutput(model(x.reshape(-1, 1).float()).square().sum() * 1e-3, len(x))
+
+        for updates in (*stops, 11):
+            torch.manual_seed(1)
+            model = nn.Linear(1, 1)
+            trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), forward)
+            Checkpoint(tmp_path / str(stops)).attach(trainer)
+            trainer.run(STREAMS[kind](), max_iters=updates, epoch_length=3)
+        return [*seen, *model.weight.flatten().tolist()]
+
+    whole = train()
+    assert [stop for stop in range(1, 11) if train(stop) != whole] == []
+
+
+class Stumbling:
+    """An iterator whose third `next` fails once."""
+
+    def __init__(self) -> None:
+        self.given, self.fails = 0, True
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return self
+
+    def __next__(self) -> Tensor:
+        if self.given == 2 and self.fails:
+            self.fails = False
+            raise OSError("the connection is lost")
+        self.given += 1
+        return torch.tensor([float(self.given)])
+
+
+def test_an_iterator_that_has_failed_once_is_read_on() -> None:
+    """With `epoch_length`: nothing that it gave is lost, or asked for again."""
+    trainer, seen = make()
+    data = Stumbling()
+    with pytest.raises(OSError, match="connection is lost"):
+        trainer.run(data, max_iters=5, epoch_length=5)
+    trainer.run(data, max_iters=5)
+    assert seen == [[1.0], [2.0], [3.0], [4.0], [5.0]]
 
 
 # --- seeds and order -------------------------------------------------------------------------------------------------------
