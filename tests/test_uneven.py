@@ -266,14 +266,15 @@ def length_of_epoch(counts: tuple[int, int]) -> list[int | None]:
     model, lengths = Tower(), list[int | None]()
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     trainer = create_trainer(model, optimizer, clip, options=UpdateOptions(reduction="explicit", uneven="replay"))
-    trainer.add_event_handler(Events.ITERATION_STARTED, lambda: lengths.append(trainer.state.epoch_length))
+    for event in (Events.STARTED, Events.EPOCH_STARTED, Events.ITERATION_STARTED):
+        trainer.add_event_handler(event, lambda: lengths.append(trainer.state.epoch_length))
     trainer.run(data(counts)[idist.get_rank()], max_epochs=1)
     return lengths
 
 
 def test_a_rank_without_data_knows_how_long_the_epoch_is() -> None:
-    """From the first update on, as the others do: no micro-batches are a length too."""
-    assert run_ranks(length_of_epoch, (3, 0)) == [[3, 3, 3]] * 2
+    """Before the first update, as the others do: no micro-batches are a length too."""
+    assert run_ranks(length_of_epoch, (3, 0)) == [[3] * 5] * 2
 
 
 def test_what_a_rank_borrows_if_no_rank_has_a_micro_batch_now() -> None:
