@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import ignite.distributed as idist
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from ignite_train import ResumableLoader, ShardedSampler, TokenBudgetSampler, UpdateOptions, create_trainer
@@ -75,6 +75,19 @@ def train(
     return seen
 
 
+class Sized(IterableDataset[Tensor]):
+    """A stream of samples that knows how many it has."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(torch.arange(self.samples))
+
+
 EXACT: dict[str, tuple[Callable[[], Any], Callable[[], Any], int]] = {
     "resumable, batch size": (resumable, lambda: resumable(batch_size=8), 2),
     "resumable, workers": (resumable, lambda: resumable(num_workers=1), 2),
@@ -95,6 +108,7 @@ def test_what_can_be_exact_is(case: str, tmp_path: Path, caplog: Any) -> None:
     seen += train(tmp_path, after(), accumulation_steps)
     assert Counter(seen) == Counter(range(SAMPLES))
     assert "data has changed" not in caplog.text
+    assert "num_workers" not in caplog.text
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
@@ -127,6 +141,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
     "plain to stateful": (plain, stateful, "loader: 'DataLoader' -> 'StatefulDataLoader'"),
     "stateful, batch size": (stateful, lambda: stateful(batch_size=8), "batch_size: 4 -> 8"),
     "stateful, longer": (stateful, lambda: stateful(60), "samples: 48 -> 60"),
+    "stream, longer": (
+        lambda: DataLoader(Sized(SAMPLES), 4),
+        lambda: DataLoader(Sized(60), 4),
+        "micro_batches: 12 -> 15",
+    ),
     "list, longer": (
         lambda: list(torch.arange(SAMPLES).split(4)),
         lambda: list(torch.arange(60).split(4)),

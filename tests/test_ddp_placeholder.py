@@ -53,17 +53,25 @@ def test_no_hook_of_a_module_runs() -> None:
 
 
 @pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    "kinds",
+    [("hook",), ("post_accumulate_grad_hook",), ("hook", "post_accumulate_grad_hook")],
+    ids=["before", "after", "before and after"],
+)
 @pytest.mark.parametrize("hooked", ["weight", "both"])
 @pytest.mark.parametrize("unused", [False, True], ids=["all used", "looks for unused"])
-def test_a_hook_of_a_parameter_is_never_given_none(unused: bool, hooked: str) -> None:
+def test_a_hook_of_a_parameter_is_never_given_none(unused: bool, hooked: str, kinds: tuple[str, ...]) -> None:
     """Zeros; or it is not called where DDP looks for unused parameters, unless all have hooks."""
     ddp, seen = DistributedDataParallel(nn.Linear(3, 1), find_unused_parameters=unused), list[Any]()
+    hooks = {
+        "hook": lambda gradient: seen.append(gradient.tolist()),
+        "post_accumulate_grad_hook": lambda parameter: seen.append(parameter.grad.tolist()),
+    }
     for name, parameter in ddp.module.named_parameters():
-        if name == hooked or hooked == "both":
-            parameter.register_hook(lambda gradient: seen.append(gradient.tolist()))  # type: ignore[no-untyped-call]
-            parameter.register_post_accumulate_grad_hook(lambda one: seen.append(one.grad.tolist()))  # type: ignore[union-attr]
+        for kind in kinds if hooked in (name, "both") else ():
+            getattr(parameter, f"register_{kind}")(hooks[kind])
     run_placeholder(ddp)
-    values = [[[0.0] * 3]] * 2 + ([[0.0]] * 2 if hooked == "both" else [])
+    values = [[[0.0] * 3]] * len(kinds) + ([[0.0]] * len(kinds) if hooked == "both" else [])
     assert sorted(seen, key=str) == ([] if unused and hooked == "weight" else sorted(values, key=str))
 
 

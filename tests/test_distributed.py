@@ -42,6 +42,7 @@ from ignite_train.handlers import (
     TrainingMetrics,
     Validation,
 )
+from ignite_train.ranks.buckets import buckets
 from ranks import RanksFailedError, run_ranks
 from tiers import only
 from update_options import with_options
@@ -145,6 +146,19 @@ def test_the_statistics_overlap_backward() -> None:
     """In DDP they are handed to the backend's threads before the last backward begins, in a trace of torch's profiler."""
     for statistics, backward in run_ranks(trace):
         assert statistics < backward
+
+
+def test_what_crosses_at_once_has_one_dtype_and_at_most_25_mib() -> None:
+    """In their order; a tensor that is larger crosses by itself. The dtype may be that of what belongs to a tensor."""
+    mib = {name: torch.empty(size * 2**18, device="meta") for name, size in {"a": 10, "b": 15, "c": 1, "d": 30, "e": 1}.items()}
+    mib["half"] = torch.empty(1, dtype=torch.float16, device="meta")
+    names = {id(tensor): name for name, tensor in mib.items()}
+
+    def named(found: list[list[torch.Tensor]]) -> list[str]:
+        return [" ".join(names[id(tensor)] for tensor in bucket) for bucket in found]
+
+    assert named(buckets(mib.values())) == ["a b", "c", "d", "e", "half"]
+    assert named(buckets(mib.values(), lambda _: torch.float64)) == ["a", "b", "c", "d", "e half"]
 
 
 def chosen(kind: str) -> str:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import ignite.distributed as idist
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import cuts
 from bits import bit_by_bit
@@ -21,8 +21,8 @@ from setups import Batch, Setup
 Build = Callable[..., Setup]
 
 
-def dropped(build: Build, **settings: Any) -> Setup:
-    return build(drop_last_group=True, **settings)
+def dropped(build: Build, *forward: Any, **settings: Any) -> Setup:
+    return build(*forward, drop_last_group=True, **settings)
 
 
 @pytest.mark.parametrize("sized", [True, False])
@@ -40,6 +40,20 @@ def test_what_is_no_whole_group_is_left_out(
     assert bit_by_bit(ours.model.state_dict()) == bit_by_bit(whole.model.state_dict())
     assert ours.trainer.state.num_micro_batches == used + last
     assert ours.trainer.state.epoch_length == whole.trainer.state.epoch_length
+
+
+class Unknown(IterableDataset[Any]):
+    """Five samples, of which nothing says how many they are."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(torch.ones(5, 2, 4))
+
+
+def test_workers_that_still_read_the_last_group_do_not_show_it(build: Build) -> None:
+    """A group of micro-batches that workers prepare is otherwise begun before it is known to be whole."""
+    setup = dropped(build, lambda model, x: (model(x[0]).sum(), 1.0), accumulation_steps=2)
+    state = setup.trainer.run(DataLoader(Unknown(), batch_size=1, num_workers=1), max_epochs=2)
+    assert (state.iteration, state.num_micro_batches) == (4, 8)
 
 
 def test_the_loader_is_read_to_its_end(build: Build) -> None:

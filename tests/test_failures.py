@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import logging.handlers
 import os
 import pickle
 import re
@@ -35,6 +36,7 @@ import cuts
 import ignite_train
 from ignite_train import ForwardOutput, NonFiniteError, Trainer, TrainEvents, TrainingError, create_evaluator, create_trainer
 from ignite_train.handlers import FailureBoard, HangWatch, PeerFailureError, Validation, failure_board, hang_watch
+from ignite_train.ranks import collectives
 from ignite_train.ranks.sealed_messages import SealedMessages
 from processes import DEADLINE_SECONDS, Processes, forked
 from tiers import nightly
@@ -977,3 +979,54 @@ def test_looking_at_the_main_thread_does_not_stop_threads_from_starting() -> Non
         [sys.executable, "-c", LOOKS_WHILE_THREADS_START], timeout=DEADLINE_SECONDS, capture_output=True, text=True
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+# --- processes that end ---
+
+
+def test_a_process_is_known_to_have_ended_when_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also before its parent knows, and where its number is that of another process; of another machine nothing is known."""
+    child = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+    machine, namespace, *_ = here = collectives.own_process()
+    began = Path(f"/proc/{child.pid}/stat").read_text().split()[21]  # proc_pid_stat(5)
+    process = [machine, namespace, str(child.pid), began]
+    elsewhere = [["another machine", *process[1:]], [machine, "another namespace", *process[2:]], []]
+    assert not any(map(collectives.has_ended, [here, process, *elsewhere]))
+    assert collectives.has_ended([*process[:3], "1"])
+
+    child.stdin.close()  # type: ignore[union-attr]
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it is dead, and still has its number
+    assert [*map(collectives.has_ended, [process, *elsewhere])] == [True, False, False, False]
+    child.wait()
+    assert [*map(collectives.has_ended, [process, *elsewhere])] == [True, False, False, False]
+    monkeypatch.setattr(collectives, "own_process", list)
+    assert not collectives.has_ended(process)  # nor where there is no `/proc` to look into
+
+
+def end_with(path: str, blocked: bool) -> None:
+    """Writes some lines that wait in memory, and ends."""
+    for stream in ("stdout", "stderr"):
+        setattr(sys, stream, Path(path, stream).open("w"))  # noqa: SIM115  # nothing closes it
+        getattr(sys, stream).write("written")
+    memory = logging.handlers.MemoryHandler(100, target=logging.FileHandler(f"{path}/log"))
+    logging.getLogger("ends").addHandler(memory)
+    logging.getLogger("ends").warning("logged")
+    if blocked:
+        memory.flush = threading.Event().wait  # type: ignore[method-assign]
+    collectives.end_process(3)
+    Path(path, "later").touch()
+
+
+@pytest.mark.parametrize("blocked", [False, True], ids=["free", "blocked"])
+def test_a_process_ends_at_once_with_what_it_has_written(blocked: bool, tmp_path: Path) -> None:
+    """With the status that was asked for; also where a log cannot be written, without waiting for that."""
+    process = forked.Process(target=end_with, args=(str(tmp_path), blocked), daemon=True)
+    process.start()
+    process.join(60)
+    status = process.exitcode
+    process.kill()
+    assert status == 3
+    assert not (tmp_path / "later").exists()
+    if not blocked:
+        found = {path.name: path.read_text() for path in tmp_path.iterdir()}
+        assert found == {"stdout": "written", "stderr": "written", "log": "logged\n"}

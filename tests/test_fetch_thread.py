@@ -38,6 +38,7 @@ from ignite_train import (
 from ignite_train.data import fetch_thread
 from ignite_train.data.fetch_thread import FetchThread
 from ignite_train.handlers import Checkpoint
+from processes import forked
 from ranks import run_ranks
 from update_options import with_options
 
@@ -226,6 +227,41 @@ def test_it_works_as_the_thread_that_began_it():
     with torch.device("meta"), np.errstate(divide="raise"):
         assert [*FetchThread(source(), ahead=1, name="numbers")] == [0, 1, 2]
     assert seen == [("meta", "raise", True)] * 3
+
+
+@pytest.mark.parametrize("gpu", [None, 1], ids=["none", "second"])
+def test_it_works_on_the_gpu_of_the_thread_that_began_it(gpu, monkeypatch):
+    """Each thread of CUDA begins with the first one; a process that has not used any must not begin to."""
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: gpu is not None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: gpu)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda number: chosen.append((threading.current_thread().name, number)))
+    assert [*FetchThread(iter(range(3)), ahead=2, name="numbers")] == [0, 1, 2]
+    assert chosen == ([] if gpu is None else [(FetchThread.__name__, 1)])
+
+
+def _leave_it_reading() -> None:
+    first = threading.Event()
+
+    def source() -> Iterator[int]:
+        yield 0
+        first.set()
+        threading.Event().wait()
+
+    numbers = FetchThread(source(), ahead=1, name="numbers")
+    next(numbers)
+    first.wait(SECONDS)
+    globals()["kept"] = numbers  # until the process ends
+
+
+def test_a_sample_that_never_comes_does_not_keep_the_process():
+    """It ends as soon as its program has, and in good order."""
+    process = forked.Process(target=_leave_it_reading)
+    process.start()
+    process.join(SECONDS)
+    status = process.exitcode
+    process.kill()
+    assert status == 0
 
 
 # --- what it must not draw ------------------------------------------------------------------------------------------------

@@ -96,7 +96,7 @@ def test_one_process_is_interrupted_at_once(case: str) -> None:
 EVENTS = [Events.GET_BATCH_STARTED, Events.GET_BATCH_COMPLETED, Events.ITERATION_STARTED, Events.ITERATION_COMPLETED]
 
 
-def read_once(accumulation_steps: int, seen: list[Any], uneven: Any = "all") -> tuple[Trainer, nn.Module]:
+def read_once(accumulation_steps: Any, seen: list[Any], uneven: Any = "all") -> tuple[Trainer, nn.Module]:
     """A trainer that writes down what it is trained on, which a handler has doubled."""
     torch.manual_seed(0)
     model = nn.Linear(1, 1)
@@ -122,7 +122,7 @@ def numbers(length: int) -> Iterator[torch.Tensor]:
 
 
 def stopped(
-    call: str, event: Any, at: int, accumulation_steps: int, epoch_length: int | None, uneven: str = "all"
+    call: str, event: Any, at: int, accumulation_steps: Any, epoch_length: int | None, uneven: str = "all"
 ) -> tuple[list[Any], Any]:
     """What a run on an iterator is trained on, stopped before or after an update and continued, and the weights."""
     seen: list[Any] = []
@@ -149,6 +149,15 @@ def test_an_iterator_is_continued(call: str, event: Any, at: int, accumulation_s
     whole = stopped("never", event, at, accumulation_steps, epoch_length)
     assert len(whole[0]) == (9 if epoch_length is None else 4 * accumulation_steps)
     assert stopped(call, event, at, accumulation_steps, epoch_length) == whole
+
+
+@pytest.mark.parametrize("at", [2, 3, 4], ids=str)
+@pytest.mark.parametrize("event", EVENTS, ids=lambda event: event.name)
+def test_a_group_that_is_given_back_keeps_its_size(event: Any, at: int) -> None:
+    """Where each update has one micro-batch more than the one before, but for the last, which has the rest."""
+    whole = stopped("never", event, at, int, None)
+    assert [update for update, _ in whole[0]] == [1, 2, 2, 3, 3, 3, 4, 4, 4]
+    assert stopped("interrupt", event, at, int, None) == whole
 
 
 @pytest.mark.slow

@@ -80,6 +80,16 @@ def test_what_is_missing_is_zero_and_may_come_back() -> None:
     assert [owner.grad.stride() for owner in owners[1:3] if owner.grad is not None] == [(1, 2), (1,)]
 
 
+def test_numbers_about_sparse_gradients_travel_before_the_gradients() -> None:
+    """As they are: how many rows each rank has must not be rounded, and those of the update before are written over."""
+    owner = nn.Parameter(torch.zeros(1))
+    message = JointMessage(STATISTICS, 1, 2, [owner], SmallSum())
+    for rows in ([0.0, 2.0**52 + 1], [7.0, 0.0]):
+        message.pack(STATISTICS, [True], torch.tensor(rows, dtype=torch.float64), [torch.ones(1)])
+        assert message.vector.tolist() == [3.0, 0.1, 1.0, *rows, 1.0]
+        assert message.announced.tolist() == rows
+
+
 @pytest.mark.parametrize("joined", [False, True], ids=["a sum", "a sum with a part"])
 def test_gradients_that_share_memory_are_told_apart(joined: bool) -> None:
     """Backward hands one tensor on to both terms of a sum; another rank may have used one of them only."""
@@ -224,13 +234,14 @@ def test_a_gradient_of_any_dtype_travels_in_float64() -> None:
 def _sums() -> list[Any]:
     """Small vectors and one that is too large to be gathered: summed in both ways, and the names of the collectives."""
     found: list[Any] = []
-    generator = torch.Generator().manual_seed(idist.get_rank())
-    for length, dtype in ((1, torch.float64), (5000, torch.float64), (300, torch.float32), (2**15 + 1, torch.float64)):
+    generator, total = torch.Generator().manual_seed(idist.get_rank()), SmallSum()
+    wide, narrow = torch.float64, torch.float32
+    for length, dtype in ((1, wide), (5000, wide), (300, narrow), (300, wide), (2**15 + 1, wide)):
         mine = torch.randn(length, generator=generator, dtype=dtype)
         expected = mine.clone()
         torch.distributed.all_reduce(expected)
         with count_traffic("cpu") as traffic:
-            SmallSum()(mine)
+            total(mine)
         found.append((torch.equal(mine, expected), [one.name for one in traffic.collectives], mine[:300].tolist()))
     return found
 
@@ -241,8 +252,8 @@ def test_a_small_sum_is_that_of_an_all_reduce(ranks: int, small: str) -> None:
     """Bit by bit, and the same on all ranks; one collective."""
     first, *others = run_ranks(_sums, world_size=ranks)
     assert all(other == first for other in others)
-    assert [equal for equal, _, _ in first] == [True] * 4
-    assert [names for _, names, _ in first] == [[small]] * 3 + [["allreduce_"]]
+    assert [equal for equal, _, _ in first] == [True] * 5
+    assert [names for _, names, _ in first] == [[small]] * 4 + [["allreduce_"]]
 
 
 @pytest.mark.parametrize("beside", [-1, 0, 1], ids=str)
@@ -276,24 +287,37 @@ def test_no_step_is_queued_on_sums_of_ranks_that_send_more_than_others(beside: i
     assert float(reduced.obstacles) == (beside != 0)
 
 
+def test_a_norm_that_the_host_has_is_decided_on_by_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An accelerator is given nothing to decide from."""
+    monkeypatch.setattr(to_host, "_HOST", "nowhere")
+    statistics = Statistics(torch.device("cpu"))
+    statistics.pack(RankRequests(), alone=True)
+    assert statistics.reduced(1.0) is None
+    assert statistics.reduced(torch.ones(())) is not None
+
+
+@pytest.mark.parametrize("changes", [False, True])
 @pytest.mark.parametrize("with_new_name", [False, True])
 @pytest.mark.parametrize("num_out_of_memory", [0, 1])
 def test_no_step_is_queued_where_the_host_has_to_look_first(
-    num_out_of_memory: int, with_new_name: bool, monkeypatch: pytest.MonkeyPatch
+    num_out_of_memory: int, with_new_name: bool, changes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a lack of memory, and where a log has a name that other ranks may not know; one does not hide the other."""
+    """After a lack of memory, where a log has a name that other ranks may not know, and where a handler may change gradients.
+
+    None of these hides another.
+    """
     monkeypatch.setattr(collectives, "world_size", lambda: 2)
     monkeypatch.setattr(to_host, "_HOST", "nowhere")
     mine, theirs = Statistics(torch.device("cpu")), Statistics(torch.device("cpu"))
     mine.num_out_of_memory = num_out_of_memory
     theirs.add(ForwardOutput(torch.ones(()), 1, {"accuracy": torch.ones(())} if with_new_name else {}))
-    vector, other = mine.pack(RankRequests()), theirs.pack(RankRequests())
+    vector, other = mine.pack(RankRequests()), theirs.pack(RankRequests(changes_gradients=changes))
     assert vector is not None
     assert other is not None
     vector.add_(other)
     reduced = mine.reduced(torch.ones(()))
     assert reduced is not None
-    assert (float(reduced.obstacles) > 0) == bool(num_out_of_memory or with_new_name)
+    assert (float(reduced.obstacles) > 0) == bool(num_out_of_memory or with_new_name or changes)
 
 
 class _LateSum:

@@ -207,6 +207,21 @@ def test_complex_weights() -> None:
     assert outer.grad_norm == pytest.approx(factor * (1 - (1 - 2 * RATE) ** 2) * 5.25**0.5, rel=1e-6)
 
 
+def _begin() -> list[Any]:
+    """What is in the model of each rank before the first update; each rank has made another one."""
+    model = nn.BatchNorm1d(3)
+    with torch.no_grad():
+        for number, tensor in enumerate(model.state_dict().values()):
+            tensor.fill_(10 * idist.get_rank() + number)
+    make(model=model, forward=lambda model, x: model(x).sum())
+    return [tensor.tolist() for tensor in model.state_dict().values()]
+
+
+def test_all_ranks_begin_with_the_model_of_rank_0() -> None:
+    """Its weights and its buffers; or else the first outer step would average models that have nothing in common."""
+    assert run_ranks(_begin) == [[[0.0] * 3, [1.0] * 3, [2.0] * 3, [3.0] * 3, 4]] * 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("updates", [3 * H, 3 * H + 2], ids=["equal", "between"])
 @pytest.mark.parametrize("method", [name for name in METHODS if name != "lookahead"])
@@ -362,7 +377,7 @@ def _spoiled(scaling: Any, bad: list[int], fails: str, count: str, on_nonfinite:
     outer = OuterOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), every=H, count=count)  # type: ignore[arg-type]
     outer.attach(trainer)
     seen: list[Any] = []
-    means: list[tuple[float, float]] = []
+    means: list[tuple[float, float, dict[str, float]]] = []
     clips: list[float] = []
     logged = warnings_of_library()
 
@@ -370,7 +385,7 @@ def _spoiled(scaling: Any, bad: list[int], fails: str, count: str, on_nonfinite:
     def note(trainer: Trainer) -> None:
         output, state = trainer.state.update_output, trainer.state
         assert output is not None
-        means.append((output.loss, output.sample_size))
+        means.append((output.loss, output.sample_size, dict(output.logs)))
         seen.append((output.applied, output.num_ranks_skipped, output.loss_scale, state.num_steps, outer.num_outer_steps))
         clips.append(output.clip_coefficient)
 
@@ -400,8 +415,9 @@ def test_a_rank_whose_gradients_are_not_finite_skips_alone(scaled: bool) -> None
 
     assert both[0] == both[1]
     assert both[0]["weights"] == pytest.approx(_skipping_by_hand({2: (0,)}), rel=1e-12)
-    assert [size for _, size in both[0]["means"]] == [8.0, 4.0, 8.0, 8.0, 8.0, 8.0]  # those of the ranks that stepped
-    assert all(math.isfinite(loss) for loss, _ in both[0]["means"])
+    sizes = [8.0, 4.0, 8.0, 8.0, 8.0, 8.0]  # those of the ranks that stepped
+    assert [(size, logs) for _, size, logs in both[0]["means"]] == [(size, {"seen": size}) for size in sizes]
+    assert all(math.isfinite(loss) for loss, _, _ in both[0]["means"])
     scales = [16.0, 16.0, 8.0, 8.0, 8.0, 8.0] if scaled else [1.0] * 6
     skipped = [0, 1, 0, 0, 0, 0]
     assert ["update 2 was skipped on 1 of 2 ranks" in line for line in both[0]["logged"]] == [True]

@@ -90,13 +90,11 @@ def train(updates: list[list[list[str]]], each: bool, *, unused: bool = False) -
 
 @pytest.mark.parametrize(
     "used",
-    [["left", "left"], ["left", "right"], ["left right", "right"], ["left", "left", "left"], ["left", "left", "right"]],
+    [["left", "left"], ["left", "right"], ["left right", "left"], ["left", "left", "left"], ["left", "left", "right"]],
     ids=", ".join,
 )
-def test_an_accelerator_does_not_step_where_ranks_use_different_parameters(
-    used: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It decides from the sums of what each rank sends, before the host has looked at them."""
+def test_a_step_is_refused_where_ranks_use_different_parameters(used: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """An accelerator decides from the sums of what each rank sends; then the host names the first parameter that differs."""
     monkeypatch.setattr(collectives, "world_size", lambda: len(used))
     ranks = []
     for rank, names in enumerate(used):
@@ -105,7 +103,17 @@ def test_an_accelerator_does_not_step_where_ranks_use_different_parameters(
         ranks.append(SameParameters())
         ranks[-1].look(Gradients(model, torch.optim.SGD(model.parameters(), lr=RATE)))
     sums = torch.tensor([one.payload() for one in ranks], dtype=torch.float64).sum(0)
-    assert bool(ranks[0].vetoes(sums)) == (len({*used}) > 1)
+    monkeypatch.setattr(collectives, "gather_objects", lambda _: [one._present for one in ranks])
+    alike = len({*used}) == 1
+    assert bool(ranks[0].vetoes(sums)) == (not alike)
+    if alike:
+        ranks[0].on_reduced(sums.tolist())
+        return
+    with pytest.raises(UnlikeParametersError) as raised:
+        ranks[0].on_reduced(sums.tolist())
+    users = {name: tuple(rank for rank, names in enumerate(used) if name in names.split()) for name in ("left", "right")}
+    first = next(name for name, ranks_with_it in users.items() if len(ranks_with_it) < len(used))
+    assert (raised.value.parameter, raised.value.ranks) == (repr(f"{first}.weight"), users[first])
 
 
 LIKE = [["left", "left right"], ["left", "left right"]], [["right", "left"], ["right", "left"]]
@@ -239,9 +247,9 @@ def test_shards_that_several_ranks_hold_count_once_in_the_norm(factor: float, ra
 def refusals() -> list[str]:
     """What is said about a mesh of one rank, and about a factor by which gradients are divided."""
     mesh, messages = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards")), []
-    for change in ("mesh", "factor", "same factor"):
+    for change in ("mesh", "factor", "same factor", "same factor on two dimensions"):
         model = branches()
-        fully_shard(model, mesh=mesh["shards"] if change == "mesh" else None)
+        fully_shard(model, mesh=mesh["shards"] if change == "mesh" else mesh if "two" in change else None)
         if "factor" in change:
             model.set_gradient_divide_factor(1.0 if change == "factor" else 2.0)  # type: ignore[attr-defined]
         try:

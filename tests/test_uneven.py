@@ -248,18 +248,33 @@ def first_update_without_any(way: str) -> tuple[int, int]:
         def __len__(self) -> int:
             return 2
 
-    model = Tower()
+    model = wrap(Tower(), way)
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
-    trainer = create_trainer(wrap(model, way), optimizer, clip, options=UpdateOptions(reduction=way, uneven="replay"))
+    trainer = create_trainer(model, optimizer, clip, options=UpdateOptions(reduction=way, uneven="replay"))  # type: ignore[arg-type]
     with pytest.warns(UserWarning, match=r"len\(\) 2"):
         trainer.run(Lying(), max_epochs=1)
     return trainer.state.num_steps, trainer.state.num_skipped
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [*WAYS, "fsdp"])
 def test_no_micro_batch_anywhere_hangs_no_rank(way: str) -> None:
     """Updates are skipped as long as no rank has had a micro-batch that could be a placeholder."""
     assert run_ranks(first_update_without_any, way) == [(0, 2)] * 2
+
+
+def length_of_epoch(counts: tuple[int, int]) -> list[int | None]:
+    model, lengths = Tower(), list[int | None]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    trainer = create_trainer(model, optimizer, clip, options=UpdateOptions(reduction="explicit", uneven="replay"))
+    for event in (Events.STARTED, Events.EPOCH_STARTED, Events.ITERATION_STARTED):
+        trainer.add_event_handler(event, lambda: lengths.append(trainer.state.epoch_length))
+    trainer.run(data(counts)[idist.get_rank()], max_epochs=1)
+    return lengths
+
+
+def test_a_rank_without_data_knows_how_long_the_epoch_is() -> None:
+    """Before the first update, as the others do: no micro-batches are a length too."""
+    assert run_ranks(length_of_epoch, (3, 0)) == [[3] * 5] * 2
 
 
 def test_what_a_rank_borrows_if_no_rank_has_a_micro_batch_now() -> None:

@@ -109,12 +109,23 @@ def _variables(sampler: Any) -> Mapping[str, Any]:
 
 def _short(value: Any) -> Any:
     """A number itself, the hash of a list or array; None for anything else, and for what is too long to read each time."""
+    if isinstance(value, (np.ndarray, Tensor)):
+        value = _as_list(value)
     if isinstance(value, (bool, int, float)):
         return value
-    if not isinstance(value, (list, np.ndarray, Tensor)) or len(value) > _MAX_ENTRIES:
+    if not isinstance(value, list) or len(value) > _MAX_ENTRIES:
         return None
-    text = repr(value if isinstance(value, list) else value.tolist())
+    text = repr(value)
     return None if " at 0x" in text else hashlib.blake2b(text.encode(), digest_size=8).hexdigest()  # an object in the list
+
+
+def _as_list(array: np.ndarray[Any, Any] | Tensor) -> Any:
+    """The entries, or the only one of an array without dimensions; None if there are too many, or they cannot be read."""
+    num_entries = array.numel() if isinstance(array, Tensor) else array.size
+    try:
+        return array.tolist() if num_entries <= _MAX_ENTRIES else None
+    except RuntimeError:  # a sparse or nested tensor, or one without memory
+        return None
 
 
 def _describe_batches(loader: DataLoader[Any]) -> dict[str, Any]:

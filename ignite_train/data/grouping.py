@@ -340,10 +340,11 @@ class MicroBatchPass:
         if whole and over and self._finished and self._announced is not None:  # otherwise the next run finishes the epoch
             surplus = self._surplus
             if surplus or self._read != self._announced:
+                change = "shorter" if self._read < self._announced else "longer"
                 warnings.warn(
                     f"the loader has len() {self._before + self._announced} and gave "
-                    f"{'more' if surplus else self._before + self._read} micro-batches: "
-                    f"{'the surplus is left out of the epoch' if surplus else 'the epoch was shorter'}; correct its __len__",
+                    f"{'more' if surplus else self._before + self._read} micro-batches: the "
+                    f"{'surplus is left out of the epoch' if surplus else f'epoch was {change}'}; correct its __len__",
                     stacklevel=2,
                 )
         self.pause()

@@ -6,7 +6,7 @@ import copy
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import Any, Protocol, runtime_checkable
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -25,6 +25,7 @@ from ignite_train.ranks import collectives
 __all__ = ["DataPosition", "how_exact", "open_loader"]
 
 _being_read: WeakSet[Any] = WeakSet()  # the iterators of loaders with persistent workers whose pass is not over
+_num_passes: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # that were begun, by the same iterators
 _logger = logging.getLogger(__name__)
 _GENERATORS_ONCE_LISTED = ("generator", "sampler.generator", "batch_sampler.generator")  # without names, in older checkpoints
 
@@ -52,10 +53,14 @@ def open_loader(loader: Iterable[Any]) -> Iterator[Any]:
             f"data must not be the {type(loader).__name__} of which a trainer is in the middle of a pass: its workers are "
             "persistent and make one pass at a time, so that the samples that are left would be missed; pass another loader"
         )
-    starts_workers = isinstance(loader, DataLoader) and loader.persistent_workers and loader._iterator is None
-    if not starts_workers:
+    if not isinstance(loader, DataLoader) or not loader.persistent_workers:
         return iter(loader)
-    assert isinstance(loader, DataLoader)  # noqa: S101  # seen above
+    opened = iter(loader) if loader._iterator is not None else _with_new_workers(loader)
+    _num_passes[loader._iterator] = _num_passes.get(loader._iterator, 0) + 1
+    return opened
+
+
+def _with_new_workers(loader: DataLoader[Any]) -> Iterator[Any]:
     own = loader.generator
     loader.generator = torch.Generator()
     loader.generator.set_state((torch.default_generator if own is None else own).get_state())
@@ -131,6 +136,7 @@ class DataPosition:
         self._exhausted = False  # whether the loader was exhausted after the latest group
         self._own_after: Any = {}  # its own generators once the position is found
         self._generators_before: dict[str, Any] | None = None
+        self._pass_number = 0  # of the pass with persistent workers
         self.at_end = self.jumps = False
         self.reads_past = False
 
@@ -169,13 +175,28 @@ class DataPosition:
         Args:
             holds_workers: refuse another pass over a loader with persistent workers, until `release_workers`.
         """
-        loader = self._loader
-        if holds_workers and isinstance(loader, DataLoader) and loader.persistent_workers and loader._iterator is not None:
-            _being_read.add(loader._iterator)
+        if holds_workers:
+            self._pass_number = _number_of_pass(self._loader)
+            self.hold_workers()
         if self._generators_before is not None:
             restore_random_state(self._generators_before)
             self._set_own_generators(self._own_after)
             self._generators_before = None
+
+    def hold_workers(self) -> None:
+        """Refuses another pass over a loader with persistent workers, until `release_workers`.
+
+        Raises:
+            ValueError: another pass over it was begun since then, which has ended this one.
+        """
+        if _number_of_pass(self._loader) != self._pass_number:
+            raise ValueError(
+                f"data must not be read elsewhere in the middle of a pass, got a {type(self._loader).__name__} with persistent "
+                "workers, which make one pass at a time, and another pass was begun since the last run: the samples that were "
+                "left are missed; use another loader there, or persistent_workers=False"
+            )
+        if self._pass_number:
+            _being_read.add(self._loader._iterator)  # type: ignore[attr-defined]  # a DataLoader has it
 
     def release_workers(self) -> None:
         """Call it when the pass is over."""
@@ -346,6 +367,11 @@ class DataPosition:
         if isinstance(self._loader, ResumableLoader) and self._loader.seeds_generators:
             return {name: generator for name, generator in found.items() if not name.startswith("dataset.")}
         return found
+
+
+def _number_of_pass(loader: Iterable[Any]) -> int:
+    """How many passes the persistent workers of the loader have begun; 0 if it has none."""
+    return _num_passes.get(loader._iterator, 0) if isinstance(loader, DataLoader) and loader._iterator is not None else 0
 
 
 def _is_stream(loader: Iterable[Any]) -> bool:

@@ -220,10 +220,6 @@ class _KeyBatches(Sampler[list[tuple[int, int]]]):
     def __init__(self, batches: TokenBudgetSampler) -> None:
         self._batches = batches
 
-    def set_epoch(self, epoch: int) -> None:
-        """Passes it on."""
-        self._batches.set_epoch(epoch)
-
     def describe(self) -> dict[str, Any]:
         """What the order depends on, in plain types."""
         return self._batches.describe()

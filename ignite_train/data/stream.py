@@ -35,6 +35,7 @@ class Stream:
         self._passes = 0  # that have ended
         self._given = 0  # micro-batches of this pass, in this process and before
         self._since_found = 0  # of them, in this process
+        self._length: int | None = None  # of the pass, in micro-batches; None if unknown
         self._micro_batches: Iterator[Any] | None = None  # None: the pass has not been begun, or has ended
         self._place: DataPosition | None = None
         self._ended = False
@@ -42,6 +43,8 @@ class Stream:
         self._is_broken = False  # reading has raised an error, so that the iterator may be past what it did not give
 
     def __iter__(self) -> Iterator[Any]:
+        if self._micro_batches is not None and self._place is not None and self._given != self._length:
+            self._place.hold_workers()  # which the end of a run has released
         return self
 
     def __next__(self) -> Any:
@@ -54,6 +57,8 @@ class Stream:
             if micro_batch is not self:
                 self._given += 1
                 self._since_found += 1
+                if self._given == self._length and self._place is not None:
+                    self._place.release_workers()  # none is left
                 return micro_batch
             self._end_pass()
         raise StopIteration
@@ -66,9 +71,11 @@ class Stream:
         self._given, self._since_found, self._start = 0, 0, {}
 
     def pause(self) -> None:
-        """Ends the thread that reads the loader, if there is one; the next element starts another."""
+        """Ends the thread that reads the loader, if there is one, and releases its workers; `iter` holds those again."""
         if isinstance(self._micro_batches, FetchThread):
             self._micro_batches.pause()
+        if self._place is not None:
+            self._place.release_workers()
 
     def state_dict(self) -> dict[str, Any]:
         """The place in the stream, in plain types."""
@@ -113,12 +120,15 @@ class Stream:
         if self._place.reads_past:
             for _ in range(self._given):
                 next(self._micro_batches, None)
-        self._place.found()
+        self._length = length_of(self.data)
+        self._place.found(holds_workers=self._given != self._length)
 
     def _end_pass(self) -> None:
         """Begins another pass if there can be one: the pass gave something and can be repeated, or the data was replaced."""
         data, was_empty = self.data, self._given == 0
         self._passes += 1
+        if self._place is not None:
+            self._place.release_workers()
         self._given, self._micro_batches = 0, None
         self._ended = was_empty or isinstance(data, Iterator)
         self._on_pass_ended()  # which may call `replace`
