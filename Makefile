@@ -47,7 +47,7 @@ nightly: $(INSTALLED)  ## the tests that take longer than the gate allows
 	$(COMPILED) $(BIN)/python -m pytest -q -m nightly
 
 mutants: $(INSTALLED)  ## change the library at random and see which changes no test notices; N=300 SEED=1 for others
-	$(BIN)/python tests/mutants.py --number $(N) --seed $(SEED) --jobs 2
+	$(BIN)/python tests/mutants.py --slow --number $(N) --seed $(SEED) --jobs 2
 
 torch-versions:  ## the tests with the oldest and the newest torch, into docs/torch_versions.md; TORCH="2.14.1" for others
 	$(PYTHON) tests/torch_versions.py $(TORCH)
