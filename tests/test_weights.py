@@ -327,3 +327,34 @@ def test_an_object_that_is_no_state_dict(state: Any, tmp_path: Path) -> None:
     commit(place, contents, small_checkpoints.manifest(1), keep, collectives.gather_objects)
     with pytest.raises(CheckpointError, match=r"entry must be an object with weights, got 'own' in \S+, which is "):
         load_weights(net(), tmp_path, entry="own")
+
+
+@pytest.mark.parametrize("saved", [[3.0, 3.0], [3.0, 4.0]], ids=["alike", "unlike"])
+def test_an_expanded_buffer(saved: list[float], tmp_path: Path) -> None:
+    """It takes what is loaded and stays expanded; where its entries differ, it gets memory of its own."""
+    model = nn.Linear(2, 1)
+    base = torch.zeros(1, 1)
+    model.register_buffer("mask", base.expand(4, 2))
+    torch.save(model.state_dict() | {"mask": torch.tensor([saved] * 4)}, tmp_path / "model.pt")
+    load_weights(model, tmp_path / "model.pt")
+    assert isinstance(model.mask, torch.Tensor)
+    assert model.mask.tolist() == [saved] * 4
+    assert (model.mask.data_ptr() == base.data_ptr()) is (saved[0] == saved[1])
+
+
+def test_a_run_with_an_expanded_buffer_resumes(tmp_path: Path) -> None:
+    """Torch itself loads into no such buffer."""
+
+    def run(value: float, max_epochs: int) -> list[float]:
+        model = nn.Linear(2, 1)
+        model.register_buffer("offset", torch.full((1,), value).expand(3))
+        trainer = create_trainer(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), lambda model, x: (model(x) + model.offset[:1]).mean()
+        )
+        Checkpoint(tmp_path).attach(trainer)
+        trainer.run([torch.ones(3, 2)], max_epochs=max_epochs)
+        found: list[float] = model.get_buffer("offset").tolist()
+        return found
+
+    assert run(2.0, 1) == [2.0] * 3
+    assert run(5.0, 2) == [2.0] * 3

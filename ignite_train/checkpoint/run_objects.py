@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -18,6 +19,7 @@ from ignite_train.arguments import describe
 from ignite_train.checkpoint.optimizer_state import check_torch_shape
 from ignite_train.checkpoint.schedule_state import schedules_of
 from ignite_train.loop.dispatch import Attachable, Stateful, stateful_handlers
+from ignite_train.model.memory_layout import own_memory
 from ignite_train.trainer import Trainer
 
 __all__ = ["HANDLERS", "PublishedMetrics", "RunObjects", "SavedModule", "SavedRun", "checked_objects"]
@@ -139,7 +141,8 @@ class SavedModule:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Hands it to the module."""
-        self.module.load_state_dict({name: state_dict[_plain(name)] for name in self.module.state_dict()})
+        with _writable_buffers(self.module):
+            self.module.load_state_dict({name: state_dict[_plain(name)] for name in self.module.state_dict()})
 
     def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The buffers in the state."""
@@ -250,3 +253,28 @@ def checked_objects(to_save: Mapping[str, Any]) -> dict[str, Stateful]:
 def _plain(name: str) -> str:
     """The name of a parameter without what `torch.compile` adds to it."""
     return name.replace("_orig_mod.", "")
+
+
+@contextmanager
+def _writable_buffers(module: nn.Module) -> Iterator[None]:
+    """Within it, expanded buffers are copies with memory of their own, since torch loads into no others.
+
+    Afterwards each is the expanded one again with what was loaded, or stays a copy if that differs along what was expanded.
+    """
+    owners = [part._buffers for part in module.modules() if isinstance(part._buffers, dict)]  # a scripted module has another
+    expanded = [
+        (owner, name, buffer, buffer.contiguous())
+        for owner in owners
+        for name, buffer in owner.items()
+        if buffer is not None and own_memory(buffer) is not buffer
+    ]
+    for owner, name, _, copy in expanded:
+        owner[name] = copy
+    try:
+        yield
+    finally:
+        for owner, name, buffer, copy in expanded:
+            own = own_memory(buffer)
+            own.copy_(copy[tuple(slice(size) for size in own.shape)])
+            if torch.equal(buffer, copy):
+                owner[name] = buffer

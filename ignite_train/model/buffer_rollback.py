@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["BufferRollback", "own_memory"]
+from ignite_train.model.memory_layout import own_memory
+
+__all__ = ["BufferRollback"]
 
 
 class BufferRollback:
@@ -60,12 +62,3 @@ class BufferRollback:
         for owner, buffers in self._owners:
             if isinstance(owner, dict):  # a scripted module has another mapping, whose tensors stay the same
                 owner.update(buffers)
-
-
-def own_memory(buffer: Tensor) -> Tensor:
-    """The part of a buffer that has memory of its own, as `mask` of `mask.expand(heads, -1, -1)`: torch writes to no more."""
-    if buffer.layout is torch.strided and not buffer.is_nested:
-        for dimension, (size, stride) in enumerate(zip(buffer.shape, buffer.stride(), strict=True)):
-            if size > 1 and stride == 0:
-                buffer = buffer.narrow(dimension, 0, 1)
-    return buffer

@@ -14,6 +14,7 @@ __all__ = [
     "empty_gradient_of",
     "gradient_dtype",
     "is_dense",
+    "own_memory",
     "pairs_with",
     "share_memory",
     "sharing_memory",
@@ -52,6 +53,15 @@ def share_memory(tensors: Iterable[Tensor]) -> bool:
     blocks = sorted(zip(map(_start, tensors), map(_size, tensors), strict=True))
     starts, sizes = zip(*blocks, strict=True)
     return any(map(gt, map(add, starts, sizes), starts[1:]))
+
+
+def own_memory(tensor: Tensor) -> Tensor:
+    """The part of a tensor that has memory of its own, as `mask` of `mask.expand(heads, -1, -1)`: torch writes to no more."""
+    if tensor.layout is torch.strided and not tensor.is_nested:
+        for dimension, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+            if size > 1 and stride == 0:
+                tensor = tensor.narrow(dimension, 0, 1)
+    return tensor
 
 
 def is_dense(tensor: Tensor) -> bool:

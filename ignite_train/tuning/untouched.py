@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ignite_train.model.buffer_rollback import own_memory
+from ignite_train.model.memory_layout import own_memory
 from ignite_train.model.modules_used import modules_used
 from ignite_train.model.random_state import (
     capture_random_state,
