@@ -118,6 +118,21 @@ def test_an_expanded_buffer_is_put_back():
     assert module.mask.stride() == (1, 0)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+def test_a_nested_buffer_is_put_back(layout: torch.layout) -> None:
+    """Torch tells no shape of one, and copies it with no other."""
+    module = nn.Module()
+    module.register_buffer("rows", torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=layout))
+    rollback = BufferRollback(module)
+    for value in (1.0, 5.0):
+        rollback.mark()
+        module.rows.mul_(5.0)
+        rollback.roll_back()
+        assert [row.tolist() for row in module.rows.unbind()] == [[value], [value] * 2]
+        module.rows.mul_(5.0)
+
+
 def test_a_buffer_that_nothing_can_write_to_stays():
     """As one that was made in inference mode."""
     module = nn.Module()

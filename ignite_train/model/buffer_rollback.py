@@ -49,7 +49,7 @@ class BufferRollback:
 
     def _has_copies_for(self, buffers: list[Tensor]) -> bool:
         return len(buffers) == len(self._buffers) and all(
-            one is known and one.shape == copy.shape and one.dtype is copy.dtype
+            one is known and not one.is_nested and one.shape == copy.shape and one.dtype is copy.dtype
             for one, known, copy in zip(buffers, self._buffers, self._copies, strict=True)
         )
 
