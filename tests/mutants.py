@@ -7,8 +7,8 @@ and again when the library is another one or with `--record`, one pass of all te
 is kept in `.mutants_cache`. Then pytest collects all tests once, and each mutant is a process forked from that one: it runs the
 tests that run the token, the quickest and those that run the fewest tokens first, until one fails or `--seconds` are over. A
 mutant that passes survives. It is printed, for a person to judge whether the change matters. The exit status is 1 if any
-survived. `--only ignite_train/update` takes tokens of these files only, `--slow` has the slow tests too, and `--tokens` is
-for some tokens by their numbers. A test that fails here without a change too notices nothing.
+survived. `--only ignite_train/update` takes tokens of these files only, `--slow` has the slow tests too, `--tokens` is
+for some tokens by their numbers, and `--tests` for some tests. A test that fails here without a change too notices nothing.
 """
 
 from __future__ import annotations
@@ -239,6 +239,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=60, help="of tests for a mutant (default: 60)")
     parser.add_argument("--only", default="", help="the beginning of the path of the files to change")
     parser.add_argument("--tokens", type=int, nargs="*", help="these tokens, by the numbers that an earlier call has printed")
+    parser.add_argument("--tests", default="", help="only those whose name contains this text")
     parser.add_argument("--slow", action="store_true", help="with the slow tests too")
     parser.add_argument("--record", action="store_true", help="write down again which tokens each test runs")
     return parser.parse_args()
@@ -253,6 +254,7 @@ def main() -> int:
         there = Path(temporary, "checkout")
         tokens = make_switched_copy(ROOT, there)
         records = recorded(there, len(tokens), slow=asked.slow, jobs=asked.jobs, again=asked.record)
+        records = [record for record in records if asked.tests in record.test]
         numbers = [number for number, token in enumerate(tokens) if token.path.startswith(asked.only)]
         chosen = asked.tokens or random.Random(asked.seed).sample(numbers, min(asked.number, len(numbers)))  # noqa: S311
         files = sorted({record.test.partition("::")[0] for record in records})

@@ -225,6 +225,15 @@ def test_a_digest_is_of_the_bits_and_of_all_of_them(data: st.DataObject, dtype: 
         assert before != tensor_digests({"x": tensor})
 
 
+def test_a_digest_does_not_depend_on_where_a_tensor_begins() -> None:
+    """It is read in words of 8 bytes, and a tensor of bytes may begin between two of them."""
+    content = torch.arange(257 * 8 * 3).to(torch.uint8)
+    memory = torch.zeros(len(content) + 17, dtype=torch.uint8)
+    for start in range(17):
+        tensor = memory[start : start + len(content)].copy_(content)
+        assert tensor_digests({"x": tensor}) == tensor_digests({"x": content})
+
+
 @pytest.mark.parametrize("length", [1, 15, 257 * 8 * 3, 257 * 8 * 3 + 7, 257 * 8 * 5 - 1])
 def test_the_last_bytes_count(length: int) -> None:
     """Whatever does not fill a row or a word is in the digest too."""
