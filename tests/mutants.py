@@ -126,6 +126,8 @@ class Judge:
                 self._reliable.add(noticed)
                 break
             chosen.remove(alone[0])
+        if noticed and noticed not in self._items and (reason := run(NONE, chosen)):
+            return "", f"without the change there is an error too: {reason}"
         return noticed, noticed or f"{len(chosen)} of the {len(able)} tests that run it have passed"
 
     def _chosen(self, able: list[Record], name: str) -> list[Record]:

@@ -1051,6 +1051,18 @@ def test_updates_with_and_without_a_graph_follow_each_other(caplog):
     assert_alike(*setups)
 
 
+def test_where_torch_compiles_nothing_for_a_while_later_updates_are_graphs(caplog):
+    """As under another stance, or in a mode of the dispatcher."""
+    setups = [make(way) for way in (True, False)]
+    for setup in setups:
+        with torch.compiler.set_stance("force_eager"):
+            setup.trainer.run(batches(4, 4, 4), max_iters=1)
+        setup.trainer.run(batches(4, 4, 4), max_iters=3)
+    assert ["torch compiles nothing while" in reason for reason in reasons(caplog)] == [True]
+    assert is_graph(setups[0])
+    assert_alike(*setups)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("where", [0, 1, 2])
 def test_a_micro_batch_that_cannot_be_compiled_within_a_group(caplog, where):
