@@ -38,6 +38,7 @@ from switched_copy import Token, library, make_switched_copy
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / ".mutants_cache"
 NONE = -1  # the number of no token
+START_SECONDS = 5.0  # that a process takes which imports torch
 SLOWER, GRACE_SECONDS = 10, 30  # how much longer than when recorded tests may take; one that hangs is noticed
 # What looks at how a file is written, which a copy changes; what builds the package; and what runs for minutes.
 LEFT_OUT = ("house", "words", "docs", "readme", "wheel", "torch_versions", "examples")
@@ -89,8 +90,8 @@ class Judge:
     def __init__(self, numbers: list[int], tokens: list[Token], records: list[Record], seconds: float, results: int) -> None:
         self._numbers, self._tokens, self._records = numbers, tokens, records
         self._seconds, self._results = seconds, results
-        self._reliable = {""}  # tests that pass in such a process where nothing is changed, and that all pass
-        self._failures: Path | None = None  # in the process of a mutant: where it writes which test fails
+        self._unfit: set[str] = set()  # tests that fail in such a process where nothing is changed
+        self._in_mutant = False
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
@@ -107,31 +108,31 @@ class Judge:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """The first test that fails ends the process of a mutant."""
-        if report.failed and self._failures is not None:
-            self._failures.write_text(report.nodeid)
+        if report.failed and self._in_mutant:
             os._exit(1)
 
     def _judge(self, number: int) -> tuple[str, str]:
-        """What notices the mutant, or nothing; and in words."""
+        """The test that notices the mutant, or nothing; and in words."""
         able = [record for record in self._records if number in record.tokens and record.test in self._items]
         run = self._in_fork
         if not able:  # it may have run at import
             tokens = {other for other, token in enumerate(self._tokens) if token.path == self._tokens[number].path}
             able = [record for record in self._records if record.test in self._items and not tokens.isdisjoint(record.tokens)]
+            able = [record._replace(seconds=record.seconds + START_SECONDS) for record in able]
             run = self._in_new_process
-        chosen = self._chosen(able, Path(self._tokens[number].path).stem)
-        while (noticed := run(number, chosen)) not in self._reliable and noticed in self._items:
-            alone = [record for record in chosen if record.test == noticed]
-            if not self._in_fork(NONE, alone):
-                self._reliable.add(noticed)
-                break
-            chosen.remove(alone[0])
-        if noticed and noticed not in self._items and (reason := run(NONE, chosen)):
-            return "", f"without the change there is an error too: {reason}"
-        return noticed, noticed or f"{len(chosen)} of the {len(able)} tests that run it have passed"
+        while True:
+            chosen = self._chosen(able, Path(self._tokens[number].path).stem)
+            if not (noticed := run(number, chosen)):
+                return "", f"{len(chosen)} of the {len(able)} tests that run it have passed"
+            last = next(place for place, record in enumerate(chosen) if record.test == noticed)
+            if not (unfit := run(NONE, chosen[: last + 1])):  # the same tests pass without the change
+                return noticed, noticed
+            self._unfit.add(unfit)
+            print(f"left out: {unfit}", flush=True)
 
     def _chosen(self, able: list[Record], name: str) -> list[Record]:
         """As many as there is time for: by turns one that is quick, and one that runs few tokens."""
+        able = [record for record in able if record.test not in self._unfit]
         quick = sorted(able, key=lambda record: (name not in record.test.partition("::")[0], record.seconds))
         special = sorted(able, key=lambda record: (len(record.tokens), record.seconds))
         chosen, seconds = dict[str, Record](), 0.0
@@ -142,6 +143,7 @@ class Judge:
         return list(chosen.values())
 
     def _in_fork(self, number: int, records: list[Record]) -> str:
+        """The test that fails, or in which the process dies or takes too long; or nothing."""
         there = Path(tempfile.mkdtemp(prefix="mutant-"))
         process = os.fork()
         if process == 0:
@@ -152,46 +154,47 @@ class Judge:
             except BaseException:
                 os._exit(2)
         try:
-            return _outcome(process, _limit(records), there / "failed")
+            has_passed = _has_passed(process, _limit(records))
+            return "" if has_passed else (there / "test").read_text()
         finally:
             shutil.rmtree(there, ignore_errors=True)
 
     def _run_items(self, number: int, items: list[pytest.Item], there: Path) -> None:
         importlib.import_module("ignite_train.token_switches").changed = number  # type: ignore[attr-defined]
         os.environ |= {"CHANGED_TOKEN": str(number), "TMPDIR": str(there)}
-        tempfile.tempdir, self._failures = str(there), there / "failed"
+        tempfile.tempdir, self._in_mutant = str(there), True
         for item, following in zip(items, [*items[1:], None], strict=True):
+            (there / "test").write_text(item.nodeid)
             item.config._tmp_path_factory._basetemp = there  # type: ignore[attr-defined]
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
 
     def _in_new_process(self, number: int, records: list[Record]) -> str:
-        """Where the changed token runs at import."""
-        if not records:
-            return ""
-        command = [sys.executable, "-m", "pytest", "-qx", "-p", "no:xdist", "-p", "no:cacheprovider", "-m", ""]
-        command += [record.test for record in records]
+        """The same, in a process that has not imported the library yet; one for each test."""
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "-m", ""]
         output, environment = subprocess.DEVNULL, {**os.environ, "CHANGED_TOKEN": str(number)}
-        process = subprocess.Popen(command, stdout=output, stderr=output, env=environment, start_new_session=True)
-        return _outcome(process.pid, _limit(records) + GRACE_SECONDS, Path("none"))
+        for record in records:
+            process = subprocess.Popen(
+                [*command, record.test], stdout=output, stderr=output, env=environment, start_new_session=True
+            )
+            if not _has_passed(process.pid, _limit([record])):
+                return record.test
+        return ""
 
 
 def _limit(records: Iterable[Record]) -> float:
     return SLOWER * sum(record.seconds for record in records) + GRACE_SECONDS
 
 
-def _outcome(process: int, seconds: float, failures: Path) -> str:
-    """Waits for a process that leads a group. Gives the test that failed, or another reason; nothing if all passed."""
+def _has_passed(process: int, seconds: float) -> bool:
+    """Waits for a process that leads a group, and ends what is left of the group."""
     deadline = time.monotonic() + seconds
     while (done := os.waitpid(process, os.WNOHANG))[0] == 0 and time.monotonic() < deadline:
         time.sleep(0.01)
     with suppress(ProcessLookupError):
-        os.killpg(process, signal.SIGKILL)  # what the tests left over
+        os.killpg(process, signal.SIGKILL)
     if done[0] == 0:
         os.waitpid(process, 0)
-        return "time-out"
-    if os.waitstatus_to_exitcode(done[1]) == 0:
-        return ""
-    return failures.read_text() if failures.exists() else "another process"
+    return done == (process, 0)
 
 
 def start_pytest(there: Path, plugin: object, files: Sequence[str], *, slow: bool, **environment: str) -> int:
