@@ -113,6 +113,17 @@ def test_layers_together() -> None:
     assert {name.partition("/")[2] for name in first if "/" in name} == {"block", "head", "unused"}
 
 
+def test_a_model_of_one_parameter() -> None:
+    """Its only layer is the model itself."""
+    model = nn.Linear(2, 1, bias=False).double()
+    nn.init.constant_(model.weight, 3.0)
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda model, x: model(x).mean())
+    (found,), _ = run(trainer, [torch.tensor([[3.0, 4.0]], dtype=torch.float64)] * EVERY)
+    assert found["layer_grad_norm/model"] == pytest.approx(5.0, rel=1e-12)
+    weight = [3.0 - 0.1 * (EVERY - 1) * one for one in (3.0, 4.0)]
+    assert found["layer_weight_norm/model"] == pytest.approx(math.hypot(*weight), rel=1e-12)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=["float64", "float32", "bfloat16"])
 def test_histograms_and_norms(dtype: torch.dtype) -> None:
     """Against counting and squaring each element by itself; norms are not added up in fewer than 32 bits."""
