@@ -201,6 +201,13 @@ def start_pytest(there: Path, plugin: object, files: Sequence[str], *, slow: boo
     """Forks a process that runs pytest in a copy of the checkout. Gives its number."""
     if process := os.fork():
         return process
+    try:
+        _run_pytest(there, plugin, files, slow=slow, **environment)
+    finally:
+        os._exit(1)
+
+
+def _run_pytest(there: Path, plugin: object, files: Sequence[str], *, slow: bool, **environment: str) -> None:
     output = os.open(there / f"output-{os.getpid()}", os.O_CREAT | os.O_WRONLY)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -209,7 +216,7 @@ def start_pytest(there: Path, plugin: object, files: Sequence[str], *, slow: boo
     sys.path[:] = [str(there), *(entry for entry in sys.path if Path(entry or ".").resolve() not in (ROOT, ROOT / "tests"))]
     os.environ |= {"PYTHONPATH": str(there), **environment}
     options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not nightly" if slow else "not slow and not nightly"]
-    os._exit(int(pytest.main([*options, *files], plugins=[plugin])))
+    pytest.main([*options, *files], plugins=[plugin])
 
 
 def record(there: Path, num_tokens: int, into: Path, *, slow: bool, jobs: int) -> None:
@@ -255,8 +262,9 @@ def main() -> int:
     asked = options()
     for name in ("ignite.distributed", "torch.distributed.fsdp", "torch.optim"):
         importlib.import_module(name)  # once for all processes
-    with tempfile.TemporaryDirectory(prefix="mutants-") as temporary:
-        there = Path(temporary, "checkout")
+    temporary = Path(tempfile.mkdtemp(prefix="mutants-"))  # no TemporaryDirectory, which each process that a test forks removes
+    try:
+        there = temporary / "checkout"
         tokens = make_switched_copy(ROOT, there)
         records = recorded(there, len(tokens), slow=asked.slow, jobs=asked.jobs, again=asked.record)
         records = [record for record in records if asked.tests in record.test]
@@ -273,6 +281,10 @@ def main() -> int:
             for line in reader:
                 print(line, end="", flush=True)
                 survivors, judged = survivors + line.startswith("SURVIVED"), judged + line.startswith(("SURVIVED", "noticed"))
+        if judged < len(chosen):
+            print(*(f"{output.read_text()[-5000:]}\n" for output in there.glob("output-*")))
+    finally:
+        shutil.rmtree(temporary)
     print(f"{judged} of {len(chosen)} mutants were judged: {survivors} survived")
     return int(survivors > 0 or judged < len(chosen))
 
