@@ -25,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
@@ -39,7 +39,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / ".mutants_cache"
 NONE = -1  # the number of no token
 START_SECONDS = 5.0  # that a process takes which imports torch
-SLOWER, GRACE_SECONDS = 10, 30  # how much longer than when recorded tests may take; one that hangs is noticed
+SLOWER, GRACE_SECONDS = 10, 20  # how much longer than when recorded tests may take; one that hangs is noticed
 # What looks at how a file is written, which a copy changes; what builds the package; and what runs for minutes.
 LEFT_OUT = ("house", "words", "docs", "readme", "wheel", "torch_versions", "examples")
 
@@ -109,6 +109,7 @@ class Judge:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """The first test that fails ends the process of a mutant."""
         if report.failed and self._in_mutant:
+            print(report.longreprtext, flush=True)
             os._exit(1)
 
     def _judge(self, number: int) -> tuple[str, str]:
@@ -122,7 +123,7 @@ class Judge:
             run = self._in_new_process
         while True:
             chosen = self._chosen(able, Path(self._tokens[number].path).stem)
-            if not (noticed := run(number, chosen)):
+            if not chosen or not (noticed := run(number, chosen)):
                 return "", f"{len(chosen)} of the {len(able)} tests that run it have passed"
             last = next(place for place, record in enumerate(chosen) if record.test == noticed)
             if not (unfit := run(NONE, chosen[: last + 1])):  # the same tests pass without the change
@@ -154,8 +155,7 @@ class Judge:
             except BaseException:
                 os._exit(2)
         try:
-            has_passed = _has_passed(process, _limit(records))
-            return "" if has_passed else (there / "test").read_text()
+            return "" if _has_passed(process, there / "test", records) else (there / "test").read_text()
         finally:
             shutil.rmtree(there, ignore_errors=True)
 
@@ -176,20 +176,26 @@ class Judge:
             process = subprocess.Popen(
                 [*command, record.test], stdout=output, stderr=output, env=environment, start_new_session=True
             )
-            if not _has_passed(process.pid, _limit([record])):
+            if not _has_passed(process.pid, Path("none"), [record]):
                 return record.test
         return ""
 
 
-def _limit(records: Iterable[Record]) -> float:
-    return SLOWER * sum(record.seconds for record in records) + GRACE_SECONDS
+def _has_passed(process: int, running: Path, records: list[Record]) -> bool:
+    """Waits for a process that leads a group, and ends what is left of the group.
 
-
-def _has_passed(process: int, seconds: float) -> bool:
-    """Waits for a process that leads a group, and ends what is left of the group."""
-    deadline = time.monotonic() + seconds
+    Args:
+        process: its number.
+        running: holds the test that it runs now; or, if there is no such file, it runs one.
+        records: of its tests.
+    """
+    limits = {record.test: SLOWER * record.seconds + GRACE_SECONDS for record in records}
+    test, deadline = records[0].test, time.monotonic() + limits[records[0].test]
     while (done := os.waitpid(process, os.WNOHANG))[0] == 0 and time.monotonic() < deadline:
         time.sleep(0.01)
+        now = running.read_text() if running.exists() else test
+        if now != test and now in limits:
+            test, deadline = now, time.monotonic() + limits[now]
     with suppress(ProcessLookupError):
         os.killpg(process, signal.SIGKILL)
     if done[0] == 0:
