@@ -310,7 +310,7 @@ def test_workers_that_are_kept_make_one_pass_at_a_time_across_epochs(epoch_lengt
     """With `epoch_length` too: a pass elsewhere would end this one. Where nothing is left of it, that does no harm."""
     trainer, seen = make()
     evaluator = create_evaluator(nn.Linear(1, 1), lambda model, x: ForwardOutput(model(x[:, None]).sum(), len(x)))
-    loader = DataLoader(torch.arange(6.0), 1, num_workers=1, persistent_workers=True)
+    loader, evaluated = DataLoader(torch.arange(6.0), 1, num_workers=1, persistent_workers=True), list[int]()
 
     def train() -> None:
         if between == "updates":
@@ -319,6 +319,7 @@ def test_workers_that_are_kept_make_one_pass_at_a_time_across_epochs(epoch_lengt
         else:
             trainer.run(loader, max_epochs=1, epoch_length=epoch_length)
             evaluator.run(loader)
+            evaluated.append(evaluator.state.iteration)
             trainer.run(loader, max_iters=12)
 
     if epoch_length == 6:
@@ -328,6 +329,23 @@ def test_workers_that_are_kept_make_one_pass_at_a_time_across_epochs(epoch_lengt
     with pytest.raises(ValueError, match="in the middle of a pass"):
         train()
     assert [x for (x,) in seen] == PASSES[:4]
+    assert evaluated == ([6] if between == "runs" else [])  # it is the next run that misses what was left
+
+
+@pytest.mark.parametrize("limit", [{"max_epochs": 2}, {"max_epochs": 3, "epoch_length": 4}], ids=["epochs", "epoch-length"])
+@pytest.mark.parametrize("number", [1, 6])
+def test_a_pass_of_the_users_own_over_kept_workers_is_noticed(number: int, limit: dict[str, int]) -> None:
+    """As `next(iter(loader))` in a handler, to show a micro-batch: the run would train on with what that pass has left."""
+    trainer, seen = make()
+    loader = DataLoader(torch.arange(6.0), 1, num_workers=1, persistent_workers=True)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=number), lambda: next(iter(loader)))
+    if number == 6:  # nothing is left of the first pass
+        trainer.run(loader, **limit)
+        assert [x for (x,) in seen] == PASSES
+        return
+    with pytest.raises(ValueError, match="data must not be read elsewhere in the middle of a pass"):
+        trainer.run(loader, **limit)
+    assert [x for (x,) in seen] == PASSES[:1]
 
 
 def test_workers_that_are_kept_train_on_in_the_next_run() -> None:

@@ -262,6 +262,8 @@ class MicroBatchPass:
 
     def __next__(self) -> MutableSequence[Any]:
         begin = self._position
+        if self._read != self._announced:  # something is left of the pass
+            self._place.check_pass()
         group = self._take()
         if isinstance(group, list):
             self._note()
@@ -368,7 +370,7 @@ class MicroBatchPass:
 
     def _has_surplus(self) -> bool:
         if self._surplus is None:
-            self._surplus = next(self._micro_batches, self) is not self
+            self._surplus = not self._place.is_pass_broken() and next(self._micro_batches, self) is not self
         return self._surplus
 
     def _leave_out(self, group: list[Any], begin: int) -> None:

@@ -6,7 +6,7 @@ import copy
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import Any, Protocol, runtime_checkable
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -25,7 +25,6 @@ from ignite_train.ranks import collectives
 __all__ = ["DataPosition", "how_exact", "open_loader"]
 
 _being_read: WeakSet[Any] = WeakSet()  # the iterators of loaders with persistent workers whose pass is not over
-_num_passes: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # that were begun, by the same iterators
 _logger = logging.getLogger(__name__)
 _GENERATORS_ONCE_LISTED = ("generator", "sampler.generator", "batch_sampler.generator")  # without names, in older checkpoints
 
@@ -53,14 +52,8 @@ def open_loader(loader: Iterable[Any]) -> Iterator[Any]:
             f"data must not be the {type(loader).__name__} of which a trainer is in the middle of a pass: its workers are "
             "persistent and make one pass at a time, so that the samples that are left would be missed; pass another loader"
         )
-    if not isinstance(loader, DataLoader) or not loader.persistent_workers:
+    if not isinstance(loader, DataLoader) or not loader.persistent_workers or loader._iterator is not None:
         return iter(loader)
-    opened = iter(loader) if loader._iterator is not None else _with_new_workers(loader)
-    _num_passes[loader._iterator] = _num_passes.get(loader._iterator, 0) + 1
-    return opened
-
-
-def _with_new_workers(loader: DataLoader[Any]) -> Iterator[Any]:
     own = loader.generator
     loader.generator = torch.Generator()
     loader.generator.set_state((torch.default_generator if own is None else own).get_state())
@@ -136,7 +129,7 @@ class DataPosition:
         self._exhausted = False  # whether the loader was exhausted after the latest group
         self._own_after: Any = {}  # its own generators once the position is found
         self._generators_before: dict[str, Any] | None = None
-        self._pass_number = 0  # of the pass with persistent workers
+        self._pass: object = None  # see `_pass_of`
         self.at_end = self.jumps = False
         self.reads_past = False
 
@@ -176,7 +169,7 @@ class DataPosition:
             holds_workers: refuse another pass over a loader with persistent workers, until `release_workers`.
         """
         if holds_workers:
-            self._pass_number = _number_of_pass(self._loader)
+            self._pass = _pass_of(self._loader)
             self.hold_workers()
         if self._generators_before is not None:
             restore_random_state(self._generators_before)
@@ -189,14 +182,26 @@ class DataPosition:
         Raises:
             ValueError: another pass over it was begun since then, which has ended this one.
         """
-        if _number_of_pass(self._loader) != self._pass_number:
+        self.check_pass()
+        if self._pass is not None:
+            _being_read.add(self._loader._iterator)  # type: ignore[attr-defined]  # a DataLoader has it
+
+    def check_pass(self) -> None:
+        """Call it where something is left of the pass.
+
+        Raises:
+            ValueError: another one was begun.
+        """
+        if self.is_pass_broken():
             raise ValueError(
                 f"data must not be read elsewhere in the middle of a pass, got a {type(self._loader).__name__} with persistent "
-                "workers, which make one pass at a time, and another pass was begun since the last run: the samples that were "
-                "left are missed; use another loader there, or persistent_workers=False"
+                "workers, which make one pass at a time, and another one was begun: the samples that were left are missed; use "
+                "another loader there, or persistent_workers=False"
             )
-        if self._pass_number:
-            _being_read.add(self._loader._iterator)  # type: ignore[attr-defined]  # a DataLoader has it
+
+    def is_pass_broken(self) -> bool:
+        """Whether persistent workers make another pass by now, which `open_loader` does not see where a user begins it."""
+        return self._pass is not None and _pass_of(self._loader) is not self._pass
 
     def release_workers(self) -> None:
         """Call it when the pass is over."""
@@ -369,9 +374,11 @@ class DataPosition:
         return found
 
 
-def _number_of_pass(loader: Iterable[Any]) -> int:
-    """How many passes the persistent workers of the loader have begun; 0 if it has none."""
-    return _num_passes.get(loader._iterator, 0) if isinstance(loader, DataLoader) and loader._iterator is not None else 0
+def _pass_of(loader: Iterable[Any]) -> object:
+    """What stands for the pass that persistent workers make: torch makes another one in each pass; None if there are none."""
+    return (
+        vars(loader._iterator).get("_sampler_iter") if isinstance(loader, DataLoader) and loader._iterator is not None else None
+    )
 
 
 def _is_stream(loader: Iterable[Any]) -> bool:

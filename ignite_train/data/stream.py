@@ -51,9 +51,7 @@ class Stream:
         while not self._ended:
             if self._micro_batches is None:
                 self._begin_pass(self._start)
-            self._is_broken = True
-            micro_batch = next(self._micro_batches, self)  # type: ignore[arg-type]  # begun above
-            self._is_broken = False
+            micro_batch = self._read()
             if micro_batch is not self:
                 self._given += 1
                 self._since_found += 1
@@ -62,6 +60,17 @@ class Stream:
                 return micro_batch
             self._end_pass()
         raise StopIteration
+
+    def _read(self) -> Any:
+        """The next micro-batch of the pass, or this object at its end."""
+        if self._place is not None and self._place.is_pass_broken():
+            if self._given == self._length:
+                return self
+            self._place.check_pass()
+        self._is_broken = True
+        micro_batch = next(self._micro_batches, self)  # type: ignore[arg-type]  # begun by the caller
+        self._is_broken = False
+        return micro_batch
 
     def replace(self, data: Iterable[Any]) -> None:
         """Continues with another iterable, from its beginning."""
