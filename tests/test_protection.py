@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import re
@@ -197,20 +198,28 @@ class Ignoring(nn.Module):
         return self.inner(x)
 
 
-def train_with_own_parameters(protect: Any) -> tuple[list[str], str]:
+def train_with_own_parameters(protect: Any) -> tuple[list[str], str, list[str]]:
+    logged, handler, logger = list[str](), logging.Handler(), logging.getLogger("ignite_train")
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
     trainer, _ = make(module=Ignoring(), protect=protect)
+    left_out = [line for line in logged if "are left out unless protect names them" in line]
     try:
         trainer.run(loader(), max_epochs=1)
     except (StateMismatchError, GradNormMismatchError) as error:
-        return attached(trainer), type(error).__name__
-    return attached(trainer), ""
+        return attached(trainer), type(error).__name__, left_out
+    return attached(trainer), "", left_out
 
 
 @pytest.mark.slow
 def test_parameters_that_differ_by_design_are_no_error() -> None:
     """Where DDP ignores a parameter, ranks are not compared unless the user asks for it by name."""
-    assert run_ranks(train_with_own_parameters, True) == [(["FailureBoard", "HangWatch"], "")] * 2
-    for found, error in run_ranks(train_with_own_parameters, {"grad_norm_consistency": True}):
+    for found, error, left_out in run_ranks(train_with_own_parameters, True):
+        assert (found, error) == (["FailureBoard", "HangWatch"], "")
+        (line,) = left_out
+        assert "DistributedDataParallel ignores 'inner.bias' and 0 more parameters" in line
+    for found, error, _ in run_ranks(train_with_own_parameters, {"grad_norm_consistency": True}):
         assert "GradNormConsistency" in found
         assert error == "GradNormMismatchError"
 
