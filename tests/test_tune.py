@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import accumulate, count, cycle, islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import ignite.distributed as idist
@@ -30,6 +31,7 @@ from ignite_train.model.modules_used import modules_used
 from ignite_train.model.random_state import capture_random_state
 from ignite_train.tuning.alone import TrialError
 from ignite_train.tuning.copies import copies_of, set_memory_layout
+from ignite_train.tuning.cut_warnings import difference_warnings
 from ignite_train.tuning.dimensions import Dimension, dimensions
 from ignite_train.tuning.fixed_samples import FixedSamples
 from ignite_train.tuning.race import race
@@ -813,6 +815,22 @@ def test_a_contrastive_loss_is_noticed_by_what_it_computes(clock: Clock) -> None
     assert "as contrastive losses" in found.warnings[0]
     assert found.warnings[0].startswith("micro-batch 8 x 2: the loss of the same update is ")
     assert plain.warnings == ()
+
+
+@pytest.mark.parametrize(("after", "is_named"), [(0.0101, True), (0.01, False), (0.0099, True)])
+@pytest.mark.parametrize("what", ["loss", "gradient norm"])
+def test_a_difference_is_relative_where_numbers_are_small(what: str, after: float, is_named: bool) -> None:
+    """One of a hundredth is no rounding, however small the loss and the norm are."""
+    present = Settings(
+        micro_batch=8, accumulation_steps=2, fused=None, channels_last=False, threads=1, workers=None, compile=False
+    )
+    before, other = (
+        SimpleNamespace(settings=settings, first_loss=0.01, first_norm=0.01)
+        for settings in (present, replace(present, micro_batch=4, accumulation_steps=4))
+    )
+    setattr(other, {"loss": "first_loss", "gradient norm": "first_norm"}[what], after)
+    found = difference_warnings(nn.Linear(1, 1), before, [None, other], "fp32")  # type: ignore[arg-type, list-item]
+    assert [f"the {what} of the same update is {after:.4g} in place of 0.01" in line for line in found] == [True] * is_named
 
 
 class Recurrent(nn.Module):

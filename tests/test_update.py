@@ -30,6 +30,7 @@ from ignite_train import (
     UpdateOptions,
     create_trainer,
 )
+from ignite_train.model.gradients import Gradients
 from ignite_train.model.replay import ReplayPoint
 
 
@@ -72,6 +73,15 @@ def test_a_sample_size_may_be_a_fraction(size, fused):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, fused=fused)
     create_trainer(model, optimizer, lambda model, x: ForwardOutput(model(x).sum(), size)).run([torch.ones(1, 1)])
     assert model.weight.item() == -0.5 / size
+
+
+def test_an_ordinary_norm_is_taken_once(monkeypatch):
+    """Only one that float32 cannot add up is taken again, in a way that takes more time."""
+    monkeypatch.setattr(Gradients, "scaled_norm", None)
+    model = Weights(1.0, 2.0)
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.5), quarter)
+    trainer.run([4.0, 8.0])
+    assert trainer.state.update_output.grad_norm == pytest.approx(2.0 * math.sqrt(2.0))
 
 
 # --- order ---
