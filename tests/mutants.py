@@ -221,8 +221,9 @@ def _run_pytest(there: Path, plugin: object, files: Sequence[str], *, slow: bool
     vars(sys.modules["__main__"]).pop("__file__")  # or multiprocessing would import it in each process that a test starts
     sys.path[:] = [str(there), *(entry for entry in sys.path if Path(entry or ".").resolve() not in (ROOT, ROOT / "tests"))]
     os.environ |= {"PYTHONPATH": str(there), **environment}
-    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not nightly" if slow else "not slow and not nightly"]
-    pytest.main([*options, *files], plugins=[plugin])
+    # without pytest's capture, whose file all that is forked would share with what outlives a test
+    marks = "not nightly" if slow else "not slow and not nightly"
+    pytest.main(["-qs", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", marks, *files], plugins=[plugin])
 
 
 def record(there: Path, num_tokens: int, into: Path, *, slow: bool, jobs: int) -> None:
