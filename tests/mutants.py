@@ -113,7 +113,7 @@ class Judge:
             os._exit(1)
 
     def _judge(self, number: int) -> tuple[str, str]:
-        """The test that notices the mutant, or nothing; and in words."""
+        """The name of the test that notices the mutant, empty if all pass; and what happened, in words."""
         able = [record for record in self._records if number in record.tokens and record.test in self._items]
         run = self._in_fork
         if not able:  # it may have run at import
@@ -186,7 +186,7 @@ def _has_passed(process: int, running: Path, records: list[Record]) -> bool:
 
     Args:
         process: its number.
-        running: holds the test that it runs now; or, if there is no such file, it runs one.
+        running: a file with the name of the test that it runs now; it need not exist for a process that runs one test.
         records: of its tests.
     """
     limits = {record.test: SLOWER * record.seconds + GRACE_SECONDS for record in records}
@@ -241,7 +241,7 @@ def record(there: Path, num_tokens: int, into: Path, *, slow: bool, jobs: int) -
 
 
 def recorded(there: Path, num_tokens: int, *, slow: bool, jobs: int, again: bool) -> list[Record]:
-    """What the pass of all tests has written for the library as it is."""
+    """The records of all tests: those in the cache, if they are of this library, or else new ones."""
     digest = hashlib.sha256(b"".join((ROOT / path).read_bytes() for path in library(ROOT))).hexdigest()[:16]
     file = CACHE / f"{digest}-{'slow' if slow else 'fast'}.jsonl"
     if again or not file.exists():

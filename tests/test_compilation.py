@@ -125,7 +125,7 @@ def test_nothing_is_compiled_unless_asked(monkeypatch):
     ids=["update", "no-options", "options", "bare-options", "bare", "model-alone"],
 )
 def test_the_model_is_compiled_beside_whole_updates(monkeypatch, compile, bare, expected):  # noqa: A002
-    """For evaluation, and for updates that are no graph: with the same options, and not if torch would leave it as it is."""
+    """For evaluation, and for updates outside a graph: with the same options, and not if torch would leave it uncompiled."""
     found: list[dict[str, Any]] = []
     monkeypatch.setattr(nn.Module, "compile", lambda _, **options: found.append(options))
     model = nn.Sequential(nn.Linear(4, 1)) if bare else Net()

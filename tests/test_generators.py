@@ -211,7 +211,7 @@ def test_each_accelerator_draws_the_same_numbers_again(accelerators: list[torch.
 
 
 def test_a_state_of_a_machine_without_accelerators_leaves_them_alone(accelerators: list[torch.Generator]) -> None:
-    """As where a run goes on with a GPU that it did not have before."""
+    """As where a run continues with a GPU that it did not have before."""
     state = capture_random_state(accelerators=False)
     before = [generator.get_state() for generator in accelerators]
     check_generators(state)

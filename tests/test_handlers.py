@@ -218,7 +218,7 @@ def scores(monkeypatch: pytest.MonkeyPatch, values: list[float], mode: Any) -> l
 
 
 def test_validation_keeps_the_best(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Only a strictly better score is a new best; NaN is none and does not erase the best, and a warning says so."""
+    """Only a strictly better score is a new best; NaN does not count and does not erase the best, and a warning says so."""
     assert scores(monkeypatch, [3.0, math.nan, 3.0, 2.0, 5.0], "min") == [
         (3.0, 1, True),
         (3.0, 1, False),

@@ -168,7 +168,7 @@ def test_fairseq_threshold_is_a_silent_floor():
     ids=["torch", "fairseq", "fairseq-threshold", "deepspeed"],
 )
 def test_a_scale_goes_far_below_one(policy):
-    """Without a floor of the user's above it the scale goes on halving, to fractions, as GradScaler's does."""
+    """Without a floor of the user's above it the scale continues to be halved, to fractions, as GradScaler's does."""
     policy = policy()
     assert scales(policy, [1] * 8) == [4, 2, 1, 0.5, 0.25, 0.125, 0.0625, 0.03125]
     policy.load_state_dict(json.loads(json.dumps(policy.state_dict())))

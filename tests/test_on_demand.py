@@ -528,7 +528,7 @@ def test_a_signal_stops_all_trainers_that_listen() -> None:
 
 
 def test_a_signal_stops_those_that_asked_for_it() -> None:
-    """Of two trainers with a signal each, the one whose signal comes; the other one goes on."""
+    """Of two trainers with a signal each, the one whose signal comes; the other one continues."""
     gan = Gan()
     d, g = two_trainers(gan)
     stops = {d: StopOnSignal([signal.SIGTERM]), g: StopOnSignal([signal.SIGUSR1])}

@@ -494,7 +494,7 @@ class Buffered(Tee):
 
 
 def test_a_line_can_be_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where standard output is a file, which is buffered: whoever follows it sees how far the run is."""
+    """Also where standard output is a file, which is buffered: a user who follows it sees how far the run is."""
     trainer, _, _ = make()
     ProgressLog("simple").attach(trainer, EVERY(every=1))
     output, seen = Buffered(), list[int]()

@@ -162,7 +162,7 @@ def test_split_is_exact_and_remembers_what_fitted() -> None:
 
 
 def test_split_cuts_what_is_as_long_as_the_samples() -> None:
-    """Numbers, names and tensors of another length go with each half as they are."""
+    """Each half has the numbers, names and tensors of another length unchanged."""
     seen: list[tuple[list[float], list[float], float, str, list[float]]] = []
 
     def forward(model: nn.Module, micro_batch: Any) -> ForwardOutput:

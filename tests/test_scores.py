@@ -234,7 +234,7 @@ def test_a_run_that_it_ended_stays_ended(tmp_path: Path, caplog: pytest.LogCaptu
 
 
 def test_an_evaluation_of_the_update_at_which_a_run_resumes_does_not_count_again(tmp_path: Path, caplog: Any) -> None:
-    """The evaluations before the break are not forgotten, so there is no warning that there were none."""
+    """The evaluations before the break are not forgotten, so the log does not say that they are missing."""
     job = Scripted([3.0, 4.0])
     EarlyStopping(job.evaluator, patience=5).attach(job.trainer)
     job.validate()

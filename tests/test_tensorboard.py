@@ -257,7 +257,7 @@ def test_histograms_are_those_of_the_update(tmp_path: Path) -> None:
 
 
 def test_histograms_of_a_mean_loss_and_of_an_update_without_samples(tmp_path: Path) -> None:
-    """A bare loss counts as one sample; where there is no sample there is no gradient, and nothing moves."""
+    """A bare loss counts as one sample; without a sample nothing moves."""
 
     def forward(model: torch.nn.Module, micro_batch: cuts.Sample, state: Any) -> Any:
         output = cuts.forward(model, micro_batch)

@@ -820,7 +820,7 @@ def test_a_contrastive_loss_is_noticed_by_what_it_computes(clock: Clock) -> None
 @pytest.mark.parametrize(("after", "is_named"), [(0.0101, True), (0.01, False), (0.0099, True)])
 @pytest.mark.parametrize("what", ["loss", "gradient norm"])
 def test_a_difference_is_relative_where_numbers_are_small(what: str, after: float, is_named: bool) -> None:
-    """One of a hundredth is no rounding, however small the loss and the norm are."""
+    """A difference of a hundredth is more than rounding, however small the loss and the norm are."""
     present = Settings(
         micro_batch=8, accumulation_steps=2, fused=None, channels_last=False, threads=1, workers=None, compile=False
     )

@@ -422,7 +422,7 @@ def test_lists_are_gathered_by_the_metric_that_keeps_them() -> None:
 
 
 def test_a_single_process_may_have_running_metrics_of_data_without_a_length() -> None:
-    """There are no other ranks whose numbers of micro-batches may differ."""
+    """A single rank has nothing to compare its number of micro-batches with."""
     evaluator = make_evaluator()
     attach_running(evaluator)
     ((x, y),) = batches([4], 1)

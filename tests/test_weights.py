@@ -267,7 +267,7 @@ def test_a_model_whose_only_part_is_called_module(tmp_path: Path) -> None:
 
 
 class Scaled(nn.Linear):
-    """Keeps a number besides its weights, which is no tensor."""
+    """Keeps a plain number besides its weights."""
 
     def __init__(self, scale: float) -> None:
         super().__init__(3, 1)

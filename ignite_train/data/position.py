@@ -375,7 +375,7 @@ class DataPosition:
 
 
 def _pass_of(loader: Iterable[Any]) -> object:
-    """What stands for the pass that persistent workers make: torch makes another one in each pass; None if there are none."""
+    """What stands for the pass that persistent workers make: torch has one for each. Without such workers it is None."""
     return (
         vars(loader._iterator).get("_sampler_iter") if isinstance(loader, DataLoader) and loader._iterator is not None else None
     )
