@@ -597,7 +597,7 @@ def test_nothing_is_named_where_all_are_equal(clock: Clock) -> None:
     found = tune(make(costing(clock, lambda size: size)), loader_of(), seconds=1e6, values={"compile": [], "workers": []})
 
     assert found.fastest == found.present
-    assert (found.gain, found.line) == (1.0, "")
+    assert (found.gain, found.gain_quartiles, found.line) == (1.0, (1.0, 1.0), "")
     assert str(found).endswith("nothing was faster than your settings by more than the noise")
     assert len(found.rows) >= 4
 
