@@ -176,7 +176,9 @@ class Judge:
             process = subprocess.Popen(
                 [*command, record.test], stdout=output, stderr=output, env=environment, start_new_session=True
             )
-            if not _has_passed(process.pid, Path("none"), [record]):
+            has_passed = _has_passed(process.pid, Path("none"), [record])
+            process.returncode = 0  # it was waited for; or else a ResourceWarning would fail every later test
+            if not has_passed:
                 return record.test
         return ""
 
