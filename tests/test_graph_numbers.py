@@ -71,3 +71,10 @@ def test_a_single_sample_is_compared(size):
 def test_what_should_be_nothing_is_measured_by_the_sample(norm, loss, expected):
     """A norm of 1e-3 and a loss of 1e-2, times the tolerance, may be left of large numbers that cancel."""
     assert GraphNumbers(norm, loss, 10.0).difference(GraphNumbers(0.0, 0.0, 10.0), SINGLE) == expected
+
+
+def test_a_small_norm_is_compared() -> None:
+    """As that of a model that is nearly trained, where a wrong graph would lose the most."""
+    expected = GraphNumbers(norm=0.05, loss=100.0, sample_size=10.0)
+    found = expected._replace(norm=0.06)
+    assert found.difference(expected, SINGLE) == "a gradient norm of 0.006 per sample in place of 0.005"
