@@ -45,7 +45,7 @@ from ignite_train.checkpoint.tensor_files import (
 from ignite_train.checkpoint.tree import DTYPES, MAX_DEPTH, MAX_NODES, TreeEncoder, decode
 from ignite_train.errors import DamagedCheckpointError
 from ignite_train.handlers import Checkpoint
-from ignite_train.model.random_state import capture_random_state, restore_random_state
+from ignite_train.model.random_state import capture_random_state, check_generators, restore_random_state
 from small_checkpoints import contents, save
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")  # said once, by whoever is first
@@ -693,8 +693,10 @@ def test_a_position_of_numpys_generator_that_cannot_be_is_refused():
     states = capture_random_state()
     for position in (-1, 625, 10**9, True, "7", None):
         forged = {**states, "numpy": {**states["numpy"], "state": {**states["numpy"]["state"], "pos": position}}}
-        with pytest.raises(ValueError, match="has the invalid position"):
-            restore_random_state(forged)
+        for take in (check_generators, restore_random_state):
+            with pytest.raises(ValueError, match="has the invalid position"):
+                take(forged)
+    check_generators(states)
     restore_random_state(states)
 
 
