@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import ignite.distributed as idist
@@ -18,7 +19,7 @@ from ignite_train.device import to_host
 from ignite_train.device.event_times import EventTimes, event_maker
 from ignite_train.events import every
 from ignite_train.handlers import Profiler, StepTimer, TrainingMetrics, Validation
-from ignite_train.loop.sections import SECTIONS
+from ignite_train.loop.sections import SECTIONS, Sections
 from ranks import run_ranks
 
 DATA = cuts.cut(cuts.samples(), [4, 12, 7, 9, 16, 16])  # six micro-batches
@@ -441,3 +442,18 @@ def test_a_profiler_may_be_attached_too() -> None:
     Profiler("unused", updates=range(100, 101)).attach(trainer)
     trainer.run(DATA, max_epochs=1)
     assert trainer._measured().open_range is not None
+
+
+def test_a_range_that_is_open_is_closed_with_the_profile() -> None:
+    """Or it would last until the end of the process in the profile."""
+    sections, calls = Sections(), list[str]()
+
+    def open_range(name: str) -> Callable[[], None]:
+        calls.append(name)
+        return lambda: calls.append(f"end of {name}")
+
+    sections.set_ranges(open_range)
+    sections.switch("forward")
+    sections.set_ranges(None)
+    sections.switch("backward")
+    assert calls == ["forward", "end of forward"]
