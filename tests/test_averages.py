@@ -255,7 +255,7 @@ def test_the_student_may_have_several_optimizers() -> None:
 
 def test_a_teacher_that_would_be_rounded_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
     """In bfloat16 it stays where it is; in float32 it follows a student in bfloat16."""
-    model = nn.Linear(8, 8).bfloat16()
+    model = nn.Linear(8, 8, bias=False).bfloat16()
     with torch.no_grad():
         model.weight.fill_(1.0)
         model.bias.fill_(0.0)
