@@ -258,7 +258,6 @@ def test_a_teacher_that_would_be_rounded_is_warned_about(caplog: pytest.LogCaptu
     model = nn.Linear(8, 8, bias=False).bfloat16()
     with torch.no_grad():
         model.weight.fill_(1.0)
-        model.bias.fill_(0.0)
     rounded, wide = copy.deepcopy(model), copy.deepcopy(model).float()
 
     def forward(model: nn.Module, x: Tensor) -> Tensor:
