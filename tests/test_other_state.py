@@ -1198,6 +1198,25 @@ def test_what_is_held_is_noticed_as_soon_as_it_changes(
     assert "the handler Late holds 1 tensors in 'held' that change in training" in line
 
 
+def _with_an_average(directory: str) -> list[str]:
+    lines: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ignite_train").addHandler(handler)
+    model = net()
+    trainer = create_trainer(model, adamw(model), forward, options=UpdateOptions(reduction="explicit"))
+    EMAHandler(model, momentum=0.5).attach(trainer)
+    Checkpoint(directory, every=1).attach(trainer)
+    trainer.run(LOADER, max_iters=2)
+    return lines
+
+
+def test_what_is_held_on_all_ranks_is_named_by_the_first(tmp_path: Path) -> None:
+    (line,), other = run_ranks(_with_an_average, str(tmp_path))
+    assert "the handler EMAHandler holds 6 tensors in 'ema_model'" in line
+    assert other == []
+
+
 class Innocent:
     """Holds what is not lost: the model, a frozen teacher, its predictions, the latest batch, a loss without weights."""
 

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from ignite.engine import Engine
 from torch import Tensor, nn
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler, TensorDataset
 
 from bits import bit_by_bit
@@ -1020,6 +1021,7 @@ def test_workers_are_ended(clock: Clock) -> None:
 
 @pytest.mark.slow
 def test_compiling_is_tried_and_leaves_the_model_as_it_was(clock: Clock) -> None:
+    """And no graph stays in memory."""
     model = ConvNet().double()
     trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), costing(clock, lambda size: 1.0))
     found = tuned(trainer, DataLoader(IMAGES, batch_size=4), compile=[{"backend": "eager"}])  # type: ignore[arg-type]
@@ -1027,6 +1029,7 @@ def test_compiling_is_tried_and_leaves_the_model_as_it_was(clock: Clock) -> None
     assert [row.settings.compile for row in found.rows] == [False, {"backend": "eager"}]
     assert found.rows[1].outcome == "no difference"
     assert model._compiled_call_impl is None
+    assert _debug_get_cache_entry_list(ConvNet.forward) == []
 
 
 @pytest.mark.slow
