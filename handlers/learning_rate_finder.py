@@ -338,7 +338,7 @@ def _put_back(trainer: Trainer, others: Mapping[str, Stateful]) -> Iterator[_Bef
         for name, make in _SET_ASIDE.items():
             setattr(trainer, name, make())
         if isinstance(update, LocalUpdate):  # by which the ranks agree which of them step
-            trainer.piggybacks.append(update._verdict)
+            trainer.piggybacks.append(update._own)
         trainer._set_handlers_aside()
         trainer._resume_with, trainer._ended = None, False
         trainer.state.max_epochs, trainer.state.max_iters = trainer.state.epoch + 1, None

@@ -272,7 +272,7 @@ def nan_on_rank_one(site: str, on_nonfinite: str, scaling: bool) -> dict[str, An
 @pytest.mark.parametrize("site", ["loss", "gradient"])
 @pytest.mark.parametrize("policy", ["raise", "skip", "scaling"])
 def test_a_nan_on_one_rank_is_judged_alike_on_both(site: str, policy: str) -> None:
-    """A non-finite value on rank 1 ends in the same verdict on both ranks, and moves no parameter on either."""
+    """A non-finite value on rank 1 ends in the same decision on both ranks, and moves no parameter on either."""
     on_nonfinite = "raise" if policy == "scaling" else policy
     first, second = run_ranks(nan_on_rank_one, site, on_nonfinite, policy == "scaling")
     assert first == second

@@ -820,7 +820,7 @@ def _skipped_by_a_handler() -> list[Any]:
 
 @pytest.mark.slow
 def test_what_handlers_make_of_the_gradients_decides() -> None:
-    """GRADIENTS_REDUCED comes before the verdict of the rank."""
+    """GRADIENTS_REDUCED comes before the decision of the rank."""
     both = run_ranks(_skipped_by_a_handler)
     assert both[0] == both[1]
     assert both[0][0] == [0, 1, 0, 0, 0, 0]

@@ -45,7 +45,7 @@ def ranks() -> Iterator[Ranks]:
         yield ranks
 
 
-# --- exact, and the same verdict ----------------------------------------------------------------------------------------------
+# --- exact, and the same decision ---------------------------------------------------------------------------------------------
 
 
 def trained(name: str, way: str, poisoned: bool) -> tuple[list[float], list[Any], list[bool]]:
@@ -67,7 +67,7 @@ def trained(name: str, way: str, poisoned: bool) -> tuple[list[float], list[Any]
 
 @pytest.mark.parametrize("poisoned", [False, True], ids=["clean", "poisoned"])
 @held
-def test_it_is_the_loop_by_hand_with_one_verdict(ranks: Ranks, name: str, way: str, poisoned: bool) -> None:
+def test_it_is_the_loop_by_hand_with_one_decision(ranks: Ranks, name: str, way: str, poisoned: bool) -> None:
     """On ragged groups, and where rank 1 alone has a NaN: no rank steps then, nothing moves, and the run continues."""
     expected = ByHand(MECHANISMS[name], poisoned=poisoned)
     outcomes = ranks.run(trained, name, way, poisoned)

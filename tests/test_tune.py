@@ -725,11 +725,11 @@ def test_a_drift_of_the_machine_is_in_both_times_of_a_round() -> None:
     times = iter(range(1, 1000))
     found = race(lambda: 1.1 * next(times), lambda: next(times) * 1.0, rounds=9)
 
-    assert found.verdict == "no difference"  # a drift as large as that is noise
+    assert found.outcome == "no difference"  # a drift as large as that is noise
     slow = [10.0 + n // 2 for n in range(100)]
     before, after = iter(slow), iter(slow)
     found = race(lambda: 1.1 * next(before), lambda: next(after), rounds=9)
-    assert found.verdict == "faster"
+    assert found.outcome == "faster"
     assert found.ratio == pytest.approx(1.1)
 
 
@@ -742,20 +742,20 @@ def test_the_order_of_a_round_alternates_and_a_slower_one_ends_early() -> None:
     found = race(noting("a", 1.0), noting("b", 1.5), rounds=7)
 
     assert order == ["a", "b", "b", "a", "a", "b"]
-    assert found.verdict == "slower"
+    assert found.outcome == "slower"
 
 
 def test_a_gain_of_less_than_two_percent_is_none_worth_a_change() -> None:
-    assert race(lambda: 1.015, lambda: 1.0, rounds=7).verdict == "no difference"
-    assert race(lambda: 1.03, lambda: 1.0, rounds=7).verdict == "faster"
-    assert race(lambda: 1.0, lambda: 1.0, rounds=7).verdict == "no difference"
+    assert race(lambda: 1.015, lambda: 1.0, rounds=7).outcome == "no difference"
+    assert race(lambda: 1.03, lambda: 1.0, rounds=7).outcome == "faster"
+    assert race(lambda: 1.0, lambda: 1.0, rounds=7).outcome == "no difference"
 
 
 @pytest.mark.parametrize(("after", "rounds"), [(2.5, 2), (1.9, 4)], ids=["less than half as fast", "slower"])
 def test_one_that_cannot_win_is_not_measured_on(after: float, rounds: int) -> None:
     """Three of nine may be lost; one that is less than half as fast is out after two."""
     found = race(lambda: 1.0, lambda: after, rounds=9)
-    assert (len(found.before), len(found.after), found.verdict) == (rounds, rounds, "slower")
+    assert (len(found.before), len(found.after), found.outcome) == (rounds, rounds, "slower")
 
 
 def test_the_table_shows_rates_spreads_and_memory() -> None:

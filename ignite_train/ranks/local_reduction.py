@@ -30,6 +30,6 @@ class LocalReduction(PlainReduction):
             collectives.broadcast(tensor)
 
     def end(self, outgoing: Outgoing, statistics: Statistics, gradients: Gradients) -> float | Tensor:  # noqa: ARG002
-        """Sends the statistics. The norm is a placeholder: each rank has its own, which `OwnVerdict` takes and sends."""
+        """Sends the statistics. The norm is a placeholder: each rank has its own, which `LocalUpdate` takes and sends."""
         statistics.start(*outgoing)
         return 1.0

@@ -32,7 +32,7 @@ class Placeholders:
         self._module, self._carried = module, carried
         self._chosen: Any = None  # for the running update
         self._applied: Any = None  # of the latest update that was applied
-        self._latest_was_applied = False  # the same on all ranks, because the verdicts are
+        self._latest_was_applied = False  # the same on all ranks, because the decisions are
 
     def choose(self, group: Sequence[Any]) -> bool:
         """Chooses one for this update. Collective, unless the latest update was applied.

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from statistics import median, quantiles
 from typing import Literal, NamedTuple
 
-__all__ = ["Race", "Verdict", "race", "spread"]
+__all__ = ["Outcome", "Race", "race", "spread"]
 
-Verdict = Literal["faster", "slower", "no difference"]
+Outcome = Literal["faster", "slower", "no difference"]
 
 _LEAST_GAIN = 0.02  # a gain below this is not worth a change, however certain it is
 _HOPELESS = 0.5  # one with such a ratio in two rounds is out
@@ -42,7 +42,7 @@ class Race(NamedTuple):
         return low, high
 
     @property
-    def verdict(self) -> Verdict:
+    def outcome(self) -> Outcome:
         """Whether three quarters of the rounds speak for the others, by more than 2 %, or three quarters against them.
 
         What changes between two rounds, such as other programs on the machine, is in both times of a round. So the spread of

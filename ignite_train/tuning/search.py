@@ -103,12 +103,12 @@ class Search:
             self._drop_other()
             return "failed"
         ratio = self._ratio * found.ratio
-        self._note(self._other, found.after, ratio, found.verdict)
-        if found.verdict == "faster":
+        self._note(self._other, found.after, ratio, found.outcome)
+        if found.outcome == "faster":
             self._best, self._other = self._other, self._best
             self.fastest, self._ratio = settings, ratio
         self._drop_other()
-        return found.verdict
+        return found.outcome
 
     def _confirm(self) -> None:
         """Measures the winner once more beside the present settings: the best of many is in part the luckiest."""
@@ -120,8 +120,8 @@ class Search:
             self.rows.append(Measured(self.fastest, None, 0.0, 0.0, None, f"not measured once more: {error}"))
             self.fastest = self._present
             return
-        self._note(self._best, found.after, found.ratio, f"once more, beside the present settings: {found.verdict}")
-        if found.verdict != "faster":
+        self._note(self._best, found.after, found.ratio, f"once more, beside the present settings: {found.outcome}")
+        if found.outcome != "faster":
             self.fastest = self._present
 
     def _note(self, trial: Measurable, seconds: list[float], ratio: float, outcome: str) -> None:

@@ -22,7 +22,7 @@ from ignite_train.update.weak_method import WeakMethod
 __all__ = ["LocalUpdate"]
 
 
-class _OwnVerdict(Piggyback):
+class _OwnDecision(Piggyback):
     """Decides about the step of this rank alone, just before the statistics leave it, and sends the outcome with them.
 
     A rank whose gradients are not finite takes its loss and its logs out of the statistics, which are those of the others.
@@ -32,7 +32,7 @@ class _OwnVerdict(Piggyback):
         decide: makes a decision of the sums of this rank.
 
     Attributes:
-        own: what this rank does.
+        decision: what this rank does.
         num_stepping: how many ranks step.
         num_not_finite: how many ranks have gradients or a loss that are not finite.
         grad_norm: the root of the mean square of the norms of the ranks that step; inf or NaN if none does.
@@ -43,13 +43,13 @@ class _OwnVerdict(Piggyback):
 
     def __init__(self, statistics: Statistics, decide: Callable[[Totals], Decision]) -> None:
         self._statistics, self._decide = statistics, decide
-        self.own = Decision(math.nan, math.nan, math.nan, 1.0, "no_samples")
+        self.decision = Decision(math.nan, math.nan, math.nan, 1.0, "no_samples")
         self.num_stepping = self.num_not_finite = 0
         self.grad_norm, self.clip_coefficient = math.nan, 1.0
 
     def payload(self) -> Sequence[float]:
         """Whether this rank steps, whether it is not finite, and of a rank that steps norm² and clip coefficient."""
-        self.own = own = self._decide(self._statistics.own_totals(0.0))
+        self.decision = own = self._decide(self._statistics.own_totals(0.0))
         if own.skipped_reason is None:
             squared = own.grad_norm * own.grad_norm  # a power raises an OverflowError where a product is infinite
             return [1.0, 0.0, squared, own.clip_coefficient]
@@ -76,16 +76,16 @@ class LocalUpdate(Update):
     `on_nonfinite="raise"` one rank that is not finite ends the run on all of them, before any steps.
     """
 
-    _verdict: _OwnVerdict = field(init=False)
+    _own: _OwnDecision = field(init=False)
     _trainer: Trainer = field(init=False)
     _is_warned: bool = False
     _num_updates_apart: int = 0  # in which a rank that was not finite skipped alone
 
     def join(self, trainer: Trainer) -> None:
-        """Sends the verdict of this rank with the statistics of `trainer`'s updates. To be called once, before the first."""
+        """Sends the decision of this rank with the statistics of `trainer`'s updates. To be called once, before the first."""
         self._trainer = weakref.proxy(trainer)
-        self._verdict = _OwnVerdict(self.statistics, WeakMethod(self._decide_alone))
-        trainer.piggybacks.append(self._verdict)
+        self._own = _OwnDecision(self.statistics, WeakMethod(self._decide_alone))
+        trainer.piggybacks.append(self._own)
 
     def _decide_alone(self, totals: Totals) -> Decision:
         """Decides about the step of this rank, from its sums."""
@@ -94,25 +94,25 @@ class LocalUpdate(Update):
 
     def _decide(self, trainer: Trainer, totals: Totals) -> Decision:  # noqa: ARG002
         """What is recorded. It is the same on all ranks, but for the factor by which handlers read the gradients."""
-        verdict = self._verdict
+        mine = self._own
         return Decision(
             loss=totals.loss / totals.sample_size if totals.sample_size else math.nan,
-            grad_norm=verdict.grad_norm,
-            mean_factor=verdict.own.mean_factor,
-            clip_coefficient=verdict.clip_coefficient,
+            grad_norm=mine.grad_norm,
+            mean_factor=mine.decision.mean_factor,
+            clip_coefficient=mine.clip_coefficient,
             skipped_reason=self._agreed_reason(),
         )
 
     def _agreed_reason(self) -> SkippedReason | None:
-        if self._verdict.num_not_finite:
+        if self._own.num_not_finite:
             if not self.loss_scaling.enabled and self.options.on_nonfinite == "raise":
                 return "nonfinite"
-            if not self._verdict.num_stepping:
+            if not self._own.num_stepping:
                 return "overflow" if self.loss_scaling.enabled else "nonfinite"
-        return None if self._verdict.num_stepping else "no_samples"
+        return None if self._own.num_stepping else "no_samples"
 
     def _record(self, totals: Totals, decision: Decision) -> UpdateOutput:
-        skipping = 0 if decision.skipped_reason is not None else collectives.world_size() - self._verdict.num_stepping
+        skipping = 0 if decision.skipped_reason is not None else collectives.world_size() - self._own.num_stepping
         return replace(super()._record(totals, decision), num_ranks_skipped=skipping)
 
     def _step_or_skip(
@@ -120,13 +120,13 @@ class LocalUpdate(Update):
     ) -> None:
         """Steps along the gradients of this rank, or changes nothing on it. No step is ever queued: `has_stepped` is False."""
         assert not has_stepped  # noqa: S101
-        own, reason = self._verdict.own, decision.skipped_reason
+        own, reason = self._own.decision, decision.skipped_reason
         if reason == "nonfinite" and self.options.on_nonfinite == "raise":
             raise self._nonfinite_error(update, micro_batches, replace(output, grad_norm=math.nan))  # it is that of others
-        has_overflowed = self.loss_scaling.enabled and self._verdict.num_not_finite > 0
+        has_overflowed = self.loss_scaling.enabled and self._own.num_not_finite > 0
         scale_fell = has_overflowed and self._lower_scale(micro_batches, output)
         self._failures.count(update, output, scale_fell=scale_fell)
-        if reason is None and self._verdict.num_not_finite:
+        if reason is None and self._own.num_not_finite:
             self._warn_of_skipping_ranks(update)
         if own.skipped_reason is None:
             self.learning_rates.check(output.learning_rates)
@@ -144,12 +144,12 @@ class LocalUpdate(Update):
         self._num_updates_apart = number = self._num_updates_apart + 1
         if number & (number - 1) == 0:
             logging.getLogger("ignite_train").warning(
-                f"update {update} was skipped on {self._verdict.num_not_finite} of {collectives.world_size()} ranks, whose "
+                f"update {update} was skipped on {self._own.num_not_finite} of {collectives.world_size()} ranks, whose "
                 f"gradients are not finite, while others stepped; such updates so far: {number}"
             )
 
     def _finish(self, output: UpdateOutput) -> None:
-        super()._finish(replace(output, skipped_reason=self._verdict.own.skipped_reason))
+        super()._finish(replace(output, skipped_reason=self._own.decision.skipped_reason))
         if output.applied:
             self._trainer._ranks_are_alike = False
         if not self._trainer._after_update and not self._is_warned:

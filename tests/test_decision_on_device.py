@@ -1,4 +1,4 @@
-"""The verdict on the device: the step it queues is the one the host would have made, in every bit, and it leaves no trace.
+"""The decision on the device: the step it queues is the one the host would have made, in every bit, and it leaves no trace.
 
 No accelerator is needed: told that the CPU is none of the host's, the trainer takes the way of an accelerator on it.
 """
@@ -168,7 +168,7 @@ def both(patch: pytest.MonkeyPatch, *args: Any, **arguments: Any) -> tuple[dict[
     return there, train(*args, **arguments), queued
 
 
-# --- the same as the host's verdict ---
+# --- the same as the host's decision ---
 
 
 @pytest.mark.sampled(4)
@@ -177,7 +177,7 @@ def both(patch: pytest.MonkeyPatch, *args: Any, **arguments: Any) -> tuple[dict[
 @pytest.mark.parametrize("max_grad_norm", [None, 0.05])
 @pytest.mark.parametrize("name", FUSED)
 def test_the_device_decides_as_the_host_does(monkeypatch, bits, name, max_grad_norm, policy, spoilt):
-    """Parameters, moments, counters, outputs, events, errors: in every bit those of the host's own verdict."""
+    """Parameters, moments, counters, outputs, events, errors: in every bit those of the host's own decision."""
     arguments = {"max_grad_norm": max_grad_norm, "scaled": policy == "scaled"}
     arguments["on_nonfinite"] = "skip" if policy == "skip" else "raise"
     there, ahead, queued = both(monkeypatch, name, data(spoilt), **arguments)
@@ -296,7 +296,7 @@ _border = st.sampled_from([0.0, 1.0, math.inf, math.nan, 1.7e308, 5e-324, 3.4e38
     clip=st.none() | st.floats(1e-30, 1e30) | st.just(1.0),
 )
 @settings(max_examples=400, deadline=None, derandomize=True)
-def test_both_verdicts_are_of_one_arithmetic(size, loss, norm, ranks, scale, clip):
+def test_both_decisions_are_of_one_arithmetic(size, loss, norm, ranks, scale, clip):
     """Whatever the sums are, the device skips what the host skips, and divides by what the host divides by."""
     model = nn.Linear(1, 1)
     trainer = create_trainer(model, SGD(model.parameters(), lr=0.1, fused=True), mean, max_grad_norm=clip)
@@ -444,7 +444,7 @@ def test_the_order_is_said_once(elsewhere, build, micro_batches, caplog):
 
 
 def on_ranks(way: str, name: str, spoilt: int | None, scaled: bool, checked: bool) -> tuple[bool, list[bool], str]:
-    """Whether both verdicts come to the same on this rank, the steps queued, and the parameters."""
+    """Whether both decisions come to the same on this rank, the steps queued, and the parameters."""
     rank = torch.distributed.get_rank()
     batches = [batch for number, batch in enumerate(data(spoilt)) if number // 2 % 2 == rank]
     wrap: Callable[[nn.Module], Any] = {
