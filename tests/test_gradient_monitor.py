@@ -100,6 +100,7 @@ def test_against_a_plain_loop() -> None:
     found, monitor = run(make(model), DATA)
     check(found, by_hand())
     assert monitor.dead == ("unused",)
+    assert monitor.histograms == {}  # which have to be asked for
     make(other).run(DATA, max_epochs=1)
     assert bit_by_bit(model.state_dict()) == bit_by_bit(other.state_dict())
 
