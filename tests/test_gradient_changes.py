@@ -191,6 +191,20 @@ def test_the_sum_stays_a_sum(build: Build, micro_batches: list[Batch]) -> None:
     assert seen[1][0] == [4 * x for x in seen[0][0]]
 
 
+@pytest.mark.parametrize("weight", [0.25, 0.5, 1.0, 2.0])
+def test_gradients_of_any_total_weight_are_means(weight: float) -> None:
+    """Also where the total is less than one."""
+    model, seen = nn.Linear(2, 1, bias=False).double(), []
+
+    def forward(model: nn.Module, x: Tensor) -> ForwardOutput:
+        return ForwardOutput(model(x).sum(), sample_size=weight)
+
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), forward)
+    trainer.add_event_handler(TrainEvents.GRADIENTS_REDUCED, lambda: seen.append(model.weight.grad.tolist()))
+    trainer.run([torch.tensor([[1.0, 3.0]], dtype=torch.float64)])
+    assert seen == [[[1 / weight, 3 / weight]]]
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_handler_that_only_looks_changes_nothing(build: Build, micro_batches: list[Batch], fused: bool) -> None:
     """The updates are those without it to rounding, and bitwise where the factor is a power of two; the log says why."""

@@ -913,6 +913,8 @@ def test_what_a_loader_does_not_allow_is_left_alone_and_said(kind: str, clock: C
     reasons = {name: reason for name, reason in found.left_alone.items() if "values" not in reason}
     assert reasons.keys() & {"micro_batch", "workers"} == fixed
     assert any(row.settings.fused for row in found.rows)
+    assert found.rows[0].samples_per_second == pytest.approx(1.0 if "micro_batch" in fixed else 4.0)
+    assert ("micro-batches/s" if "micro_batch" in fixed else "samples/s") in str(found).splitlines()[0]
     assert all(f"not varied: {name}: {reasons[name]}" in str(found) for name in fixed)
 
 

@@ -15,7 +15,8 @@ class Measured(NamedTuple):
 
     Attributes:
         settings: which ones.
-        samples_per_second: the median over the windows, of the slowest rank; None if they could not be measured.
+        samples_per_second: the median over the windows, of the slowest rank; None if they could not be measured. It is that of
+            micro-batches where `settings.micro_batch` is None, since nothing says how many samples these have.
         spread: the distance between the quartiles of the windows, as a share of the median.
         ratio: how many times as fast as the present settings; a product of medians where it was measured against others.
         peak_memory: bytes on the accelerator, of the copy's weights, states and activations; None on the CPU.
@@ -57,7 +58,8 @@ class Tuned:
     num_unmeasured: int
 
     def __str__(self) -> str:
-        head = ("settings", "samples/s", "spread", "ratio", "peak memory", "")
+        counted = "samples" if self.present.micro_batch else "micro-batches"
+        head = ("settings", f"{counted}/s", "spread", "ratio", "peak memory", "")
         table = [head, *(self._cells(row) for row in self.rows)]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = []
