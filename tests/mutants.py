@@ -38,8 +38,9 @@ from switched_copy import Token, library, make_switched_copy
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / ".mutants_cache"
 NONE = -1  # the number of no token
-START_SECONDS = 5.0  # that a process takes which imports torch
 SLOWER, GRACE_SECONDS = 10, 20  # how much longer than when recorded tests may take; one that hangs is noticed
+# Without pytest's capture, whose file all that is forked would share with what outlives a test.
+PYTEST = ("-qs", "-p", "no:cacheprovider", "-p", "no:xdist")
 # What looks at how a file is written, which a copy changes; what builds the package; and what runs for minutes.
 LEFT_OUT = ("house", "words", "docs", "readme", "wheel", "torch_versions", "examples")
 
@@ -119,7 +120,6 @@ class Judge:
         if not able:  # it may have run at import
             tokens = {other for other, token in enumerate(self._tokens) if token.path == self._tokens[number].path}
             able = [record for record in self._records if record.test in self._items and not tokens.isdisjoint(record.tokens)]
-            able = [record._replace(seconds=record.seconds + START_SECONDS) for record in able]
             run = self._in_new_process
         while True:
             chosen = self._chosen(able, Path(self._tokens[number].path).stem)
@@ -169,18 +169,29 @@ class Judge:
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
 
     def _in_new_process(self, number: int, records: list[Record]) -> str:
-        """The same, in a process that has not imported the library yet; one for each test."""
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "-m", ""]
-        output, environment = subprocess.DEVNULL, {**os.environ, "CHANGED_TOKEN": str(number)}
-        for record in records:
-            process = subprocess.Popen(
-                [*command, record.test], stdout=output, stderr=output, env=environment, start_new_session=True
-            )
-            has_passed = _has_passed(process.pid, Path("none"), [record])
+        """The same, in a process that has not imported the library yet."""
+        there = Path(tempfile.mkdtemp(prefix="mutant-"))
+        environment = {**os.environ, "CHANGED_TOKEN": str(number), "TMPDIR": str(there), "RUNNING_TEST": str(there / "test")}
+        environment["PYTHONPATH"] += f"{os.pathsep}{Path('tests').resolve()}"
+        process = subprocess.Popen(
+            [sys.executable, "-m", "pytest", *PYTEST, "-x", "-p", "mutants", "-m", "", *(record.test for record in records)],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+            start_new_session=True,
+        )
+        try:
+            if _has_passed(process.pid, there / "test", records):
+                return ""
+            return (there / "test").read_text() if (there / "test").exists() else records[0].test  # it cannot be imported
+        finally:
             process.returncode = 0  # it was waited for; or else a ResourceWarning would fail every later test
-            if not has_passed:
-                return record.test
-        return ""
+            shutil.rmtree(there, ignore_errors=True)
+
+
+def pytest_runtest_logstart(nodeid: str) -> None:
+    """Writes down which test begins, where this module is a plugin of pytest: in the process of a mutant of its own."""
+    Path(os.environ["RUNNING_TEST"]).write_text(nodeid)
 
 
 def _has_passed(process: int, running: Path, records: list[Record]) -> bool:
@@ -223,9 +234,8 @@ def _run_pytest(there: Path, plugin: object, files: Sequence[str], *, slow: bool
     vars(sys.modules["__main__"]).pop("__file__")  # or multiprocessing would import it in each process that a test starts
     sys.path[:] = [str(there), *(entry for entry in sys.path if Path(entry or ".").resolve() not in (ROOT, ROOT / "tests"))]
     os.environ |= {"PYTHONPATH": str(there), **environment}
-    # without pytest's capture, whose file all that is forked would share with what outlives a test
     marks = "not nightly" if slow else "not slow and not nightly"
-    pytest.main(["-qs", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", marks, *files], plugins=[plugin])
+    pytest.main([*PYTEST, "-m", marks, *files], plugins=[plugin])
 
 
 def record(there: Path, num_tokens: int, into: Path, *, slow: bool, jobs: int) -> None:

@@ -169,27 +169,27 @@ class Threads:
         assert not lengths or [len(one) for one in found] == [*lengths]
         return found
 
-    def add_up(self, gradients: list[list[Tensor | None]]) -> list[list[Tensor | None]]:
-        """Of each rank: the gradients of its parameters, once those of both have been added up."""
+    def add_up(self, gradients: list[list[Tensor | None]], rows: int = 6) -> list[list[Tensor | None]]:
+        """Of each rank: the gradients of its parameters, of so many rows, once those of both have been added up."""
 
         def on_rank(number: int) -> list[Tensor | None]:
             self._rank.number = number
-            owners = [nn.Parameter(torch.zeros(6, 2, dtype=dtype)) for dtype in (torch.float64, torch.bfloat16)]
-            owners += [nn.Parameter(torch.zeros(6, 2)) for _ in gradients[number][2:]]
+            dtypes = [torch.float64, torch.bfloat16, *[torch.float32] * 9][: len(gradients[number])]
+            owners = [nn.Parameter(torch.zeros(rows, 2, dtype=dtype)) for dtype in dtypes]
             for owner, gradient in zip(owners, gradients[number], strict=True):
                 owner.grad = gradient
-            rows = SparseRows(owners)
-            rows.add_over_ranks(torch.stack(self.gather(rows.announcement())).sum(0))
+            both = SparseRows(owners)
+            both.add_over_ranks(torch.stack(self.gather(both.announcement())).sum(0))
             return [owner.grad for owner in owners]
 
         with ThreadPoolExecutor(2) as pool:
             return [*pool.map(on_rank, range(2))]
 
 
-def rows_of(numbers: list[int], dtype: torch.dtype = torch.float32) -> Tensor:
+def rows_of(numbers: list[int], dtype: torch.dtype = torch.float32, rows: int = 6) -> Tensor:
     """A gradient with these rows, of which each may be there twice; its values are 1, 2, 3, ..."""
     values = torch.arange(1.0, 2 * len(numbers) + 1).view(-1, 2).to(dtype)
-    return torch.sparse_coo_tensor(torch.tensor([numbers], dtype=torch.int64), values, (6, 2), check_invariants=True)
+    return torch.sparse_coo_tensor(torch.tensor([numbers], dtype=torch.int64), values, (rows, 2), check_invariants=True)
 
 
 def test_rows_are_added_up_over_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,6 +214,10 @@ def test_rows_are_added_up_over_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     for *nothing, empty in Threads(monkeypatch).add_up([[None] * 3, [None, None, rows_of([])]]):
         assert nothing == [None] * 2
         assert empty is not None
+    single: list[Tensor | None] = [rows_of([0, 0], wide, rows=1)]  # a table of one row
+    for (gradient,) in Threads(monkeypatch).add_up([single, single], rows=1):
+        assert gradient is not None
+        assert gradient.to_dense().tolist() == [[8.0, 12.0]]
         assert empty.to_dense().tolist() == [[0.0, 0.0]] * 6
 
 
