@@ -294,6 +294,13 @@ def test_a_place_without_a_description_is_found(loader: Callable[[], Any], tmp_p
     assert rest_after(*place_after(loader()), loader()) == train(tmp_path, loader())[40:]
 
 
+def test_generators_without_names_get_their_states(tmp_path: Path) -> None:
+    """The order is that of the run before, though the loader of the new process was made with another seed."""
+    other = plain()
+    other.generator.manual_seed(12345)
+    assert rest_after(*place_after(plain()), other) == train(tmp_path, plain())[40:]
+
+
 def test_another_loader_without_a_description_is_warned_about(caplog: Any) -> None:
     """There is nothing to compare, but the place of one kind says nothing to another."""
     rest_after(*place_after(resumable()), plain())

@@ -18,7 +18,9 @@ from torch.optim import SGD, Adagrad, Adam, AdamW
 
 from ignite_train import TrainEvents, create_trainer
 from ignite_train.model import fused_kernels
-from ignite_train.model.fused_kernels import is_kernel_right
+from ignite_train.model.fused_kernels import FusedKernels, is_kernel_right
+from ignite_train.model.gradients import Gradients
+from ignite_train.model.group_tensors import GroupTensors, gather
 from ranks import run_ranks
 from textbook import Textbook
 
@@ -210,6 +212,23 @@ def test_fused_can_be_switched_off_in_a_run(monkeypatch):
     optimizer.param_groups[0]["fused"] = False
     trainer.run([{"a": torch.ones(3)}], max_epochs=2)
     assert optimizer.param_groups[0]["fused"] is False
+
+
+def test_tensors_that_stay_are_looked_at_once() -> None:
+    """At the first step, and at the second, which finds the moments that the first has made."""
+    model = nn.Linear(3, 2)
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    gradients = Gradients(model, optimizer)
+    tensors = GroupTensors(gradients)
+    kernels, looks = FusedKernels(optimizer, gradients, tensors), []
+    for _ in range(5):
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        gradients.norm()
+        assert kernels.why_not_fused(gather(optimizer)) is None
+        kernels.step()
+        looks.append(tensors.num_looks)
+    assert looks == [1, 2, 2, 2, 2]
 
 
 def train_shards(name: str) -> tuple[Any, ...]:
