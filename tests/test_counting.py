@@ -28,6 +28,7 @@ from ignite_train.handlers import (
     StateConsistency,
     TrainingMetrics,
 )
+from ignite_train.traffic import _num_bytes
 from ranks import run_ranks
 from update_options import with_options
 
@@ -115,6 +116,13 @@ def test_collectives_are_counted():
     """Called by name, or by DistributedDataParallel in its backward."""
     for names in run_ranks(every_collective):
         assert names == ["allreduce_", "broadcast_", "barrier", "allreduce_"]
+
+
+def test_bytes_of_a_sparse_tensor_are_those_that_travel() -> None:
+    """An index of 8 bytes for each dimension that is sparse, and the values."""
+    rows = torch.sparse_coo_tensor(torch.tensor([[1, 4, 5]]), torch.ones(3, 2), (6, 2), check_invariants=True)
+    assert _num_bytes(rows) == 3 * 8 + 3 * 2 * 4
+    assert _num_bytes(torch.ones(3, 2)) == 3 * 2 * 4
 
 
 # --- an update ---

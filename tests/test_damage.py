@@ -315,7 +315,7 @@ def failing(patch: pytest.MonkeyPatch, call: str, part: str, code: int) -> None:
         ("listdir", "copy"),
     ],
 )
-def test_an_error_of_the_disk_renames_nothing(whole, tmp_path, call, part, code):
+def test_an_error_of_the_disk_renames_nothing(whole, tmp_path, call, part, code, caplog):
     """The start fails with one line that names file and error; when the disk is readable again, the same command resumes."""
     directory = tmp_path / "copy"
     shutil.copytree(whole[0], directory)
@@ -328,6 +328,7 @@ def test_an_error_of_the_disk_renames_nothing(whole, tmp_path, call, part, code)
     message = str(caught.value)
     assert f"[Errno {code}] {os.strerror(code)}" in message
     assert part in message
+    assert (call == "listdir") == ("what an earlier process has left in" in caplog.text)
     assert "nothing was renamed: start again when the disk is readable" in message
     assert "\n" not in message
     assert names(directory) == [OLD, NEW]

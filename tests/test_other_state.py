@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import weakref
 import zlib
 from collections.abc import Callable
 from functools import partial
@@ -39,6 +40,7 @@ from ignite_train import (
     create_trainer,
 )
 from ignite_train.checkpoint import verify
+from ignite_train.checkpoint.held_state import HeldState
 from ignite_train.checkpoint.manifest import MAX_MARKS, compact_json, count_marks
 from ignite_train.checkpoint.reader import CheckpointReader
 from ignite_train.checkpoint.tensor_files import Entry
@@ -1196,6 +1198,17 @@ def test_what_is_held_is_noticed_as_soon_as_it_changes(
     trainer.run(LOADER, max_iters=updates)
     (line,) = logged(caplog)
     assert "the handler Late holds 1 tensors in 'held' that change in training" in line
+
+
+def test_a_tensor_in_the_place_of_a_freed_one_is_watched() -> None:
+    """What has its id was another tensor when it was looked at first; its own changes are seen from then on."""
+    held, tensor, former = HeldState(), torch.zeros(2), torch.zeros(2)
+    held._versions[id(tensor)] = weakref.ref(former), former._version
+    assert not held._is_changed(tensor)
+    held._note([tensor])
+    assert not held._is_changed(tensor)
+    tensor.add_(1)
+    assert held._is_changed(tensor)
 
 
 def _with_an_average(directory: str) -> list[str]:

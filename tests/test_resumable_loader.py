@@ -57,9 +57,10 @@ def test_samples_are_the_same_in_any_number_of_workers(workers):
     assert [epoch_of(several, epoch) for epoch in (0, 1)] == [epoch_of(alone, epoch) for epoch in (0, 1)]
 
 
-def test_workers_that_stay_know_the_epoch():
-    alone = ResumableLoader(Noisy(), 3, shuffle=True, seed=5)
-    staying = ResumableLoader(Noisy(), 3, shuffle=True, seed=5, num_workers=1, persistent_workers=True)
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_workers_that_stay_know_the_epoch(batch_size):
+    alone = ResumableLoader(Noisy(), batch_size, shuffle=True, seed=5)
+    staying = ResumableLoader(Noisy(), batch_size, shuffle=True, seed=5, num_workers=1, persistent_workers=True)
     assert [epoch_of(staying, epoch) for epoch in (0, 1, 0)] == [epoch_of(alone, epoch) for epoch in (0, 1, 0)]
 
 

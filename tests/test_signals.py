@@ -103,6 +103,16 @@ def test_an_exception_leaves_no_handler_behind(error: type[BaseException]) -> No
     until(lambda: threads() == [], "no thread is left")
 
 
+def test_signals_that_come_together_are_heard_one_by_one() -> None:
+    watch = stop_on_signal._Watch.__new__(stop_on_signal._Watch)
+    watch._reader, writer = socket.socketpair()
+    watch._reader.setblocking(False)
+    watch._first = None
+    with watch._reader, writer:
+        writer.send(bytes([signal.SIGUSR1, signal.SIGUSR2]))
+        assert [watch._next(), watch._next()] == [signal.SIGUSR1, signal.SIGUSR2]
+
+
 def test_signals_of_others_reach_them() -> None:
     """A descriptor that was told of signals before, an event loop's say, hears of those that are not ours."""
     ours, theirs = socket.socketpair()

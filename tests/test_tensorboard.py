@@ -146,6 +146,7 @@ def test_records_of_many_numbers(tmp_path: Path, number: int) -> None:
             numbers = {f"train/{tag}": (-1.5) ** (tag % 60) + index for tag in range(tags)}
             file.add_numbers(tuple(numbers), [*numbers.values()], update)
             expected.append((update, {tag: float(np.float32(value)) for tag, value in numbers.items()}))
+            assert len(file._records) <= 8
     file.close()
     _, _, *events = events_of(tmp_path)
     assert [(event.step, {value.tag: value.simple_value for value in event.summary.value}) for event in events] == expected

@@ -372,14 +372,15 @@ def test_a_copy_shares_nothing() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("whole", [False, True], ids=["a part", "the whole, by the trainer"])
-def test_what_is_compiled_in_place_is_compiled_in_the_copy(whole: bool) -> None:
+@pytest.mark.parametrize("compiled", [False, True], ids=["by the user", "by the trainer"])
+@pytest.mark.parametrize("whole", [False, True], ids=["a part", "the whole"])
+def test_what_is_compiled_in_place_is_compiled_in_the_copy(whole: bool, compiled: bool) -> None:
     """Unless the trainer has compiled the model, which the trainer of the copy then does."""
     model = net()
     (model if whole else model[2]).compile(backend="eager")  # type: ignore[index, operator]
-    twin, _ = copies_of(model, torch.optim.SGD(model.parameters(), lr=0.1), compiled=whole)
+    twin, _ = copies_of(model, torch.optim.SGD(model.parameters(), lr=0.1), compiled=compiled)
     are_compiled = [[part._compiled_call_impl is not None for part in module.modules()] for module in (model, twin)]
-    assert are_compiled == [[whole, False, False, not whole], [False, False, False, not whole]]
+    assert are_compiled == [[whole, False, False, not whole], [whole and not compiled, False, False, not whole]]
 
 
 def test_states_of_weights_take_the_layout_of_the_weights() -> None:
