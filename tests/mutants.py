@@ -38,6 +38,7 @@ from switched_copy import Token, library, make_switched_copy
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / ".mutants_cache"
 NONE = -1  # the number of no token
+AT_IMPORT = ""  # in place of the name of a test: what has run before the first one
 SLOWER, GRACE_SECONDS = 10, 20  # how much longer than when recorded tests may take; one that hangs is noticed
 # Without pytest's capture, whose file all that is forked would share with what outlives a test.
 PYTEST = ("-qs", "-p", "no:cacheprovider", "-p", "no:xdist")
@@ -67,10 +68,17 @@ class Recorder:
         self._passed, begin = True, time.monotonic()
         result = yield
         if self._passed:
-            line = item.nodeid, time.monotonic() - begin, [number for number, mark in enumerate(marks[:]) if mark]
-            with self._into.open("a") as file:
-                print(json.dumps(line), file=file)
+            self._write(item.nodeid, time.monotonic() - begin)
         return result
+
+    def pytest_collection_finish(self) -> None:
+        """Writes down what has run at import."""
+        self._write(AT_IMPORT, 0.0)
+
+    def _write(self, test: str, seconds: float) -> None:
+        marks = importlib.import_module("ignite_train.token_switches").marks
+        with self._into.open("a") as file:
+            print(json.dumps((test, seconds, [number for number, mark in enumerate(marks[:]) if mark])), file=file)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Looks whether it has passed."""
@@ -89,8 +97,9 @@ class Judge:
     """
 
     def __init__(self, numbers: list[int], tokens: list[Token], records: list[Record], seconds: float, results: int) -> None:
-        self._numbers, self._tokens, self._records = numbers, tokens, records
-        self._seconds, self._results = seconds, results
+        self._numbers, self._tokens, self._seconds, self._results = numbers, tokens, seconds, results
+        self._records = [record for record in records if record.test != AT_IMPORT]
+        self._at_import = {number for record in records if record.test == AT_IMPORT for number in record.tokens}
         self._unfit: set[str] = set()  # tests that fail in such a process where nothing is changed
         self._in_mutant = False
 
@@ -115,12 +124,11 @@ class Judge:
 
     def _judge(self, number: int) -> tuple[str, str]:
         """The name of the test that notices the mutant, empty if all pass; and what happened, in words."""
-        able = [record for record in self._records if number in record.tokens and record.test in self._items]
-        run = self._in_fork
-        if not able:  # it may have run at import
+        tokens, run = {number}, self._in_fork
+        if number in self._at_import:  # what it has made is used where the rest of the file is
             tokens = {other for other, token in enumerate(self._tokens) if token.path == self._tokens[number].path}
-            able = [record for record in self._records if record.test in self._items and not tokens.isdisjoint(record.tokens)]
             run = self._in_new_process
+        able = [record for record in self._records if record.test in self._items and not tokens.isdisjoint(record.tokens)]
         while True:
             chosen = self._chosen(able, Path(self._tokens[number].path).stem)
             if not chosen or not (noticed := run(number, chosen)):
@@ -286,10 +294,10 @@ def main() -> int:
         there = temporary / "checkout"
         tokens = make_switched_copy(ROOT, there)
         records = recorded(there, len(tokens), slow=asked.slow, jobs=asked.jobs, again=asked.record)
-        records = [record for record in records if asked.tests in record.test]
+        records = [record for record in records if record.test == AT_IMPORT or asked.tests in record.test]
         numbers = [number for number, token in enumerate(tokens) if token.path.startswith(asked.only)]
         chosen = asked.tokens or random.Random(asked.seed).sample(numbers, min(asked.number, len(numbers)))  # noqa: S311
-        files = sorted({record.test.partition("::")[0] for record in records})
+        files = sorted({record.test.partition("::")[0] for record in records if record.test != AT_IMPORT})
         lines, into = os.pipe()
         for job in range(asked.jobs):
             judge = Judge(chosen[job :: asked.jobs], tokens, records, asked.seconds, into)

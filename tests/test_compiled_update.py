@@ -218,12 +218,20 @@ def test_what_torch_compiles_is_equal_to_rounding(backend, dtype):
 
 
 @pytest.mark.slow
-def test_autocast_and_a_loss_scale_are_in_the_graph():
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD-momentum"])
+@pytest.mark.parametrize("normalize", [True, False], ids=["mean", "sum"])
+def test_autocast_and_a_loss_scale_are_in_the_graph(normalize, optimizer):
     """In bfloat16 with a loss scale that grows, the numbers are those of the same update without compiling."""
     setups = []
     for way in (True, False):
         scaling = TorchLossScaling(8.0, growth_interval=2)
-        setups.append(make(way, dtype=torch.float32, precision="bf16", loss_scaling=scaling, max_grad_norm=0.1))
+        given = {
+            "precision": "bf16",
+            "loss_scaling": scaling,
+            "max_grad_norm": 0.1 if normalize else None,
+            "normalize": normalize,
+        }
+        setups.append(make(way, OPTIMIZERS[optimizer], dtype=torch.float32, **given))
         setups[-1].trainer.run(batches(4, 4, 4, 4, 4, dtype=torch.float32), max_epochs=1)
     assert is_graph(setups[0])
     assert [record.loss_scale for record in setups[0].records] == [8.0, 8.0, 16.0, 16.0, 32.0]

@@ -775,7 +775,7 @@ def test_an_overflow_that_only_the_scale_makes_is_found(build, micro_batches):
 
 
 def test_far_from_its_floor_a_scaled_update_remembers_nothing(build, micro_batches, monkeypatch):
-    """The random state is read in updates at the floor, and at twice the floor, and in no other."""
+    """The random state is read in updates at the floor, and at twice the floor, and in no other; nor where all are skipped."""
     marked: list[float] = []
     policy = TorchLossScaling(2.0**4, min_scale=1.0, growth_interval=1000)
     _, _, trainer = build(lambda model, batch: mse_loss(model(batch[0]), batch[1]) * math.inf, loss_scaling=policy)
@@ -783,8 +783,8 @@ def test_far_from_its_floor_a_scaled_update_remembers_nothing(build, micro_batch
     trainer.run(micro_batches, max_iters=4)
     assert marked == [2.0]
     holding = TorchLossScaling(1.0, min_scale=1.0, on_floor="hold")
-    for quiet in (holding, StaticLossScaling(1.0)):
-        _, _, trainer = build(loss_scaling=quiet)
+    for quiet in ({"loss_scaling": holding}, {"loss_scaling": StaticLossScaling(1.0)}, {"on_nonfinite": "skip"}):
+        _, _, trainer = build(**quiet)
         trainer.run(micro_batches, max_epochs=1)
     assert marked == [2.0]
 
