@@ -430,6 +430,22 @@ def test_every_optimizer_goes_on_bitwise(form: str, has_names: bool, tmp_path: P
     assert resumed.state.iteration == 7
 
 
+def test_factored_moments_of_a_convolution_are_read(tmp_path: Path) -> None:
+    """Adafactor keeps a mean over rows and one over columns of each kernel."""
+
+    def make() -> Trainer:
+        model = nn.Conv2d(1, 2, (2, 3))
+        optimizer = torch.optim.Adafactor(model.parameters())
+        trainer = create_trainer(model, optimizer, lambda model, x: model(x.reshape(-1, 1, 2, 4)).square().mean())
+        Checkpoint(tmp_path).attach(trainer)
+        return trainer
+
+    make().run(LOADER, max_iters=1)
+    resumed = make()
+    resumed.run(LOADER, max_iters=2)
+    assert [resumed.state.iteration, resumed.state.num_steps] == [2, 2]
+
+
 class Wide(torch.optim.Optimizer):
     """Keeps over weights in bfloat16 what torch would load as bfloat16, and a string that torch would load as another one."""
 

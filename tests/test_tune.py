@@ -1023,6 +1023,22 @@ def test_workers_are_ended(clock: Clock) -> None:
 
 
 @pytest.mark.slow
+def test_a_model_that_the_user_has_compiled_is_measured_so(clock: Clock) -> None:
+    compiled: list[bool] = []
+
+    def forward(model: nn.Module, x: Tensor) -> ForwardOutput:
+        compiled.append(model._compiled_call_impl is not None)
+        return costing(clock, lambda size: 1.0)(model, x)
+
+    model = ConvNet().double()
+    model.compile(backend="eager")
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), forward)
+    tuned(trainer, DataLoader(IMAGES, batch_size=4), threads=[1])
+    assert compiled
+    assert all(compiled)
+
+
+@pytest.mark.slow
 def test_compiling_is_tried_and_leaves_the_model_as_it_was(clock: Clock) -> None:
     """And no graph stays in memory."""
     model = ConvNet().double()

@@ -332,6 +332,18 @@ def test_workers_that_are_kept_make_one_pass_at_a_time_across_epochs(epoch_lengt
     assert evaluated == ([6] if between == "runs" else [])  # it is the next run that misses what was left
 
 
+def test_a_pass_that_is_continued_is_alone_again() -> None:
+    """The end of a run has let others read the loader; the next run reads on."""
+    trainer, seen = make()
+    evaluator = create_evaluator(nn.Linear(1, 1), lambda model, x: ForwardOutput(model(x[:, None]).sum(), len(x)))
+    loader = DataLoader(torch.arange(6.0), 1, num_workers=1, persistent_workers=True)
+    trainer.run(loader, max_epochs=1, epoch_length=3)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=4), lambda: evaluator.run(loader))
+    with pytest.raises(ValueError, match="in the middle of a pass: its workers are persistent"):
+        trainer.run(loader, max_epochs=2)
+    assert [x for (x,) in seen] == PASSES[:4]
+
+
 @pytest.mark.parametrize("limit", [{"max_epochs": 2}, {"max_epochs": 3, "epoch_length": 4}], ids=["epochs", "epoch-length"])
 @pytest.mark.parametrize("number", [1, 6])
 def test_a_pass_of_the_users_own_over_kept_workers_is_noticed(number: int, limit: dict[str, int]) -> None:
