@@ -1091,6 +1091,10 @@ def test_a_micro_batch_that_cannot_be_compiled_within_a_group(caplog, where):
     assert_alike(*setups)
 
 
+def freeze_first(model: nn.Module) -> None:
+    next(model.parameters()).requires_grad_(False)
+
+
 @pytest.mark.slow
 def test_mistakes_of_forward_are_told_as_without_compiling():
     """A mean that is declared as a sum is warned of, and what forward must not return is refused with the same words."""
@@ -1098,8 +1102,11 @@ def test_mistakes_of_forward_are_told_as_without_compiling():
     def mean_loss(model: nn.Module, batch: Batch) -> ForwardOutput:
         return ForwardOutput((model(batch[0]) - batch[1]).square().mean(), len(batch[1]))
 
-    with pytest.warns(LossDeclarationWarning, match="looks like a mean"):
-        make(forward=mean_loss).trainer.run(batches(4, 4), max_epochs=1)
+    mistaken = make(forward=mean_loss)
+    mistaken.trainer.add_event_handler(Events.EPOCH_STARTED(once=2), freeze_first, mistaken.model)  # and it is looked at again
+    with pytest.warns(LossDeclarationWarning, match="looks like a mean") as warned:
+        mistaken.trainer.run(batches(4, 4), max_epochs=2)
+    assert len(warned) == 1
     messages = []
     for way in (True, False):
         setup = make(way, forward=lambda model, batch: model(batch[0]))
