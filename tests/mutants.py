@@ -207,7 +207,7 @@ def _has_passed(process: int, running: Path, records: list[Record]) -> bool:
 
     Args:
         process: its number.
-        running: a file with the name of the test that it runs now; it need not exist for a process that runs one test.
+        running: a file with the name of the test that it runs now; it need not exist before the first one begins.
         records: of its tests.
     """
     limits = {record.test: SLOWER * record.seconds + GRACE_SECONDS for record in records}

@@ -214,11 +214,11 @@ def test_rows_are_added_up_over_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     for *nothing, empty in Threads(monkeypatch).add_up([[None] * 3, [None, None, rows_of([])]]):
         assert nothing == [None] * 2
         assert empty is not None
+        assert empty.to_dense().tolist() == [[0.0, 0.0]] * 6
     single: list[Tensor | None] = [rows_of([0, 0], wide, rows=1)]  # a table of one row
     for (gradient,) in Threads(monkeypatch).add_up([single, single], rows=1):
         assert gradient is not None
         assert gradient.to_dense().tolist() == [[8.0, 12.0]]
-        assert empty.to_dense().tolist() == [[0.0, 0.0]] * 6
 
 
 def test_an_update_that_is_not_finite_moves_nothing() -> None:
