@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +39,7 @@ from ignite_train import (
     create_trainer,
 )
 from ignite_train.handlers import Checkpoint
+from log_messages import messages_from_here
 from ranks import run_ranks
 
 Batch = tuple[Tensor, Tensor]
@@ -333,10 +333,7 @@ def test_metrics_over_uneven_ranks_are_those_of_all_samples(kind: str, sizes: li
 
 def resumed(directory: str, until: int) -> list[Any]:
     """What the epochs of a run that resumes have published, and what it has logged of the metric."""
-    logged: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("ignite_train").addHandler(handler)
+    logged = messages_from_here()
     trainer, published = make(accumulation_steps=1)
     Checkpoint(directory, every=1).attach(trainer)
     trainer.run(batches(3, 2, 4, 2), max_iters=until)

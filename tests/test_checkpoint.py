@@ -32,6 +32,7 @@ from ignite_train import CheckpointError, ResumableLoader, Trainer, TrainEvents,
 from ignite_train.checkpoint import load_weights
 from ignite_train.checkpoint.inspection import find, main
 from ignite_train.handlers import Checkpoint, LearningRateSchedule, TrainingMetrics, Validation
+from log_messages import messages_from_here
 from processes import DEADLINE_SECONDS
 from ranks import run_ranks
 from update_options import with_options
@@ -1033,10 +1034,7 @@ def test_another_number_of_workers_in_the_middle_of_an_epoch(caplog: Any, tmp_pa
 
 
 def look_ahead(directory: str) -> list[str]:
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("ignite_train").addHandler(handler)
+    lines = messages_from_here(logging.NOTSET)
     trainer, _ = make(reduction="explicit")
     Checkpoint(directory).attach(trainer)
     trainer.run(Unsized(), max_epochs=1)

@@ -39,6 +39,7 @@ from ignite_train import (
 from ignite_train.handlers import Checkpoint, Freeze, LearningRateSchedule, TrainingMetrics
 from ignite_train.ranks.messages import Piggyback
 from ignite_train.update.update_graphs import UpdateGraphs
+from log_messages import messages_from_here
 from ranks import run_ranks
 from textbook import Textbook, norm_of
 from tiers import nightly, only, slow
@@ -1273,10 +1274,7 @@ def test_what_forward_may_return(name):
 
 def on_two_ranks() -> list[str]:
     """What the log says of a model in DistributedDataParallel."""
-    found: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("ignite_train").addHandler(handler)
+    found = messages_from_here(logging.NOTSET)
     torch.manual_seed(0)
     model = nn.parallel.DistributedDataParallel(Net().double(), find_unused_parameters=True)
     trainer = create_trainer(

@@ -54,6 +54,7 @@ from ignite_train.handlers import (
     TrainingMetrics,
     Validation,
 )
+from log_messages import messages_from_here
 from processes import DEADLINE_SECONDS
 from ranks import run_ranks
 from small_checkpoints import save
@@ -1228,10 +1229,7 @@ def test_a_tensor_in_the_place_of_a_freed_one_is_watched() -> None:
 
 
 def _with_an_average(directory: str) -> list[str]:
-    lines: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("ignite_train").addHandler(handler)
+    lines = messages_from_here()
     model = net()
     trainer = create_trainer(model, adamw(model), forward, options=UpdateOptions(reduction="explicit"))
     EMAHandler(model, momentum=0.5).attach(trainer)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -38,6 +37,7 @@ from ignite_train.handlers import (
     StateConsistency,
     StateMismatchError,
 )
+from log_messages import messages_from_here
 from mistakes import Mistake, assert_one_line
 from ranks import RanksFailedError, run_ranks
 from tiers import slow
@@ -141,18 +141,9 @@ def by_hand(method: str, updates: int, ranks: int, rates: Sequence[float]) -> li
     return [replica.tolist() for replica in replicas]
 
 
-def warnings_of_library() -> list[str]:
-    """Those that are logged in this process from here on."""
-    found: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("ignite_train").addHandler(handler)
-    return found
-
-
 def _train(method: str, updates: int, schedule: bool) -> dict[str, Any]:
     trainer, outer = make(method)
-    logged = warnings_of_library()
+    logged = messages_from_here()
     if schedule:
         optimizer: Any = trainer._stateful_parts["optimizer"]
         LearningRateSchedule(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)).attach(trainer, TrainEvents.STEP_COMPLETED)
@@ -379,7 +370,7 @@ def _spoiled(scaling: Any, bad: list[int], fails: str, count: str, on_nonfinite:
     seen: list[Any] = []
     means: list[tuple[float, float, dict[str, float]]] = []
     clips: list[float] = []
-    logged = warnings_of_library()
+    logged = messages_from_here()
 
     @trainer.on(Events.ITERATION_COMPLETED)
     def note(trainer: Trainer) -> None:
@@ -473,7 +464,7 @@ def _apart() -> dict[str, Any]:
     options = UpdateOptions(reduction="local", on_nonfinite="skip", keep_gradients=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     trainer = create_trainer(model, optimizer, spoil, max_grad_norm=LIMIT, options=options)
-    logged, records, kept = warnings_of_library(), list[tuple[float, float]](), list[Any]()
+    logged, records, kept = messages_from_here(), list[tuple[float, float]](), list[Any]()
 
     @trainer.on(Events.ITERATION_COMPLETED)
     def note(trainer: Trainer) -> None:

@@ -45,6 +45,7 @@ from ignite_train.handlers import (
 )
 from ignite_train.ranks import collectives, rank_vote
 from ignite_train.ranks.pair_message import PairMessage
+from log_messages import messages_from_here
 from processes import DEADLINE_SECONDS
 from ranks import run_ranks
 from test_failures import TIMEOUT, Board, Clock, Group, be_patient, see_a_hang, threads, until
@@ -199,10 +200,8 @@ class Ignoring(nn.Module):
 
 
 def train_with_own_parameters(protect: Any) -> tuple[list[str], str, list[str]]:
-    logged, handler, logger = list[str](), logging.Handler(), logging.getLogger("ignite_train")
-    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
+    logged = messages_from_here(logging.INFO)
+    logging.getLogger("ignite_train").setLevel(logging.INFO)
     trainer, _ = make(module=Ignoring(), protect=protect)
     left_out = [line for line in logged if "are left out unless protect names them" in line]
     try:

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ignite_train import CheckpointError, ForwardOutput, ResumableLoader, create_trainer
 from ignite_train.checkpoint.inspection import consolidate, verify
 from ignite_train.handlers import Checkpoint
+from log_messages import messages_from_here
 from ranks import run_ranks
 from tiers import slow
 
@@ -204,10 +205,7 @@ def test_each_rank_writes_its_shard_only(tmp_path: Path) -> None:
 
 def refused(directory: str) -> tuple[str, bool, list[str]]:
     """The error of loading, whether anything was changed, and what was logged."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("ignite_train").addHandler(handler)
+    lines = messages_from_here(logging.NOTSET)
     trainer, model, _ = build("fsdp", seed=50)
     before = whole(model.state_dict())
     checkpoint = Checkpoint(directory)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -28,6 +27,7 @@ from ignite_train import (
     create_trainer,
 )
 from ignite_train.ranks.placeholders import borrowed_micro_batch
+from log_messages import messages_from_here
 from ranks import run_ranks
 from tiers import only
 from update_options import with_options
@@ -384,10 +384,7 @@ class OnHost(nn.SyncBatchNorm):
 
 
 def synchronised(policy: str, counts: tuple[int, int], sized: bool) -> Any:
-    lines: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("ignite_train").addHandler(handler)
+    lines = messages_from_here()
     model = nn.Sequential(OnHost(cuts.FEATURES), nn.Linear(cuts.FEATURES, 1)).double()
     fetched: list[int] = []
 
