@@ -46,7 +46,7 @@ from ignite_train.ranks.statistics import Reduced, Totals
 from ignite_train.update.decision import SMALLEST_NORM, decide_on_device
 from ignite_train.update.queued_step import QueuedStep
 from ranks import run_ranks
-from textbook import Textbook, norm_of
+from textbook import Textbook
 from update_options import with_options
 
 LR = 0.01
@@ -214,9 +214,7 @@ def by_hand(name: str, batches: list[Any], max_grad_norm: float) -> list[Tensor]
         x, y = (torch.cat(part).double() for part in zip(*batches[start : start + 2], strict=True))
         if len(y) > 0:
             mse_loss(model(x), y).backward()
-            coefficient = min(1.0, max_grad_norm / (norm_of(parameters) + 1e-6))
-            for parameter in parameters:
-                parameter.grad *= coefficient
+            optimizer.clip(max_grad_norm)
             optimizer.step()
             optimizer.zero_grad()
     return [parameter.detach() for parameter in parameters]

@@ -22,7 +22,7 @@ from ignite_train import ForwardOutput, TrainEvents, UpdateOptions, create_train
 from ignite_train.model.memory_layout import as_gradient_of, is_dense, pairs_with
 from ignite_train.ranks import collectives, replicas
 from ranks import run_ranks
-from textbook import Textbook, norm_of
+from textbook import Textbook
 from tiers import nightly, slow
 from update_options import with_options
 
@@ -79,9 +79,7 @@ def by_hand(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
     for group in groups():
         samples = torch.cat(group).double()
         (forward(exact, samples).loss / len(samples)).backward()
-        coefficient = min(1.0, MAX_NORM / (norm_of(parameters) + 1e-6))
-        for parameter in parameters:
-            parameter.grad *= coefficient
+        book.clip(MAX_NORM)
         book.step()
         book.zero_grad()
     return [parameter.detach() for parameter in parameters]

@@ -36,6 +36,14 @@ class Textbook:
                 if parameter.grad is not None:
                     self._step(group, parameter, self.moments.setdefault(id(parameter), {}))
 
+    def clip(self, max_norm: float) -> float:
+        """Multiplies all gradients by min(1, max_norm / (norm + 1e-6)). Gives their L2 norm before, taken in float64."""
+        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        norm = math.sqrt(sum(float(gradient.to(torch.complex128).abs().square().sum()) for gradient in gradients))
+        for gradient in gradients:
+            gradient *= min(1.0, max_norm / (norm + 1e-6))
+        return norm
+
     def zero_grad(self) -> None:
         for parameter in self.parameters:
             parameter.grad = None
@@ -79,11 +87,3 @@ def adagrad(group: dict[str, Any], old: Tensor, along: Tensor, moments: dict[str
     total = moments["sum"] = moments.get("sum", group["initial_accumulator_value"]) + along**2
     rate = float(group["lr"]) / (1 + (moments["step"] - 1) * group["lr_decay"])
     return old - rate * along / (total.sqrt() + group["eps"])
-
-
-def norm_of(parameters: list[Tensor]) -> float:
-    """The L2 norm over all gradients, in float64."""
-    squares = [
-        parameter.grad.to(torch.complex128).abs().square().sum() for parameter in parameters if parameter.grad is not None
-    ]
-    return math.sqrt(sum(float(square) for square in squares))
