@@ -334,7 +334,7 @@ def test_the_host_waits_for_what_came_before_the_step(monkeypatch, elsewhere, bu
         def synchronize(self) -> None:
             order.append("wait")
 
-    monkeypatch.setattr(to_host, "_has_events", lambda device: True)
+    monkeypatch.setattr(to_host, "has_streams", lambda device: True)
     monkeypatch.setattr(to_host, "_new_event", lambda device: Event())
     monkeypatch.setattr(to_host, "_stream_of", lambda device: None)
     _, _, trainer = build(optimizer=FUSED["adagrad"])

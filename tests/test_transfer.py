@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import UserDict
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import pytest
@@ -27,8 +26,14 @@ _PINNED = to_device._pinned
 class Stream:
     """Takes notes."""
 
-    def __init__(self, name: str, notes: list[str]) -> None:
-        self.name, self.notes, self.number = name, notes, 0
+    def __init__(self, name: str, notes: list[str], here: list[str]) -> None:
+        self.name, self.notes, self.here, self.number = name, notes, here, 0
+
+    def __enter__(self) -> None:
+        self.here.append(self.name)
+
+    def __exit__(self, *exception: object) -> None:
+        self.here.pop()
 
     def record_event(self) -> int:
         self.number += 1
@@ -43,22 +48,16 @@ class Stream:
 def notes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What happens on two streams that the CPU is said to have."""
     found: list[str] = []
-    computing, here = Stream("computing", found), ["computing"]
-
-    @contextmanager
-    def on(stream: Stream) -> Any:
-        here.append(stream.name)
-        yield
-        here.pop()
+    here = ["computing"]
+    computing = Stream("computing", found, here)
 
     def pinned(tensor: Tensor) -> Tensor:
         found.append(f"{here[-1]} copies {tensor.flatten()[0].item():g}")
         return tensor.clone()
 
-    monkeypatch.setattr(to_device, "_has_streams", lambda device: True)
-    monkeypatch.setattr(to_device, "_new_stream", lambda device: Stream("copying", found))
+    monkeypatch.setattr(to_device, "has_streams", lambda device: True)
+    monkeypatch.setattr(to_device, "_new_stream", lambda device: Stream("copying", found, here))
     monkeypatch.setattr(to_device, "_current_stream", lambda device: computing)
-    monkeypatch.setattr(to_device, "_on", on)
     monkeypatch.setattr(to_device, "_pinned", pinned)
     monkeypatch.setattr(Tensor, "record_stream", lambda t, s: found.append(f"{s.name} keeps {t.flatten()[0].item():g}"))
     return found
@@ -102,7 +101,7 @@ def test_the_same_bits(notes: list[str], monkeypatch: pytest.MonkeyPatch) -> Non
     """Whether moved ahead or not."""
     ends = []
     for streams in (True, False):
-        monkeypatch.setattr(to_device, "_has_streams", lambda device, streams=streams: streams)
+        monkeypatch.setattr(to_device, "has_streams", lambda device, streams=streams: streams)
         trainer, model = make(accumulation_steps=3)
         trainer.run(batches(8), max_epochs=2)
         ends.append([*model.parameters()])
@@ -178,7 +177,7 @@ def test_what_lies_on_a_device_is_not_pinned(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("streams", [True, False], ids=["streams", "without"])
 def test_no_copy_waits(monkeypatch: pytest.MonkeyPatch, streams: bool) -> None:
     """Each tensor is asked to move without waiting, sparse ones too."""
-    monkeypatch.setattr(to_device, "_has_streams", lambda device: streams)
+    monkeypatch.setattr(to_device, "has_streams", lambda device: streams)
     moving, to = [], Tensor.to
 
     def noting(tensor: Tensor, *arguments: Any, **named: Any) -> Tensor:
@@ -386,7 +385,7 @@ class Queue:
         self.copy, self.empty_like = Tensor.copy_, torch.empty_like
         monkeypatch.setattr(Tensor, "copy_", lambda tensor, source, **options: self.copy_later(tensor, source, **options))
         monkeypatch.setattr(torch, "empty_like", self.buffer)
-        monkeypatch.setattr(to_host, "_has_events", lambda device: True)
+        monkeypatch.setattr(to_host, "has_streams", lambda device: True)
         monkeypatch.setattr(to_host, "_new_event", lambda device: Recorded(self))
         monkeypatch.setattr(to_host, "_stream_of", lambda device: f"the stream of {device}")
 

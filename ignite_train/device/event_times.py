@@ -9,6 +9,8 @@ from typing import Any, Protocol
 
 import torch
 
+from ignite_train.device.streams import has_streams
+
 __all__ = ["DeviceEvent", "EventTimes", "event_maker"]
 
 _MAX_PENDING = 64  # updates that the device has not done yet
@@ -92,6 +94,6 @@ class EventTimes:
 
 def event_maker(device: torch.device) -> Callable[[], DeviceEvent] | None:
     """Makes events on `device`; None if it has none that know the time, as the CPU has not."""
-    if device.type not in ("cuda", "xpu"):
+    if not has_streams(device):
         return None
     return lambda: torch.Event(device, enable_timing=True)

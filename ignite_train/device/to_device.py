@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+
+from ignite_train.device.streams import has_streams
 
 __all__ = ["ToDevice", "moves_itself"]
 
@@ -42,7 +43,7 @@ class ToDevice:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._has_streams = _has_streams(device)
+        self._has_streams = has_streams(device)
         self._stream: Any = None  # made when it is needed
         self._coming: _Coming | None = None
 
@@ -89,7 +90,7 @@ class ToDevice:
         def copy(leaf: Any) -> Any:
             return _pinned(leaf).to(self._device, non_blocking=True) if _is_plain(leaf) else leaf
 
-        with _on(self._stream):
+        with self._stream:
             moved = _map(copy, micro_batch)
         return _Coming(micro_batch, moved, self._stream.record_event())
 
@@ -134,20 +135,12 @@ def _is_plain(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.layout is torch.strided and not leaf.is_nested
 
 
-def _has_streams(device: torch.device) -> bool:
-    return device.type == "cuda"
-
-
 def _new_stream(device: torch.device) -> Any:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-
-def _on(stream: Any) -> AbstractContextManager[Any]:
-    return torch.cuda.stream(stream)
+    return torch.Stream(device)
 
 
 def _current_stream(device: torch.device) -> Any:
-    return torch.cuda.current_stream(device)
+    return torch.accelerator.current_stream(device)
 
 
 def _pinned(tensor: Tensor) -> Tensor:

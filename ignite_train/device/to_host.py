@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ignite_train.device.streams import has_streams
+
 __all__ = ["ToHost", "is_on_host"]
 
 _WAITS_FOR_RANKS = True  # HangWatch looks for it in the file where a rank stands
@@ -43,12 +45,12 @@ class ToHost:
     def send(self, numbers: Tensor) -> None:
         """Starts the transfer of a vector, which must not be changed until it was received."""
         self._numbers = numbers
-        if not _has_events(numbers.device):
+        if not has_streams(numbers.device):
             return
         if self._event is None:
             self._event = _new_event(self._device)
         if self._pinned is None or self._pinned.shape != numbers.shape or self._pinned.dtype != numbers.dtype:
-            self._pinned = torch.empty_like(numbers, device="cpu", pin_memory=numbers.is_cuda)
+            self._pinned = torch.empty_like(numbers, device="cpu", pin_memory=not numbers.is_cpu)
         self._pinned.copy_(numbers, non_blocking=True)
         self._event.record(_stream_of(self._device))
         self._numbers = self._pinned
@@ -68,13 +70,9 @@ class ToHost:
         self._numbers = None
 
 
-def _has_events(device: torch.device) -> bool:
-    return device.type == "cuda"
-
-
 def _new_event(device: torch.device) -> Any:
     return torch.Event(device=device)
 
 
 def _stream_of(device: torch.device) -> Any:
-    return torch.cuda.current_stream(device)
+    return torch.accelerator.current_stream(device)
