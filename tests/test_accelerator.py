@@ -5,6 +5,7 @@ Without an accelerator these tests run on the CPU alone, so that they cannot rot
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,12 +13,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from ignite.engine import Events
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy, mse_loss
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from torch.utils import _pytree as pytree
 
+import compiling
 import cuts
 from bits import bit_by_bit
 from ignite_train import (
@@ -25,6 +31,7 @@ from ignite_train import (
     NonFiniteError,
     TorchLossScaling,
     Trainer,
+    UpdateOptions,
     create_evaluator,
     create_trainer,
 )
@@ -36,6 +43,7 @@ from ignite_train.handlers import Checkpoint, EmptyCache, ModelEMA, StepTimer, T
 from ignite_train.handlers.state_consistency import tensor_digests
 from ignite_train.model.random_state import RandomState
 from ignite_train.model.stepping import Stepping
+from ranks import run_ranks
 from update_options import with_options
 
 Batch = tuple[Tensor, Tensor]
@@ -323,6 +331,76 @@ def test_channels_last(device: torch.device) -> None:
         ends.append(on_host(model))
     for one, other in zip(*ends, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+# --- several ranks, sharding, compiling: on the CPU and on CUDA --------------------------------------------------------------
+
+PLACES = [torch.device("cpu"), *([torch.device("cuda", 0)] if torch.cuda.is_available() else [])]
+
+
+def rank_of_two(place: torch.device, way: str) -> dict[str, Any]:
+    """This rank's half of the samples, unevenly cut, over gloo; both ranks may have the same GPU."""
+    model = cuts.linear().to(place)
+    wrapped = DistributedDataParallel(model) if way == "ddp" else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=cuts.LEARNING_RATE)
+    trainer = create_trainer(wrapped, optimizer, cuts.forward, accumulation_steps=5, options=UpdateOptions(reduction=way))  # type: ignore[arg-type]
+    journal = journal_of(trainer)
+    trainer.run(cuts.shard([[10, 3, 19], [1, 7, 9, 5, 10]]), max_epochs=5)
+    return {"weight": model.weight.detach().cpu().squeeze(0), "losses": [output.loss for output in journal]}
+
+
+@pytest.mark.parametrize("way", ["ddp", "explicit"])
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_two_processes_by_gloo(place: torch.device, way: str) -> None:
+    """NCCL refuses two ranks on one GPU, and gloo takes them: the updates are those of the closed form, alike on both."""
+    first, second = run_ranks(rank_of_two, place, way)
+    expected = cuts.reference([cuts.samples()] * 5)
+    assert torch.equal(first["weight"], second["weight"])
+    assert first["losses"] == second["losses"] == pytest.approx(expected["losses"], rel=1e-12)
+    torch.testing.assert_close(first["weight"], expected["weight"], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_a_sharded_model(place: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`fully_shard` on one device, in a group of one rank: losses and norms are those of the whole model."""
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    seen = []
+    backend = "nccl" if place.type == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        for sharded in (False, True):
+            model = make_model(place)
+            if sharded:
+                fully_shard(model, mesh=init_device_mesh(place.type, (1,)))
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+            trainer = create_trainer(model, optimizer, forward, accumulation_steps=STEPS, max_grad_norm=0.1)
+            journal = journal_of(trainer)
+            trainer.run(batches(), max_epochs=1)
+            seen.append([number for output in journal for number in (output.loss, output.grad_norm)])
+    finally:
+        dist.destroy_process_group()
+    assert seen[1] == pytest.approx(seen[0], rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fresh_graphs")
+@compiling.lets_torch_read_grad
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_a_compiled_update(place: torch.device, caplog: pytest.LogCaptureFixture) -> None:
+    """With `compile="update"`, on CUDA by CUDA graphs: losses and norms are those of updates that are not compiled."""
+    seen = []
+    for compiled in (False, "update"):
+        model = make_model(place)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        trainer = create_trainer(
+            model, optimizer, forward, accumulation_steps=STEPS, max_grad_norm=0.1, **with_options(compile=compiled)
+        )
+        journal = journal_of(trainer)
+        with caplog.at_level(logging.WARNING, "ignite_train"):
+            trainer.run(batches(), max_epochs=3)
+        seen.append([number for output in journal for number in (output.loss, output.grad_norm)])
+    assert caplog.messages == []  # which would say that no graph is used
+    assert seen[1] == pytest.approx(seen[0], rel=1e-4)
 
 
 # --- copies to the device ---------------------------------------------------------------------------------------------------

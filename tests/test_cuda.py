@@ -1,7 +1,11 @@
-"""What only a GPU can show. Skipped where there is none: it has never been run."""
+"""What only a GPU of CUDA can show. Skipped where there is none: it has never been run.
+
+What holds on every device is in test_accelerator.py.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,6 +16,8 @@ from torch.nn.functional import cross_entropy
 from torch.profiler import ProfilerActivity, profile
 
 from ignite_train import ForwardOutput, Trainer, create_trainer
+from ignite_train.checkpoint.shards import own_piece
+from ignite_train.checkpoint.tensor_files import Snapshot
 from ignite_train.handlers import (
     EmptyCache,
     GradNormConsistency,
@@ -76,33 +82,6 @@ def test_nothing_synchronises(precision: Any, pinned: bool) -> None:
     assert trainer.state.num_steps == UPDATES
 
 
-def test_the_same_as_on_the_cpu() -> None:
-    """Losses and norms of the first updates, up to rounding."""
-    seen = []
-    for device in ("cpu", "cuda"):
-        trainer, _, _ = make(device)
-        outputs: list[Any] = []
-        trainer.add_event_handler(
-            Events.ITERATION_COMPLETED, lambda trainer, outputs: outputs.append(trainer.state.output), outputs
-        )
-        trainer.run(data(), max_iters=5)
-        seen.append([number for output in outputs for number in (output.loss, output.grad_norm)])
-    assert seen[1] == pytest.approx(seen[0], rel=1e-3)
-
-
-def test_an_overflow_is_skipped_and_leaves_no_trace() -> None:
-    """In fp16 the device skips the step, and the host learns of it in the same update."""
-    trainer, model, _ = make(precision="fp16")
-    trainer.run(data(), max_iters=3)
-    before = [parameter.clone() for parameter in model.parameters()]
-    skipped = trainer.state.num_skipped
-    batches = data()
-    batches[9] = (torch.full_like(batches[9][0], 1e30), batches[9][1])
-    trainer.run(batches, max_iters=4)  # the fourth group of the same epoch
-    assert trainer.state.num_skipped == skipped + 1
-    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-
-
 def test_copies_run_on_a_stream_of_their_own() -> None:
     """By the profiler: no micro-batch is copied on the stream that computes."""
     trainer, _, _ = make()
@@ -117,3 +96,84 @@ def test_copies_run_on_a_stream_of_their_own() -> None:
     assert copies
     assert kernels
     assert not copies & kernels
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------------
+
+GIB = 2**30
+ROWS = 2**20  # of a micro-batch: 1 GiB in float32, and each activation of the model as much
+
+
+@pytest.fixture
+def two_gib_free() -> Iterator[None]:
+    """Torch may use two GiB more than it does."""
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 2 * GIB) / total)
+    yield
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    torch.cuda.empty_cache()
+
+
+def wide_forward(model: nn.Module, x: Tensor) -> ForwardOutput:
+    """Several activations of the size of the micro-batch."""
+    return ForwardOutput(model(x.to("cuda")).square().sum(), len(x))
+
+
+def train_wide(rows: list[int], **options: Any) -> tuple[list[Tensor], Any]:
+    """Parameters after one update, and its output."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1)).to(
+        "cuda"
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, fused=True)
+    trainer = create_trainer(model, optimizer, wide_forward, accumulation_steps=len(rows), **with_options(**options))
+    samples = torch.rand(sum(rows), WIDTH, generator=torch.Generator().manual_seed(2))  # the same, however they are cut
+    trainer.run(list(samples.split(rows)), max_epochs=1)
+    return [parameter.detach().cpu() for parameter in model.parameters()], trainer.state.update_output
+
+
+@pytest.mark.usefixtures("two_gib_free")
+@pytest.mark.parametrize("policy", ["skip", "split"])
+def test_memory_that_is_really_out(policy: str) -> None:
+    """A micro-batch that does not fit is left out, or halved until it fits: samples and parameters are those of the rest."""
+    parameters, output = train_wide([1000, ROWS], on_out_of_memory=policy)
+    assert output.sample_size == 1000 + (ROWS if policy == "split" else 0)
+    rest = [1000, *([ROWS // 16] * 16 if policy == "split" else [])]
+    expected, _ = train_wide(rest)
+    for ours, theirs in zip(parameters, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.usefixtures("two_gib_free")
+def test_an_error_of_memory_has_the_summary_of_the_allocator() -> None:
+    """And the advice; parameters stay as they were."""
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        train_wide([ROWS])
+    notes = "\n".join(raised.value.__notes__)
+    assert "accumulation_steps" in notes
+    assert "PyTorch CUDA memory summary" in notes
+
+
+def test_unused_memory_is_given_back() -> None:
+    """By `EmptyCache(fragmentation=...)`, in the update after which most of the reserved memory is not in use."""
+    trainer, _, _ = make()
+    EmptyCache(fragmentation=0.5).attach(trainer, Events.ITERATION_COMPLETED)
+    reserved: list[int] = []
+
+    @trainer.on(Events.ITERATION_STARTED(once=3))
+    def use_much() -> None:
+        torch.empty(4 * GIB, dtype=torch.uint8, device="cuda")
+
+    trainer.add_event_handler(Events.ITERATION_STARTED, lambda: reserved.append(torch.cuda.memory_reserved()))
+    trainer.run(data(), max_iters=5)
+    assert reserved[2] >= 4 * GIB
+    assert reserved[3] < 4 * GIB
+
+
+def test_a_copy_for_a_checkpoint_is_pinned() -> None:
+    """So that the run waits for the bus alone."""
+    model = nn.Linear(WIDTH, WIDTH).to("cuda")
+    snapshot = Snapshot().take({"weight": own_piece(model.weight.detach(), everything=True)})  # type: ignore[dict-item]
+    assert snapshot["weight"].data.is_pinned()
+    assert torch.equal(snapshot["weight"].data, model.weight.detach().cpu())
