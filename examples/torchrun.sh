@@ -23,6 +23,7 @@ options=(
     --max-restarts="${RESTARTS:-3}"
     # Passed on to the processes; SIGUSR1 would otherwise end torchrun and leave them behind.
     --signals-to-handle='SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1'
-    --shutdown-timeout=30 # seconds from there to SIGKILL: a little more than StopOnSignal's grace_seconds
 )
+# Seconds from there to SIGKILL: a little more than StopOnSignal's grace_seconds. torch 2.11 always waits 30.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=30
 exec torchrun "${options[@]}" "$@"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
@@ -120,7 +121,9 @@ class Profiler(Handler):
         schedule = _schedule(self._first - update - 1)
         self._profile = torch.profiler.profile(schedule=schedule, on_trace_ready=self._write, **self._options)
         self._profile.record_steps = False  # they are counted from 0; an update has a range of its own
-        self._profile.start()
+        with warnings.catch_warnings():  # torch 2.11 warns of a second cycle at each start, and here is one
+            warnings.filterwarnings("ignore", category=UserWarning, module="torch.profiler")
+            self._profile.start()
         self._sections.listeners.append(self._open_range)
         self._expect(update + 1)
 

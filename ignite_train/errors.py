@@ -82,8 +82,8 @@ class UnlikeParametersError(TrainingError, RuntimeError):
             "model must use the same parameters on all ranks in an update, where fully_shard was applied to it, got a gradient "
             f"of {parameter} on rank {', '.join(map(str, ranks))} alone, which torch has added to gradients of others; no "
             "parameter was moved; where all ranks call the same sharded modules, call "
-            "model.set_reduce_scatter_unused_params(True); or else train without fully_shard, with "
-            "options=UpdateOptions(reduction='explicit')"
+            "model.set_reduce_scatter_unused_params(True), which torch has had since 2.13; or else train without fully_shard, "
+            "with options=UpdateOptions(reduction='explicit')"
         )
 
     def __reduce__(self) -> tuple[type[UnlikeParametersError], tuple[str, tuple[int, ...]]]:

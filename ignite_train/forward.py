@@ -35,12 +35,9 @@ _PLAIN_NUMBERS = {int, float}  # which are told from tensors faster than tensors
 
 _checked_names: set[str] = set()  # of logs, so that a name is looked at when it is new and not in each micro-batch
 
-
-class _NotDeclared(int):
-    """The 1 that stands for a sample size that `forward` did not give."""
-
-
-_NOT_DECLARED = _NotDeclared(1)
+_NOT_DECLARED = float("1")
+"""The object that stands for a sample size that `forward` did not give. It has no class of its own, because torch 2.11 would
+not compile it."""
 
 
 class ForwardOutput(NamedTuple):

@@ -1103,7 +1103,8 @@ def replicas(directory: str, seed: int, limit: int) -> dict[str, Any]:
     """Trains a model with BatchNorm in DDP that does not broadcast buffers: each replica has its own."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(2, 300), nn.BatchNorm1d(300), nn.Linear(300, 1))
-    wrapped = DistributedDataParallel(model, forward_sync_buffers=False)
+    wrapped = DistributedDataParallel(model)
+    wrapped.broadcast_buffers = False
     trainer = create_trainer(wrapped, torch.optim.AdamW(model.parameters(), lr=0.01), forward)
     Average(output_transform=lambda output: output.loss).attach(trainer, "average")
     Checkpoint(directory, every=1, keep=99).attach(trainer)

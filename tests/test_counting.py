@@ -118,6 +118,7 @@ def test_collectives_are_counted():
         assert names == ["allreduce_", "broadcast_", "barrier", "allreduce_"]
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled:UserWarning")  # torch 2.11, even here
 def test_bytes_of_a_sparse_tensor_are_those_that_travel() -> None:
     """An index of 8 bytes for each dimension that is sparse, and the values."""
     rows = torch.sparse_coo_tensor(torch.tensor([[1, 4, 5]]), torch.ones(3, 2), (6, 2), check_invariants=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gzip
 import json
+import warnings
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,16 @@ def names(trace: Path) -> list[str]:
 
 def of_updates(trace: Path) -> list[str]:
     return [name for name in names(trace) if name.startswith("update ")]
+
+
+def test_a_profile_does_not_warn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch 2.11 warns in the first profile of a process that the next one begins anew."""
+    monkeypatch.setattr(torch.profiler.profiler, "_WARNINGS_SHOWN", set(), raising=False)
+    trainer = make()
+    Profiler(tmp_path, updates=range(1, 3)).attach(trainer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trainer.run(DATA, max_epochs=1)
 
 
 def test_a_trace_has_the_sections_of_the_chosen_updates(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,6 +23,7 @@ from bits import bit_by_bit
 from ignite_train import ForwardOutput, NonFiniteError, StaticLossScaling, TrainEvents, count_traffic, create_trainer
 from ignite_train.handlers import Checkpoint
 from ignite_train.ranks import collectives
+from ignite_train.ranks.reduction import _no_rows
 from ignite_train.ranks.sparse_rows import SparseRows
 from ranks import run_ranks
 from update_options import with_options
@@ -219,6 +221,24 @@ def test_rows_are_added_up_over_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     for (gradient,) in Threads(monkeypatch).add_up([single, single], rows=1):
         assert gradient is not None
         assert gradient.to_dense().tolist() == [[8.0, 12.0]]
+
+
+def test_torch_is_given_no_reason_to_warn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the sparse tensors that the library makes: the sum of rows, one of a dense gradient, and one without rows."""
+    ranks: list[list[Tensor | None]] = [
+        [rows_of([1, 2, 1], torch.float64), torch.ones(6, 2, dtype=torch.bfloat16)],
+        [rows_of([2, 0], torch.float64), None],
+    ]
+    before = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            Threads(monkeypatch).add_up(ranks)
+            nothing = _no_rows(nn.Parameter(torch.ones(6, 2)))
+    finally:
+        torch.set_warn_always(before)
+    assert torch.equal(nothing.to_dense(), torch.zeros(6, 2))
 
 
 def test_an_update_that_is_not_finite_moves_nothing() -> None:

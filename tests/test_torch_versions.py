@@ -36,6 +36,13 @@ def test_a_row_takes_the_place_of_an_older_one(tmp_path: Path, monkeypatch: pyte
     assert rows == [("2.10.0", "all", "2"), ("2.9.0", "test_a", "4"), ("2.9.0", "all", "3")]
 
 
+def test_what_torch_brings_with_it_is_not_constrained() -> None:
+    """It may ask for other versions than those of constraints.txt: torch 2.11 wants setuptools before 82."""
+    pinned = "# One environment.\nfilelock==4.2\nsetuptools==84.2.1\ntorch==2.13.0\ntyping_extensions==4.16\ntqdm==4.70\n"
+    there = "filelock==4.1\nsetuptools==81.0.0\ntorch==2.11.0\ntyping-extensions @ file:///wheels/typing_extensions.whl\n"
+    assert torch_versions.constrained(pinned, there) == "# One environment.\ntqdm==4.70\n"
+
+
 @pytest.mark.skipif(not (torch_versions.ROOT / "pyproject.toml").exists(), reason="looks at a checkout, and this is none")
 def test_this_torch_is_a_supported_one() -> None:
     """The oldest version is the one that pyproject.toml states, and the torch of this environment is not older."""

@@ -56,18 +56,31 @@ def requirements() -> list[str]:
 
 
 def environment(version: str) -> Path:
-    """The Python of an environment with this torch, and with all else as in constraints.txt."""
+    """The Python of an environment with this torch and what it asks for, and with all else as in constraints.txt."""
     place = ROOT / f".venv-torch-{version}"
     python, installed = place / "bin/python", place / "installed"
     if not installed.exists():
         venv.create(place, with_pip=True, clear=True)
+        pip, constraints = [python, "-m", "pip"], place / "constraints.txt"
+        subprocess.run([*pip, "install", "--quiet", "--upgrade", "pip"], check=True)
+        subprocess.run([*pip, "install", "--quiet", f"torch=={version}"], check=True)
+        there = subprocess.run([*pip, "freeze", "--all"], capture_output=True, text=True, check=True).stdout
         pinned = (ROOT / "constraints.txt").read_text(encoding="utf-8")
-        constraints = place / "constraints.txt"
-        constraints.write_text(re.sub(r"(?m)^torch==.*$", f"torch=={version}", pinned), encoding="utf-8")
-        for wanted in (["--upgrade", "pip"], [f"torch=={version}"], requirements(), ["--no-deps", "--editable", str(ROOT)]):
-            subprocess.run([python, "-m", "pip", "install", "--quiet", "-c", constraints, *wanted], check=True)
+        constraints.write_text(f"torch=={version}\n{constrained(pinned, there)}", encoding="utf-8")
+        for wanted in (requirements(), ["--no-deps", "--editable", str(ROOT)]):
+            subprocess.run([*pip, "install", "--quiet", "-c", constraints, *wanted], check=True)
         installed.touch()
     return python
+
+
+def constrained(pinned: str, there: str) -> str:
+    """The lines of `pinned` about what is not there yet: torch may ask for other versions of what it came with."""
+    came = {_name(line) for line in there.splitlines()}
+    return "".join(f"{line}\n" for line in pinned.splitlines() if _name(line) not in came)
+
+
+def _name(requirement: str) -> str:
+    return re.split(r"[ =@]", requirement)[0].lower().replace("_", "-")
 
 
 def counts(printed: str) -> dict[str, int]:

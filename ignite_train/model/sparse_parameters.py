@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
 
 from ignite_train.model.optimizers import Optimizers
 
-__all__ = ["check_sparse_parameters", "sparse_gradient_values", "sparse_parameters"]
+__all__ = ["check_sparse_parameters", "sparse_gradient_values", "sparse_parameters", "tensor_of_rows"]
 
 _CAPABLE = (Adagrad, SGD, SparseAdam)  # those of torch's optimizers that step along a sparse gradient
 
@@ -28,6 +31,15 @@ def sparse_parameters(model: nn.Module) -> dict[nn.Parameter, str]:
 def sparse_gradient_values(gradient: Tensor) -> Tensor:
     """The rows of a coalesced sparse gradient, or all elements of a dense one: numbers of the same norm."""
     return gradient.values() if gradient.is_sparse else gradient
+
+
+def tensor_of_rows(indices: Tensor, values: Tensor, shape: Sequence[int], *, is_coalesced: bool | None = None) -> Tensor:
+    """A sparse tensor with these rows, which are right.
+
+    `torch.sparse_coo_tensor(..., check_invariants=False)` is the same, but warns before torch 2.13 that nothing is checked.
+    """
+    rows: Tensor = torch.ops.aten._sparse_coo_tensor_unsafe(indices[None], values, shape, is_coalesced=is_coalesced)
+    return rows
 
 
 def check_sparse_parameters(model: nn.Module, optimizer: Optimizer | Optimizers) -> None:

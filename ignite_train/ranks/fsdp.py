@@ -103,7 +103,10 @@ class FSDPReduction:
 
         `reset_iter_state` of torch 2.13 leaves those gradients, which the next backward would add to.
         """
-        self._root.reset_iter_state()
+        if "reset_iter_state" in vars(FSDPModule):
+            self._root.reset_iter_state()
+        else:
+            _reset_iteration(self._root)
         for group in _parameter_groups(self._root):
             for parameter in group.fsdp_params:
                 parameter.unsharded_accumulated_grad = None
@@ -128,10 +131,46 @@ def check_divide_factors(root: nn.Module) -> None:
             )
 
 
+def _states(root: nn.Module) -> list[Any]:
+    """What FSDP2 keeps of each module that it was applied to, which is private in torch; that of the root comes first."""
+    return [module._get_fsdp_state() for module in root.modules() if isinstance(module, FSDPModule)]
+
+
 def _parameter_groups(root: nn.Module) -> list[Any]:
-    """What FSDP2 keeps of the parameters that it gathers together, which is private in torch."""
-    states = [module._get_fsdp_state() for module in root.modules() if isinstance(module, FSDPModule)]
-    return [group for state in states for group in state._fsdp_param_groups]
+    """What FSDP2 keeps of the parameters that it gathers together; in torch 2.11 a module has one group or none."""
+    found: list[Any] = []
+    for state in _states(root):
+        groups = vars(state).get("_fsdp_param_groups")
+        found += [state._fsdp_param_group] if groups is None else groups
+    return [group for group in found if group is not None]
+
+
+def _reset_iteration(root: nn.Module) -> None:
+    """What `FSDPModule.reset_iter_state` of torch 2.13 does, with torch 2.11 and 2.12, which do not have it."""
+    states = _states(root)
+    context, shared = states[0]._state_ctx, states[0]._comm_ctx
+    idle = type(states[0]._training_state).IDLE
+    pending, shared.all_gather_state = [shared.all_gather_state], None
+    if "reduce_scatter_state" in vars(shared):  # in torch 2.11 there is one at a time
+        pending.append(shared.reduce_scatter_state)
+        shared.reduce_scatter_state = None
+    else:
+        pending += shared.reduce_scatter_states
+        shared.reduce_scatter_states.clear()
+    shared.post_forward_order.clear()
+    for one in pending:
+        if one is not None and one.event is not None:
+            states[0]._device_handle.current_stream().wait_event(one.event)
+    for state in states:
+        state._modules_to_run_forward.clear()
+        state._training_state = idle
+    for group in _parameter_groups(root):
+        group.finalize_backward()  # waits for what has been started
+        group._partial_reduce_output = None
+        group._training_state = idle
+        group._to_sharded()
+    context.iter_forward_root = None
+    context.post_backward_final_callback_queued = False
 
 
 def _num_ranks(mesh_info: Any) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ignite_train.model.gradients import Gradients
-from ignite_train.model.sparse_parameters import sparse_parameters
+from ignite_train.model.sparse_parameters import sparse_parameters, tensor_of_rows
 from ignite_train.ranks.messages import Outgoing
 from ignite_train.ranks.statistics import Statistics
 
@@ -292,6 +292,6 @@ def _nothing_for(parameter: Tensor, *, is_sparse: bool) -> Tensor | None:
 
 
 def _no_rows(parameter: Tensor) -> Tensor:
-    indices = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
+    indices = torch.empty(0, dtype=torch.int64, device=parameter.device)
     values = parameter.detach().new_empty(0, *parameter.shape[1:])
-    return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False)
+    return tensor_of_rows(indices, values, parameter.shape)

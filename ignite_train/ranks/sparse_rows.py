@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ignite_train.model.memory_layout import as_bytes
+from ignite_train.model.sparse_parameters import tensor_of_rows
 from ignite_train.ranks import collectives
 
 __all__ = ["SparseRows"]
@@ -77,8 +78,7 @@ def _as_rows(gradient: Tensor) -> Tensor:
     """The gradient as coalesced rows; that of a weight that is used densely too is dense, and each of its rows counts."""
     if gradient.is_sparse:
         return gradient.coalesce()
-    indices = torch.arange(len(gradient), device=gradient.device)[None]
-    return torch.sparse_coo_tensor(indices, gradient, gradient.shape, check_invariants=False, is_coalesced=True)
+    return tensor_of_rows(torch.arange(len(gradient), device=gradient.device), gradient, gradient.shape, is_coalesced=True)
 
 
 def _unpack(content: Tensor, start: int, rows: int, parameter: nn.Parameter) -> tuple[tuple[Tensor, Tensor], int]:
@@ -91,6 +91,6 @@ def _unpack(content: Tensor, start: int, rows: int, parameter: nn.Parameter) -> 
 
 
 def _sum_of(parts: Sequence[tuple[Tensor, Tensor]], parameter: nn.Parameter) -> Tensor:
-    indices = torch.cat([indices for indices, _ in parts])[None]
+    indices = torch.cat([indices for indices, _ in parts])
     values = torch.cat([values for _, values in parts])
-    return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False).coalesce()
+    return tensor_of_rows(indices, values, parameter.shape).coalesce()
