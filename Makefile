@@ -17,7 +17,7 @@ BENCH_INSTALLED := $(BENCH_VENV)/installed
 # Waiting threads that spin take the cores from those that work.
 export OMP_WAIT_POLICY = passive
 
-.PHONY: demo digits quick test slow test-all check nightly mutants torch-versions ignite-suite xla-test wheel-test curve bench clean
+.PHONY: demo digits quick test slow test-all check nightly mutants torch-versions ignite-suite simulated-accelerator xla-test wheel-test curve bench clean
 
 demo: $(INSTALLED)  ## train the language model; NPROC=2 for two processes
 	@echo "Training a small GPT on the source text of Python's standard library, for some minutes. Ctrl-C stops and saves it."
@@ -54,6 +54,9 @@ torch-versions:  ## the tests with the oldest and the newest torch, into docs/to
 
 ignite-suite: $(INSTALLED)  ## Ignite's own tests, and the code of its documentation, with our trainer in the place of its Engine; PARTS="engine" for some, PARTS=--pre for the newest pre-release, IGNITE_SOURCE=path offline
 	$(BIN)/python tests/ignite_suite/run.py $(PARTS)
+
+simulated-accelerator:  ## the tests on an accelerator that is simulated on the CPU, see docs/accelerators.md; builds it once; ACCELERATOR_SOURCE=path offline
+	$(PYTHON) tests/simulated_accelerator.py
 
 xla-test: $(XLA_VENV)/installed  ## train the table of cuts on a device of torch_xla on the CPU, see docs/xla.md; downloads some GB once
 	PJRT_DEVICE=CPU $(XLA_VENV)/bin/python tests/xla_cuts.py
@@ -105,4 +108,4 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(BENCH_VENV) $(XLA_VENV) .venv-torch-* .ignite-suite build dist *.egg-info runs
+	rm -rf $(VENV) $(BENCH_VENV) $(XLA_VENV) .venv-accelerator .venv-torch-* .ignite-suite build dist *.egg-info runs

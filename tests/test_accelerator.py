@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import ignite.distributed as idist
 import pytest
 import torch
-import torch.distributed as dist
 from ignite.engine import Events
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -38,6 +38,8 @@ from ignite_train import (
 from ignite_train.checkpoint import find
 from ignite_train.checkpoint.inspection import read_entry
 from ignite_train.checkpoint.reader import CheckpointReader
+from ignite_train.checkpoint.shards import Box, Piece
+from ignite_train.checkpoint.tensor_files import Snapshot
 from ignite_train.device.streams import has_streams
 from ignite_train.handlers import Checkpoint, EmptyCache, ModelEMA, StepTimer, TrainingMetrics
 from ignite_train.handlers.state_consistency import tensor_digests
@@ -363,10 +365,11 @@ def test_two_processes_by_gloo(place: torch.device, way: str) -> None:
 @pytest.mark.parametrize("place", PLACES, ids=str)
 def test_a_sharded_model(place: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`fully_shard` on one device, in a group of one rank: losses and norms are those of the whole model."""
-    monkeypatch.setenv("LOCAL_RANK", "0")
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
     seen = []
     backend = "nccl" if place.type == "cuda" else "gloo"
-    dist.init_process_group(backend, init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    idist.initialize(backend, init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         for sharded in (False, True):
             model = make_model(place)
@@ -378,7 +381,7 @@ def test_a_sharded_model(place: torch.device, tmp_path: Path, monkeypatch: pytes
             trainer.run(batches(), max_epochs=1)
             seen.append([number for output in journal for number in (output.loss, output.grad_norm)])
     finally:
-        dist.destroy_process_group()
+        idist.finalize()
     assert seen[1] == pytest.approx(seen[0], rel=1e-5)
 
 
@@ -502,6 +505,14 @@ def test_a_checkpoint_is_of_one_moment(device: torch.device, tmp_path: Path) -> 
             states = read_entry(stored, "optimizer")["state"].values()
         assert all(torch.equal(saved[name], weight) for name, weight in weights.items())
         assert all(torch.equal(state["exp_avg"], moment) for state, moment in zip(states, moments, strict=True))
+
+
+def test_a_copy_for_a_checkpoint_is_pinned(device: torch.device) -> None:
+    """So that the run waits for the bus alone."""
+    weight = make_model(device).get_parameter("up.weight").detach()
+    (copied,) = Snapshot().take({"weight": Piece(weight, Box((0, 0), tuple(weight.shape)), tuple(weight.shape))}).values()
+    assert copied.data.is_pinned() == has_streams(device)
+    assert torch.equal(copied.data, weight.cpu())
 
 
 def test_digests_are_those_of_the_host(device: torch.device) -> None:

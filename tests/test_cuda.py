@@ -16,8 +16,6 @@ from torch.nn.functional import cross_entropy
 from torch.profiler import ProfilerActivity, profile
 
 from ignite_train import ForwardOutput, Trainer, create_trainer
-from ignite_train.checkpoint.shards import own_piece
-from ignite_train.checkpoint.tensor_files import Snapshot
 from ignite_train.handlers import (
     EmptyCache,
     GradNormConsistency,
@@ -169,11 +167,3 @@ def test_unused_memory_is_given_back() -> None:
     trainer.run(data(), max_iters=5)
     assert reserved[2] >= 4 * GIB
     assert reserved[3] < 4 * GIB
-
-
-def test_a_copy_for_a_checkpoint_is_pinned() -> None:
-    """So that the run waits for the bus alone."""
-    model = nn.Linear(WIDTH, WIDTH).to("cuda")
-    snapshot = Snapshot().take({"weight": own_piece(model.weight.detach(), everything=True)})  # type: ignore[dict-item]
-    assert snapshot["weight"].data.is_pinned()
-    assert torch.equal(snapshot["weight"].data, model.weight.detach().cpu())

@@ -19,6 +19,7 @@ from torch import Tensor
 from ignite_train.checkpoint.disk import Disk
 from ignite_train.checkpoint.shards import Box, Piece
 from ignite_train.checkpoint.tree import DTYPES, dtype_name
+from ignite_train.device.streams import has_streams
 from ignite_train.model.memory_layout import as_bytes
 
 __all__ = [
@@ -144,7 +145,7 @@ def await_devices(pieces: Mapping[str, Piece]) -> None:
 
 
 def _empty_copy(tensor: Tensor) -> Tensor:
-    return torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type == "cuda")
+    return torch.empty_like(tensor, device="cpu", pin_memory=has_streams(tensor.device))
 
 
 def write_tensors(disk: Disk, path: Path, pieces: Mapping[str, Piece]) -> dict[str, Entry]:

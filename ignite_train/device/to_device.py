@@ -32,10 +32,10 @@ class ToDevice:
     to do so without waiting where its `to` takes `non_blocking`; all other leaves are left alone. For the CPU there is
     nothing to move and nothing is looked at.
 
-    On CUDA tensors are copied from pinned memory on a stream of their own, so that neither the host nor the copy waits for what
-    is computed; `ahead` has that happen before they are asked for. What a loader has pinned is not pinned again. Sparse and
-    nested tensors, and what moves itself, move when they are asked for. (Written by the documentation of CUDA's allocator and
-    tested with streams that only take notes: it never ran on CUDA.)
+    On an accelerator with streams, tensors are copied from pinned memory on a stream of their own, so that neither the host nor
+    the copy waits for what is computed; `ahead` has that happen before they are asked for. What a loader has pinned is not
+    pinned again. Sparse and nested tensors, and what moves itself, move when they are asked for. (Tested with streams that take
+    notes, and on a simulated device, see docs/accelerators.md: it never ran on CUDA.)
 
     Args:
         device: where to.
