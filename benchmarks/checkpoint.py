@@ -5,9 +5,9 @@
 
 The state is that of AdamW: parameters and two moments. What holds the run is compared with one copy of the state into memory
 that is there already, before and after. What passes until the state is durable is compared with the disk's own limit: a plain
-write of the same bytes and an fsync, in the same round. A contestant that is durable at once holds the run until then. Files are
-removed outside of what is measured; `Checkpoint` removes its own, and saves once more meanwhile. On a GPU the copy is one into
-pinned memory of the host, and the host waits for the GPU before each reading of the clock.
+write of the same bytes and an fsync, in the same round. A contestant that is durable at once holds the run until then. Files
+are removed outside of what is measured; `Checkpoint` removes its own, and saves once more meanwhile. On a GPU the copy is one
+into pinned memory of the host, and the host waits for the GPU before each reading of the clock.
 
 Then updates of a small model are timed alone and beside a save of a state of that size, in turns.
 """
@@ -227,7 +227,9 @@ def main(
     megabytes: Annotated[list[float], Option(min=1, help="Of the state; may be given several times.")] = [8, 100, 1000],  # noqa: B006
     repetitions: Annotated[int, Option(min=1, help="Rounds; all contestants run in each of them.")] = MIN_REPETITIONS,
     device: Annotated[str, Option(help="cpu or cuda.")] = "cpu",
-    minutes: Annotated[float, Option(help="When they are over no round begins, and before it no size that does not fit.")] = math.inf,
+    minutes: Annotated[
+        float, Option(help="When they are over no round begins, and before it no size that does not fit.")
+    ] = math.inf,
 ) -> None:
     """Measure how long each way to save holds the run, and how long until the state is durable."""
     ends = time.perf_counter() + 60 * minutes

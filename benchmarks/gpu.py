@@ -50,7 +50,9 @@ class Part:
 
 SIZES = ("--parameters", "10", "--parameters", "100", "--parameters", "1000")
 PARTS = {
-    "speed": Part("gpu_speed.py", "Training at GPT-2's size", (), ("--dry-run", "--accumulation", "1", "--accumulation", "4"), 10),
+    "speed": Part(
+        "gpu_speed.py", "Training at GPT-2's size", (), ("--dry-run", "--accumulation", "1", "--accumulation", "4"), 10
+    ),
     "tiny": Part("gpu_tiny.py", "Tiny models", (), ("--dry-run", "--network", "MLP of width 64"), 4),
     "optimizer": Part(
         "optimizer_phase.py",
@@ -74,7 +76,9 @@ def run(part: Part, into: Path, minutes: float, *, dry_run: bool) -> bool:
     """Runs the script of a part for so many minutes and keeps its section up to date; whether it ran to the end."""
     options = [*(part.dry if dry_run else part.options), "--minutes", f"{minutes:.2f}"]
     if part.script == "gpu_trace.py":
-        options += ["--picture", str(PICTURES / PICTURE)] if into == HERE else ["--picture", str(into / PICTURE), "--keep", str(into)]
+        options += (
+            ["--picture", str(PICTURES / PICTURE)] if into == HERE else ["--picture", str(into / PICTURE), "--keep", str(into)]
+        )
     text = f"## {part.heading}\n\n`benchmarks/{part.script}`. Written by `make bench-gpu` {circumstances()}; {card()}.\n\n"
     environment = os.environ | {"OMP_WAIT_POLICY": "passive", "PYTHONUNBUFFERED": "1"}
     command = [sys.executable, str(HERE / part.script), *options]

@@ -3,10 +3,11 @@
     python benchmarks/gpu_trace.py --picture trace.png
     python benchmarks/gpu_trace.py --dry-run      # on the CPU at a tiny size: shows that it runs, measures nothing
 
-GPT-2's shapes in bf16, not compiled but for the contestant whose name says so. Each token comes with features of the width of
-the model in the host's pinned memory, so that a micro-batch has 25 MB to copy. The loop by hand, Ignite's and those of
-Accelerate and Transformers move it where they use it, without waiting.
+First GPT-2's shapes in bf16, not compiled but for the contestant whose name says so. Each token comes with features of the
+width of the model in the host's pinned memory, so that a micro-batch has 25 MB to copy. The loop by hand, Ignite's and those of
+Accelerate and Transformers move it where they use it, without waiting. Then the contestants of `gpu_tiny.py` on one network.
 
+- Launches: calls of the host that launch a kernel or a CUDA graph; how many of them a graph.
 - Waits, debug mode: what `torch.cuda.set_sync_debug_mode("warn")` warns of in an update. It does not see waits for an event.
 - Waits, trace: calls of CUDA in which the host waits, from torch's profiler; and the part of the time in which it does.
 - Step before reading: updates in which all of the optimizer's step was queued before the host began its last wait.
@@ -21,7 +22,7 @@ import json
 import math
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -38,21 +39,24 @@ from typer import Option
 import contestants
 import peers
 from card import WaitWarnings, card, wait_for
-from contestants import REFERENCE, Contestant, Work
+from contestants import REFERENCE, Work
 from gpt2 import BATCHES, VOCABULARY, Training, loss_of
+from gpu_tiny import ENTRIES, TinyTraining
 from interleaving import table
 from own_process import OwnProcess, ProcessFailedError
 from trace_analysis import MARK, Findings, Trace, findings
 from trace_picture import draw
+from turns import Entry, Task
 
 OURS = "ignite_train"
-LOOPS: dict[str, Contestant] = {
-    REFERENCE: contestants.by_hand,
-    OURS: contestants.ignite_train,
-    "ignite_train, attach_defaults, logging every 50": contestants.ignite_train_with_defaults,
-    'ignite_train, compile="update"': contestants.ignite_train_compiled,
-    **peers.PEERS,
+LARGE = {
+    REFERENCE: Entry(contestants.by_hand),
+    OURS: Entry(contestants.ignite_train),
+    "ignite_train, attach_defaults, logging every 50": Entry(contestants.ignite_train_with_defaults),
+    'ignite_train, compile="update"': Entry(contestants.ignite_train_compiled),
+    **{name: Entry(peer) for name, peer in peers.PEERS.items()},
 }
+SMALL = {name: entry for name, entry in ENTRIES.items() if "noise" not in name}
 DRAWN = (REFERENCE, OURS)
 LINK = "../docs/pictures/gpu_trace.png"  # from the file of the figures
 WARM_UP, WATCHED, PROFILED = 4, 3, 3  # updates
@@ -60,6 +64,7 @@ SECONDS = 240.0  # to wait for a contestant, which may have to compile
 HEAD = [
     "loop",
     "ms an update",
+    "launches (graphs)",
     "waits an update, debug mode",
     "waits an update, trace",
     "of the time",
@@ -129,15 +134,19 @@ def moved_loss(model: nn.Module, micro_batch: tuple[Tensor, ...], *, device: str
     return loss_of(model, tuple(tensor.to(device, non_blocking=True) for tensor in micro_batch), "mean")
 
 
-def work_of(training: Training) -> Work:
-    """Tokens and their features, in the host's memory."""
-    work = training.work(None)
-    size = (training.samples, training.context, training.width)
-    batches = [(training.tokens(), torch.randn(size)) for _ in range(BATCHES)]
-    if training.device == "cuda":
-        batches = [(tokens.pin_memory(), features.pin_memory()) for tokens, features in batches]
-    work.micro_batches, work.mean_loss = batches, partial(moved_loss, device=training.device)
-    return work
+@dataclass(frozen=True)
+class HostTraining(Training):
+    """With micro-batches in the host's memory: tokens, and features of each of them."""
+
+    def work(self, compiled: Mapping[str, Any] | None) -> Work:
+        """The same as on the device otherwise."""
+        work = super().work(compiled)
+        size = (self.samples, self.context, self.width)
+        batches = [(self.tokens(), torch.randn(size)) for _ in range(BATCHES)]
+        if self.device == "cuda":
+            batches = [(tokens.pin_memory(), features.pin_memory()) for tokens, features in batches]
+        work.micro_batches, work.mean_loss = batches, partial(moved_loss, device=self.device)
+        return work
 
 
 @dataclass(frozen=True)
@@ -149,23 +158,24 @@ class Seen:
     trace: Trace
 
 
-def watch(connection: Connection, loop: Contestant, training: Training, keep: Path | None) -> None:
+def watch(connection: Connection, entry: Entry, task: Task, keep: Path | None) -> None:
     """Waits for a message, trains, and answers with what was seen."""
-    if training.device == "cpu":
+    torch.set_float32_matmul_precision("high")
+    if task.device == "cpu":
         torch.set_num_threads(1)
     connection.recv()
-    work = work_of(training)
+    work = task.work(entry.compiled)
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / "trace.json"
-        watched = WatchedMicroBatches(work.micro_batches, steps=training.steps, device=training.device, file=file)
+        watched = WatchedMicroBatches(work.micro_batches, steps=task.steps, device=task.device, file=file)
         work.micro_batches = watched
-        contestants.run(loop, work)
+        contestants.run(entry.run, work)
         text = file.read_text(encoding="utf-8")
     if keep is not None:
         with gzip.open(keep, "wt", encoding="utf-8") as kept:
             kept.write(text)
     events = json.loads(text)["traceEvents"]
-    trace = Trace.of(as_if_on_device(events) if training.device == "cpu" else events)
+    trace = Trace.of(as_if_on_device(events) if task.device == "cpu" else events)
     connection.send(Seen(watched.waits, findings(trace), trace))
 
 
@@ -186,37 +196,14 @@ def as_if_on_device(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
 # --- in the process that shows ----------------------------------------------------------------------------------------------
 
 
-def row(name: str, seen: Seen) -> list[str]:
-    """A line of the table."""
-    found = seen.findings
-    waits = ", ".join(f"{times:g} {name}" for name, times in sorted(found.waits.items())) or "0"
-    order = f"{found.queued} of {found.stepped}" if found.stepped else "-"
-    parts = [found.copied_beside, found.idle_between, found.idle_in_step, found.idle]
-    shown = ["-" if math.isnan(part) else f"{part:.1%}" for part in parts]
-    return [name, f"{found.milliseconds:.1f}", f"{seen.waits:g}", waits, f"{found.waited:.1%}", order, *shown]
-
-
-def main(
-    samples: Annotated[int, Option(min=1, help="In a micro-batch.")] = 8,
-    steps: Annotated[int, Option(min=1, help="Micro-batches to an update.")] = 4,
-    minutes: Annotated[float, Option(help="When they are over no further contestant begins.")] = 3.0,
-    only: Annotated[str, Option(help="Contestants with this in their name; the reference is always there.")] = "",
-    picture: Annotated[Path | None, Option(help="A PNG of the traces by hand and of this library.")] = None,
-    keep: Annotated[Path | None, Option(help="Folder for the traces of these two, compressed.")] = None,
-    *,
-    dry_run: Annotated[bool, Option("--dry-run", help="On the CPU, tiny: the figures mean nothing.")] = False,
-) -> None:
-    """Profile updates on one GPU."""
-    until = time.perf_counter() + 60 * minutes
-    size = (2, 64, 16, 2, 128, "cpu") if dry_run else (12, 768, 1024, samples, VOCABULARY, "cuda")
-    training = Training(*size, steps)
-    loops = {name: loop for name, loop in LOOPS.items() if only in name or name == REFERENCE}
+def compare(entries: dict[str, Entry], task: Task, until: float, keep: Path | None) -> tuple[str, dict[str, Trace]]:
+    """The table of all contestants, and the traces of those that are drawn, which are also kept in a folder if one is given."""
     rows, traces = list[list[str]](), dict[str, Trace]()
     with ExitStack() as stack:
         processes = {}
-        for name, loop in loops.items():
+        for name, entry in entries.items():
             kept = keep / f"trace_{name.replace(' ', '_')}.json.gz" if keep is not None and name in DRAWN else None
-            processes[name] = stack.enter_context(OwnProcess(watch, loop, training, kept))
+            processes[name] = stack.enter_context(OwnProcess(watch, entry, task, kept))
         for name, process in processes.items():
             if time.perf_counter() > until:
                 rows.append([name, "left out: the time was over", *[""] * (len(HEAD) - 2)])
@@ -227,13 +214,51 @@ def main(
             except ProcessFailedError as error:
                 rows.append([name, f"failed: {error}", *[""] * (len(HEAD) - 2)])
                 continue
+            finally:
+                process.end()
             rows.append(row(name, seen))
             if name in DRAWN:
                 traces[name] = seen.trace
-    print(f"{card()}; {training}.\n\n{table(HEAD, rows)}", flush=True)
-    if picture is not None and traces:
-        draw(traces, picture)
-        print(f"\n![Two updates, by stream]({LINK})")
+    return table(HEAD, rows), traces
+
+
+def row(name: str, seen: Seen) -> list[str]:
+    """A line of the table."""
+    found = seen.findings
+    waits = ", ".join(f"{times:g} {name}" for name, times in sorted(found.waits.items())) or "0"
+    order = f"{found.queued} of {found.stepped}" if found.stepped else "-"
+    parts = [found.copied_beside, found.idle_between, found.idle_in_step, found.idle]
+    shown = ["-" if math.isnan(part) else f"{part:.1%}" for part in parts]
+    launches = f"{found.launches:.0f} ({found.graphs:g})"
+    return [name, f"{found.milliseconds:.3g}", launches, f"{seen.waits:g}", waits, f"{found.waited:.1%}", order, *shown]
+
+
+def main(
+    samples: Annotated[int, Option(min=1, help="In a micro-batch.")] = 8,
+    steps: Annotated[int, Option(min=1, help="Micro-batches to an update.")] = 4,
+    network: Annotated[str, Option(help="A name in compiled.py.")] = "MLP of width 64",
+    minutes: Annotated[float, Option(help="When they are over no further contestant begins.")] = 4.0,
+    only: Annotated[str, Option(help="Contestants with this in their name; the reference is always there.")] = "",
+    picture: Annotated[Path | None, Option(help="A PNG of the traces by hand and of this library.")] = None,
+    keep: Annotated[Path | None, Option(help="Folder for the traces of these two, compressed.")] = None,
+    *,
+    dry_run: Annotated[bool, Option("--dry-run", help="On the CPU, tiny: the figures mean nothing.")] = False,
+) -> None:
+    """Profile updates on one GPU."""
+    until = time.perf_counter() + 60 * minutes
+    size = (2, 64, 16, 2, 128, "cpu") if dry_run else (12, 768, 1024, samples, VOCABULARY, "cuda")
+    tasks: list[tuple[Task, dict[str, Entry], Path | None]] = [
+        (HostTraining(*size, steps), LARGE, keep),
+        (TinyTraining(network, size[-1], 1), SMALL, None),
+    ]
+    print(f"{card()}.")
+    for task, everyone, folder in tasks:
+        entries = {name: entry for name, entry in everyone.items() if only in name or name == REFERENCE}
+        shown, traces = compare(entries, task, until, folder)
+        print(f"\n{task}:\n\n{shown}", flush=True)
+        if picture is not None and task is tasks[0][0] and traces:
+            draw(traces, picture)
+            print(f"\n![Two updates, by stream]({LINK})", flush=True)
 
 
 if __name__ == "__main__":

@@ -214,7 +214,9 @@ def print_ways(millions: float, pieces: int, device: str, num_threads: Sequence[
         where = f"threads: {number}" if device == "cpu" else card()
         took = f"the floor takes {rounds.typical(FLOOR) * 1e3:.3g} ms"
         print(f"\n{millions:g} M parameters in {pieces} tensors, {where}; {took}.\n")
-        print(table(["way", "ratio to the floor (quartiles)"], [[name, rounds.ratios(name).show()] for name in WAYS]), flush=True)
+        print(
+            table(["way", "ratio to the floor (quartiles)"], [[name, rounds.ratios(name).show()] for name in WAYS]), flush=True
+        )
 
 
 def main(

@@ -56,7 +56,7 @@ class OwnProcess:
         try:
             self._connection.send(message)
         except OSError as error:
-            raise ProcessFailedError(self._end()) from error
+            raise ProcessFailedError(self._how_it_ended()) from error
 
     def receive(self, timeout: float) -> Any:
         """The next answer.
@@ -70,23 +70,26 @@ class OwnProcess:
                 raise ProcessFailedError(f"it did not answer within {timeout:.0f} s")
             answer = self._connection.recv()
         except (EOFError, OSError) as error:
-            raise ProcessFailedError(self._end()) from error
+            raise ProcessFailedError(self._how_it_ended()) from error
         if isinstance(answer, Failure):
             raise ProcessFailedError(answer.text)
         return answer
 
-    def _end(self) -> str:
+    def _how_it_ended(self) -> str:
         self._process.join(_SECONDS_TO_END)
         return f"its process ended with status {self._process.exitcode}"
+
+    def end(self) -> None:
+        """Ends the process, wherever it is, and gives its memory back."""
+        self._connection.close()
+        self._process.kill()
+        self._process.join()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Ends the process, wherever it is."""
-        self._connection.close()
-        self._process.kill()
-        self._process.join()
+        self.end()
 
 
 def _run(connection: Connection, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:

@@ -127,6 +127,8 @@ class Findings:
     Attributes:
         updates: whole ones in the trace.
         milliseconds: of an update, from its beginning on the host to that of the next one.
+        launches: of kernels and of graphs in an update, by the host.
+        graphs: of these, those of CUDA graphs.
         waits: how often the host waits in an update, by the name of the call.
         waited: the part of an update's time in which it does.
         queued: in how many updates the last kernel of the step was launched before the host began its last wait.
@@ -140,6 +142,8 @@ class Findings:
 
     updates: int
     milliseconds: float
+    launches: float
+    graphs: float
     waits: dict[str, float]
     waited: float
     queued: int
@@ -154,13 +158,15 @@ def findings(trace: Trace) -> Findings:
     """What a trace says about its updates."""
     updates = trace.updates()
     if not updates:
-        return Findings(0, math.nan, {}, math.nan, 0, 0, *[math.nan] * 4)
+        return Findings(0, math.nan, math.nan, math.nan, {}, math.nan, 0, 0, *[math.nan] * 4)
     whole = trace.between(trace.marks[0], trace.marks[-1])
     microseconds = (trace.marks[-1] - trace.marks[0]) / len(updates)
     orders = [order for update in updates if (order := _step_before_wait(update)) is not None]
     return Findings(
         updates=len(updates),
         milliseconds=microseconds / 1000,
+        launches=len(whole.launches) / len(updates),
+        graphs=sum("Graph" in launch.name for launch in whole.launches) / len(updates),
         waits={name: times / len(updates) for name, times in Counter(wait.name for wait in whole.waits).items()},
         waited=sum(wait.end - wait.begin for wait in whole.waits) / len(updates) / microseconds,
         queued=sum(orders),

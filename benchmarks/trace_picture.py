@@ -41,7 +41,9 @@ def draw(traces: dict[str, Trace], path: Path) -> None:
         near.set_yticklabels([])
     for ax in axes[-1]:
         ax.set_xlabel("ms")
-    figure.legend(handles=[Patch(color=colour, label=name) for name, colour in COLOURS.items()], loc="outside lower center", ncols=6)
+    figure.legend(
+        handles=[Patch(color=colour, label=name) for name, colour in COLOURS.items()], loc="outside lower center", ncols=6
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=DOTS)
 

@@ -138,7 +138,7 @@ class Turns:
 
 
 def train_in_turns(connection: Connection, entry: Entry, tasks: Sequence[Task]) -> None:
-    """For each task: is told to begin, answers with what a few updates gave, takes turns, and answers with its peak of memory."""
+    """For each task: waits for a message, answers with what a few updates gave, takes turns, answers with its peak memory."""
     torch.set_float32_matmul_precision("high")
     if tasks[0].device == "cpu":
         torch.set_num_threads(1)
@@ -233,8 +233,9 @@ class Contest:
                 answer = self._ask(name, timeout=TO_COMPILE)
                 if answer is not None:
                     start, outcome = answer
-                    found[name] = torch.from_numpy(start), Outcome(
-                        outcome.losses, outcome.norms, torch.from_numpy(outcome.parameters)
+                    found[name] = (
+                        torch.from_numpy(start),
+                        Outcome(outcome.losses, outcome.norms, torch.from_numpy(outcome.parameters)),
                     )
         reference = names[0]
         if reference not in found:
@@ -257,7 +258,9 @@ class Contest:
         result.updates = min(MAX_UPDATES, max(2, round(turn_seconds / seconds))) if seconds > 0 else 2
         for name in others:
             self._turn(name, WARM_UP_UPDATES)
-        everyone = {name: partial(self._turn, name, result.updates) for name in (reference, *others) if name not in result.failed}
+        everyone = {
+            name: partial(self._turn, name, result.updates) for name in (reference, *others) if name not in result.failed
+        }
         result.rounds = interleave(
             everyone, repetitions=repetitions, bracket=False, warm_up=False, until=until, quiet=repetitions == 1
         )

@@ -66,7 +66,9 @@ def section(script: str, heading: str, options: list[str]) -> tuple[str, bool]:
     ended = subprocess.run([sys.executable, HERE / script, *options], stdout=subprocess.PIPE, text=True, check=False)
     print(f"{script}: {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
     failed = f"\n\n`{script}` ended with status {ended.returncode}." if ended.returncode else ""
-    text = f"## {heading}\n\n`benchmarks/{script}`. Written by `make bench` {circumstances()}.\n\n{ended.stdout.strip()}{failed}\n"
+    text = (
+        f"## {heading}\n\n`benchmarks/{script}`. Written by `make bench` {circumstances()}.\n\n{ended.stdout.strip()}{failed}\n"
+    )
     return text, ended.returncode == 0
 
 
