@@ -53,7 +53,7 @@ PARTS = {
     "speed": Part(
         "gpu_speed.py", "Training at GPT-2's size", (), ("--dry-run", "--accumulation", "1", "--accumulation", "4"), 10
     ),
-    "tiny": Part("gpu_tiny.py", "Tiny models", (), ("--dry-run", "--network", "MLP of width 64"), 4),
+    "tiny": Part("gpu_tiny.py", "Tiny models", (), ("--dry-run", "--network", "MLP of width 64"), 5),
     "optimizer": Part(
         "optimizer_phase.py",
         "Optimizer phase",

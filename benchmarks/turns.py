@@ -22,17 +22,17 @@ import torch
 from torch.nn.utils import parameters_to_vector
 
 import contestants
-from card import forget_peak, free_cached, now, peak_gib
+from card import forget_peak, free_cached, now, peak_gib, wait_for
 from contestants import Contestant, MicroBatches, Outcome, Work
 from interleaving import Rounds, interleave
 from own_process import Failure, OwnProcess, ProcessFailedError
 
-WARM_UP_UPDATES = 3  # beside those: CUDA graphs are recorded in them
+WARM_UP_UPDATES = 3  # before the first turn: a second trainer may compile again, and CUDA graphs are recorded
 UNTIMED_UPDATES = 2  # at the beginning of a turn: torch gets its memory again
 MAX_UPDATES = 2000
 SAMPLED = 1024  # elements of each parameter
 NUMBER = 10**5  # of updates that a loader says it has
-TO_COMPILE, TO_TRAIN = 420.0, 120.0  # seconds to wait for an answer
+TO_PREPARE, TO_TRAIN = 240.0, 90.0  # seconds to wait for an answer
 
 
 @dataclass(frozen=True)
@@ -101,10 +101,12 @@ class Turns:
         steps: micro-batches to an update.
         device: where they are trained on.
         connection: says how many updates the next turn has, None if there is none, and is told the seconds of each.
+        ready: what it is told when the loop is warm.
     """
 
-    def __init__(self, batches: Sequence[Any], *, steps: int, device: str, connection: Connection) -> None:
+    def __init__(self, batches: Sequence[Any], *, steps: int, device: str, connection: Connection, ready: Any) -> None:
         self._batches, self._steps, self._device, self._connection = batches, steps, device, connection
+        self._ready = ready
         self._begin = self._end = -1
         self._started = math.nan
         self.is_over = False
@@ -119,7 +121,9 @@ class Turns:
             yield self._batches[index % len(self._batches)]
 
     def _between_updates(self, update: int) -> None:
-        if update == 0:
+        if update == WARM_UP_UPDATES:
+            wait_for(self._device)
+            self._connection.send(self._ready)
             self._await_turn(update)
         elif update == self._begin:
             self._started = now(self._device)
@@ -138,7 +142,7 @@ class Turns:
 
 
 def train_in_turns(connection: Connection, entry: Entry, tasks: Sequence[Task]) -> None:
-    """For each task: waits for a message, answers with what a few updates gave, takes turns, answers with its peak memory."""
+    """For each task: waits for a message, answers with what three updates gave, takes turns, answers with its peak memory."""
     torch.set_float32_matmul_precision("high")
     if tasks[0].device == "cpu":
         torch.set_num_threads(1)
@@ -155,11 +159,10 @@ def train_in_turns(connection: Connection, entry: Entry, tasks: Sequence[Task]) 
 
 
 def _train(connection: Connection, entry: Entry, task: Task) -> None:
-    forget_peak(task.device)
-    connection.send(_checked(entry, task))
+    checked = _checked(entry, task)
     gc.collect()
     work = task.work(entry.compiled)
-    turns = Turns(work.micro_batches, steps=task.steps, device=task.device, connection=connection)
+    turns = Turns(work.micro_batches, steps=task.steps, device=task.device, connection=connection, ready=checked)
     work.micro_batches = turns
     try:
         contestants.run(entry.run, work)
@@ -172,6 +175,7 @@ def _train(connection: Connection, entry: Entry, task: Task) -> None:
 def _checked(entry: Entry, task: Task) -> tuple[Any, Outcome]:
     """A part of the parameters before, and what a few updates have made of them."""
     work = task.work(entry.compiled)
+    forget_peak(task.device)
     start = _sample(work)
     work.micro_batches = MicroBatches(work.micro_batches, steps=task.steps, stretch=1, stretches=1, warm_up=0)  # 3 updates
     outcome = contestants.run(entry.run, work)
@@ -222,7 +226,7 @@ class Contest:
                 yield task, self._result
 
     def _prepare(self) -> None:
-        """Has all of them make a few updates, which compiles what is to be compiled, and compares what came out."""
+        """Has all of them make the first updates, which compiles what is to be compiled, and compares what came out."""
         names = list(self._entries)
         found: dict[str, tuple[torch.Tensor, Outcome]] = {}
         for begin in range(0, len(names), self._at_once):
@@ -230,7 +234,7 @@ class Contest:
             for name in chunk:
                 self._attempt(name, partial(self._processes[name].send, "begin"))
             for name in chunk:
-                answer = self._ask(name, timeout=TO_COMPILE)
+                answer = self._ask(name, timeout=TO_PREPARE)
                 if answer is not None:
                     start, outcome = answer
                     found[name] = (
@@ -256,8 +260,6 @@ class Contest:
         result = self._result
         seconds = self._turn(reference, 2)
         result.updates = min(MAX_UPDATES, max(2, round(turn_seconds / seconds))) if seconds > 0 else 2
-        for name in others:
-            self._turn(name, WARM_UP_UPDATES)
         everyone = {
             name: partial(self._turn, name, result.updates) for name in (reference, *others) if name not in result.failed
         }
