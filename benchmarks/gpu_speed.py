@@ -78,8 +78,7 @@ def main(
         until = started + seconds * number / len(ways)
         turn = 0.05 if dry_run else 1.0
         for training, result in contest.results(turn_seconds=turn, repetitions=1 if dry_run else repetitions, until=until):
-            rounds = len(result.rounds.pairs[REFERENCE])
-            print(f"\nSteps: {training.steps}, {way} torch.compile; rounds: {rounds} of {result.updates} updates.\n")
+            print(f"\nSteps: {training.steps}, {way} torch.compile; {result.turns}.\n")
             print(shown(training, result, list(everyone)), flush=True)
 
 

@@ -106,8 +106,7 @@ def main(
     contest = Contest(ENTRIES, tasks, at_once=len(ENTRIES), tolerance=TOLERANCE)
     turn = 0.02 if dry_run else 0.3
     for task, result in contest.results(turn_seconds=turn, repetitions=1 if dry_run else repetitions, until=until):
-        rounds = len(result.rounds.pairs[REFERENCE])
-        print(f"\n{task.network}, steps: {task.steps}; rounds: {rounds} of {result.updates} updates.\n")
+        print(f"\n{task.network}, steps: {task.steps}; {result.turns}.\n")
         print(shown(result), flush=True)
 
 

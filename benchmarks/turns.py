@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch.nn.utils import parameters_to_vector
@@ -51,11 +51,19 @@ class Entry:
 class Task(Protocol):
     """What is trained. It is sent to the processes."""
 
-    device: str
-    steps: int
+    @property
+    def device(self) -> str:
+        """Where."""
+
+    @property
+    def steps(self) -> int:
+        """Micro-batches to an update."""
 
     def work(self, compiled: Mapping[str, Any] | None) -> Work:
         """The same for all, with a list of micro-batches on the device, which is repeated."""
+
+
+SomeTask = TypeVar("SomeTask", bound=Task)
 
 
 @dataclass
@@ -77,6 +85,11 @@ class Result:
     failed: dict[str, str] = field(default_factory=dict)
     peaks: dict[str, float] = field(default_factory=dict)
     updates: int = 0
+
+    @property
+    def turns(self) -> str:
+        """How many rounds there were, and of how many updates."""
+        return f"rounds: {max(map(len, self.rounds.pairs.values()), default=0)} of {self.updates} updates"
 
     def row(self, name: str, figures: Callable[[], Sequence[str]], width: int) -> list[str]:
         """A row of a table of so many columns: the name, the figures, and how far the parameters are apart."""
@@ -190,7 +203,7 @@ def _sample(work: Work) -> torch.Tensor:
 # --- in the process that measures -------------------------------------------------------------------------------------------
 
 
-class Contest:
+class Contest(Generic[SomeTask]):
     """The processes of all contestants, from the first task to the last.
 
     Args:
@@ -200,12 +213,12 @@ class Contest:
         tolerance: of `Outcome.check_against`.
     """
 
-    def __init__(self, entries: dict[str, Entry], tasks: Sequence[Task], *, at_once: int, tolerance: float) -> None:
+    def __init__(self, entries: dict[str, Entry], tasks: Sequence[SomeTask], *, at_once: int, tolerance: float) -> None:
         self._entries, self._tasks, self._at_once, self._tolerance = entries, tasks, at_once, tolerance
         self._processes: dict[str, OwnProcess] = {}
         self._result = Result()
 
-    def results(self, *, turn_seconds: float, repetitions: int, until: float) -> Iterator[tuple[Task, Result]]:
+    def results(self, *, turn_seconds: float, repetitions: int, until: float) -> Iterator[tuple[SomeTask, Result]]:
         """What came out for each task, as soon as it is known.
 
         Args:
@@ -220,9 +233,15 @@ class Contest:
                 if time.perf_counter() > until:
                     return
                 self._result = Result()
-                self._prepare()
-                share = (until - time.perf_counter()) / (len(self._tasks) - number)
-                self._measure(turn_seconds, repetitions, time.perf_counter() + share)
+                try:
+                    self._prepare()
+                    share = (until - time.perf_counter()) / (len(self._tasks) - number)
+                    self._measure(turn_seconds, repetitions, time.perf_counter() + share)
+                except ProcessFailedError:
+                    self._end_turns()
+                    self._result.failed = dict.fromkeys(self._entries, "no loop to compare with") | self._result.failed
+                else:
+                    self._end_turns()
                 yield task, self._result
 
     def _prepare(self) -> None:
@@ -260,18 +279,18 @@ class Contest:
         result = self._result
         seconds = self._turn(reference, 2)
         result.updates = min(MAX_UPDATES, max(2, round(turn_seconds / seconds))) if seconds > 0 else 2
-        everyone = {
-            name: partial(self._turn, name, result.updates) for name in (reference, *others) if name not in result.failed
-        }
-        result.rounds = interleave(
-            everyone, repetitions=repetitions, bracket=False, warm_up=False, until=until, quiet=repetitions == 1
-        )
+        names = [reference, *(name for name in others if name not in result.failed)]
+        everyone: dict[str, Callable[[], float]] = {name: partial(self._turn, name, result.updates) for name in names}
+        result.rounds = interleave(everyone, repetitions=repetitions, bracket=False, warm_up=False, until=until, quiet=True)
         if reference in result.failed:
             raise ProcessFailedError(f"{reference}: {result.failed[reference]}")
-        for name in everyone:
-            if name not in result.failed:
+
+    def _end_turns(self) -> None:
+        """Tells all loops that there are no more turns, and asks for their peaks of memory."""
+        for name in self._entries:
+            if name not in self._result.failed:
                 self._attempt(name, partial(self._processes[name].send, None))
-                result.peaks[name] = float(self._ask(name, timeout=TO_TRAIN) or math.nan)
+                self._result.peaks[name] = float(self._ask(name, timeout=TO_TRAIN) or math.nan)
 
     def _turn(self, name: str, updates: int) -> float:
         """Seconds of an update; NaN for one that has failed, now or before."""

@@ -262,5 +262,18 @@ def test_a_loop_that_is_missing_has_its_reason_in_its_row() -> None:
     assert results[0].row("missing", list, 4) == ["missing", "failed: ModuleNotFoundError: No module named 'missing'", "", ""]
 
 
+@pytest.mark.slow
+def test_without_the_loop_by_hand_nothing_is_compared() -> None:
+    """It says so in each row, and the next task begins all the same."""
+    turns, training = script("turns"), script("gpt2").Training
+    tasks = [training(1, 64, 8, 1, 16, "cpu", steps) for steps in (1, 2)]
+    loop = turns.Entry(script("contestants").by_hand)
+    contest = turns.Contest({"by hand": turns.Entry(missing), "other": loop}, tasks, at_once=2, tolerance=0.1)
+    results = [result for _, result in contest.results(turn_seconds=0.01, repetitions=2, until=float("inf"))]
+
+    reason = {"by hand": "ModuleNotFoundError: No module named 'missing'", "other": "no loop to compare with"}
+    assert [result.failed for result in results] == [reason] * 2
+
+
 def missing(work: Any) -> Any:
     raise ModuleNotFoundError("No module named 'missing'")
