@@ -1,9 +1,9 @@
 """Measures on one GPU and writes results-gpu.md beside this file, part by part. Nothing else writes it.
 
-    python benchmarks/gpu.py --minutes 29                                   # all parts
-    python benchmarks/gpu.py --part speed --minutes 9 --into OUT            # one of them; the other sections stay as they are
-    python benchmarks/gpu.py --take OUT                                     # puts what was written elsewhere into its place
-    python benchmarks/gpu.py --dry-run --into OUT                           # everything on the CPU, tiny: shows that it runs
+    python benchmarks/gpu.py --minutes 29                                     # all parts
+    python benchmarks/gpu.py --part speed --part trace --minutes 9 --into OUT # some; the other sections stay as they are
+    python benchmarks/gpu.py --take OUT                                       # puts what was written elsewhere into its place
+    python benchmarks/gpu.py --dry-run --into OUT                             # everything on the CPU, tiny: shows that it runs
 
 Each part is a script with processes of its own. What it prints is in the file as soon as it is printed, so that a machine that
 is taken away leaves what was measured until then. The time is divided among the parts that are asked for; what one leaves of
@@ -51,24 +51,35 @@ class Part:
 SIZES = ("--parameters", "10", "--parameters", "100", "--parameters", "1000")
 PARTS = {
     "speed": Part(
-        "gpu_speed.py", "Training at GPT-2's size", (), ("--dry-run", "--accumulation", "1", "--accumulation", "4"), 10
+        "gpu_speed.py",
+        "Training at GPT-2's size",
+        ("--compiled", "without"),
+        ("--dry-run", "--compiled", "without", "--accumulation", "1", "--accumulation", "4"),
+        7,
     ),
-    "tiny": Part("gpu_tiny.py", "Tiny models", (), ("--dry-run", "--network", "MLP of width 64"), 5),
+    "compiled": Part(
+        "gpu_speed.py",
+        "Training at GPT-2's size, compiled",
+        ("--compiled", "with"),
+        ("--dry-run", "--compiled", "with", "--accumulation", "1"),
+        8,
+    ),
+    "tiny": Part("gpu_tiny.py", "Tiny models", (), ("--dry-run", "--network", "MLP of width 64"), 4.5),
     "optimizer": Part(
         "optimizer_phase.py",
         "Optimizer phase",
         ("--device", "cuda", *SIZES),
         ("--parameters", "1", "--tensors", "16", "--repetitions", "1"),
-        2,
+        1.5,
     ),
     "saving": Part(
         "checkpoint.py",
         "Saving",
         ("--device", "cuda", "--megabytes", "1000", "--megabytes", "10000", "--megabytes", "4000"),
         ("--megabytes", "8", "--megabytes", "12", "--repetitions", "1"),
-        6,
+        5,
     ),
-    "trace": Part("gpu_trace.py", "What host and device do", (), ("--dry-run",), 3),
+    "trace": Part("gpu_trace.py", "What host and device do", (), ("--dry-run",), 4),
 }
 
 

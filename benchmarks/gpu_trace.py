@@ -58,7 +58,7 @@ LARGE = {
 SMALL = {name: entry for name, entry in ENTRIES.items() if "noise" not in name}
 DRAWN = (REFERENCE, OURS)
 LINK = "../docs/pictures/gpu_trace.png"  # from the file of the figures
-WARM_UP, WATCHED, PROFILED = 4, 3, 3  # updates
+WARM_UP, WATCHED, PROFILED = 6, 3, 3  # updates
 SECONDS = 150.0  # to wait for a contestant, which may have to compile
 HEAD = [
     "loop",
