@@ -3,6 +3,7 @@ PYTHON ?= python3
 NPROC ?= 1
 N ?= 20
 SEED ?= 0
+MINUTES ?= 29
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
@@ -17,7 +18,7 @@ BENCH_INSTALLED := $(BENCH_VENV)/installed
 # Waiting threads that spin take the cores from those that work.
 export OMP_WAIT_POLICY = passive
 
-.PHONY: demo digits quick test slow test-all check nightly mutants torch-versions ignite-suite simulated-accelerator xla-test wheel-test curve bench clean
+.PHONY: demo digits quick test slow test-all check nightly mutants torch-versions ignite-suite simulated-accelerator xla-test wheel-test curve bench bench-gpu clean
 
 demo: $(INSTALLED)  ## train the language model; NPROC=2 for two processes
 	@echo "Training a small GPT on the source text of Python's standard library, for some minutes. Ctrl-C stops and saves it."
@@ -83,6 +84,9 @@ curve: $(INSTALLED)  ## train and draw docs/curve.png
 
 bench: $(BENCH_INSTALLED)  ## measure against the peers and write benchmarks/results.md and benchmarks/scaling.md; ONLY="overhead" for one script
 	$(BENCH_VENV)/bin/python benchmarks/write_results.py $(addprefix --only ,$(ONLY))
+
+bench-gpu: $(BENCH_INSTALLED)  ## measure on one GPU and write benchmarks/results-gpu.md; PARTS="speed trace" for some, MINUTES=29
+	$(BENCH_VENV)/bin/python benchmarks/gpu.py --minutes $(MINUTES) $(addprefix --part ,$(PARTS))
 
 # Apart from the library's own environment, so that nothing of the peers can be imported there by mistake.
 $(BENCH_INSTALLED): pyproject.toml constraints.txt benchmarks/constraints.txt benchmarks/requirements.txt

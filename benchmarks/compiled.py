@@ -9,7 +9,7 @@ loss and norm must be the same for all, or the script ends with an error.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import torch
 import typer
@@ -149,9 +149,7 @@ def compare(network: str, steps: int, repetitions: int) -> Rounds:
         apart = float((found - expected).norm() / (expected - start).norm())
         if apart > 3e-2 or any(abs(a / b - 1) > 1e-2 for a, b in zip(its_numbers, numbers, strict=True)):
             raise AssertionError(f"{network}, {name}: not the same work, {apart:g} apart, {its_numbers} and {numbers}")
-    update: Any = runs[UPDATE].trainer._update
-    if not update._graphs or update._obstacle is not None:
-        raise AssertionError(f"{network}: updates are not compiled as a whole, since {update._obstacle}")
+    contestants.check_compiled(runs[UPDATE].trainer)
     return interleave(dict(runs), repetitions=repetitions, warm_up=False, quiet=True)
 
 

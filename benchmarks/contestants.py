@@ -349,7 +349,17 @@ def ignite_train_with_defaults(work: Work) -> Outcome:
 
 def ignite_train_compiled(work: Work) -> Outcome:
     """`compile="update"`: forward, backward, norm, clipping and step as one graph, or a few."""
-    return run_trainer(work, trainer_of(work, compiled="update"))
+    trainer = trainer_of(work, compiled="update")
+    outcome = run_trainer(work, trainer)
+    check_compiled(trainer)
+    return outcome
+
+
+def check_compiled(trainer: Trainer) -> None:
+    """Raises an AssertionError if updates are not compiled as a whole, which a trainer only logs."""
+    update: Any = trainer._update
+    if not update._graphs or update._obstacle is not None:
+        raise AssertionError(f"updates are not compiled as a whole, since {update._obstacle}")
 
 
 def trainer_of(work: Work, *, compiled: bool | Literal["update"] = False) -> Trainer:

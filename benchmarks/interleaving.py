@@ -65,6 +65,7 @@ def interleave(
     bracket: bool = True,
     warm_up: bool = True,
     quiet: bool = False,
+    until: float | None = None,
 ) -> Rounds:
     """Runs every contestant once in each round. Each returns the seconds it took.
 
@@ -75,6 +76,7 @@ def interleave(
             it runs once a round.
         warm_up: begin with a round that does not count.
         quiet: do not show how far it is.
+        until: when no further round begins, by `time.perf_counter`; the first that counts always does.
     """
     reference, *others = contestants
     rounds, shuffled = Rounds({name: [] for name in contestants}), random.Random(0)  # noqa: S311  # the same on every rank
@@ -85,6 +87,8 @@ def interleave(
         return contestants[name]()
 
     for number in range(0 if warm_up else 1, repetitions + 1):
+        if until is not None and number > 1 and time.perf_counter() > until:
+            break
         before = measure(reference)
         taken = [before]
         for name in others:
@@ -102,6 +106,7 @@ def interleave(
         shuffled.shuffle(others)
         if not quiet:
             print(f"round {number} of {repetitions}, {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
+    gc.unfreeze()  # what is measured next needs the memory
     return rounds
 
 

@@ -1,13 +1,15 @@
 """From accumulated gradients to new parameters: what scaling, norm, clipping and the step take together.
 
     python benchmarks/optimizer_phase.py
+    python benchmarks/optimizer_phase.py --device cuda --parameters 10 --parameters 100 --parameters 1000
 
 The floor is what cannot be avoided: one read of the gradients for their norm (of one flat tensor of the same size) and one
 fused AdamW step. This library is timed from the last handler of BACKWARD_COMPLETED to the first of STEP_COMPLETED, in an
 update whose forward and backward cost nothing: gradients that were prepared before are put in place. Every way starts from
-the same gradients and must come to the same parameters.
+the same gradients and must come to the same parameters. On a GPU the host waits for it before each reading of the clock.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +22,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 from typer import Option
 
+from card import card, now
 from ignite_train import ForwardOutput, TrainEvents, create_trainer
 from interleaving import MIN_REPETITIONS, interleave, table
 
@@ -33,11 +36,15 @@ Phase = Callable[[], float]
 class Weights(nn.Module):
     """So many parameters in so many tensors, and one more that backward reaches."""
 
-    def __init__(self, parameters: int, tensors: int) -> None:
+    def __init__(self, parameters: int, tensors: int, device: str) -> None:
         super().__init__()
         width = max(1, parameters // tensors)
-        self.weights = nn.ParameterList(torch.randn(width) for _ in range(tensors))
-        self.anchor = nn.Parameter(torch.zeros(()))
+        self.weights = nn.ParameterList(torch.randn(width, device=device) for _ in range(tensors))
+        self.anchor = nn.Parameter(torch.zeros((), device=device))
+
+    def now(self) -> float:
+        """The clock, when all is done that was asked of the device."""
+        return now(self.anchor.device.type)
 
     def forward(self) -> Tensor:
         """Costs nothing; its gradient is one."""
@@ -69,14 +76,14 @@ def optimizers(model: nn.Module) -> dict[bool, Optimizer]:
 
 def floor(model: Weights, optimizer: Optimizer, gradients: Gradients) -> Phase:
     """One read and one pass."""
-    flat = torch.randn(sum(parameter.numel() for parameter in model.parameters()))
+    flat = torch.randn(sum(parameter.numel() for parameter in model.parameters()), device=model.anchor.device)
 
     def phase() -> float:
         gradients.place()
-        started = time.perf_counter()
+        started = model.now()
         torch.linalg.vector_norm(flat).item()
         optimizer.step()
-        return time.perf_counter() - started
+        return model.now() - started
 
     return phase
 
@@ -87,11 +94,11 @@ def by_hand(model: Weights, optimizer: Optimizer, gradients: Gradients, max_norm
 
     def phase() -> float:
         gradients.place(1 / SAMPLE_SIZE)
-        started = time.perf_counter()
+        started = model.now()
         clip_grad_norm_(parameters, max_norm)
         optimizer.step()
         optimizer.zero_grad()
-        return time.perf_counter() - started
+        return model.now() - started
 
     return phase
 
@@ -102,7 +109,7 @@ def fairseq_style(model: Weights, optimizer: Optimizer, gradients: Gradients, ma
 
     def phase() -> float:
         gradients.place()
-        started = time.perf_counter()
+        started = model.now()
         for parameter in parameters:
             parameter.grad.mul_(1 / SAMPLE_SIZE)  # type: ignore[union-attr]
         norm = torch.stack([parameter.grad.norm() for parameter in parameters]).norm()  # type: ignore[union-attr]
@@ -111,24 +118,24 @@ def fairseq_style(model: Weights, optimizer: Optimizer, gradients: Gradients, ma
             parameter.grad.mul_(coefficient)  # type: ignore[union-attr]
         optimizer.step()
         optimizer.zero_grad()
-        return time.perf_counter() - started
+        return model.now() - started
 
     return phase
 
 
 def ignite_train(model: Weights, optimizer: Optimizer, gradients: Gradients, max_norm: float) -> Phase:
     """What a trainer does between the last backward and the end of the step."""
-    moments = [0.0, 0.0]
+    moments, weights = [0.0, 0.0], model
 
     def forward(model: nn.Module, _: int) -> ForwardOutput:
         return ForwardOutput(model(), SAMPLE_SIZE)
 
     def start() -> None:
         gradients.place()
-        moments[0] = time.perf_counter()
+        moments[0] = weights.now()
 
     def stop() -> None:
-        moments[1] = time.perf_counter()
+        moments[1] = weights.now()
 
     trainer = create_trainer(model, optimizer, forward, max_grad_norm=max_norm)
     trainer.add_event_handler(TrainEvents.BACKWARD_COMPLETED, start)
@@ -162,13 +169,13 @@ def threads(number: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def check_same_work() -> None:
+def check_same_work(device: str) -> None:
     """A few small steps of every way end at the same parameters, with clipping and without."""
     for clip in (0.5, 2.0):  # times the norm
         ends = []
         for way, fused in WAYS.values():
             torch.manual_seed(0)
-            model = Weights(3000, 7)
+            model = Weights(3000, 7, device)
             gradients = Gradients(model)
             phase = way(model, optimizers(model)[fused], gradients, clip * gradients.norm)
             for _ in range(3):
@@ -184,7 +191,7 @@ def print_cost_of_tensors(parameters: int, tensors: Sequence[int], repetitions: 
     phases = {}
     for pieces in (1, *tensors):
         torch.manual_seed(0)
-        model = Weights(parameters, pieces)
+        model = Weights(parameters, pieces, "cpu")
         gradients = Gradients(model)
         phases[f"{pieces} tensors"] = ignite_train(model, optimizers(model)[True], gradients, 0.5 * gradients.norm)
     with threads(1):
@@ -194,28 +201,46 @@ def print_cost_of_tensors(parameters: int, tensors: Sequence[int], repetitions: 
     print(table(["tensors", "ratio to one tensor (quartiles)"], [[name, rounds.ratios(name).show()] for name in names]))
 
 
+def print_ways(millions: float, pieces: int, device: str, num_threads: Sequence[int], repetitions: int, until: float) -> None:
+    """What each way takes, to the floor."""
+    torch.manual_seed(0)
+    model = Weights(int(millions * 1e6), pieces, device)
+    gradients, optimizer = Gradients(model), optimizers(model)
+    phases = {FLOOR: floor(model, optimizer[True], gradients)}
+    phases |= {name: way(model, optimizer[fused], gradients, 0.5 * gradients.norm) for name, (way, fused) in WAYS.items()}
+    for number in num_threads:
+        with threads(number):
+            rounds = interleave(phases, repetitions=repetitions, bracket=False, until=until)
+        where = f"threads: {number}" if device == "cpu" else card()
+        took = f"the floor takes {rounds.typical(FLOOR) * 1e3:.3g} ms"
+        print(f"\n{millions:g} M parameters in {pieces} tensors, {where}; {took}.\n")
+        print(
+            table(["way", "ratio to the floor (quartiles)"], [[name, rounds.ratios(name).show()] for name in WAYS]), flush=True
+        )
+
+
 def main(
-    parameters: Annotated[float, Option(help="Millions of them.")] = 50.0,
+    parameters: Annotated[list[float], Option(help="Millions of them; may be given several times.")] = [50.0],  # noqa: B006
     tensors: Annotated[list[int], Option(help="Cut into so many; may be given several times.")] = [192, 3072],  # noqa: B006
     num_threads: Annotated[list[int], Option(help="May be given several times.")] = [1, 2],  # noqa: B006
     repetitions: Annotated[int, Option(min=1, help="Rounds; every way runs in each of them.")] = 2 * MIN_REPETITIONS,
+    device: Annotated[str, Option(help="cpu or cuda, where there are no threads to choose.")] = "cpu",
+    minutes: Annotated[float, Option(help="When they are over no round begins, but the first ones.")] = math.inf,
 ) -> None:
     """Measure each way from gradients to parameters against the floor."""
-    check_same_work()
-    for pieces in tensors:
-        torch.manual_seed(0)
-        model = Weights(int(parameters * 1e6), pieces)
-        gradients, optimizer = Gradients(model), optimizers(model)
-        phases = {FLOOR: floor(model, optimizer[True], gradients)}
-        phases |= {name: way(model, optimizer[fused], gradients, 0.5 * gradients.norm) for name, (way, fused) in WAYS.items()}
-        for number in num_threads:
-            with threads(number):
-                rounds = interleave(phases, repetitions=repetitions, bracket=False)
-            took = f"the floor takes {rounds.typical(FLOOR) * 1e3:.0f} ms"
-            print(f"\n{parameters:g} M parameters in {pieces} tensors, threads: {number}; {took}.\n")
-            print(table(["way", "ratio to the floor (quartiles)"], [[name, rounds.ratios(name).show()] for name in WAYS]))
-    for number in (3072 * 1024, int(parameters * 1e6)):
-        print_cost_of_tensors(number, tensors, repetitions)
+    until = time.perf_counter() + 60 * minutes
+    try:
+        check_same_work(device)
+    except AssertionError as error:
+        if device == "cpu":
+            raise
+        print(f"{error}.")  # on a machine that is there for minutes the figures are taken all the same
+    for millions in parameters:
+        for pieces in tensors:
+            print_ways(millions, pieces, device, num_threads if device == "cpu" else num_threads[:1], repetitions, until)
+    if device == "cpu":
+        for number in (3072 * 1024, int(parameters[-1] * 1e6)):
+            print_cost_of_tensors(number, tensors, repetitions)
 
 
 if __name__ == "__main__":

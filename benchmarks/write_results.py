@@ -1,5 +1,7 @@
 """Runs the benchmarks and writes results.md and scaling.md beside this file: `make bench`. Nothing else writes them.
 
+What is measured on a GPU has a command and a file of its own, see `gpu.py`.
+
 python benchmarks/write_results.py
 python benchmarks/write_results.py --only overhead --only checkpoint    # the other sections stay as they are
 python benchmarks/write_results.py --quick --into trial    # everything with few repetitions: shows that it runs
@@ -33,7 +35,6 @@ SCRIPTS = (
     ("state_consistency.py", "A digest of the state", ["--updates", "3", "--width", "64", "--layers", "1"]),
     ("handler_costs.py", "Averages and monitors", ["--repetitions", "2", "--millions", "1"]),
     ("checkpoint.py", "Saving", ["--repetitions", "2", "--megabytes", "10"]),
-    ("gpu.py", "On a GPU", []),
 )
 SCALING = ("scaling.py", "How the cost of an update grows", ["--repetitions", "1", "--ranks", "2"])
 READING = (
@@ -44,7 +45,7 @@ READING = (
 
 
 def circumstances() -> str:
-    """When, where and with what."""
+    """When, where and with what, without a dot at the end."""
     versions = []
     for peer in PEERS:
         try:
@@ -53,8 +54,8 @@ def circumstances() -> str:
             versions.append(f"{peer} left out, since it could not be installed here")
     when = datetime.datetime.now(tz=datetime.UTC).strftime("%Y-%m-%d")
     return (
-        f"Written by `make bench` on {when}: torch {torch.__version__}, Python {platform.python_version()}, "
-        f"{os.cpu_count()} cores ({platform.machine()}); {', '.join(versions)}."
+        f"on {when}: torch {torch.__version__}, Python {platform.python_version()}, "
+        f"{os.cpu_count()} cores ({platform.machine()}); {', '.join(versions)}"
     )
 
 
@@ -65,7 +66,9 @@ def section(script: str, heading: str, options: list[str]) -> tuple[str, bool]:
     ended = subprocess.run([sys.executable, HERE / script, *options], stdout=subprocess.PIPE, text=True, check=False)
     print(f"{script}: {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
     failed = f"\n\n`{script}` ended with status {ended.returncode}." if ended.returncode else ""
-    text = f"## {heading}\n\n`benchmarks/{script}`. {circumstances()}\n\n{ended.stdout.strip()}{failed}\n"
+    text = (
+        f"## {heading}\n\n`benchmarks/{script}`. Written by `make bench` {circumstances()}.\n\n{ended.stdout.strip()}{failed}\n"
+    )
     return text, ended.returncode == 0
 
 
