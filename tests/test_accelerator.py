@@ -450,6 +450,30 @@ def test_micro_batches_arrive_whole(device: torch.device, pinned: bool) -> None:
     assert [rows.double().sum().item() for rows in seen] == loader.sums
 
 
+@pytest.mark.parametrize("pinned", [False, True], ids=["pageable", "pinned"])
+def test_an_evaluation_of_memory_that_is_written_over(device: torch.device, pinned: bool) -> None:
+    """A loader may give all of its micro-batches in one buffer, since they are evaluated one after the other."""
+    if pinned and device.type == "cpu":
+        pytest.skip("memory is pinned for an accelerator")
+    large = torch.ones(256, 256, device=device)
+
+    def buffer() -> Iterator[Tensor]:
+        values = torch.empty(20_000, WIDTH)
+        values = values.pin_memory() if pinned else values
+        for number in range(20):
+            yield values.fill_(number)
+
+    def slow_forward(model: nn.Module, x: Tensor) -> ForwardOutput:
+        for _ in range(20 if has_streams(device) else 1):
+            torch.mm(large, large)
+        return ForwardOutput(torch.mm(x, model.get_parameter("weight").t()).sum(), len(x))
+
+    model = nn.Linear(WIDTH, 1, bias=False).to(device)
+    nn.init.ones_(model.weight)
+    state = create_evaluator(model, slow_forward).run(buffer())
+    assert state.metrics["loss"] == pytest.approx(WIDTH * 9.5, rel=1e-6)
+
+
 # --- durability -------------------------------------------------------------------------------------------------------------
 
 

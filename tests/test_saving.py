@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -231,8 +230,7 @@ def test_a_copy_is_complete_when_the_run_continues(tmp_path, monkeypatch):
     Tensors without data stand for those of an accelerator here.
     """
     done: list[Any] = []
-    waits = SimpleNamespace(synchronize=lambda device: done.append(f"waits for {device}"))
-    monkeypatch.setattr(torch, "get_device_module", lambda _device: waits)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: done.append(f"waits for {device}"))
     monkeypatch.setattr(torch, "_foreach_copy_", lambda *_arguments, non_blocking: done.append("copies"))
     pieces = {device: Piece(torch.empty(2, device=device), Box((0,), (2,)), (2,)) for device in ("cpu", "meta")}
     Snapshot().take(pieces)

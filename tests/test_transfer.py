@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from ignite_train import ForwardOutput, TrainEvents, create_trainer
 from ignite_train.device import to_device, to_host
+from ignite_train.device.streams import copy_on, has_streams
 from ignite_train.device.to_device import ToDevice
 from ignite_train.device.to_host import ToHost
 from update_options import with_options
@@ -175,8 +176,8 @@ def test_what_lies_on_a_device_is_not_pinned(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.usefixtures("notes")
 @pytest.mark.parametrize("streams", [True, False], ids=["streams", "without"])
-def test_no_copy_waits(monkeypatch: pytest.MonkeyPatch, streams: bool) -> None:
-    """Each tensor is asked to move without waiting, sparse ones too."""
+def test_copies_wait_only_where_there_are_no_streams(monkeypatch: pytest.MonkeyPatch, streams: bool) -> None:
+    """Without an event the host could not know when a tensor has been read, and may free it before; sparse ones too."""
     monkeypatch.setattr(to_device, "has_streams", lambda device: streams)
     moving, to = [], Tensor.to
 
@@ -187,7 +188,50 @@ def test_no_copy_waits(monkeypatch: pytest.MonkeyPatch, streams: bool) -> None:
     monkeypatch.setattr(Tensor, "to", noting)
     monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: None)
     ToDevice(META)({"x": torch.ones(2), "sparse": torch.eye(2).to_sparse()})
-    assert moving == [((META,), {"non_blocking": True})] * 2
+    assert moving == [((META,), {"non_blocking": True} if streams else {})] * 2
+
+
+class Event:
+    """Notes that the host waits for it."""
+
+    def __init__(self, name: str, notes: list[str]) -> None:
+        self.name, self.notes = name, notes
+
+    def synchronize(self) -> None:
+        self.notes.append(f"the host waits for {self.name}")
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["copied ahead", "copied late"])
+def test_the_host_waits_for_the_last_copy(notes: list[str], monkeypatch: pytest.MonkeyPatch, late: bool) -> None:
+    """Behind what moved itself, on the stream that computes; else on that of the copies alone. And once."""
+    monkeypatch.setattr(Stream, "record_event", lambda stream: Event(stream.name, stream.notes))
+    monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: None)
+    mover = ToDevice(META if late else CPU)
+    mover.await_copies()  # nothing was copied
+    mover({"x": torch.ones(2), **({"sparse": torch.eye(2).to_sparse()} if late else {})})
+    notes.clear()
+    mover.await_copies()
+    mover.await_copies()
+    assert notes == [f"the host waits for {'computing' if late else 'copying'}"]
+
+
+def test_mps_counts_as_a_device_without_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a torch makes there: its copies that do not wait may read memory that was freed."""
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("mps"))
+    monkeypatch.setattr(torch, "Stream", lambda device: pytest.fail("a stream was made"))
+    assert not has_streams(torch.device("mps", 7))  # a number that nobody else has asked for
+    assert not has_streams(torch.device("cuda", 7))
+
+
+def test_a_number_of_the_host_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From pinned memory, which torch keeps until it was read; and without streams by a copy that waits."""
+    calls: list[Any] = []
+    monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: (calls.append("pinned"), tensor)[1])
+    monkeypatch.setattr(Tensor, "to", lambda *arguments, **named: (calls.append((*arguments[1:], named)), arguments[0])[1])
+    for streams in (True, False):
+        monkeypatch.setattr("ignite_train.device.streams.has_streams", lambda device, streams=streams: streams)
+        copy_on(META, torch.ones(2))
+    assert calls == ["pinned", (META, {"non_blocking": True}), (META, {})]
 
 
 def test_what_is_no_plain_tensor_moves_when_it_is_asked_for(notes: list[str]) -> None:
@@ -203,7 +247,7 @@ def test_what_is_no_plain_tensor_moves_when_it_is_asked_for(notes: list[str]) ->
     mover.ahead(batch)
     assert notes == ["copying copies 1", "copying records 1"]
     moved = mover(batch)
-    assert notes[2:] == ["computing waits for 1", "computing keeps 1", "graph to cpu"]
+    assert notes[2:] == ["computing waits for 1", "computing keeps 1", "graph to cpu", "computing records 1"]
     assert (moved["graph"], moved["name"]) == ("moved", "a")
     assert torch.equal(moved["sparse"].to_dense(), torch.eye(2))
 
@@ -235,9 +279,12 @@ class Graph:
 class Tokens(UserDict[str, Tensor]):
     """A mapping that moves itself, as those of tokenizers do."""
 
+    told: Any = None
+
     def to(self, device: torch.device, *, non_blocking: bool = False) -> Tokens:
-        assert non_blocking
-        return Tokens({name: value.to(device) for name, value in self.items()})
+        moved = Tokens({name: value.to(device) for name, value in self.items()})
+        moved.told = non_blocking
+        return moved
 
 
 class _InC:
@@ -282,8 +329,15 @@ def packed() -> PackedSequence:
     return pack_sequence([torch.ones(2, 3), torch.ones(4, 3), torch.ones(3, 3)], enforce_sorted=False)
 
 
-def test_what_moves_itself_is_not_taken_apart() -> None:
-    """Also where it is a tuple, and also below dicts, lists, tuples and named tuples; its own parts go where it sends them."""
+@pytest.mark.usefixtures("notes")
+@pytest.mark.parametrize("streams", [True, False], ids=["streams", "without"])
+def test_what_moves_itself_is_not_taken_apart(monkeypatch: pytest.MonkeyPatch, streams: bool) -> None:
+    """Also where it is a tuple, and also below dicts, lists, tuples and named tuples; its own parts go where it sends them.
+
+    It is asked not to wait where there are streams, and where it can be asked.
+    """
+    monkeypatch.setattr(to_device, "has_streams", lambda device: streams)
+    monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: None)
     batch = {
         "packed": packed(),
         "pair": (Edges(torch.ones(2), torch.ones(3)), [packed(), 7, "name"]),
@@ -304,10 +358,10 @@ def test_what_moves_itself_is_not_taken_apart() -> None:
     assert moved["pair"][1][1:] == [7, "name"]
     assert (moved["graph"].where, moved["graph"].nodes.device) == ("meta", META)
     assert isinstance(moved["tokens"], Tokens)
-    assert moved["tokens"]["ids"].device == META
+    assert (moved["tokens"]["ids"].device, moved["tokens"].told) == (META, streams)
     assert (moved["wrapped"].values.device, moved["wrapped"].lengths.device) == (META, CPU)
     assert (moved["list"][0].device, moved["list"][1]) == (META, None)
-    assert moved["compact"] == ("moved", META, {"non_blocking": True})
+    assert moved["compact"] == ("moved", META, {"non_blocking": True} if streams else {})
     with pytest.raises(TypeError, match="from inside"):
         ToDevice(META)([Method()])
 
@@ -323,7 +377,7 @@ def test_what_moves_itself_does_so_when_it_is_asked_for(notes: list[str], monkey
     moved = mover(batch)
     assert moving == ["cpu"]
     assert (moved["packed"], moved["graph"].where) == ("moved", "cpu")
-    assert notes[2:] == ["computing waits for 1", "computing keeps 1"]
+    assert notes[2:] == ["computing waits for 1", "computing keeps 1", "computing records 1"]
 
 
 def test_a_pinned_packed_sequence_stays_one() -> None:

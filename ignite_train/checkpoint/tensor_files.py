@@ -141,7 +141,7 @@ class Snapshot:
 def await_devices(pieces: Mapping[str, Piece]) -> None:
     """Returns when the devices have finished the work that `pieces` may depend on. Synchronises."""
     for device in {piece.data.device for piece in pieces.values() if piece.data.device.type != "cpu"}:
-        torch.get_device_module(device).synchronize(device)  # sync
+        torch.accelerator.synchronize(device)  # sync
 
 
 def _empty_copy(tensor: Tensor) -> Tensor:

@@ -28,14 +28,15 @@ class ToDevice:
     """Moves every tensor of a micro-batch to `device`.
 
     A micro-batch is any nesting of dicts, lists, tuples, named tuples and whatever else is registered with torch's pytree;
-    what has a `to` method of its own (packed sequences, graph batches, also where they are tuples) moves itself, and is asked
-    to do so without waiting where its `to` takes `non_blocking`; all other leaves are left alone. For the CPU there is
-    nothing to move and nothing is looked at.
+    what has a `to` method of its own (packed sequences, graph batches, also where they are tuples) moves itself; all other
+    leaves are left alone. For the CPU there is nothing to move and nothing is looked at.
 
     On an accelerator with streams, tensors are copied from pinned memory on a stream of their own, so that neither the host nor
     the copy waits for what is computed; `ahead` has that happen before they are asked for. What a loader has pinned is not
-    pinned again. Sparse and nested tensors, and what moves itself, move when they are asked for. (Tested with streams that take
-    notes, and on a simulated device, see docs/accelerators.md: it never ran on CUDA.)
+    pinned again. Sparse and nested tensors, and what moves itself, move when they are asked for, without waiting where their
+    `to` takes `non_blocking`. Memory that the loader has pinned is read while the host continues: before a loader may write
+    over it, call `await_copies`, or read a number that depends on the micro-batch. (Tested with streams that take notes, and
+    on a simulated device, see docs/accelerators.md: it never ran on CUDA.) On other devices each copy waits.
 
     Args:
         device: where to.
@@ -46,6 +47,7 @@ class ToDevice:
         self._has_streams = has_streams(device)
         self._stream: Any = None  # made when it is needed
         self._coming: _Coming | None = None
+        self._copied: Any = None  # the event behind the copies of the micro-batch that was asked for last
 
     def __call__(self, micro_batch: Any) -> Any:
         """The micro-batch on the device, for what is computed next."""
@@ -56,16 +58,27 @@ class ToDevice:
             coming = self._start(micro_batch)
         else:
             self._coming = None
-        stream = _current_stream(self._device)
+        stream, copied_late = _current_stream(self._device), False
         stream.wait_event(coming.event)
 
         def hand_over(leaf: Any) -> Any:
+            nonlocal copied_late
             if not _is_plain(leaf):
-                return self._move(leaf)
+                moved = self._move(leaf)
+                copied_late = copied_late or moved is not leaf
+                return moved
             leaf.record_stream(stream)  # or its memory would be given to the next copy before what is computed is done with it
             return leaf
 
-        return _map(hand_over, coming.moved)
+        handed_over = _map(hand_over, coming.moved)
+        self._copied = stream.record_event() if copied_late else coming.event
+        return handed_over
+
+    def await_copies(self) -> None:
+        """Returns when the micro-batch that was asked for last has been read from the memory of the host. Synchronises."""
+        copied, self._copied = self._copied, None
+        if copied is not None:
+            copied.synchronize()  # sync, with copies alone unless something was moved late
 
     def ahead(self, micro_batch: Any) -> None:
         """Starts to move the one that will be asked for next. If there is no room for it, it is moved when it is asked for."""
@@ -95,9 +108,9 @@ class ToDevice:
         return _Coming(micro_batch, moved, self._stream.record_event())
 
     def _move(self, leaf: Any) -> Any:
-        if isinstance(leaf, Tensor) or _takes_non_blocking(type(leaf)):  # type: ignore[arg-type]  # a type is hashable
+        if self._has_streams and (isinstance(leaf, Tensor) or _takes_non_blocking(type(leaf))):  # type: ignore[arg-type]
             return leaf.to(self._device, non_blocking=True)
-        return leaf.to(self._device) if moves_itself(leaf) else leaf
+        return leaf.to(self._device) if isinstance(leaf, Tensor) or moves_itself(leaf) else leaf
 
 
 def moves_itself(value: Any) -> bool:

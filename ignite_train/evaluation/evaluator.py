@@ -217,6 +217,7 @@ def _evaluate(engine: Evaluator, micro_batch: Any) -> Any:
     engine.state.output = engine.state.forward_output = None  # not held while the next one is computed
     output = _forward(engine, micro_batch)
     engine.statistics.add(output)
+    engine.transfer.await_copies()  # the loader may give the next one in the same memory; forward is under way by now
     engine.state.forward_output = output
     return output if output.outputs is None else output.outputs
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from ignite_train.device.streams import copy_on
 from ignite_train.ranks.small_sum import SmallSum
 from ignite_train.ranks.writable_gradients import give_gradients, writable_gradients
 
@@ -50,7 +51,7 @@ class JointMessage:
         if all(flags):
             self.flags.fill_(1.0)
         else:
-            self.flags.copy_(torch.tensor(flags, dtype=self.flags.dtype), non_blocking=True)
+            self.flags.copy_(copy_on(self.flags.device, torch.tensor(flags, dtype=self.flags.dtype)))
         if announced is not None:
             self.announced.copy_(announced)
         present = [gradient for gradient in gradients if gradient is not None]

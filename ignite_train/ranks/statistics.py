@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ignite_train.device.streams import copy_on
 from ignite_train.device.to_host import ToHost, is_on_host
 from ignite_train.errors import ForwardContractError
 from ignite_train.forward import ForwardOutput
@@ -342,7 +343,7 @@ class Statistics:
         if self.on_host and not isinstance(self._norm_squared, Tensor):
             return torch.tensor(entries, dtype=self._dtype)  # all of them are numbers
         vector = torch.tensor([0.0 if isinstance(e, Tensor) else e for e in entries], dtype=self._dtype)
-        vector = vector.to(self.device, non_blocking=True)
+        vector = copy_on(self.device, vector)
         for index, entry in enumerate(entries):
             if isinstance(entry, Tensor):
                 vector[index] = entry
