@@ -224,7 +224,7 @@ def main(
     tensors: Annotated[list[int], Option(help="Cut into so many; may be given several times.")] = [192, 3072],  # noqa: B006
     num_threads: Annotated[list[int], Option(help="May be given several times.")] = [1, 2],  # noqa: B006
     repetitions: Annotated[int, Option(min=1, help="Rounds; every way runs in each of them.")] = 2 * MIN_REPETITIONS,
-    device: Annotated[str, Option(help="cpu or cuda, where there are no threads to choose.")] = "cpu",
+    device: Annotated[str, Option(help="cpu or cuda; threads are chosen for the CPU alone.")] = "cpu",
     minutes: Annotated[float, Option(help="When they are over no round begins, but the first ones.")] = math.inf,
 ) -> None:
     """Measure each way from gradients to parameters against the floor."""

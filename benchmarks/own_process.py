@@ -51,7 +51,7 @@ class OwnProcess:
         """Sends a message, for which `receive` has the answer.
 
         Raises:
-            ProcessFailedError: there is no process any more.
+            ProcessFailedError: the process has ended.
         """
         try:
             self._connection.send(message)
@@ -80,7 +80,7 @@ class OwnProcess:
         return f"its process ended with status {self._process.exitcode}"
 
     def end(self) -> None:
-        """Ends the process, wherever it is, and gives its memory back."""
+        """Ends the process in every case, and gives its memory back."""
         self._connection.close()
         self._process.kill()
         self._process.join()
@@ -93,7 +93,7 @@ class OwnProcess:
 
 
 def _run(connection: Connection, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-    os.dup2(2, 1)  # what a contestant prints is no part of a table
+    os.dup2(2, 1)  # what a contestant prints does not belong in a table
     sys.stdout = sys.stderr
     try:
         function(connection, *arguments)

@@ -74,7 +74,7 @@ class Result:
         rounds: seconds of an update; of those that did not fail.
         apart: how far parameters are from those of the reference after a few updates, relative to how far these have moved.
         other_work: why the work was not the same; of those of which this must be said.
-        failed: why there is no figure; of those that failed.
+        failed: the error of each contestant that failed.
         peaks: of memory, in GiB.
         updates: in a turn.
     """
@@ -113,7 +113,7 @@ class Turns:
         batches: what to give, over and over.
         steps: micro-batches to an update.
         device: where they are trained on.
-        connection: says how many updates the next turn has, None if there is none, and is told the seconds of each.
+        connection: says how many updates the next turn has, None after the last, and is told the seconds of each.
         ready: what it is told when the loop is warm.
     """
 
@@ -245,7 +245,7 @@ class Contest(Generic[SomeTask]):
                 yield task, self._result
 
     def _prepare(self) -> None:
-        """Has all of them make the first updates, which compiles what is to be compiled, and compares what came out."""
+        """Has all of them make the first updates, which compiles their models, and compares what came out."""
         names = list(self._entries)
         found: dict[str, tuple[torch.Tensor, Outcome]] = {}
         for begin in range(0, len(names), self._at_once):

@@ -1,4 +1,4 @@
-"""What only a GPU of CUDA can show. Skipped where there is none: it has never been run.
+"""What only a GPU of CUDA can show. Skipped elsewhere: it has never been run.
 
 What holds on every device is in test_accelerator.py.
 """
@@ -145,7 +145,7 @@ def test_memory_that_is_really_out(policy: str) -> None:
 
 @pytest.mark.usefixtures("two_gib_free")
 def test_an_error_of_memory_has_the_summary_of_the_allocator() -> None:
-    """And the advice; parameters stay as they were."""
+    """And the advice."""
     with pytest.raises(torch.OutOfMemoryError) as raised:
         train_wide([ROWS])
     notes = "\n".join(raised.value.__notes__)

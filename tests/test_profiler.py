@@ -43,7 +43,7 @@ def of_updates(trace: Path) -> list[str]:
 
 
 def test_a_profile_does_not_warn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch 2.11 warns in the first profile of a process that the next one begins anew."""
+    """Torch 2.11 warns in the first profile of a process that the next one starts again."""
     monkeypatch.setattr(torch.profiler.profiler, "_WARNINGS_SHOWN", set(), raising=False)
     trainer = make()
     Profiler(tmp_path, updates=range(1, 3)).attach(trainer)

@@ -219,7 +219,7 @@ def test_mps_counts_as_a_device_without_streams(monkeypatch: pytest.MonkeyPatch)
     """Whatever a torch makes there: its copies that do not wait may read memory that was freed."""
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("mps"))
     monkeypatch.setattr(torch, "Stream", lambda device: pytest.fail("a stream was made"))
-    assert not has_streams(torch.device("mps", 7))  # a number that nobody else has asked for
+    assert not has_streams(torch.device("mps", 7))  # a number that no other test asks for
     assert not has_streams(torch.device("cuda", 7))
 
 
