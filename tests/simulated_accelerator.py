@@ -4,8 +4,8 @@ The device is that of torch_mcpu, a descendant of torch's own example of a backe
 and many of its operations run there while the host continues, and its allocators are those of CUDA in their manners. So what is
 read, written over or freed too early shows as a wrong number. What it lacks is computed on the CPU, which waits for the device.
 
-It is built in `.venv-accelerator/`, from a clone, or from a checkout that `ACCELERATOR_SOURCE=path` names, with
-the changes below.
+It is built in `.venv-accelerator/`, from a clone, or from a checkout that `ACCELERATOR_SOURCE=path` names, with the
+changes below.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LACKING = ("test_channels_last", "model-data-parallel")  # convolutions; a `.to`
 
 
 class Change(NamedTuple):
-    """What is done to a file of the source: a pattern, what takes its place, and how often it occurs (0 is any number)."""
+    """What is done to a file of the source: a pattern, what takes its place, and how often it must occur."""
 
     file: str
     pattern: str
