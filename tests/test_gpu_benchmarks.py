@@ -18,6 +18,7 @@ import torch
 import typer
 
 from processes import DEADLINE_SECONDS
+from tiers import nightly, slow
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "benchmarks"
@@ -208,8 +209,7 @@ def rows(text: str, name: str) -> list[str]:
     return [line for line in text.splitlines() if line.startswith(f"| {name} |")]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("part", ["tiny", "optimizer", "saving", "trace"])
+@pytest.mark.parametrize("part", [nightly("tiny"), slow("optimizer"), slow("saving"), nightly("trace")])
 def test_the_dry_run_of_a_part(part: str, tmp_path: Path) -> None:
     """It runs to its end, and the section has figures of this library."""
     run("benchmarks/gpu.py", "--dry-run", "--part", part, "--into", str(tmp_path), "--minutes", "12")
@@ -229,12 +229,11 @@ def test_the_dry_run_of_a_part(part: str, tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("trace_*.json.gz"))) == (2 if part == "trace" else 0)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("compiled", "only", "names"),
     [
-        ("without", "gnite", ["ignite_train", "Ignite `create_supervised_trainer`"]),
-        ("with", "update", ['ignite_train, compile="update"']),
+        nightly("without", "gnite", ["ignite_train", "Ignite `create_supervised_trainer`"]),
+        nightly("with", "update", ['ignite_train, compile="update"']),
     ],
     ids=["not compiled", "compiled"],
 )
