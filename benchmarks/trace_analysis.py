@@ -179,7 +179,7 @@ def findings(trace: Trace) -> Findings:
 
 
 def _step_before_wait(update: Trace) -> bool | None:
-    """Whether all of the step was launched before the host began its last wait; None if there is no step or no wait."""
+    """Whether all of the step was launched before the host began its last wait; None where an update lacks either."""
     launched = [one.launched for one in update.device if is_step(one)]
     return max(launched) < update.waits[-1].begin if launched and update.waits else None
 

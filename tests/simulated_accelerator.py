@@ -100,10 +100,11 @@ def prepare() -> None:
     """The source, changed, and an environment in which it is installed."""
     shutil.rmtree(PLACE, ignore_errors=True)
     venv.create(PLACE, with_pip=True)
-    if run("git", "clone", "--quiet", os.environ.get("ACCELERATOR_SOURCE", REPOSITORY), SOURCE):
-        sys.exit(f"git could not fetch {REPOSITORY}; pass ACCELERATOR_SOURCE=path of a checkout")
+    source = os.environ.get("ACCELERATOR_SOURCE", REPOSITORY)
+    if run("git", "clone", "--quiet", source, SOURCE):
+        sys.exit(f"git could not clone {source}, see above; pass ACCELERATOR_SOURCE=path of a checkout of {REPOSITORY}")
     if run("git", "-C", SOURCE, "checkout", "--quiet", COMMIT):
-        sys.exit(f"ACCELERATOR_SOURCE must have commit {COMMIT}")
+        sys.exit(f"{source} must have commit {COMMIT}, see above; pass ACCELERATOR_SOURCE=path of a checkout that has it")
     for change in CHANGES:
         path = SOURCE / change.file
         text, number = re.subn(change.pattern, lambda _, change=change: change.instead, path.read_text(encoding="utf-8"))

@@ -105,6 +105,14 @@ def forward(model: nn.Module, batch: Batch) -> ForwardOutput:
     return ForwardOutput(loss_of(model, batch), len(batch[1]))
 
 
+def sgd_trainer(
+    model: nn.Module, forward: Callable[..., Any] = forward, *, lr: float = 0.1, fused: bool = False, **options: Any
+) -> Trainer:
+    """A trainer with SGD, of `STEPS` micro-batches to an update."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, fused=fused)
+    return create_trainer(model, optimizer, forward, accumulation_steps=STEPS, **with_options(**options))
+
+
 def journal_of(trainer: Trainer) -> list[Any]:
     """Grows by the output of each update."""
     journal: list[Any] = []
@@ -187,14 +195,7 @@ def test_loss_scaling_is_that_of_grad_scaler(device: torch.device) -> None:
         data[update * STEPS] = (torch.full_like(data[0][0], 1e30), data[0][1])
 
     model = make_model(device)
-    trainer = create_trainer(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.1, fused=True),
-        forward,
-        accumulation_steps=STEPS,
-        precision="fp16",
-        loss_scaling=TorchLossScaling(**settings),
-    )
+    trainer = sgd_trainer(model, fused=True, precision="fp16", loss_scaling=TorchLossScaling(**settings))
     journal = journal_of(trainer)
     trainer.run(data, max_epochs=1)
 
@@ -242,14 +243,7 @@ def test_half_precision_is_near(device: torch.device) -> None:
     """In bf16 the losses are those of float32, but for the few bits of its mantissa."""
     losses = []
     for precision in ("fp32", "bf16"):
-        model = make_model(device)
-        trainer = create_trainer(
-            model,
-            torch.optim.SGD(model.parameters(), lr=0.1),
-            forward,
-            accumulation_steps=STEPS,
-            **with_options(precision=precision),
-        )
+        trainer = sgd_trainer(make_model(device), precision=precision)
         journal = journal_of(trainer)
         trainer.run(batches(), max_epochs=1)
         losses.append([output.loss for output in journal])
@@ -272,7 +266,7 @@ def test_a_value_that_is_not_finite_is_located(device: torch.device, value: floa
     """The error names the micro-batch and where it began, and the parameters are untouched."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Square()).to(device)
-    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.01), forward, accumulation_steps=STEPS)
+    trainer = sgd_trainer(model, lr=0.01)
     data = batches()
     data[STEPS + 1] = (data[0][0].index_fill(1, torch.tensor([5]), value), data[0][1])
     before: list[Any] = []
@@ -293,13 +287,7 @@ def test_out_of_memory(device: torch.device, policy: str) -> None:
             return forward(model, batch)
 
         model = make_model(device)
-        trainer = create_trainer(
-            model,
-            torch.optim.SGD(model.parameters(), lr=0.1, fused=True),
-            limited,
-            accumulation_steps=STEPS,
-            **with_options(on_out_of_memory=policy),
-        )
+        trainer = sgd_trainer(model, limited, fused=True, on_out_of_memory=policy)
         trainer.run(data, max_epochs=1)
         return on_host(model), trainer.state.output
 
@@ -444,7 +432,7 @@ def test_micro_batches_arrive_whole(device: torch.device, pinned: bool) -> None:
         return ForwardOutput(model(batch["x"]).sum(), SAMPLES)
 
     model = make_model(device)
-    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=1e-6), slow_forward, accumulation_steps=STEPS)
+    trainer = sgd_trainer(model, slow_forward, lr=1e-6)
     loader = Reused(4 * STEPS * UPDATES, pinned=pinned)
     trainer.run(loader, max_epochs=1)
     assert [rows.double().sum().item() for rows in seen] == loader.sums
@@ -558,7 +546,7 @@ def test_a_seed_makes_updates_repeatable(device: torch.device) -> None:
     ends = []
     for drawn in (0, 7):
         model = make_model(device, dropout=0.5)
-        trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), forward, accumulation_steps=STEPS, seed=5)
+        trainer = sgd_trainer(model, seed=5)
         torch.rand(drawn, device=device)
         trainer.run(batches(), max_epochs=1)
         ends.append(bit_by_bit(model.state_dict()))

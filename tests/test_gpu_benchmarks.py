@@ -86,7 +86,7 @@ def test_the_version_of_the_driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
 
 def test_waits_are_counted_as_cuda_warns_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also the same one twice, though the caller ignores warnings; not what the mode says of itself, nor what is no wait."""
+    """Also the same one twice, though the caller ignores warnings; not what the mode says of itself, and not other warnings."""
     modes: list[Any] = []
 
     def set_mode(debug_mode: int | str) -> None:
