@@ -180,7 +180,7 @@ def test_ranks_are_the_loop_by_hand(way: str) -> None:
 def test_float32_is_bitwise_the_loop_by_hand(kind: str) -> None:
     """For a bare mean loss of one micro-batch, with dropout and BatchNorm, and with as many evaluations as by hand.
 
-    Both compute the same sums in the same order, so that even a line search evaluates equally often: the first is not made twice.
+    Both compute the same sums in the same order, so that even a line search evaluates equally often: the first is not repeated.
     """
 
     def make() -> tuple[nn.Module, Optimizer]:
