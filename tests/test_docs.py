@@ -228,3 +228,47 @@ def test_every_dependency_has_its_reason():
     names = {re.split(r"[^\w.-]", requirement, maxsplit=1)[0] for requirement in required}
 
     assert sorted(names - set(_INLINE.findall((ROOT / "docs/decisions.md").read_text(encoding="utf-8")))) == []
+
+
+def test_every_handler_is_in_a_table():
+    """docs/handlers.md has a row for each ready-made handler."""
+    text = (ROOT / "docs/handlers.md").read_text(encoding="utf-8")
+    first_cells = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
+    listed = {name for cell in first_cells for name in _INLINE.findall(cell)}
+    kinds = {name for name, value in vars(handlers).items() if isinstance(value, type) and "attach" in dir(value)}
+
+    assert listed == kinds
+
+
+def test_the_code_on_handlers_runs():
+    """The blocks of docs/handlers.md, one after the other, are one script."""
+    blocks = [text for language, text in _code(ROOT / "docs/handlers.md")[1] if language == "python"]
+    names = {}
+    exec(compile("".join(blocks), "docs/handlers.md", "exec"), names)  # noqa: S102
+
+    assert names["ema"].num_updates == 0  # attached after the run of its trainer
+    assert names["trainer"].state.iteration == names["total"]
+
+
+def test_the_timeline_is_what_happens():
+    """The table in docs/architecture.md lists the events in the order in which they fire, with the counters they filter on."""
+    text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    rows = [_INLINE.findall(line) for line in text.splitlines() if re.match(r"\| `[A-Z_]+`", line)]
+    documented = [row for row in rows if row[0] not in {"STEP_SKIPPED", "OUT_OF_MEMORY"}]
+    model, fired = torch.nn.Linear(1, 1), []
+    trainer = create_trainer(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), lambda model, x: model(x).sum(), accumulation_steps=2
+    )
+    for event in (*Events, *TrainEvents):
+        if event is not Events.EXCEPTION_RAISED:
+            trainer.add_event_handler(event, lambda trainer, name: fired.append(name), event.name)
+    trainer.run([torch.ones(1, 1)] * 2)
+
+    assert [row[0] for row in documented] == list(dict.fromkeys(fired))
+    assert [row[0] for row in rows if row[1] != trainer.state.event_to_attr[row[0]]] == []
+    assert {event.name for event in TrainEvents} <= {row[0] for row in rows}
+
+
+def test_contributing_is_short():
+    """What a contributor must read fits on one page."""
+    assert len((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").splitlines()) <= 60
