@@ -366,18 +366,21 @@ class Checkpoint(Handler):
         self.saver.abandon(_PATIENCE_SECONDS)
 
     def save(self) -> None:
-        """Saves the run: from a handler, at the end of the running update or epoch, after all else there; between runs at once.
+        """Saves the run: from a handler, at the end of the running update or epoch, after all else there; otherwise at once.
 
-        Between runs it is on the disk when this returns. Collective.
+        Between the updates of a `trainer.session` the state is that of this moment, with all that the loop has done after the
+        latest update, and it is written while the loop continues. Between runs it is on the disk when this returns. Collective.
 
         Raises:
             CheckpointError: the save before failed, or some state cannot be stored; or, between runs, this save failed.
             RuntimeError: `attach` was not called.
         """
-        if self._is_running:
+        run, _ = self._attached()
+        if self._is_running and not run.is_between_updates:
             self.cadence.request()
-        else:
-            self._save()
+            return
+        self._save()
+        if not self._is_running:
             self.saver.wait()  # no training runs beside it, and the process may end next
 
     # --- saving -----------------------------------------------------------------------------------------------------------

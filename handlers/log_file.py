@@ -15,6 +15,7 @@ from typing import Any, BinaryIO, Literal
 
 from ignite_train.arguments import check_state_dict, describe
 from ignite_train.handler import RecordingHandler
+from ignite_train.handler.recording_handler import numbered_path
 from ignite_train.trainer import Trainer
 
 __all__ = ["Csv", "JsonLines", "LogFile"]
@@ -29,8 +30,8 @@ class LogFile(RecordingHandler):
 
     A line is with the operating system as soon as it is written, so that a killed process loses none. A run that resumes cuts
     off what was written after its checkpoint, and continues: each line is there once. A run that starts from the beginning
-    renames the file of an earlier one to `*.old`. Where there is a file, an evaluation before the run is written only if the
-    run starts from the beginning.
+    renames the file of an earlier one to `*.old.1`, the next to `*.old.2`, and so on. Where there is a file, an evaluation
+    before the run is written only if the run starts from the beginning.
 
     Args:
         path: the file. Its directory is made.
@@ -130,7 +131,7 @@ class LogFile(RecordingHandler):
         self.path.parent.mkdir(parents=True, exist_ok=True)
         begin = self.begin or 0
         if begin == 0 and not self._is_known and self._has_lines():
-            self.path.replace(self.path.with_name(f"{self.path.name}.old"))
+            self.path.replace(numbered_path(self.path.with_name(f"{self.path.name}.old")))
         if not self._is_known:
             self._latest, self._lines = begin, sys.maxsize if begin else 0
         file = self.path.open("a+b", buffering=0)
@@ -235,7 +236,7 @@ class Csv(LogFile):
                 yield int(fields[0])
 
     def _add(self, file: BinaryIO, place: Mapping[str, int], numbers: Mapping[str, float]) -> BinaryIO:
-        entries: dict[str, float] = {**place, **{" ".join(name.splitlines()): value for name, value in numbers.items()}}
+        entries: dict[str, float] = {**place, **numbers}
         new = [name for name in entries if name not in self._columns]
         if new:
             file = self._widen(file, [*self._columns, *new])

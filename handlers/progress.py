@@ -115,7 +115,7 @@ class ProgressLog(Handler):
         self._advances: RemovableEventHandle | None = None  # the handler that moves the bar, where there is one
         self._evaluation_bar: Any = None
         self._redirected = ExitStack()
-        self._begin = 0
+        self._begin, self._has_ended = 0, False
         self._started = self._refreshed = 0.0
         self._left_out: set[str] = set()
 
@@ -148,7 +148,8 @@ class ProgressLog(Handler):
             return None
         self._trainer = weakref.ref(trainer)
         trainer.on_enter.append(self._open)
-        trainer.add_event_handler(Events.COMPLETED, self._conclude)
+        trainer.add_event_handler(Events.COMPLETED, self._note_end)
+        trainer.on_exit.append(self._conclude)
         trainer.add_event_handler(Events.TERMINATE | Events.INTERRUPT, self._close)
         trainer.add_event_handler(Events.EXCEPTION_RAISED, self._close_at_exception)
         return trainer.add_event_handler(event, self)
@@ -246,8 +247,18 @@ class ProgressLog(Handler):
             texts = [text.rstrip() for text in texts]
         _print(_line(head, {text: (index, text) for index, text in enumerate(texts)}))
 
-    def _conclude(self, trainer: Trainer) -> None:
+    def _note_end(self) -> None:
         self._close()
+        self._has_ended = True
+
+    def _conclude(self) -> None:
+        """Shows the end of a run once all of it is over: no fault of a table comes before the last checkpoint."""
+        trainer = None if self._trainer is None else self._trainer()
+        has_ended, self._has_ended = self._has_ended, False
+        if trainer is not None and has_ended:
+            self._show_end(trainer)
+
+    def _show_end(self, trainer: Trainer) -> None:
         state, seconds = trainer.state, time.perf_counter() - self._started
         if self.style == "json":
             counts = {"finished": state.iteration, "steps": state.num_steps, "skipped": state.num_skipped}
@@ -403,7 +414,8 @@ def _table(trainer: Trainer) -> Iterator[tuple[str, str]]:
     for validation in (handler for handler in handlers if isinstance(handler, _KnowsTheBest)):
         if validation.best is not None:
             yield "best", f"{validation.score} {validation.best:.6g} at update {validation.best_update}"
-    memory = {name: value for name, value in trainer.state.metrics.items() if "memory" in name and name in PUBLISHED_METRICS}
+    metrics = trainer.state.metrics
+    memory = {name: metrics[name] for name in PUBLISHED_METRICS if "memory" in name and name in metrics}
     if memory:
         kinds = {name.replace("memory", "").strip("_"): value for name, value in memory.items()}
         yield "memory", ", ".join(f"{kind} {value:.2f} GiB" for kind, value in kinds.items())

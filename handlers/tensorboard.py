@@ -19,7 +19,8 @@ from ignite_train.arguments import describe, positive_int
 from ignite_train.checkpoint.config import versions
 from ignite_train.events import Event, TrainEvents
 from ignite_train.handler import EVERY_50, RecordingHandler
-from ignite_train.handler.event_file import EventFile
+from ignite_train.handler.event_file import EventFile, event_files, is_finished
+from ignite_train.handler.recording_handler import numbered_path
 from ignite_train.metrics import PUBLISHED_METRICS, grouped_metric, single_metrics
 from ignite_train.ranks import collectives
 from ignite_train.ranks.wrapping import unwrap
@@ -43,10 +44,12 @@ class TensorBoard(RecordingHandler):
     event. `show` adds samples of predictions, and `histograms` those of weights, gradients and updates, as `weights/`,
     `weights.gradients/` and `weights.updates/`.
 
-    A run that resumes, from a checkpoint or from its beginning, shows each point once: those that an earlier process wrote
-    after the place where this one takes over are hidden. What is written is with the operating system at once, so that a
-    killed process loses none of it. Where there are points of an earlier process, an evaluation before the run is written only
-    if the run starts from the beginning. A metric that is not a single number becomes several, or is left out with one warning.
+    A run that resumes shows each point once: those that an earlier process wrote after the place where this one takes over are
+    hidden. A run that starts from the beginning moves the files of an earlier one into the directory `old.1`, those of the next
+    into `old.2`, and so on; TensorBoard shows each as a run of its own. What is written is with the operating system at once,
+    so that a killed process loses none of it. Where there are points of an earlier process, an evaluation before the run is
+    written only if the run starts from the beginning. A metric that is not a single number becomes several, or is left out
+    with one warning.
 
     Args:
         log_dir: a directory, of one run; `tensorboard --logdir` opens it.
@@ -211,6 +214,8 @@ class TensorBoard(RecordingHandler):
         """Hides what was written after the beginning, and writes once more what was written there before the checkpoint."""
         begin = update if self.begin is None else self.begin
         hidden_from = begin if self._loaded or begin == 0 else begin + 1
+        if begin == 0 and not self._loaded:
+            self._set_aside()
         # What is hidden from the beginning is described again; later processes do not repeat what the first one wrote.
         is_described = hidden_from > 0 and self._has_files()
         self._wait_for_a_later_name()
@@ -227,7 +232,16 @@ class TensorBoard(RecordingHandler):
         return file
 
     def _has_files(self) -> bool:
-        return any(self.log_dir.glob("events.out.tfevents.*"))
+        return bool(event_files(self.log_dir))
+
+    def _set_aside(self) -> None:
+        """Moves the files of earlier runs into a directory of their own, which TensorBoard shows as a run of its own."""
+        earlier = [path for path in event_files(self.log_dir) if is_finished(path)]
+        if earlier:
+            aside = numbered_path(self.log_dir / "old")
+            aside.mkdir()
+            for path in earlier:
+                path.rename(aside / path.name)
 
     def _write_again(self, file: EventFile, update: int) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
@@ -239,7 +253,7 @@ class TensorBoard(RecordingHandler):
 
     def _wait_for_a_later_name(self) -> None:
         """TensorBoard reads files in the order of their names, which begin with the second in which they were made."""
-        names = [path.name.removeprefix("events.out.tfevents.") for path in self.log_dir.glob("events.out.tfevents.*")]
+        names = [path.name.removeprefix("events.out.tfevents.") for path in event_files(self.log_dir)]
         newest = max((int(name[:10]) for name in names if name[:10].isdigit()), default=0)
         if newest > time.time() + _PATIENCE_SECONDS:
             _logger.warning(f"the newest file in {self.log_dir} is of a time to come: TensorBoard will hide wrong points")

@@ -19,6 +19,7 @@ __all__ = [
     "grouped_metric",
     "grouped_metrics",
     "is_published_metric",
+    "printable_name",
     "refuse_other_mode",
     "score_mode",
     "single_metrics",
@@ -38,6 +39,7 @@ _WALLS = ("train_wall", "wall")
 _BY_LAYER = ("curvature", "layer_grad_norm", "layer_weight_norm", "update_ratio")
 _PER_SECOND = "_per_second"
 _MAX_EXPANDED = 32  # numbers of one metric that are shown apart
+_MAX_NAME = 200  # letters
 
 TIMED_METRICS = frozenset((*_SECONDS, *_MEMORY, *_OF_THE_CLOCK, *_WALLS))
 """Those that depend on the clock or on the machine: two runs with the same bits differ in them."""
@@ -176,15 +178,13 @@ def single_metrics(metrics: Mapping[str, Any], left_out: set[str]) -> dict[str, 
     Returns:
         The numbers by name, in the order of `metrics`.
     """
-    if {*map(type, metrics.values())} == {float} and {*map(type, metrics)} == {str}:  # as most are; else it takes far longer
-        return dict(metrics)
+    names = [*metrics]
+    if {*map(type, metrics.values())} == {float} and {*map(type, names)} == {str} and _are_printable(*names):
+        return dict(metrics)  # as most are; what follows takes far longer
     numbers: dict[str, float] = {}
     for name, value in metrics.items():
-        if type(value) is float and type(name) is str:
-            numbers[name] = value
-            continue
         try:
-            found = dict(_numbers(str(name), value))
+            found = dict(_numbers(printable_name(name), value))
         except (
             TypeError,
             ValueError,
@@ -199,8 +199,22 @@ def single_metrics(metrics: Mapping[str, Any], left_out: set[str]) -> dict[str, 
             why = "is not made of numbers"
             if found is not None:
                 why = f"has {len(found)} numbers, and {_MAX_EXPANDED} may be shown"
-            _logger.warning(f"the metric {name!r} {why} ({type(value).__name__}); it is left out of the logs")
+            _logger.warning(f"the metric {printable_name(name)!r} {why} ({type(value).__name__}); it is left out of the logs")
     return numbers
+
+
+def printable_name(name: Any) -> str:
+    """The name of a metric as text that any console and file can hold: one line, of limited length, that can be encoded."""
+    text = name if type(name) is str else str(name)
+    if _are_printable(text):
+        return text
+    line = " ".join(text.splitlines())
+    printable = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in line[:_MAX_NAME])
+    return printable if len(line) <= _MAX_NAME else f"{printable}..."
+
+
+def _are_printable(*names: str) -> bool:
+    return "".join(names).isprintable() and max(map(len, names)) <= _MAX_NAME
 
 
 def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
@@ -208,7 +222,7 @@ def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
         yield name, float(value)
     elif isinstance(value, Mapping):
         for key, entry in value.items():
-            yield from _numbers(f"{name}/{key}", entry)
+            yield from _numbers(f"{name}/{printable_name(key)}", entry)
     elif isinstance(value, (list, tuple)):
         for index, entry in enumerate(value):
             yield from _numbers(f"{name}/{index}", entry)

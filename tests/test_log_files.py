@@ -17,7 +17,17 @@ from ignite.engine import Events
 
 import cuts
 from ignite_train import Trainer, UpdateOptions, create_evaluator, create_trainer
-from ignite_train.handlers import Checkpoint, Csv, JsonLines, LogFile, TrainingMetrics, Validation
+from ignite_train.handlers import (
+    Checkpoint,
+    Csv,
+    JsonLines,
+    LogFile,
+    ProgressLog,
+    TensorBoard,
+    TrainingMetrics,
+    Validation,
+    progress,
+)
 from ignite_train.handlers import log_file as module
 from ignite_train.metrics import TIMED_METRICS
 from ranks import run_ranks
@@ -26,6 +36,11 @@ DATA = cuts.cut(cuts.samples(), [4, 12, 7, 9, 16, 16])  # six micro-batches
 EVERY = Events.ITERATION_COMPLETED
 KINDS: dict[str, type[LogFile]] = {"json": JsonLines, "csv": Csv}
 kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+def olds(path: Path) -> list[Path]:
+    """The logs of earlier runs, the oldest first."""
+    return sorted(path.parent.glob(f"{path.name}.old*"))
 
 
 class Killed(BaseException):
@@ -148,22 +163,27 @@ def test_a_run_from_the_beginning_does_not_destroy_an_earlier_log(tmp_path: Path
     assert log.path.read_bytes() == before
     trainer, _ = make(tmp_path, kind)
     trainer.run(DATA, max_iters=2)
-    assert log.path.with_name(f"{log.path.name}.old").read_bytes() == before
+    assert log.path.with_name(f"{log.path.name}.old.1").read_bytes() == before
     assert [row["update"] for row in read(log.path)] == ["1", "2"]
+    for _ in range(2):  # false starts
+        trainer, _ = make(tmp_path, kind)
+        trainer.run(DATA, max_iters=1)
+    assert log.path.with_name(f"{log.path.name}.old.1").read_bytes() == before
+    assert [path.name.rpartition(".")[2] for path in olds(log.path)] == ["1", "2", "3"]
 
 
 @kinds
 def test_an_empty_file_is_not_kept_as_that_of_an_earlier_run(tmp_path: Path, kind: str) -> None:
     """It would take the place of the file that an earlier run has left; an evaluation before the run is in the log too."""
     trainer, log = make(tmp_path, kind)
-    old = log.path.with_name(f"{log.path.name}.old")
+    old = log.path.with_name(f"{log.path.name}.old.1")
     old.write_text("an earlier log")
     log.path.touch()
     evaluator_of(trainer).run(DATA)
     assert [row["update"] for row in read(log.path)] == ["0"]
     trainer.run(DATA, max_iters=2)
     assert [row["update"] for row in read(log.path)] == ["0", "1", "2"]
-    assert old.read_text() == "an earlier log"
+    assert [path.read_text() for path in olds(log.path)] == ["an earlier log"]
 
 
 @kinds
@@ -195,7 +215,7 @@ def test_an_evaluation_before_a_run_that_resumes_leaves_its_log(tmp_path: Path, 
     before = log.path.read_bytes()
     start()
     assert log.path.read_bytes() == before
-    assert not log.path.with_name(f"{log.path.name}.old").exists()
+    assert olds(log.path) == []
 
 
 @kinds
@@ -208,7 +228,7 @@ def test_an_evaluation_before_a_run_from_the_beginning_is_in_its_log(tmp_path: P
     next(entry for entry in trainer._stateful.values() if isinstance(entry, Validation)).evaluator.run(DATA)
     trainer.run(DATA, max_iters=2)
     assert [row["update"] for row in read(log.path)] == ["0", "1", "2"]
-    assert log.path.with_name(f"{log.path.name}.old").read_bytes() == before
+    assert [path.read_bytes() for path in olds(log.path)] == [before]
 
 
 def evaluator_of(trainer: Trainer) -> Any:
@@ -267,7 +287,7 @@ def test_a_run_that_resumes_without_the_state_of_its_log_continues_the_file(tmp_
         else:
             trainer.run(DATA, max_iters=limit)
     assert [row["update"] for row in read(log.path)] == [*"123", *"3456", "6", "7"]
-    assert not log.path.with_name(f"{log.path.name}.old").exists()
+    assert olds(log.path) == []
 
 
 @kinds
@@ -311,6 +331,59 @@ def test_a_table_has_a_line_for_each_row_whatever_metrics_are_called(tmp_path: P
     rows = read(log.path)
     assert [row["update"] for row in rows] == ["1", "2", "3", "4"]
     assert [row['train/the "first", or last'] for row in rows] == ["1.0"] * 4
+
+
+NAMES = [7, None, "\ud800sur", "n" * 5000, "two\nlines", "\x1b[31mred", ("a", 1)]
+
+
+@kinds
+def test_a_run_ends_well_whatever_its_metrics_are_called(
+    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Files and console show each name in one line of limited length that can be encoded, and the last state is saved."""
+    trainer, log = make(tmp_path, kind, save=99, on_error="raise")
+    TensorBoard(tmp_path / "events", on_error="raise").attach(trainer, EVERY(every=1))
+    ProgressLog("simple").attach(trainer, EVERY(every=1))
+    trainer.add_event_handler(EVERY, lambda: trainer.state.metrics.update(dict.fromkeys(NAMES, 1.5), late=[{NAMES[3]: "text"}]))
+    trainer.run(DATA, max_iters=2)
+    shown = [name for name in read(log.path)[-1] if name.startswith("train/")]
+    assert {"train/7", "train/None", "train/\\ud800sur", "train/" + "n" * 200 + "...", "train/two lines"} <= {*shown}
+    assert all(len(name) < 250 and name.isprintable() for name in shown)
+    assert max(map(len, [*capsys.readouterr().out.splitlines(), *caplog.messages])) < 400
+    assert [path.name for path in (tmp_path / "checkpoints").glob("update-*")] == ["update-00000002"]
+
+
+def test_a_table_that_fails_comes_after_the_last_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is shown at the end of a run is not worth its last state."""
+
+    def fail(_: Any) -> None:
+        raise TypeError("of the table")
+
+    monkeypatch.setattr(progress, "_table", fail)
+    trainer, _ = make(tmp_path, "json", save=99)
+    ProgressLog("simple").attach(trainer, EVERY(every=1))
+    with pytest.raises(TypeError, match="of the table"):
+        trainer.run(DATA, max_iters=2)
+    assert [path.name for path in (tmp_path / "checkpoints").glob("update-*")] == ["update-00000002"]
+
+
+@kinds
+def test_what_a_format_cannot_say_costs_a_line_and_no_more(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`on_error` is for any error of a line, and not for those of the disk alone."""
+    add = KINDS[kind]._add
+
+    def fail(log: Any, file: Any, place: Any, numbers: Any) -> Any:
+        if place["update"] == 3:
+            raise UnicodeEncodeError("utf-8", "x", 0, 1, "of a name")
+        return add(log, file, place, numbers)
+
+    monkeypatch.setattr(KINDS[kind], "_add", fail)
+    trainer, log = make(tmp_path, kind)
+    trainer.run(DATA, max_epochs=1)
+    assert [row["update"] for row in read(log.path)] == [*"12456", "6"]
+    assert "a line of update 3 could not be written (UnicodeEncodeError: 'utf-8' codec can't encode" in caplog.text
 
 
 def test_json_knows_no_nan(tmp_path: Path) -> None:

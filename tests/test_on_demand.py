@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -23,6 +24,7 @@ import cuts
 from bits import bit_by_bit
 from ignite_train import ForwardOutput, Trainer, TrainEvents, UpdateOptions, count_traffic, create_trainer
 from ignite_train.handlers import Checkpoint, FailureBoard, LearningRateSchedule, ProgressLog, StopOnSignal, TrainingMetrics
+from processes import DEADLINE_SECONDS, Processes, forked
 from ranks import run_ranks
 from setups import Batch, Setup
 
@@ -357,6 +359,46 @@ def test_sessions_that_share_a_checkpoint_resume_bitwise(tmp_path: Path) -> None
 
     assert first == 4
     assert resumed == expected
+
+
+def _rounds(directory: Path, *, every: int | None = None, dies_after: int | None = None) -> tuple[list[Any], int]:
+    """One process of a loop with rounds of three updates and a line of its own behind each; it may kill itself in one."""
+    model = nn.Linear(2, 1)
+    trainer = create_trainer(model, torch.optim.AdamW(model.parameters(), lr=0.1), lambda model, x: model(x).square().mean())
+    holder = nn.ParameterList([nn.Parameter(torch.zeros(2), requires_grad=False)])
+    loop = holder[0].data
+    checkpoint = Checkpoint(directory, every=every, every_epochs=None if every else 99, to_save={"loop": holder})
+    checkpoint.attach(trainer)
+    with trainer.session() as state:
+        while loop[0] < 4:
+            x = torch.rand(6, 2)
+            for part in range(3):
+                if dies_after is not None and state.iteration == dies_after:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                trainer.update([x[part::3]])
+            loop += torch.tensor([1.0, model.weight.sum().item()])
+            checkpoint.save()
+            checkpoint.saver.wait()
+    return bit_by_bit([dict(model.named_parameters()), loop]), state.iteration
+
+
+def _seeded_rounds(directory: Path, **options: Any) -> tuple[list[Any], int]:
+    torch.manual_seed(3)
+    return _rounds(directory, **options)
+
+
+def test_rounds_resume_bitwise_from_their_ends(tmp_path: Path) -> None:
+    """Killed in the middle of a round, a loop that saves at the end of each round ends with the bits of one that was not."""
+    expected = _seeded_rounds(tmp_path / "whole")
+    process = forked.Process(target=_seeded_rounds, args=(tmp_path / "killed",), kwargs={"dies_after": 8})
+    with Processes([process], []):
+        process.join(DEADLINE_SECONDS)
+        assert process.exitcode == -signal.SIGKILL
+    assert sorted(path.name for path in (tmp_path / "killed").glob("update-*")) == ["update-00000003", "update-00000006"]
+    torch.manual_seed(99)
+
+    assert _rounds(tmp_path / "killed") == expected
+    assert expected[1] == 12
 
 
 # --- ranks ---

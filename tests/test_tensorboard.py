@@ -500,9 +500,27 @@ def test_a_handler_that_comes_later_hides_what_is_made_again(
     TensorBoard(tmp_path / "run").attach(trainer, EVERY(every=1))
     trainer.run(DATA, max_iters=6)
     assert points(tmp_path / "run") == [(update, update + 0.5 * (update > updates)) for update in range(1, 7)]
-    assert points(tmp_path / "run", "validation/mine") == ([(0, 0.0)] if updates else [])
+    evaluated = tmp_path / "run" if updates else tmp_path / "run/old.1"
+    assert points(evaluated, "validation/mine") == [(0, 0.0)]
     shown = others(tmp_path / "run")
     assert shown["config/text_summary"] == shown["environment/text_summary"] == [0], "once, by either of them"
+
+
+def test_a_run_from_the_beginning_moves_those_before_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each earlier run stays whole in a directory of its own; what another writer of this process writes stays where it is."""
+    own_clock(monkeypatch)
+    other = SummaryWriter(str(tmp_path))
+    other.add_scalar("other", 1.0)
+    other.close()
+    (foreign,) = tmp_path.iterdir()
+    for start, updates in enumerate([4, 1, 2]):
+        trainer, _ = numbered(tmp_path, start / 4)
+        trainer.run(DATA, max_iters=updates)
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["old.1", "old.2"]
+    assert points(tmp_path / "old.1") == [(update, update) for update in range(1, 5)]
+    assert points(tmp_path / "old.2") == [(1, 1.25)]
+    assert points(tmp_path) == [(1, 1.5), (2, 2.5)]
+    assert foreign.exists()
 
 
 def test_a_state_that_is_loaded_after_a_run_hides_what_came_later(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -50,6 +50,11 @@ class SavedRun:
     evaluator: Engine | None = None
 
     @property
+    def is_between_updates(self) -> bool:
+        """Whether a session of the trainer waits for its next update, and no other trainer is in one: the state is whole."""
+        return self.trainer.in_session and not any(entry.is_iterating for entry in (self.trainer, *self.trainers.values()))
+
+    @property
     def trainers(self) -> dict[str, Trainer]:
         """The other trainers, which the user has named, by their names in a checkpoint."""
         return {name: entry for name, entry in self._named.items() if isinstance(entry, Trainer)}

@@ -15,11 +15,28 @@ from typing import Any
 
 from google_crc32c import value as crc32c
 
-__all__ = ["EventFile"]
+__all__ = ["EventFile", "event_files", "is_finished"]
 
 _MASK = 0xA282EAD8  # TensorFlow's record format adds it to a checksum that it has rotated
 
+_PREFIX = "events.out.tfevents."
+
 _numbers_of_files: Iterator[int] = count()
+_made_here: set[str] = set()  # names of the files of this class in this process; another writer has names of the same form
+
+
+def event_files(directory: Path) -> list[Path]:
+    """The files of events in a directory."""
+    return [path for path in directory.iterdir() if path.name.startswith(_PREFIX)] if directory.is_dir() else []
+
+
+def is_finished(path: Path) -> bool:
+    """Whether a file of events is not empty, and no other writer of this process may still be writing to it."""
+    return path.stat().st_size > 0 and (f".{_writer()}." not in path.name or path.name in _made_here)
+
+
+def _writer() -> str:
+    return f"{socket.gethostname()}.{os.getpid()}"
 
 
 class EventFile:
@@ -45,7 +62,8 @@ class EventFile:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         directory.mkdir(parents=True, exist_ok=True)
-        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_numbers_of_files)}"
+        name = f"{_PREFIX}{int(time.time()):010d}.{_writer()}.{next(_numbers_of_files)}"
+        _made_here.add(name)
         self._path, self.is_empty = directory / name, True
         self._file = self._path.open("wb", buffering=0)
         weakref.finalize(self, self._file.close)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 from ignite.engine import Engine, Events, RemovableEventHandle
@@ -16,7 +17,7 @@ from ignite_train.metrics import grouped_metric, grouped_metrics, single_metrics
 from ignite_train.ranks import collectives
 from ignite_train.trainer import Trainer
 
-__all__ = ["EVERY_50", "RecordingHandler"]
+__all__ = ["EVERY_50", "RecordingHandler", "numbered_path"]
 
 
 _logger = logging.getLogger("ignite_train")
@@ -89,7 +90,7 @@ class RecordingHandler(Handler):
         """Writes the metrics that are published now.
 
         Raises:
-            OSError: they cannot be written, and `on_error` is `"raise"`.
+            Exception: they cannot be written, and `on_error` is `"raise"`. An OSError where the disk is the reason.
         """
         self.written = trainer.state.iteration
         self._write(trainer, *self._named(trainer.state.metrics))
@@ -98,7 +99,7 @@ class RecordingHandler(Handler):
         """The name under which a metric of the trainer is written."""
         return grouped_metric(name)
 
-    def fail(self, update: int, error: OSError) -> None:
+    def fail(self, update: int, error: Exception) -> None:
         """Raises `error`, or warns of it the 1st, 2nd, 4th, 8th, ... time."""
         self.recover()
         if self.on_error == "raise":
@@ -106,7 +107,8 @@ class RecordingHandler(Handler):
         self._failures += 1
         if self._failures & (self._failures - 1) == 0:
             what = f"{self.what_is_written} of update {update} could not be written"
-            _logger.warning(f"{what} ({error}); failures so far: {self._failures}")
+            kind = "" if isinstance(error, OSError) else f"{type(error).__name__}: "
+            _logger.warning(f"{what} ({kind}{error}); failures so far: {self._failures}")
 
     def is_open(self) -> bool:
         """Whether this process writes already."""
@@ -152,13 +154,13 @@ class RecordingHandler(Handler):
         """Writes numbers, with the running update.
 
         Raises:
-            OSError: they cannot be written, and `on_error` is `"raise"`.
+            Exception: they cannot be written, and `on_error` is `"raise"`.
         """
         if not names:
             return
         try:
             self.record(trainer, names, values)
-        except OSError as error:
+        except Exception as error:  # also what a format cannot say
             self.fail(trainer.state.iteration, error)
 
     def _note_begin(self, trainer: Trainer) -> None:
@@ -179,3 +181,11 @@ class RecordingHandler(Handler):
         """What was published after the last time, at the end of the run."""
         if trainer.state.iteration != self.written:
             self(trainer)
+
+
+def numbered_path(path: Path) -> Path:
+    """The path with the next number behind it, `metrics.jsonl.old.3` say: no file of an earlier run is written over."""
+    names = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+    ends = [name.removeprefix(f"{path.name}.") for name in names if name.startswith(f"{path.name}.")]
+    number = 1 + max((int(end) for end in ends if end.isdecimal()), default=0)
+    return path.with_name(f"{path.name}.{number}")

@@ -26,6 +26,16 @@ class SessionLoop(Loop):
         self._updating = False  # an iteration that was asked for is under way
         self._has_warned_of_session = False
 
+    @property
+    def in_session(self) -> bool:
+        """Whether a session is open: from after its STARTED to before its closing events."""
+        return self._session_is_open
+
+    @property
+    def is_iterating(self) -> bool:
+        """Whether an iteration is under way, of a run or on request: handlers of its events find the state half changed."""
+        return self._iterating or self._updating
+
     def _limit_session(self, max_iters: int | None) -> None:
         """Sets the limits of a session that begins: None is the limit that was given before, if any.
 
