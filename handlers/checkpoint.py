@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -10,8 +11,9 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from ignite.engine import Engine, Events
+from torch import nn
 
-from ignite_train.arguments import one_of, positive_int
+from ignite_train.arguments import one_of, path_of, positive_int
 from ignite_train.checkpoint.cadence import Cadence
 from ignite_train.checkpoint.capture import capture
 from ignite_train.checkpoint.config import plain_config, versions
@@ -43,6 +45,8 @@ class BestCheckpoint(NamedTuple):
     score: float
 
 
+_logger = logging.getLogger(__name__)
+_EMPTY = {"dict": []}  # the tree of an empty state_dict
 _PATIENCE_SECONDS = 30.0  # for a save in flight, when the run breaks off
 
 
@@ -146,7 +150,7 @@ class Checkpoint(Handler):
         on_changed_data: Literal["raise", "warn"] = "raise",
     ) -> None:
         refuse_other_systems()
-        self.directory = _checked_directory(Path(directory).absolute())
+        self.directory = _checked_directory(path_of("directory", directory).absolute())
         retention = Retention(
             last=positive_int("keep", keep),
             best=positive_int("keep_best", keep_best),
@@ -171,6 +175,7 @@ class Checkpoint(Handler):
         self._run: SavedRun | None = None
         self._resumption: Resumption | None = None
         self._is_running = self._has_warned = False
+        self._empty: set[str] = set()  # names in `to_save` that a warning was given for
 
     def __repr__(self) -> str:
         latest = "" if self.latest is None else f", latest={self.latest.name!r}"
@@ -403,7 +408,20 @@ class Checkpoint(Handler):
         if collectives.is_main_rank() and contents.failure is None:
             saved = [piece.data for piece in contents.pieces.values()]
             self._held.warn(run.engines, saved, run.modules(), self._rules.leave_out)
+            self._warn_of_empty(contents)
         return contents
+
+    def _warn_of_empty(self, contents: Contents) -> None:
+        """Warns once of each object of the user's that gives nothing to save: metrics of torchmetrics do not by default."""
+        has_begun = self._attached()[0].trainer.state.iteration > 0
+        for name, entry in self.to_save.items():
+            is_empty = contents.trees.get(f"to_save/{name}") == _EMPTY
+            if is_empty and name not in self._empty and (has_begun or isinstance(entry, nn.Module)):
+                self._empty.add(name)
+                _logger.warning(
+                    f"to_save[{name!r}] gives an empty state_dict, so a resumed run starts without its state; for a metric of "
+                    "torchmetrics, call metric.persistent(True) before the run"
+                )
 
     def _manifest(self, trainer: Trainer) -> Manifest:
         """What is known of the checkpoint so far; the files and the serial number are added when it is committed."""

@@ -12,7 +12,7 @@ from ignite.engine import Events
 from ignite.handlers import FastaiLRFinder
 from torch import Tensor
 
-from ignite_train.arguments import describe, one_of, positive_int, real_number
+from ignite_train.arguments import describe, one_of, path_of, positive_int, real_number
 from ignite_train.errors import GaveUpError, LossScaleFloorError, NonFiniteError
 from ignite_train.model.random_state import (
     capture_random_state,
@@ -197,7 +197,7 @@ class LearningRateFinder(FastaiLRFinder):
             pass
         axes.set(xlabel="learning rate", ylabel="smoothed loss", xscale="log" if self._is_exponential else "linear")
         axes.grid(alpha=0.3)
-        figure.savefig(path, dpi=120)
+        figure.savefig(path_of("path", path), dpi=120)
 
     def _set_rates(self, trainer: Trainer, number: int) -> None:
         share = (trainer.state.iteration - 1) / max(number - 1, 1)

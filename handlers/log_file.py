@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-from ignite_train.arguments import check_state_dict, describe
+from ignite_train.arguments import check_state_dict, path_of
 from ignite_train.handler import RecordingHandler
 from ignite_train.handler.recording_handler import numbered_path
 from ignite_train.trainer import Trainer
@@ -49,10 +49,8 @@ class LogFile(RecordingHandler):
     what_is_written = "a line"
 
     def __init__(self, path: str | Path, *, on_error: Literal["warn", "raise"] = "warn") -> None:
-        if not isinstance(path, (str, Path)):
-            raise TypeError(f"path must be the path of a file, got {describe(path)}")
         super().__init__(on_error)
-        self.path = Path(path)
+        self.path = path_of("path", path)
         self._file: BinaryIO | None = None  # opened when there is something to write
         self._is_known = False  # whether the next two are those of the file: it was loaded, or written by this process
         self._latest, self._lines = 0, 0  # the update of the latest lines, and how many they are

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from ignite.engine import Events, RemovableEventHandle
 
-from ignite_train.arguments import describe, positive_int
+from ignite_train.arguments import describe, path_of, positive_int
 from ignite_train.handler import Handler
 from ignite_train.loop.sections import RANGES, Sections
 from ignite_train.ranks import collectives
@@ -69,8 +69,6 @@ class Profiler(Handler):
         warm_up: int = 1,
         **options: Any,
     ) -> None:
-        if not isinstance(directory, (str, Path)):
-            raise TypeError(f"directory must be a path, got {describe(directory)}")
         if not isinstance(updates, range):
             raise TypeError(f"updates must be a range, got {describe(updates)}; updates 11 to 13 are range(11, 14)")
         if len(updates) == 0 or updates.step != 1 or updates.start < 1:
@@ -79,7 +77,7 @@ class Profiler(Handler):
             )
         if own := {"schedule", "on_trace_ready"} & {*options}:
             raise ValueError(f"options must not have {own.pop()!r}, which follows from updates and directory")
-        self.directory, self.updates, self.ranks = Path(directory), updates, tuple(ranks)
+        self.directory, self.updates, self.ranks = path_of("directory", directory), updates, tuple(ranks)
         self.warm_up = 0 if warm_up == 0 else positive_int("warm_up", warm_up)
         self.traces: list[Path] = []
         self._options = options

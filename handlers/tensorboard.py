@@ -15,7 +15,7 @@ from ignite.engine import Engine, Events, RemovableEventHandle
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ignite_train.arguments import describe, positive_int
+from ignite_train.arguments import describe, path_of, positive_int
 from ignite_train.checkpoint.config import versions
 from ignite_train.events import Event, TrainEvents
 from ignite_train.handler import EVERY_50, RecordingHandler
@@ -93,10 +93,8 @@ class TensorBoard(RecordingHandler):
         histograms: int | None = None,
         on_error: Literal["warn", "raise"] = "warn",
     ) -> None:
-        if not isinstance(log_dir, (str, Path)):
-            raise TypeError(f"log_dir must be a path of a directory, got {describe(log_dir)}")
         super().__init__(on_error)
-        self.log_dir, self.config = Path(log_dir), dict(config or {})
+        self.log_dir, self.config = path_of("log_dir", log_dir), dict(config or {})
         self.histograms = None if histograms is None else positive_int("histograms", histograms)
         self._file: EventFile | None = None  # made when there is something to write
         self._loaded = False

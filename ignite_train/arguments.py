@@ -6,6 +6,8 @@ import difflib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral, Real
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
 __all__ = [
@@ -15,6 +17,7 @@ __all__ = [
     "did_you_mean",
     "named_ranks",
     "one_of",
+    "path_of",
     "positive_int",
     "real_number",
     "whole_number",
@@ -108,6 +111,21 @@ def one_of(name: str, value: Any, choices: Iterable[str]) -> str:
         return value
     allowed = ", ".join(repr(choice) for choice in choices)
     raise ValueError(f"{name} must be one of {allowed}, got {value!r}{did_you_mean(value, choices)}")
+
+
+def path_of(name: str, value: Any) -> Path:
+    """Returns `value` as a path, in which a `~` at the beginning is the home directory.
+
+    Raises:
+        TypeError: `value` is not a path.
+        ValueError: the home directory is not known.
+    """
+    if not isinstance(value, (str, PathLike)) or isinstance(value, bytes):
+        raise TypeError(f"{name} must be a path, got {describe(value)}")
+    try:
+        return Path(value).expanduser()
+    except RuntimeError:
+        raise ValueError(f"{name} must not begin with an unknown '~', got {str(value)!r}; write the whole path") from None
 
 
 def describe(value: Any) -> str:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ignite.engine import Engine, Events
 
-from ignite_train.arguments import describe, did_you_mean, one_of, positive_int
+from ignite_train.arguments import did_you_mean, one_of, path_of, positive_int
 from ignite_train.events import every as every_nth
 from ignite_train.ranks import collectives
 from ignite_train.trainer import Trainer
@@ -93,14 +93,13 @@ def attach_defaults(
     """
     from ignite_train.handlers import JsonLines, ProgressLog, TensorBoard, TrainingMetrics
 
-    if not isinstance(directory, (str, Path)):
-        raise TypeError(f"directory must be a path, got {describe(directory)}")
+    directory = path_of("directory", directory)
     event = every_nth(positive_int("every", every), Events.ITERATION_COMPLETED)
     made: dict[str, Any] = {
         "training_metrics": TrainingMetrics(),
         "progress": ProgressLog(),
-        "json_lines": JsonLines(Path(directory) / "metrics.jsonl"),
-        "tensorboard": TensorBoard(Path(directory) / "tensorboard", config=config),
+        "json_lines": JsonLines(directory / "metrics.jsonl"),
+        "tensorboard": TensorBoard(directory / "tensorboard", config=config),
     }
     if isinstance(leave_out, str):
         raise TypeError(f"leave_out must be a sequence of names, got {leave_out!r}; pass ({leave_out!r},)")

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ignite_train.arguments import path_of
+
 __all__ = ["main", "plot_runs", "read_curves"]
 
 Curve = tuple[list[int], list[float]]
@@ -45,7 +47,7 @@ def read_curves(run: str | Path) -> dict[str, Curve]:
         FileNotFoundError: there is no such file.
         ValueError: the directory has several, or a line is not one of `JsonLines`.
     """
-    path = _log_of(Path(run))
+    path = _log_of(path_of("run", run))
     curves: dict[str, Curve] = {}
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     for number, line in enumerate(lines, start=1):

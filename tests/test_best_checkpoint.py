@@ -73,11 +73,11 @@ def test_the_best_comes_back(mode: str, update: int, tmp_path: Path, capsys: pyt
     assert bit_by_bit(torch.load(tmp_path / "best.pt")) == bit_by_bit(dict(model.state_dict()))
 
 
-def test_of_equal_scores_the_newest(tmp_path: Path) -> None:
+def test_of_equal_scores_the_first(tmp_path: Path) -> None:
     """Two checkpoints have the same score."""
     trainer, checkpoint, _, _ = job(tmp_path, scores=[2.0, 1.0, 1.0, 3.0])
     trainer.run(cuts.cut(cuts.samples(), [8] * 4), max_epochs=1)
-    assert checkpoint.best.path.name == "update-00000003"
+    assert checkpoint.best.path.name == "update-00000002"
 
 
 def test_loaded_weights_do_not_have_the_score_of_the_last_ones(tmp_path: Path) -> None:

@@ -28,10 +28,27 @@ from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, ExponentialLR
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from ignite_train import CheckpointError, ResumableLoader, Trainer, TrainEvents, create_evaluator, create_trainer
-from ignite_train.checkpoint import load_weights
+from ignite_train import (
+    CheckpointError,
+    ResumableLoader,
+    Trainer,
+    TrainEvents,
+    attach_defaults,
+    create_evaluator,
+    create_trainer,
+)
+from ignite_train.checkpoint import average_checkpoints, load_weights
 from ignite_train.checkpoint.inspection import find, main
-from ignite_train.handlers import Checkpoint, LearningRateSchedule, TrainingMetrics, Validation
+from ignite_train.handlers import (
+    Checkpoint,
+    JsonLines,
+    LearningRateSchedule,
+    Profiler,
+    TensorBoard,
+    TrainingMetrics,
+    Validation,
+)
+from ignite_train.plot import read_curves
 from log_messages import messages_from_here
 from processes import DEADLINE_SECONDS
 from ranks import run_ranks
@@ -93,6 +110,80 @@ def saves(directory: Path, *, epochs: int = 2, **options: Any) -> list[str]:
 
 def logged(caplog: Any, level: int = logging.WARNING) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= level]
+
+
+# --- paths ---
+
+
+def test_a_path_may_begin_with_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each argument that is a path expands `~`, and refuses what is no path before anything is written."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    trainer, model = make()
+    Checkpoint("~/run").attach(trainer)
+    attach_defaults(trainer, directory="~/logs", leave_out=("progress",))
+    trainer.run(LOADER, max_epochs=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["logs", "run"]
+    assert Profiler("~/traces", updates=range(1, 2)).directory == tmp_path / "traces"
+    assert [found.path.parent for found in find("~/run")] == [tmp_path / "run"]
+    load_weights(model, "~/run")
+    average_checkpoints([f"~/run/{find('~/run')[0].path.name}"])
+    assert read_curves("~/logs/metrics.jsonl")
+    again, _ = make()
+    again.run(LOADER, max_epochs=1)
+    Checkpoint("other").attach(again)
+    number: Any = 7
+    mistakes: list[Callable[[], Any]] = [
+        *(lambda: Checkpoint(number), lambda: JsonLines(number), lambda: TensorBoard(number), lambda: find(number)),
+        lambda: Profiler(number, updates=range(1, 2)),
+        lambda: attach_defaults(again, directory=number),
+        lambda: again.run(LOADER, resume=number),
+    ]
+    for mistake in mistakes:
+        with pytest.raises(TypeError, match="must be a path, got"):
+            mistake()
+    with pytest.raises(ValueError, match="directory must not begin with an unknown '~', got '~nobody-of-this-name/x'"):
+        Checkpoint("~nobody-of-this-name/x")
+
+
+# --- what cannot be held ---
+
+
+class OfTorchmetrics(nn.Module):
+    """A metric as torchmetrics' are: a module whose states are not in its state_dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("correct", torch.zeros(1), persistent=False)
+
+
+def test_an_object_with_an_empty_state_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Once, before the first batch for a module; what fills later is not one of them."""
+    trainer, _ = make()
+    fills, empty = Remembers({}), Remembers({})
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: fills.state.update(n=1))
+    Checkpoint(tmp_path, every=1, to_save={"acc": OfTorchmetrics(), "fills": fills, "empty": empty}).attach(trainer)
+    said: list[int] = []
+    trainer.add_event_handler(Events.ITERATION_STARTED(once=1), lambda: said.append("acc" in caplog.text))
+    trainer.run(LOADER, max_epochs=1)
+    lines = [line for line in logged(caplog) if "empty state_dict" in line]
+    assert [line.partition(" ")[0] for line in lines] == ["to_save['acc']", "to_save['empty']"]
+    assert "metric.persistent(True)" in lines[0]
+    assert said == [True]
+
+
+def test_a_link_to_nothing_among_the_checkpoints_does_not_stop_a_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is set aside, as any other damaged one, and the run resumes from the one before."""
+    saves(tmp_path)
+    (tmp_path / "update-00000099").symlink_to(tmp_path / "nowhere")
+    trainer, _ = make()
+    Checkpoint(tmp_path).attach(trainer)
+    state = trainer.run(LOADER, max_epochs=3)
+    assert state.iteration == 18
+    assert "update-00000099 is damaged: it is a link" in caplog.text
+    assert "18" in names(tmp_path)
 
 
 # --- when ---

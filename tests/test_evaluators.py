@@ -231,6 +231,28 @@ def test_evaluators_have_names_of_their_own(tmp_path: Path) -> None:
         assert {"evaluator/EarlyStopping", "evaluator-2/EarlyStopping"} <= {*stored.names()}
 
 
+@pytest.mark.parametrize("kind", EVALUATORS)
+def test_what_others_put_on_the_state_stays(kind: str) -> None:
+    """As MONAI's handlers do when they are attached. Counters, metrics and what forward carries begin anew in each run."""
+    evaluator, seen = EVALUATORS[kind](cuts.linear()), list[int]()
+    state = evaluator.state
+    state.metric_details = {"dice": []}
+    evaluator.add_event_handler(Events.EPOCH_COMPLETED, lambda engine: engine.state.metric_details["dice"].append(1))
+    evaluator.add_event_handler(Events.ITERATION_COMPLETED, lambda engine: seen.append(engine.state.iteration))
+    metrics = []
+    for run in range(2):
+        if kind == "ours":
+            state.carried["hidden"] = torch.ones(1)
+        metrics.append(evaluator.run(DATA).metrics)
+        assert evaluator.state is state
+        assert len(state.metric_details["dice"]) == run + 1
+    assert seen == [1, 2, 1, 2]
+    if kind == "ours":
+        assert len(state.carried) == 0
+        assert metrics[0] == metrics[1]
+        assert metrics[0] is not metrics[1], "those of an earlier run stay what they were"
+
+
 def test_an_error_of_a_stock_evaluator_is_raised() -> None:
     """Its exception ends the run although a progress log is attached, and the next run validates again."""
     trainer, _ = make_trainer()

@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,9 @@ from torch import Tensor
 
 from ignite_train import CheckpointError, checkpoint, create_trainer
 from ignite_train.checkpoint import disk as disk_module
-from ignite_train.checkpoint import tree
+from ignite_train.checkpoint import inspection, tree
 from ignite_train.checkpoint import writer as writer_module
+from ignite_train.checkpoint.config import plain_config
 from ignite_train.checkpoint.directory import Contents
 from ignite_train.checkpoint.disk import Disk
 from ignite_train.checkpoint.reader import CheckpointReader
@@ -705,6 +707,7 @@ def _stays(saves: list[tuple[int, float | None]], rule: Retention, index: int) -
     if index not in latest:
         return False
     newer = [i for i in latest if i > index]
+    first = [update for update, _ in saves].index
 
     def beats(other: int) -> bool:
         theirs = saves[other][1]
@@ -714,7 +717,7 @@ def _stays(saves: list[tuple[int, float | None]], rule: Retention, index: int) -
         return theirs < score if rule.lower_is_better else theirs > score
 
     if score is not None:
-        before = [i for i in latest if beats(i) or (i in newer and saves[i][1] == score)]
+        before = [i for i in latest if beats(i) or (first(saves[i][0]) < first(update) and saves[i][1] == score)]
         if len(before) < rule.best:
             return True
     return len(newer) < rule.last or (rule.every is not None and update % rule.every == 0)
@@ -731,6 +734,24 @@ def test_what_stays_is_what_the_rule_says(saves, rule, random):
 
     assert gone == {index for index in range(len(saves)) if not _stays(saves, rule, index)}
     assert not saves or len(saves) - 1 not in gone
+
+
+@pytest.mark.parametrize(
+    ("updates", "stays"),
+    [([3, 6, 9], "update-00000003"), ([3, 6, 6, 9], "update-00000003"), ([3, 6, 3, 9], "update-00000003.1")],
+    ids=["three", "another again", "itself again"],
+)
+def test_of_equal_scores_the_first_is_the_best(tmp_path, updates, stays):
+    """As for Validation and EarlyStopping; of an update that was saved again the latest copy."""
+    rule = Retention(last=1, best=1, lower_is_better=False, every=None, metric="accuracy")
+    writer = CheckpointWriter(tmp_path, rule, asynchronous=False, warns=False)
+    config = plain_config({}, {"best": {"metric": "accuracy", "mode": "max"}})
+    for update in updates:
+        writer.save(contents(update), replace(manifest(update, score=0.5), config=config))
+    found = inspection.best(tmp_path)
+    assert found is not None
+    assert [found.path.name, "update-00000009"] == [stays, names(tmp_path)[-1]]
+    assert len(names(tmp_path)) == 2
 
 
 @given(_saves, _rules)

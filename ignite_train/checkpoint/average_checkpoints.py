@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ignite_train.arguments import describe, positive_int
+from ignite_train.arguments import describe, path_of, positive_int
 from ignite_train.checkpoint.inspection import find, verify, write_weights
 from ignite_train.checkpoint.weights import read_weights
 from ignite_train.errors import CheckpointError
@@ -98,7 +98,7 @@ def _chosen(paths: str | Path | Sequence[str | Path], last: int | None) -> list[
         raise TypeError(f"paths must be a list of checkpoints or files, or a directory with last=..., got {describe(paths)}")
     if not paths:
         raise ValueError("paths must name at least one checkpoint or file, got none")
-    return [Path(path) for path in paths]
+    return [path_of("paths", path) for path in paths]
 
 
 def _is_averaged(value: Any) -> bool:

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from ignite_train.arguments import did_you_mean
+from ignite_train.arguments import did_you_mean, path_of
 from ignite_train.checkpoint.directory import CheckpointDirectory
 from ignite_train.checkpoint.disk import Disk
 from ignite_train.checkpoint.manifest import MANIFEST, Manifest, UnusableCheckpoint, read_manifest
@@ -74,7 +74,7 @@ def find(directory: str | Path) -> list[Found]:
     Raises:
         CheckpointError: the directory does not exist.
     """
-    root = Path(directory)
+    root = path_of("directory", directory)
     if not root.is_dir():
         raise CheckpointError(f"the directory {root} does not exist")
     if (root / MANIFEST).exists():
@@ -94,7 +94,7 @@ def verify(path: str | Path) -> None:
         CheckpointFormatError: it has a newer format.
         UnreadableCheckpointError: the disk gave an error.
     """
-    with CheckpointReader(Path(path)) as reader:
+    with CheckpointReader(path_of("path", path)) as reader:
         reader.verify()
 
 
@@ -116,7 +116,7 @@ def latest(directory: str | Path) -> Path | None:
 
 
 def best(directory: str | Path) -> Found | None:
-    """The checkpoint in `directory` with the best score; None if none has one. Of equal ones the newest.
+    """The checkpoint in `directory` with the best score; None if none has one. Of equal ones the first.
 
     Of which metric, and whether a lower score is better, is what the newest with a score says; those with a score of another
     metric, which an earlier script has named, do not count. Reads manifests only; see `verify`.
@@ -133,7 +133,8 @@ def best(directory: str | Path) -> Found | None:
     metric, mode = manifest.scored_by
     sign = 1.0 if mode == "min" else -1.0
     alike = [entry for entry in scored if entry[1].scored_by is None or entry[1].scored_by[0] == metric]
-    return min(reversed(alike), key=lambda entry: sign * (entry[1].score or 0.0))[0]
+    latest_copies = {entry[1].update: entry for entry in alike}  # in the order of their first copies
+    return min(latest_copies.values(), key=lambda entry: sign * (entry[1].score or 0.0))[0]
 
 
 def chosen_checkpoint(path: str | Path, *, best: bool = False) -> Path:
@@ -142,7 +143,7 @@ def chosen_checkpoint(path: str | Path, *, best: bool = False) -> Path:
     Raises:
         CheckpointError: `path` holds no whole checkpoint, or none with a score.
     """
-    path = Path(path)
+    path = path_of("path", path)
     if (path / MANIFEST).exists() and not best:
         return path
     found = _best_path_in(path) if best else latest(path)
@@ -187,7 +188,7 @@ def write_weights(state: Any, output: str | Path) -> None:
     Raises:
         CheckpointError: `output` is a directory.
     """
-    output = Path(output)
+    output = path_of("output", output)
     if not output.name or output.is_dir():
         raise CheckpointError(f"output must be the path of a file, got {str(output)!r}")
     unfinished = output.with_name(f".{output.name}.{os.urandom(4).hex()}")

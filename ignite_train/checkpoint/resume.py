@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ignite_train.arguments import did_you_mean
+from ignite_train.arguments import did_you_mean, path_of
 from ignite_train.checkpoint.config import config_changes, plain_config, versions
 from ignite_train.checkpoint.directory import CheckpointDirectory, together
 from ignite_train.checkpoint.disk import Disk
@@ -146,7 +146,7 @@ def checkpoint_to_resume(own: CheckpointDirectory, resume: str | Path) -> tuple[
     """
     directory = own
     if not (isinstance(resume, str) and resume in _WORDS):
-        directory = CheckpointDirectory(Path(resume).resolve(), own.disk)
+        directory = CheckpointDirectory(path_of("resume", resume).resolve(), own.disk)
         if not any(together(collectives.gather_objects, "looking for checkpoints", partial(_is_there, directory))):
             hint = did_you_mean(resume, _WORDS)
             raise ValueError(f"resume must be 'auto', 'must', 'never' or a directory that exists, got {str(resume)!r}{hint}")
@@ -308,7 +308,7 @@ def _tidy(directory: CheckpointDirectory) -> None:
 
 def _attempt(path: Path, read: Callable[[CheckpointReader], T]) -> tuple[tuple[T, Manifest] | None, str, str]:
     try:
-        if not path.exists():
+        if not (path.exists() or path.is_symlink()):  # a link is damage, which the reader reports
             raise CheckpointError(f"{path} does not exist on rank {collectives.rank()}: all ranks must see the same files")
         with CheckpointReader(path) as reader:
             return (read(reader), reader.manifest), "", ""

@@ -45,17 +45,17 @@ class Retention:
     def surplus(self, manifests: Sequence[Manifest]) -> list[int]:
         """The indices of those that may be removed."""
         by_age = sorted(range(len(manifests)), key=lambda index: manifests[index].serial)
-        by_update = {manifests[index].update: index for index in by_age}  # of an update that was saved again, the last
+        by_update = {manifests[index].update: index for index in by_age}  # in the order of their first saves, the last of each
         newest = sorted(by_update.values(), key=lambda index: -manifests[index].serial)
-        stays = {*newest[: self.last], *self._best(newest, manifests)}
+        stays = {*newest[: self.last], *self._best([*by_update.values()], manifests)}
         if self.every is not None:
             stays |= {index for index in newest if manifests[index].update % self.every == 0}
         return [index for index in by_age if index not in stays]
 
-    def _best(self, newest: Sequence[int], manifests: Sequence[Manifest]) -> list[int]:
-        """The indices of the best by each metric; of equal ones the newest."""
+    def _best(self, candidates: Sequence[int], manifests: Sequence[Manifest]) -> list[int]:
+        """The indices of the best by each metric; of equal ones the first."""
         by_kind: dict[tuple[str | None, bool], list[tuple[float, int]]] = {}
-        for index in newest:
+        for index in candidates:
             score, kind = manifests[index].score, self._kind_of_score(manifests[index])
             if score is not None:
                 by_kind.setdefault(kind, []).append((score if kind[1] else -score, index))

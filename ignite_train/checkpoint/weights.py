@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ignite_train.arguments import describe
+from ignite_train.arguments import describe, path_of
 from ignite_train.checkpoint.claims import check_tied
 from ignite_train.checkpoint.inspection import chosen_checkpoint, read_entry
 from ignite_train.checkpoint.reader import CheckpointReader
@@ -61,7 +61,7 @@ def load_weights(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {describe(model)}")
-    module, path = SavedModule(unwrap(model)), Path(path)
+    module, path = SavedModule(unwrap(model)), path_of("path", path)
     found = read_weights(path, entry=entry, best=best)
     wanted = module.state_dict()
     plain = _plain_names(wanted)
@@ -86,7 +86,7 @@ def read_weights(path: str | Path, *, entry: str = "model", best: bool = False) 
         CheckpointError: the checkpoint or file is missing, or it holds no state_dict.
         DamagedCheckpointError: something that was needed is not what was written.
     """
-    path = Path(path)
+    path = path_of("path", path)
     return _read_file(path, entry, best=best) if path.is_file() else _read_checkpoint(path, entry, best=best)
 
 

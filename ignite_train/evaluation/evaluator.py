@@ -84,7 +84,7 @@ class Evaluator(Loop):
             epoch_length: the same as `max_iters`.
 
         Returns:
-            A fresh state, with the metrics.
+            The state, with the metrics. Its own attributes are fresh; those that others have put there stay.
 
         Raises:
             TypeError: `data` cannot be iterated.
@@ -97,7 +97,7 @@ class Evaluator(Loop):
         name, limit = ("epoch_length", epoch_length) if max_iters is None else ("max_iters", max_iters)
         self._limit = None if limit is None else positive_int(name, limit)
         self._refuse_running_metrics(loader)
-        self.state = EvaluatorState()
+        vars(self.state).update(vars(EvaluatorState()))  # what others have put there stays
         self.state.max_epochs = 1
         self._epoch_open = False
         self.statistics = Statistics(self.statistics.device)  # without the logs of another run, which would be published as 0
