@@ -22,6 +22,7 @@ from ignite_train.ranks.statistics import Statistics, Totals
 from ignite_train.state import UpdateOutput
 from ignite_train.trainer import Trainer
 from ignite_train.update.decision import Decision, decide
+from ignite_train.update.first_forward import without_first_look
 from ignite_train.update.loss_declaration import LossDeclarationWarning, misdeclared
 from ignite_train.update.update import Update
 from ignite_train.update.update_graphs import CannotCompileError, Gathered, UpdateGraphs
@@ -216,7 +217,7 @@ class CompiledUpdate(Update):
         This is done at first, and when modules, parameters or the optimizer's groups are not what they were. So a mistake of
         forward is told as it is without compiling, also a mean that is declared as a sum.
         """
-        trial = TrialRun(self.model, self.carried, self.forward, micro_batch)
+        trial = TrialRun(self.model, self.carried, without_first_look(self.forward), micro_batch)
         named = [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
         with torch.compiler.set_stance("force_eager"):
             output = self._forward(micro_batch)
@@ -276,7 +277,7 @@ class CompiledUpdate(Update):
 
     def _new_graphs(self, plans: tuple[StepPlan, ...]) -> UpdateGraphs:
         return UpdateGraphs(
-            forward=self.forward,
+            forward=without_first_look(self.forward),
             model=self.model,
             carried=self.carried,
             plans=plans,

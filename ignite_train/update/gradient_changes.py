@@ -10,6 +10,7 @@ from ignite_train.model.gradients import Gradients
 from ignite_train.ranks.reduction import Reduction
 from ignite_train.trainer import Trainer
 from ignite_train.update.decision import SMALLEST_NORM, Decision, decide_again
+from ignite_train.update.handler_guard import HandlerGuard
 
 __all__ = ["GradientChanges", "trusted_norm"]
 
@@ -27,6 +28,7 @@ class GradientChanges:
 
     gradients: Gradients
     reduction: Reduction
+    guard: HandlerGuard
     scales_loss: bool
     max_grad_norm: float | None
     _has_logged: bool = False
@@ -52,7 +54,8 @@ class GradientChanges:
             )
         if decision.mean_factor != 1.0:
             self.gradients.multiply(decision.mean_factor)
-        trainer.fire_event(_GRADIENTS_REDUCED)
+        with self.guard.no_step("a handler of GRADIENTS_REDUCED"):
+            trainer.fire_event(_GRADIENTS_REDUCED)
         self.gradients.refuse_dropped("GRADIENTS_REDUCED")
         norm = trusted_norm(self.reduction, self.gradients)
         return decide_again(decision, norm, scales_loss=self.scales_loss, max_grad_norm=self.max_grad_norm)

@@ -42,7 +42,9 @@ from ignite_train.update.closure_step import ClosureStep
 from ignite_train.update.compilation import Backward
 from ignite_train.update.decision import Decision, decide, may_trust_norm
 from ignite_train.update.failures_in_a_row import FailuresInARow
+from ignite_train.update.first_forward import FirstForward
 from ignite_train.update.gradient_changes import GradientChanges
+from ignite_train.update.handler_guard import HandlerGuard
 from ignite_train.update.loss_scaling import LossScaling
 from ignite_train.update.nonfinite_search import NonFiniteSearch
 from ignite_train.update.norm_limits import NormLimits
@@ -84,6 +86,7 @@ class Update:
     options: UpdateOptions
     seeding: Seeding | None
     _buffers: BufferRollback = field(init=False)
+    _guard: HandlerGuard = field(init=False)
     _gradient_changes: GradientChanges = field(init=False)
     _failures: FailuresInARow = field(init=False)
     _search: NonFiniteSearch = field(init=False)
@@ -97,9 +100,12 @@ class Update:
         may_skip = self.loss_scaling.enabled or self.options.on_nonfinite == "skip"
         self._buffers = BufferRollback(self.reduction.module, is_needed=may_skip)
         self._failures = FailuresInARow(self.options.give_up_after)
+        self._guard = HandlerGuard(self.gradients, self.optimizer, keeps_graph=self.options.create_graph)
+        self.forward = FirstForward(self.forward, self._guard.forward, WeakMethod(self._set_forward))
         self._gradient_changes = GradientChanges(
             gradients=self.gradients,
             reduction=self.reduction,
+            guard=self._guard,
             scales_loss=self.loss_scaling.enabled,
             max_grad_norm=self.max_grad_norm,
         )
@@ -213,7 +219,7 @@ class Update:
 
     def _accumulate(self, trainer: Trainer, micro_batches: Sequence[Any], done: int = 0) -> None:
         """Adds up gradients of micro-batches that are not `done`. They cross the ranks in the last backward, or after it."""
-        state, fire, begin_section = trainer.state, trainer.fire_event, trainer._begin_section
+        state, fire, begin_section = trainer.state, self._guard.firing(trainer), trainer._begin_section
         for number, micro_batch in enumerate(islice(micro_batches, done, None), start=done + 1):
             last = number == len(micro_batches) + self._num_placeholders  # whose number is right by now, see ArrivingGroup
             self._begin_micro_batch(trainer, number - 1)
@@ -296,7 +302,7 @@ class Update:
         if totals.num_out_of_memory:
             trainer.fire_event(TrainEvents.OUT_OF_MEMORY)
         has_handlers = trainer._has_handlers(_GRADIENTS_READY)
-        with self.gradients.readable(decision.mean_factor) if has_handlers else _NOTHING:
+        with self._guard.readable(decision.mean_factor) if has_handlers else _NOTHING:
             trainer.fire_event(_GRADIENTS_READY)
         if not has_stepped and (rates := self.learning_rates()) != output.learning_rates:
             output = trainer._amend(replace(output, learning_rates=rates))
@@ -390,6 +396,9 @@ class Update:
             raise SparseGradientError(sparse) from None
 
     # --- forward, and what to do about values that are not finite ----------------------------------------------------------
+
+    def _set_forward(self, forward: BoundForward) -> None:
+        self.forward = forward
 
     def _forward(self, micro_batch: Any) -> ForwardOutput:
         with self.precision.autocast():
