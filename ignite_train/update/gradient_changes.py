@@ -22,8 +22,9 @@ class GradientChanges:
     """Fires GRADIENTS_REDUCED if some rank has a handler, and decides again about what handlers have made of the gradients.
 
     The gradients are multiplied to be those of the mean loss first, which is one pass over memory, and their norm is taken a
-    second time, for which sharded models reduce one number over the ranks. An update that is skipped anyway has no mean
-    gradient, so there the event is not fired.
+    second time, for which sharded models reduce one number over the ranks. Gradients that are not finite are shown too, so that
+    handlers can repair them: what they leave decides, also where the loss is not finite. Not so with loss scaling, where an
+    overflow is one before handlers, as with torch's GradScaler, or else the scale would never fall.
     """
 
     gradients: Gradients
@@ -44,7 +45,7 @@ class GradientChanges:
         Raises:
             NoGradientError: handlers have dropped all gradients.
         """
-        if decision.skipped_reason is not None or not are_changed:
+        if decision.skipped_reason not in (None, "nonfinite") or not are_changed:
             return decision
         if not self._has_logged:
             self._has_logged = True
