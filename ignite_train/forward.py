@@ -147,12 +147,7 @@ def as_forward_output(returned: Any) -> ForwardOutput:
         )
     is_plain = type(sample_size) in _PLAIN_NUMBERS
     if not is_plain:
-        _check_number("sample_size", sample_size)
-        if isinstance(sample_size, Tensor) and sample_size.requires_grad:
-            raise ForwardContractError(
-                "sample_size must not have a graph, forward returned one that requires grad; a second loss is added to the "
-                f"first, as in loss + aux_loss; {_CONTRACT}"
-            )
+        _check_size(sample_size)
     if (is_plain or not isinstance(sample_size, Tensor)) and not 0 <= sample_size < math.inf:
         raise ForwardContractError(f"sample_size must be finite and at least 0, forward returned {sample_size!r}")
     if not isinstance(logs, (dict, Mapping)):  # a dict is told apart faster than any mapping
@@ -165,6 +160,15 @@ def as_forward_output(returned: Any) -> ForwardOutput:
         else:
             _check_number(f"logs[{name!r}]", value)
     return output if loss.dim() == 0 else output._replace(loss=loss.reshape(()))
+
+
+def _check_size(size: Any) -> None:
+    _check_number("sample_size", size)
+    if isinstance(size, Tensor) and size.requires_grad:
+        raise ForwardContractError(
+            "sample_size must not have a graph, forward returned one that requires grad; a second loss is added to the first, "
+            f"as in loss + aux_loss; {_CONTRACT}"
+        )
 
 
 def refuse_fraction(size: float) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -73,7 +72,7 @@ def test_a_pair_that_is_no_loss_and_size(name: str) -> None:
 def test_an_accuracy_that_is_zero_at_first() -> None:
     """It skips updates until it is a fraction, which is noticed then."""
     accuracies = iter([0.0, 0.0, 0.5])
-    model, _, trainer = make(lambda m, b: (loss_of(m, b), torch.tensor(next(accuracies))))
+    _, _, trainer = make(lambda m, b: (loss_of(m, b), torch.tensor(next(accuracies))))
     assert_one_line((ForwardContractError, "no number of samples", lambda: trainer.run(DATA * 2)))
     assert trainer.state.num_skipped == 2
 
@@ -97,7 +96,9 @@ def test_a_weight_that_is_meant(name: str) -> None:
 def test_an_evaluator_refuses_a_pair_too() -> None:
     """As training does."""
     forward = PAIRS["a number"][0]
-    assert_one_line((ForwardContractError, "no number of samples", lambda: create_evaluator(nn.Linear(3, 2), forward).run(DATA)))
+    assert_one_line(
+        (ForwardContractError, "no number of samples", lambda: create_evaluator(nn.Linear(3, 2), forward).run(DATA))
+    )
 
 
 # --- backward and steps inside an update ------------------------------------------------------------------------------------
@@ -200,7 +201,7 @@ def test_a_step_in_a_handler(event: Any, fused: bool) -> None:
 
 def test_a_step_in_forward() -> None:
     """As in a loop that was copied whole."""
-    model, optimizer, trainer = make(lambda m, b: (optimizer.step(), summed(m, b))[1])
+    _, optimizer, trainer = make(lambda m, b: (optimizer.step(), summed(m, b))[1])
     assert_one_line((ForwardContractError, r"forward must not call step\(\)", lambda: trainer.run(DATA)))
     assert not optimizer._optimizer_step_pre_hooks
 
@@ -240,6 +241,82 @@ def test_a_second_backward_through_gradients() -> None:
 
 def test_nothing_is_left_of_the_first_look() -> None:
     """From the second forward on it is the user's that is called."""
-    model, _, trainer = make(summed)
+    _, _, trainer = make(summed)
     trainer.run(DATA[:1])
     assert trainer._update.forward is summed  # type: ignore[attr-defined]
+
+
+# --- modes, and weights that never move -------------------------------------------------------------------------------------
+
+
+def with_norm() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 2))
+
+
+def probed_by_hand(model: nn.Sequential) -> nn.Sequential:
+    """As the linear probes of MoCo do: the statistics of the frozen layers must not move."""
+    model.eval()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for batch in DATA:
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        optimizer.step()
+    return model
+
+
+def test_a_model_in_eval_mode(caplog: pytest.LogCaptureFixture) -> None:
+    """It is trained in training mode with one warning, or as it is, where the script says so: as by hand, bit by bit."""
+    model = with_norm().eval()
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_of)
+    trainer.run(DATA, max_epochs=1)
+    trainer.run(DATA, max_epochs=2)
+    assert all(module.training for module in model.modules())
+    assert sum("UpdateOptions(train_mode=False)" in record.message for record in caplog.records) == 1
+    caplog.clear()
+    model = with_norm().eval()
+    options = UpdateOptions(train_mode=False)
+    create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_of, options=options).run(DATA)
+    assert not any(module.training for module in model.modules())
+    for mine, right in zip(model.state_dict().values(), probed_by_hand(with_norm()).state_dict().values(), strict=True):
+        assert torch.equal(mine, right)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("prepare", [lambda m: m.train(), lambda m: m[1].eval(), lambda m: [c.eval() for c in m]])
+def test_modes_that_say_nothing(prepare: Callable[[nn.Sequential], Any], caplog: pytest.LogCaptureFixture) -> None:
+    """The mode of the root module decides, and modules that were put into eval mode stay there."""
+    model = with_norm()
+    prepare(model)
+    modes = [module.training for module in model.modules()]
+    create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_of).run(DATA)
+    assert [module.training for module in model.modules()] == modes
+    assert not caplog.records
+
+
+def test_a_module_outside_of_the_model_keeps_its_mode() -> None:
+    """A teacher that the script has put into eval mode stays there, in training and in evaluation."""
+    teacher = with_norm().eval()
+    seen = []
+
+    def distil(model: nn.Module, batch: Batch) -> ForwardOutput:
+        seen.append(teacher.training)
+        return ForwardOutput(mse_loss(model(batch[0]), teacher(batch[0]).detach(), reduction="sum"), sample_size=len(batch[0]))
+
+    model, _, trainer = make(distil)
+    trainer.run(DATA)
+    create_evaluator(model, distil).run(DATA)
+    assert seen
+    assert not any(seen)
+
+
+def test_a_run_that_never_moves_the_weights(caplog: pytest.LogCaptureFixture) -> None:
+    """As with a sample size of 0 in each update: the end of the run says so, and what to do."""
+    _, _, trainer = make(lambda m, b: ForwardOutput(loss_of(m, b), sample_size=0))
+    trainer.run(DATA)
+    said = [record.message for record in caplog.records]
+    assert "update 1 was skipped (no_samples): the sample sizes of all ranks add up to 0; skipped so far: 1" in said[0]
+    assert "the weights have never moved: all 2 updates were skipped, the latest (no_samples)" in said[-1]
+    caplog.clear()
+    make(summed)[2].run(DATA)
+    assert not caplog.records

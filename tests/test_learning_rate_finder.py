@@ -408,7 +408,7 @@ def test_an_update_that_is_skipped_is_no_point() -> None:
     model, finder = net(), LearningRateFinder()
     trainer = make(model, torch.optim.SGD(model.parameters(), lr=1.0), on_nonfinite="skip")
     with finder.attach(trainer, num_iter=5, start_lr=1e-3, end_lr=5e-3, step_mode="linear") as searching:
-        event = TrainEvents.BACKWARD_COMPLETED(once=3)
+        event = TrainEvents.GRADIENTS_REDUCED(once=3)
         searching.add_event_handler(event, lambda: model[0].weight.grad.fill_(math.inf))  # type: ignore[union-attr]
         searching.run(MICRO_BATCHES)
     assert finder.get_results()["lr"] == pytest.approx([1e-3, 2e-3, 4e-3, 5e-3])

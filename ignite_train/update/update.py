@@ -207,7 +207,7 @@ class Update:
             self.seeding.begin(trainer.state.iteration)
             if isinstance(micro_batches, ArrivingGroup):
                 micro_batches.drawing = self.seeding.outside
-        if not self.model.training:
+        if self.options.train_mode and not self.reduction.module.training:
             self.model.train()
         self.gradients.clear_stale()
         self._search.mark(self.loss_scaling.scale)
