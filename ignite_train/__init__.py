@@ -37,7 +37,7 @@ from ignite_train.trainer import Trainer
 from ignite_train.tuning.tune import tune
 from ignite_train.tuning.tuned import Tuned
 from ignite_train.update.attach_metric import attach_metric
-from ignite_train.update.loss_declaration import LossDeclarationWarning
+from ignite_train.model.loss_declaration import LossDeclarationWarning
 from ignite_train.update.loss_scaling import (
     DeepSpeedLossScaling,
     FairseqLossScaling,

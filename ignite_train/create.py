@@ -52,7 +52,6 @@ from ignite_train.update.eval_mode import warn_of_eval_mode
 from ignite_train.update.gradient_loggers import warn_of_gradient_loggers
 from ignite_train.update.idle_run import warn_of_idle_run
 from ignite_train.update.local_update import LocalUpdate
-from ignite_train.update.loss_declaration import warn_of_misdeclared_loss
 from ignite_train.update.loss_scaling import LossScaling, NoLossScaling, TorchLossScaling
 from ignite_train.update.norm_limits import NormLimits
 from ignite_train.update.options import UpdateOptions
@@ -231,8 +230,6 @@ def _complete(trainer: Trainer, update: Update, model: nn.Module, options: Updat
     if isinstance(update, LocalUpdate):
         update.join(trainer)
     warn_of_gradient_loggers(trainer, keeps_gradients=options.keep_gradients)
-    if not isinstance(update, CompiledUpdate):  # which looks at it itself
-        warn_of_misdeclared_loss(trainer)
     refuse_sparse_gradients(trainer, model)
     if options.train_mode:
         warn_of_eval_mode(trainer, update.reduction.module)

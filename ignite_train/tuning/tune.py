@@ -28,7 +28,7 @@ from ignite_train.tuning.settings import Settings
 from ignite_train.tuning.trial import Trial
 from ignite_train.tuning.tuned import Tuned
 from ignite_train.tuning.untouched import untouched
-from ignite_train.update.loss_declaration import LossDeclarationWarning
+from ignite_train.model.loss_declaration import LossDeclarationWarning
 
 __all__ = ["tune"]
 

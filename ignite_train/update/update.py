@@ -27,8 +27,10 @@ from ignite_train.errors import (
 from ignite_train.events import TrainEvents
 from ignite_train.forward import BoundForward, ForwardOutput, as_forward_output
 from ignite_train.model.buffer_rollback import BufferRollback
+from ignite_train.model.first_forward import FirstForward, without_first_look
 from ignite_train.model.gradients import Gradients
 from ignite_train.model.learning_rates import LearningRates
+from ignite_train.model.loss_declaration import check_forward
 from ignite_train.model.nonfinite import spoilt_buffer
 from ignite_train.model.optimizers import Optimizers
 from ignite_train.model.precision import Precision
@@ -42,7 +44,6 @@ from ignite_train.update.closure_step import ClosureStep
 from ignite_train.update.compilation import Backward
 from ignite_train.update.decision import Decision, decide, may_trust_norm
 from ignite_train.update.failures_in_a_row import FailuresInARow
-from ignite_train.update.first_forward import FirstForward
 from ignite_train.update.gradient_changes import GradientChanges
 from ignite_train.update.handler_guard import HandlerGuard
 from ignite_train.update.loss_scaling import LossScaling
@@ -101,7 +102,8 @@ class Update:
         self._buffers = BufferRollback(self.reduction.module, is_needed=may_skip)
         self._failures = FailuresInARow(self.options.give_up_after)
         self._guard = HandlerGuard(self.gradients, self.optimizer, keeps_graph=self.options.create_graph)
-        self.forward = FirstForward(self.forward, self._guard.forward, WeakMethod(self._set_forward))
+        first = FirstForward(self.forward, self._guard.forward, WeakMethod(self._check_forward), WeakMethod(self._set_forward))
+        self.forward = first
         self._gradient_changes = GradientChanges(
             gradients=self.gradients,
             reduction=self.reduction,
@@ -396,6 +398,10 @@ class Update:
             raise SparseGradientError(sparse) from None
 
     # --- forward, and what to do about values that are not finite ----------------------------------------------------------
+
+    def _check_forward(self, micro_batch: Any) -> list[str]:
+        forward, module = without_first_look(self.forward), self.reduction.module
+        return check_forward(module, forward, micro_batch, carried=self.carried, precision=self.precision)
 
     def _set_forward(self, forward: BoundForward) -> None:
         self.forward = forward

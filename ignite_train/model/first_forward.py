@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ignite_train.forward import BoundForward, refuse_fraction
+from ignite_train.model.loss_declaration import LossDeclarationWarning
 
 __all__ = ["FirstForward", "without_first_look"]
 
@@ -19,6 +21,7 @@ class FirstForward:
     Args:
         forward: the user's.
         guard: makes the `with` in which it runs.
+        check: says what is wrong with its declarations, given a micro-batch.
         replace: puts another function into the place where this stands.
 
     Attributes:
@@ -26,16 +29,26 @@ class FirstForward:
     """
 
     def __init__(
-        self, forward: BoundForward, guard: Callable[[], AbstractContextManager[None]], replace: Callable[[BoundForward], None]
+        self,
+        forward: BoundForward,
+        guard: Callable[[], AbstractContextManager[None]],
+        check: Callable[[Any], list[str]],
+        replace: Callable[[BoundForward], None],
     ) -> None:
-        self.forward, self._guard, self._replace = forward, guard, replace
+        self.forward, self._guard, self._check, self._replace = forward, guard, check, replace
+        self._is_checked = False
 
     def __call__(self, model: nn.Module, micro_batch: Any) -> Any:
         """Runs `forward`."""
+        messages: list[str] = []
         with self._guard():
+            if not self._is_checked:
+                self._is_checked, messages = True, self._check(micro_batch)
             returned = self.forward(model, micro_batch)
         if _size_is_known(returned):
             self._replace(self.forward)
+        for message in messages:
+            warnings.warn(message, LossDeclarationWarning, stacklevel=2)
         return returned
 
 
