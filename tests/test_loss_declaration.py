@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
+import copy
+import random
 import warnings
 from collections.abc import Callable
 from typing import Any
 
+import ignite.distributed as idist
+import numpy as np
 import pytest
 import torch
+import torch.distributed.nn.functional as over_ranks
 import torch.nn.functional as F  # noqa: N812  # torch's own name for it
 from torch import Tensor, nn
 
@@ -16,10 +20,12 @@ from ignite_train import (
     ForwardOutput,
     LossDeclarationWarning,
     TrainEvents,
-    count_traffic,
+    UpdateOptions,
+    create_evaluator,
     create_supervised_trainer,
     create_trainer,
 )
+from ranks import run_ranks
 
 SAMPLES, FEATURES, CLASSES, STEPS = 8, 6, 3, 4
 Batch = dict[str, Tensor]
@@ -350,8 +356,191 @@ def mean_with_size(m: nn.Module, b: Batch) -> ForwardOutput:
 def test_mixed_precision_is_seen_through() -> None:
     """Casts change nothing about what was summed."""
     model = Net()
-    trainer = create_trainer(
-        model, torch.optim.SGD(model.parameters(), lr=1e-6), mean_with_size, precision="bf16"
-    )
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=1e-6), mean_with_size, precision="bf16")
     with pytest.warns(LossDeclarationWarning, match=TOO_SMALL):
         trainer.run([batch()], max_epochs=1)
+
+
+# --- logs, and evaluators ---------------------------------------------------------------------------------------------------
+
+LOGS: dict[str, tuple[Callable[[nn.Module, Batch], Any], bool]] = {
+    "accuracy": (lambda m, b: (m(b["x"]).argmax(1) == b["c"]).float().mean(), True),
+    "a mean, read": (lambda m, b: m(b["x"]).square().mean().item(), True),
+    "a largest value": (lambda m, b: m(b["x"]).abs().max(), True),
+    "a count": (lambda m, b: (m(b["x"]).argmax(1) == b["c"]).sum(), False),
+    "a sum": (lambda m, b: m(b["x"]).square().sum(), False),
+    "a pair": (lambda m, b: (m(b["x"]).square().mean() * len(b["x"]), len(b["x"])), False),
+    "the samples": (lambda _, b: len(b["x"]), False),
+    "a constant": (lambda *_: 0.1, False),
+    "a norm of weights": (lambda m, _: m.out.weight.norm(), False),
+    "nothing": (lambda *_: 0, False),
+}
+
+
+@table(LOGS)
+def test_a_log_that_is_a_mean_is_noticed(loss: tuple[Any, bool]) -> None:
+    """It would be divided by the sample size once more; in training and in evaluation."""
+    log, is_wrong = loss
+
+    def forward(m: nn.Module, b: Batch) -> ForwardOutput:
+        return ForwardOutput(
+            SQUARES(m(b["x"]), b["y"], reduction="sum"), len(b["x"]), {"right": len(b["x"]), "mine": log(m, b)}
+        )
+
+    messages = told(forward)
+    assert len(messages) == is_wrong
+    assert told(lambda m, b: ForwardOutput(SQUARES(m(b["x"]), b["y"]), logs={"mine": log(m, b)})) == []
+    if is_wrong:
+        assert messages[0].startswith("logs['mine'] of forward did not grow with the samples")
+        assert "a pair (sum, denominator)" in messages[0]
+        with pytest.warns(LossDeclarationWarning, match="'mine'"):
+            create_evaluator(Net(), forward).run([batch()])
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_an_evaluator_notices_a_mean(training: bool) -> None:
+    """In its first micro-batch, once; and the model is in the mode that it had."""
+    model = Net().train(training)
+    evaluator = create_evaluator(model, mean_with_size)
+    with pytest.warns(LossDeclarationWarning, match="sample_size=8 .* loss and gradient are 8 times too small") as caught:
+        evaluator.run([batch()] * 2)
+    assert len(caught) == 1
+    evaluator.run([batch()])  # a warning would be an error here
+    assert all(module.training == training for module in model.modules())
+    create_evaluator(model, lambda m, b: ForwardOutput(SQUARES(m(b["x"]), b["y"], reduction="sum"), len(b["x"]))).run([batch()])
+    with pytest.warns(LossDeclarationWarning, match=TOO_LARGE):
+        create_evaluator(model, SUMS["squares"]).run([batch()])
+
+
+# --- the trial of forward leaves no trace -----------------------------------------------------------------------------------
+
+
+class Drawing(nn.Module):
+    """Layers that draw numbers, move statistics and count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, CLASSES))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.layers(x + 0.01 * random.random() + 0.01 * float(np.random.rand())) + 0.0 * torch.rand(())  # noqa: S311
+
+
+def test_a_model_that_draws_is_trained_as_by_hand() -> None:
+    """Bit by bit: generators, statistics, attributes and modes are those of a loop without the trial, which sees the mean."""
+    ends = []
+    for by_hand in (True, False):
+        torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)
+        model, data = Drawing(), [batch(), batch(4)]  # whose division is exact
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if by_hand:
+            for one in data:
+                optimizer.zero_grad()
+                (ENTROPY(model(one["x"]), one["c"]) / len(one["x"])).backward()
+                optimizer.step()
+        else:
+            with pytest.warns(LossDeclarationWarning, match=TOO_SMALL):
+                create_trainer(model, optimizer, mean_with_size).run(data)
+        draws = [torch.rand(1).item(), random.random(), np.random.rand()]  # noqa: S311
+        ends.append((model.calls, draws, copy.deepcopy(model.state_dict())))
+    (calls, draws, right), (mine, drawn, state) = ends
+    assert (mine, drawn) == (calls, draws)
+    assert all(torch.equal(state[name], value) for name, value in right.items())
+
+
+class Log:
+    """Holds what its holder may look at."""
+
+    def __init__(self) -> None:
+        self.lines: list[object] = []
+
+
+@pytest.mark.parametrize("make", [lambda: iter(range(9)), lambda: {"log": [object()]}, Log], ids=["iterator", "objects", "log"])
+@pytest.mark.parametrize("place", ["around", "default", "model", "hook"])
+def test_what_could_not_be_put_back_is_not_run(make: Callable[[], Any], place: str) -> None:
+    """Where something is used that is neither a number nor a container of them, forward runs once for each micro-batch."""
+    thing, model = make(), Net()
+
+    class Using(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) if thing else x
+
+    if place == "model":
+        model = Using()
+    if place == "hook":
+        model.register_forward_hook(lambda *_: thing and None)
+    forwards: dict[str, Any] = {
+        "around": lambda m, b: mean_with_size(m, b) if thing else None,
+        "default": lambda m, b, used=thing: mean_with_size(m, b) if used else None,
+    }
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=1e-6), forwards.get(place, mean_with_size))
+    trainer.run([batch()])  # a warning would be an error here
+
+
+def test_plain_containers_are_put_back() -> None:
+    """A list or a counter of numbers is as if the trial had not been."""
+    seen: list[int] = []
+    counts = {"calls": 0}
+
+    def forward(m: nn.Module, b: Batch) -> ForwardOutput:
+        seen.append(len(b["x"]))
+        counts["calls"] += 1
+        return mean_with_size(m, b)
+
+    assert len(told(forward)) == 1
+    assert (seen, counts) == ([SAMPLES] * 2, {"calls": 2})
+    number = 0
+
+    def counting(m: nn.Module, b: Batch) -> ForwardOutput:
+        nonlocal number
+        number += 1
+        return mean_with_size(m, b)
+
+    assert told(counting) == []  # a variable outside could not be put back
+    assert number == 2
+
+
+def test_a_tensor_outside_is_not_written() -> None:
+    """A memory bank has the features of training alone: the trial is broken off before it writes."""
+    bank = torch.zeros(SAMPLES, CLASSES)
+
+    def forward(m: nn.Module, b: Batch) -> ForwardOutput:
+        features = m(b["x"])
+        assert not bank[: len(features)].any() or len(features) == SAMPLES
+        bank[: len(features)] = features.detach()
+        return ForwardOutput(ENTROPY(features, b["c"]), len(features))
+
+    assert told(forward) == []
+    assert bank.all(dim=1).all()
+
+
+def with_collectives() -> list[Any]:
+    """Trains and evaluates a mean over all ranks, with one collective in each forward; and a plain mean."""
+    found = []
+
+    def forward(m: nn.Module, b: Batch) -> ForwardOutput:
+        loss = ENTROPY(m(b["x"]), b["c"])
+        return ForwardOutput(over_ranks.all_reduce(loss), len(b["x"]))
+
+    for function in (forward, mean_with_size):
+        torch.manual_seed(0)
+        model = idist.auto_model(Net())
+        mine = [batch()] * (2 - idist.get_rank()) if function is mean_with_size else [batch()] * 2
+        trainer = create_trainer(
+            model, torch.optim.SGD(model.parameters(), lr=1e-6), function, options=UpdateOptions(reduction="ddp"), protect=False
+        )
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer.run(mine, max_epochs=1)
+            create_evaluator(model, function).run([batch()])
+        found.append(sum(issubclass(one.category, LossDeclarationWarning) for one in caught))
+    return found
+
+
+def test_a_forward_with_collectives_is_left_alone() -> None:
+    """No rank begins one in the trial; and each rank is told of its own mean, in training and in evaluation."""
+    assert run_ranks(with_collectives) == [[0, 2], [0, 2]]

@@ -61,7 +61,9 @@ class Evaluator(Loop):
         self.model = unwrap(model)
         this = weakref.proxy(self)
         bound = bind_forward(forward, lambda: this.state)
-        self.forward: BoundForward = FirstForward(bound, nullcontext, lambda one: this._check(bound, one), lambda one: this._use(one))
+        self.forward: BoundForward = FirstForward(
+            bound, nullcontext, lambda one: this._check(bound, one), lambda one: this._use(one)
+        )
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         self.transfer, self.precision = ToDevice(device), Precision(precision, device)
         self.statistics = Statistics(device)

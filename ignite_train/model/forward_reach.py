@@ -12,14 +12,16 @@ from functools import partial
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
+from weakref import CallableProxyType, ProxyType
 
 import torch
 from torch import Tensor, nn
 
 __all__ = ["ForwardReach"]
 
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, range, enum.Enum, ModuleType, type, BuiltinFunctionType, Tensor)
-_PLAIN += (torch.dtype, torch.device, torch.layout, torch.memory_format)
+_NUMBERS = (type(None), bool, int, float, complex, str, bytes, range, enum.Enum)
+_OF_TORCH = (Tensor, torch.dtype, torch.device, torch.layout, torch.memory_format)
+_PLAIN = (*_NUMBERS, *_OF_TORCH, ModuleType, type, BuiltinFunctionType)
 _MOST_ENTRIES = 1000  # of a list, which may hold the data
 _ASSIGNS = {"STORE_GLOBAL", "DELETE_GLOBAL", "STORE_DEREF", "DELETE_DEREF"}
 _OURS = str(Path(__file__).parents[1])
@@ -79,7 +81,8 @@ class ForwardReach:
         if attributes is None:
             self.is_known = False
             return []
-        return self._contents(attributes, attributes.values())
+        methods = [one for one in vars(type(value)).values() if isinstance(one, FunctionType)]
+        return [*methods, *self._contents(attributes, attributes.values())]
 
     def _around(self, function: FunctionType) -> list[Any]:
         """What is in the scopes around a function."""
@@ -89,9 +92,10 @@ class ForwardReach:
         if any(step.opname in _ASSIGNS and _is_outside(step, function) for step in dis.get_instructions(function)):
             self.is_known = False
         scopes = inspect.getclosurevars(function)
-        found = [*scopes.nonlocals.values(), *scopes.globals.values()]
-        kinds = (FunctionType, MethodType, partial, nn.Module)
-        return [one for one in found if isinstance(one, kinds)] if ours else found
+        if ours:  # what the library wraps a function of the user in
+            return [one for one in scopes.nonlocals.values() if not _is_ours(one)]
+        defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+        return [*scopes.nonlocals.values(), *scopes.globals.values(), *defaults]
 
     def _contents(self, container: Any, entries: Any) -> list[Any]:
         if len(container) > _MOST_ENTRIES:
@@ -113,6 +117,11 @@ def _is_simple(value: Any) -> bool:
     """Whether it is an object of a class written in Python that holds nothing but numbers, texts and the like."""
     has_attributes = type(value).__base__ is object and type(value).__dictoffset__ != 0
     return has_attributes and all(isinstance(one, _PLAIN) for one in vars(value).values())
+
+
+def _is_ours(value: Any) -> bool:
+    """Whether it is an object of the library, or a weak reference to one."""
+    return type(value) in (ProxyType, CallableProxyType) or type(value).__module__.startswith("ignite_train.")
 
 
 def _is_outside(step: dis.Instruction, function: FunctionType) -> bool:

@@ -7,7 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ _FEW = 6  # from this many samples on a half has three: with two the logarithm o
 
 
 class LossDeclarationWarning(UserWarning):
-    """The loss or a log of the first micro-batch is a mean where `forward` declares a sum, or a sum where it declares a mean."""
+    """The first loss, or a log of it, is a mean where `forward` declares a sum, or a sum where it declares a mean."""
 
 
 def check_forward(
@@ -41,9 +41,9 @@ def check_forward(
     contrastive losses are, and so is what cannot be cut: every tensor must be as long as the first one, and other leaves must
     be numbers.
 
-    It leaves no trace: what forward changes is put back, and a forward that refers to something which could not be put back, such
-    as an iterator, is not run. Where it would write into a tensor that is not its own, or begin a collective, it is broken off
-    before. Nothing is said then.
+    It leaves no trace: what forward changes is put back, and a forward that refers to something which could not be put
+    back, such as an iterator, is not run. Where it would write into a tensor that is not its own, or begin a collective, it is
+    broken off before. Nothing is said then.
 
     Args:
         model: without a wrapper.
@@ -69,44 +69,92 @@ def check_forward(
 
 
 def _findings(run: Callable[[Any], ForwardOutput], parts: _Parts) -> list[str]:
-    part, doubled = run(parts.part()), run(parts.doubled())
-    if not is_declared(part):
-        return [_bare_sum(parts.count)] if _doubles(part.loss, doubled.loss) and not _is_mean_of_columns(run, parts) else []
-    if not _doubles(part.sample_size, doubled.sample_size):
+    first = run(parts.part())
+    part, doubled = _read(first, run(parts.doubled()))
+    if not is_declared(first):
+        is_sum = part.loss.doubles(doubled.loss) and not _is_mean_of_columns(run, parts)
+        return [_bare_sum(parts.count)] if is_sum else []
+    if not part.size.doubles(doubled.size):
         return []
-    found, size = [], float(part.sample_size) * parts.count / parts.size  # sync, as all of this, once in a process
-    stays = [name for name, value in part.logs.items() if type(value) is not tuple and _same(value, doubled.logs[name])]
-    four_times = _same(4 * float(part.loss), doubled.loss)
-    if not (_same(part.loss, doubled.loss) or four_times or stays):
+    found, size = [], part.size.value * parts.count / parts.size
+    stays, squares = part.loss.stays(doubled.loss), part.loss.stays(doubled.loss, factor=4)
+    names = [name for name, log in part.logs.items() if log.stays(doubled.logs[name])]
+    if not (stays or squares or names):
         return []
-    other = run(parts.other())  # a number that is the same for other samples is a constant and no mean
-    if _same(part.loss, doubled.loss) and not _same(part.loss, other.loss):
+    other, both = _read(run(parts.other()), run(parts.both()))
+    if stays and not part.loss.stays(other.loss):  # a number that is the same for other samples is a constant and no mean
         found.append(_declared_mean(size))
-    if four_times and _same(2 * (float(part.loss) + float(other.loss)), run(parts.both()).loss):
+    if squares and _Number(2 * (part.loss.value + other.loss.value), part.loss.is_coarse).stays(both.loss):
         found.append(_multiplied_sum(size))
-    means = [name for name in stays if not _same(part.logs[name], other.logs[name])]
+    means = [name for name in names if not part.logs[name].stays(other.logs[name])]
     return [*found, _mean_logs(means)] if means else found
 
 
 def _is_mean_of_columns(run: Callable[[Any], ForwardOutput], parts: _Parts) -> bool:
     """Whether samples lie in the second dimension and the loss is a mean over them: a sum over time steps is right then."""
     with suppress(RuntimeError, ValueError, IndexError):  # columns are features
-        return _same(run(parts.part()).loss, run(parts.widened()).loss)
+        part, widened = _read(run(parts.part()), run(parts.widened()))
+        return part.loss.stays(widened.loss)
     return False
+
+
+class _Number(NamedTuple):
+    """A number of forward, and whether it is rounded to few digits."""
+
+    value: float
+    is_coarse: bool
+
+    def stays(self, other: _Number, factor: float = 1.0) -> bool:
+        """Whether the other one is equal to rounding, or `factor` times as large; not if they are 0, which says nothing."""
+        tolerance = 1e-2 if self.is_coarse else 1e-4
+        return (
+            math.isfinite(self.value) and self.value != 0 and math.isclose(factor * self.value, other.value, rel_tol=tolerance)
+        )
+
+    def doubles(self, other: _Number) -> bool:
+        """Whether the other one is twice as large."""
+        return self.stays(other, factor=2.0)
+
+
+class _Numbers(NamedTuple):
+    """What a forward returned. Logs that have a denominator are left out."""
+
+    loss: _Number
+    size: _Number
+    logs: dict[str, _Number]
+
+
+def _read(*outputs: ForwardOutput) -> list[_Numbers]:
+    """Reads the numbers of all outputs in one go."""
+    device = outputs[0].loss.device
+    rows: list[dict[str, Any]] = [
+        {name: value for name, value in one.logs.items() if type(value) is not tuple} | {"loss": one.loss, "": one.sample_size}
+        for one in outputs  # no log may be called "loss"
+    ]
+    flat = [torch.as_tensor(value, device=device).float().reshape(()) for row in rows for value in row.values()]
+    values, read = iter(torch.stack(flat).tolist()), []  # sync, once or a few times in a process
+    for row in rows:
+        numbers = {name: _Number(next(values), _is_coarse(value)) for name, value in row.items()}
+        read.append(_Numbers(numbers.pop("loss"), numbers.pop(""), numbers))
+    return read
+
+
+def _is_coarse(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
 
 
 def _bare_sum(count: int) -> str:
     return (
-        f"forward returned a bare loss, which is taken as a mean, but it looks like a sum over {count} samples; if it is one, loss "
-        f"and gradient are {count} times too large; return ForwardOutput(loss, sample_size=...) or the mean; for a step along the "
-        "sum of a micro-batch return ForwardOutput(loss, sample_size=1)"
+        f"forward returned a bare loss, which is taken as a mean, but it looks like a sum over {count} samples; if it is one, "
+        f"loss and gradient are {count} times too large; return ForwardOutput(loss, sample_size=...) or the mean; for a step "
+        "along the sum of a micro-batch return ForwardOutput(loss, sample_size=1)"
     )
 
 
 def _declared_mean(size: float) -> str:
     return (
-        f"forward returned sample_size={size:g} with a loss that looks like a mean; if it is one, loss and gradient are {size:g} "
-        'times too small; return the sum (reduction="sum"), or the mean times sample_size, or the mean alone'
+        f"forward returned sample_size={size:g} with a loss that looks like a mean; if it is one, loss and gradient are "
+        f'{size:g} times too small; return the sum (reduction="sum"), or the mean times sample_size, or the mean alone'
     )
 
 
@@ -121,20 +169,9 @@ def _multiplied_sum(size: float) -> str:
 def _mean_logs(names: list[str]) -> str:
     listed = ", ".join(f"logs[{name!r}]" for name in names)
     return (
-        f"{listed} of forward did not grow with the samples, as a mean does not, and would be divided by sample_size once more; "
+        f"{listed} of forward did not grow with the samples, as a mean does not, and is divided by sample_size once more; "
         "log a sum, such as a count of correct answers, or a pair (sum, denominator)"
     )
-
-
-def _doubles(part: Any, doubled: Any) -> bool:
-    return _same(2 * float(part), doubled)
-
-
-def _same(one: Any, other: Any) -> bool:
-    """Whether they are equal to rounding; not if they are 0, which says nothing."""
-    coarse = any(isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16) for value in (one, other))
-    first, second = float(one), float(other)
-    return math.isfinite(first) and first != 0 and math.isclose(first, second, rel_tol=1e-2 if coarse else 1e-4)
 
 
 class _Parts:
@@ -154,7 +191,9 @@ class _Parts:
     def of(cls, micro_batch: Any) -> _Parts | None:
         """The parts of a micro-batch, if its tensors leave no doubt: a sample alone may have a first dimension too."""
         leaves, structure = pytree.tree_flatten(micro_batch)
-        if not all(leaf is None or isinstance(leaf, (Tensor, int, float)) for leaf in leaves):
+        if not all(
+            _is_plain(leaf) if isinstance(leaf, Tensor) else isinstance(leaf, (int, float, type(None))) for leaf in leaves
+        ):
             return None
         shapes = [leaf.shape for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 0]
         count = shapes[0][0] if shapes else 0
@@ -181,11 +220,17 @@ class _Parts:
 
     def widened(self) -> Any:
         """The part with each column twice."""
-        return self._made(lambda leaf: torch.cat([leaf[: self.size]] * 2, dim=1) if leaf.dim() > 1 else leaf[: self.size].clone())
+        return self._made(
+            lambda leaf: torch.cat([leaf[: self.size]] * 2, dim=1) if leaf.dim() > 1 else leaf[: self.size].clone()
+        )
 
     def _made(self, change: Callable[[Tensor], Tensor]) -> Any:
         made = [change(leaf) if isinstance(leaf, Tensor) and leaf.dim() > 0 else leaf for leaf in self._leaves]
         return pytree.tree_unflatten(made, self._structure)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_meta or tensor.is_quantized)
 
 
 class _BrokenOffError(Exception):
@@ -199,7 +244,7 @@ class _Apart(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._own: set[int] = set()  # memory that was made while this is open
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG002  # torch's
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # torch's
         """Called by torch for each operation."""
         kwargs = kwargs or {}
         if func.namespace in _COLLECTIVES:

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from ignite_train.arguments import describe, real_number
+from ignite_train.model.loss_declaration import LossDeclarationWarning
 from ignite_train.model.optimizers import OneOrSeveralOptimizers
 from ignite_train.model.random_state import capture_random_state, restore_random_state
 from ignite_train.ranks import collectives
@@ -28,7 +29,6 @@ from ignite_train.tuning.settings import Settings
 from ignite_train.tuning.trial import Trial
 from ignite_train.tuning.tuned import Tuned
 from ignite_train.tuning.untouched import untouched
-from ignite_train.model.loss_declaration import LossDeclarationWarning
 
 __all__ = ["tune"]
 
