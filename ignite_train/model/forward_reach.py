@@ -5,7 +5,7 @@ from __future__ import annotations
 import dis
 import enum
 import inspect
-import sysconfig
+import os
 from argparse import Namespace
 from contextlib import suppress
 from functools import partial
@@ -25,7 +25,7 @@ _PLAIN = (*_NUMBERS, *_OF_TORCH, ModuleType, type, BuiltinFunctionType)
 _MOST_ENTRIES = 1000  # of a list, which may hold the data
 _ASSIGNS = {"STORE_GLOBAL", "DELETE_GLOBAL", "STORE_DEREF", "DELETE_DEREF"}
 _OURS = str(Path(__file__).parents[1])
-_OTHERS = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_OTHERS = (str(Path(os.__file__).parent), str(Path(torch.__file__).parents[1]))
 
 
 class ForwardReach:
