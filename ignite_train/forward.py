@@ -70,7 +70,8 @@ BoundForward = Callable[[nn.Module, Any], ForwardOutput | tuple[Any, ...] | Tens
 
 Forward = BoundForward | Callable[[nn.Module, Any, Any], ForwardOutput | tuple[Any, ...] | Tensor]
 """`forward(model, micro_batch)` or `forward(model, micro_batch, state)`, with the state of the engine that calls it. Returns
-a `ForwardOutput`, a plain tuple of its fields, or a scalar: a mean loss of weight 1."""
+a `ForwardOutput`, a plain tuple of its fields, or a scalar: a mean loss of weight 1. The second of a plain pair must be a whole
+number, since an accuracy or another loss may have been meant."""
 
 _CALLS = "forward(model, micro_batch) or forward(model, micro_batch, state)"
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
+from torch.nn.parallel import DistributedDataParallel
 
 from ignite_train import (
     ForwardContractError,
@@ -21,6 +22,7 @@ from ignite_train import (
     create_trainer,
 )
 from mistakes import assert_one_line
+from ranks import run_ranks
 
 Batch = tuple[Tensor, Tensor]
 DATA = [(torch.linspace(-1, 1, 24).view(8, 3), torch.arange(8) % 2), (torch.linspace(0, 2, 24).view(8, 3), torch.arange(8) % 2)]
@@ -244,6 +246,28 @@ def test_nothing_is_left_of_the_first_look() -> None:
     _, _, trainer = make(summed)
     trainer.run(DATA[:1])
     assert trainer._update.forward is summed  # type: ignore[attr-defined]
+
+
+def on_ranks() -> list[Any]:
+    """In DistributedDataParallel: an attack that calls backward, and modules that were put into eval mode inside the wrapper."""
+    found: list[Any] = []
+    module = with_norm()
+    model = DistributedDataParallel(module)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = UpdateOptions(reduction="ddp")
+    trainer = create_trainer(model, optimizer, lambda m, b: summed(m, attack(m, b)), options=options, protect=False)
+    try:
+        trainer.run(DATA)
+    except ForwardContractError as error:
+        found.append("called backward()" in str(error))
+    module.eval()
+    create_trainer(model, optimizer, summed, options=options, protect=False).run(DATA)
+    return [*found, all(one.training for one in module.modules())]
+
+
+def test_ranks_are_told_alike() -> None:
+    """The gradients of an attack were reduced by the hooks of the wrapper, and are refused; modes are those of the module."""
+    assert run_ranks(on_ranks) == [[True, True]] * 2
 
 
 # --- modes, and weights that never move -------------------------------------------------------------------------------------

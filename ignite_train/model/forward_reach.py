@@ -7,8 +7,12 @@ import enum
 import inspect
 import os
 from argparse import Namespace
+from collections import deque
+from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
+from itertools import chain
+from operator import is_
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
@@ -23,6 +27,8 @@ _NUMBERS = (type(None), bool, int, float, complex, str, bytes, range, enum.Enum)
 _OF_TORCH = (Tensor, torch.dtype, torch.device, torch.layout, torch.memory_format)
 _PLAIN = (*_NUMBERS, *_OF_TORCH, ModuleType, type, BuiltinFunctionType)
 _MOST_ENTRIES = 1000  # of a list, which may hold the data
+_OF_EACH_MODULE = vars(nn.Module()).keys()
+_CONTAINERS = (list, dict, set, deque)
 _ASSIGNS = {"STORE_GLOBAL", "DELETE_GLOBAL", "STORE_DEREF", "DELETE_DEREF"}
 _OURS = str(Path(__file__).parents[1])
 _OTHERS = (str(Path(os.__file__).parent), str(Path(torch.__file__).parents[1]))
@@ -56,16 +62,17 @@ class ForwardReach:
     def put_back(self) -> None:
         """Puts back what containers and objects held when they were found."""
         for container, before in self._containers:
-            if isinstance(container, list):
-                container[:] = before
-            elif container != before:
+            same = len(container) == len(before) and all(map(is_, _flat(container), _flat(before)))
+            if not same:
                 container.clear()
-                container.update(before)
+                fill = container.update if isinstance(container, (dict, set)) else container.extend
+                fill(before)
 
     def _within(self, value: Any) -> list[Any]:
         """What a value refers to."""
         if isinstance(value, nn.Module):
             self.modules.append(value)
+            self._note_attributes(value)
             return _code_of(value)
         if isinstance(value, _PLAIN):
             return []
@@ -75,7 +82,7 @@ class ForwardReach:
             return [value.__func__, value.__self__] if isinstance(value, MethodType) else _parts(value)
         if type(value) in (tuple, frozenset):
             return [*value]
-        if type(value) in (list, dict, set):
+        if type(value) in _CONTAINERS:
             return self._contents(value, value.values() if isinstance(value, dict) else value)
         attributes = vars(value) if isinstance(value, (Namespace, SimpleNamespace)) or _is_simple(value) else None
         if attributes is None:
@@ -97,12 +104,23 @@ class ForwardReach:
         defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
         return [*scopes.nonlocals.values(), *scopes.globals.values(), *defaults]
 
+    def _note_attributes(self, module: nn.Module) -> None:
+        """Notes the entries of the containers that modules hold. What else they hold is taken to stay as it is."""
+        for attributes in map(vars, module.modules()):
+            for name in attributes.keys() - _OF_EACH_MODULE:
+                if isinstance(one := attributes[name], _CONTAINERS) and len(one) <= _MOST_ENTRIES:
+                    self._containers.append((one, one.copy()))
+
     def _contents(self, container: Any, entries: Any) -> list[Any]:
         if len(container) > _MOST_ENTRIES:
             self.is_known = False
             return []
         self._containers.append((container, container.copy()))
         return [*entries]
+
+
+def _flat(container: Any) -> Iterable[Any]:
+    return chain.from_iterable(container.items()) if isinstance(container, dict) else container
 
 
 def _code_of(module: nn.Module) -> list[Any]:
