@@ -249,7 +249,7 @@ def test_nothing_is_left_of_the_first_look() -> None:
 
 
 def on_ranks() -> list[Any]:
-    """In DistributedDataParallel: an attack that calls backward, and modules that were put into eval mode inside the wrapper."""
+    """In DistributedDataParallel: an attack that calls backward, and modules that were put into eval mode inside it."""
     found: list[Any] = []
     module = with_norm()
     model = DistributedDataParallel(module)

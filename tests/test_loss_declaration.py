@@ -446,6 +446,7 @@ def test_a_model_that_draws_is_trained_as_by_hand() -> None:
             with pytest.warns(LossDeclarationWarning, match=TOO_SMALL):
                 create_trainer(model, optimizer, mean_with_size).run(data)
         draws = [torch.rand(1).item(), random.random(), np.random.rand()]  # noqa: S311
+        assert all(module.training for module in model.modules())
         ends.append((model.calls, draws, copy.deepcopy(model.state_dict())))
     (calls, draws, right), (mine, drawn, state) = ends
     assert (mine, drawn) == (calls, draws)
@@ -505,17 +506,26 @@ def test_plain_containers_are_put_back() -> None:
 
 
 def test_a_tensor_outside_is_not_written() -> None:
-    """A memory bank has the features of training alone: the trial is broken off before it writes."""
-    bank = torch.zeros(SAMPLES, CLASSES)
+    """A memory bank counts what training has seen alone: the trial is broken off before it writes."""
+    bank = torch.zeros(SAMPLES)
 
     def forward(m: nn.Module, b: Batch) -> ForwardOutput:
-        features = m(b["x"])
-        assert not bank[: len(features)].any() or len(features) == SAMPLES
-        bank[: len(features)] = features.detach()
-        return ForwardOutput(ENTROPY(features, b["c"]), len(features))
+        bank[: len(b["x"])] += 1
+        return mean_with_size(m, b)
 
     assert told(forward) == []
-    assert bank.all(dim=1).all()
+    assert bank.tolist() == [2.0] * SAMPLES
+
+
+@pytest.mark.parametrize("samples", [2, 3, 4, 5, 6, 7])
+def test_the_logarithm_of_the_number_of_samples_is_no_sum(samples: int) -> None:
+    """A contrastive loss of equal features is log n, which doubles from 2 to 4 samples."""
+
+    def contrastive(m: nn.Module, b: Batch) -> Tensor:
+        features = 0.0 * m(b["x"])
+        return ENTROPY(features @ features.T, torch.arange(len(features)))
+
+    assert told(contrastive, batch(samples)) == []
 
 
 def with_collectives() -> list[Any]:

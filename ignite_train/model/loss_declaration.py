@@ -63,7 +63,7 @@ def check_forward(
     found: list[str] = []
     with suppress(Exception), _apart(modules), precision.autocast():
         found = _findings(lambda part: as_forward_output(forward(model, part)), parts)
-    trial.undo()
+    trial.undo()  # puts the modes back too
     reach.put_back()
     return found
 
@@ -265,14 +265,9 @@ class _Apart(TorchDispatchMode):
 
 @contextmanager
 def _apart(owner: nn.Module) -> Iterator[None]:
-    """Within it modules are in eval mode, nothing is compiled or warned of, and nothing leaves a trace."""
-    modules = {one: one.training for one in owner.modules()}
+    """Puts modules into eval mode, and within it nothing is compiled or warned of, and nothing leaves a trace."""
     eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
-    try:
-        for module in modules:
-            module.training = False
-        with torch.no_grad(), eager, warnings.catch_warnings(action="ignore"), _Apart():
-            yield
-    finally:
-        for module, training in modules.items():
-            module.training = training
+    for module in owner.modules():
+        module.training = False
+    with torch.no_grad(), eager, warnings.catch_warnings(action="ignore"), _Apart():
+        yield
