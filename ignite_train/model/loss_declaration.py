@@ -52,20 +52,18 @@ def check_forward(
         carried: what forward carries.
         precision: under which it runs.
     """
-    parts = _Parts.of(micro_batch)
-    if parts is None or any(isinstance(module, FSDPModule) for module in model.modules()):
-        return []
-    reach = ForwardReach(model, forward)
-    if not reach.is_known:
-        return []
+    parts, reach = _Parts.of(micro_batch), ForwardReach(model, forward)
     modules = nn.ModuleList(reach.modules)
+    if parts is None or not reach.is_known or any(isinstance(module, FSDPModule) for module in modules.modules()):
+        return []
     trial = TrialRun(modules, carried, forward, micro_batch)
-    found: list[str] = []
-    with suppress(Exception), _apart(modules), precision.autocast():
-        found = _findings(lambda part: as_forward_output(forward(model, part)), parts)
-    trial.undo()  # puts the modes back too
-    reach.put_back()
-    return found
+    try:
+        with suppress(Exception), _apart(modules), precision.autocast():
+            return _findings(lambda part: as_forward_output(forward(model, part)), parts)
+    finally:
+        trial.undo()  # puts the modes back too
+        reach.put_back()
+    return []
 
 
 def _findings(run: Callable[[Any], ForwardOutput], parts: _Parts) -> list[str]:
