@@ -381,7 +381,7 @@ class Trainer(SessionLoop):
         return output
 
     def _finish_update(self, requests: RankRequests, *, applied: bool) -> None:
-        """Counts an update that has had its effect, fires its last event, and does what the ranks asked for together."""
+        """Fires the last event of an update that has had its effect, and does what the ranks asked for together."""
         if requests.stop:
             self.terminate(agreed=True)
         if requests.stop_epoch:
@@ -389,9 +389,6 @@ class Trainer(SessionLoop):
         if requests.interrupt:
             self.interrupt(agreed=True)
         self._ranks_have_more = requests.more_data > 0
-        self._settled = True
-        self.state.num_steps += applied
-        self.state.num_skipped += not applied
         for callback in self._after_update:
             callback(self)
         state, output = self.state, self.state.update_output
