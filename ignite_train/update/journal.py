@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -65,7 +65,7 @@ class Part:
     def keep(self, mark: Any, ending: Ending) -> None:
         """Lets the change stand, and does what follows from the end."""
 
-    def put_back(self, mark: Any) -> None:
+    def put_back(self, mark: Any, ending: Ending) -> None:
         """Leaves what was there at the mark."""
 
 
@@ -82,15 +82,19 @@ class Journal:
 
     def __init__(self, parts: Sequence[Part], steps: StepWatch) -> None:
         self.parts, self.steps = tuple(parts), steps
-        self._marks: list[tuple[Part, Any]] = []
+        # Sorted out once: an update of a small model takes less time than asking each part what it does at each end.
+        self._markers = [(index, part.mark) for index, part in enumerate(parts) if _is_own(part, "mark")]
+        self._enders = {end: [*_enders(parts, end)] for end in End}
+        self._marks: list[Any] = []
         self._ending: Ending | None = None
+        self._left: Iterator[tuple[int, Callable[..., None]]] = iter(())
 
     def __enter__(self) -> Journal:
-        self._ending, self._marks = None, []
+        self._ending, self._left = None, iter(())
+        self._marks = marks = [None] * len(self.parts)
         self.steps.begin()
-        for part in self.parts:
-            self._marks.append((part, part.mark()))
-        self._marks.reverse()
+        for index, mark in self._markers:
+            marks[index] = mark()
         return self
 
     @property
@@ -100,30 +104,41 @@ class Journal:
 
     def close(self, ending: Ending) -> None:
         """Ends the update."""
-        self._ending = ending
+        self._left, self._ending = iter(self._enders[ending.end]), ending
         self._end_parts(ending)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
-        if error is None:
-            return
-        if self._ending is None:
-            moved = self.steps.moved
-            self._ending = Ending(End.BROKEN_AFTER if moved else End.BROKEN_BEFORE, applied=moved)
-            if (note := self.steps.half_made()) is not None:
-                error.add_note(note)
-        self._end_parts(self._ending)
+        if error is not None:
+            if self._ending is None:
+                moved = self.steps.moved
+                self._ending = Ending(End.BROKEN_AFTER if moved else End.BROKEN_BEFORE, applied=moved)
+                self._left = iter(self._enders[self._ending.end])
+                if (note := self.steps.half_made()) is not None:
+                    error.add_note(note)
+            self._end_parts(self._ending)
+        self._marks = []
 
     def _end_parts(self, ending: Ending) -> None:
+        """Ends those that are left."""
+        marks = self._marks
         try:
-            while self._marks:
-                part, mark = self._marks.pop()
-                if ending.end in part.kept_at:
-                    part.keep(mark, ending)
-                else:
-                    part.put_back(mark)
-        finally:
-            if self._marks:
-                self._end_parts(ending)
+            for index, end in self._left:
+                end(marks[index], ending)
+        except BaseException:
+            self._end_parts(ending)
+            raise
+
+
+def _enders(parts: Sequence[Part], end: End) -> Iterator[tuple[int, Callable[..., None]]]:
+    for index, part in enumerate(parts):
+        name = "keep" if end in part.kept_at else "put_back"
+        if _is_own(part, name):
+            yield index, part.keep if name == "keep" else part.put_back
+
+
+def _is_own(part: Part, name: str) -> bool:
+    """Whether the class of the part does anything there."""
+    return name in {key for kind in type(part).__mro__ if issubclass(kind, Part) and kind is not Part for key in vars(kind)}
 
 
 # --- the parts ----------------------------------------------------------------------------------------------------------------
@@ -154,7 +169,7 @@ class Counters(Part):
         self._state.num_steps += ending.applied
         self._state.num_skipped += not ending.applied
 
-    def put_back(self, mark: tuple[Trainer, int]) -> None:
+    def put_back(self, mark: tuple[Trainer, int], ending: Ending) -> None:  # noqa: ARG002
         """Forgets the micro-batches of an update that is repeated."""
         self._state.num_micro_batches = mark[1]
 
@@ -175,7 +190,7 @@ class CarriedValues(Part):
         """Keeps what the update has made of them."""
         self._carried.end_update()
 
-    def put_back(self, mark: None) -> None:  # noqa: ARG002
+    def put_back(self, mark: None, ending: Ending) -> None:  # noqa: ARG002
         """Goes back to the copies."""
         self._carried.roll_back()
 
@@ -213,7 +228,7 @@ class Buffers(Part):
         if self._versions is not None:
             self._move, self._versions = self._have_moved(), None
 
-    def put_back(self, mark: bool) -> None:  # noqa: FBT001
+    def put_back(self, mark: bool, ending: Ending) -> None:  # noqa: ARG002, FBT001
         """Puts them back, or notes that this cannot be done."""
         if mark:
             self._rollback.roll_back()
@@ -259,7 +274,7 @@ class Leftovers(Part):
     def __init__(self, state: TrainState, transfer: ToDevice, statistics: Statistics) -> None:
         self._state, self._transfer, self.statistics = state, transfer, [statistics]
 
-    def put_back(self, mark: None) -> None:  # noqa: ARG002
+    def put_back(self, mark: None, ending: Ending) -> None:  # noqa: ARG002
         """Drops it."""
         self._state.forward_output = self._state.micro_batch_in_group = None
         for statistics in self.statistics:
@@ -268,15 +283,14 @@ class Leftovers(Part):
 
 
 class Seeds(Part):
-    """The random numbers of an update that are a function of a seed; without one there is nothing to end."""
+    """The random numbers of an update that are a function of a seed."""
 
-    def __init__(self, seeding: Seeding | None) -> None:
+    def __init__(self, seeding: Seeding) -> None:
         self._seeding = seeding
 
     def keep(self, mark: None, ending: Ending) -> None:  # noqa: ARG002
         """Gives the generators back."""
-        if self._seeding is not None:
-            self._seeding.end()
+        self._seeding.end()
 
 
 class Scale(Part):

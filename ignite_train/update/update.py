@@ -57,6 +57,7 @@ __all__ = ["Update"]
 _MICRO_BATCH_STARTED, _FORWARD_COMPLETED = TrainEvents.MICRO_BATCH_STARTED, TrainEvents.FORWARD_COMPLETED
 _BACKWARD_COMPLETED, _GRADIENTS_READY = TrainEvents.BACKWARD_COMPLETED, TrainEvents.GRADIENTS_READY
 _NOTHING = nullcontext()
+_STEPPED = Ending(End.STEPPED, applied=True)
 
 
 @dataclass(kw_only=True)
@@ -121,8 +122,8 @@ class Update:
         self._counters, self._scale = Counters(self.state), Scale(self.loss_scaling)
         self._leftovers = Leftovers(self.state, self.transfer, self.statistics)
         cleared = Cleared(self.gradients, are_kept=self.options.keep_gradients)
-        carried, seeds = CarriedValues(self.carried), Seeds(self.seeding)
-        parts = (self._counters, self._scale, carried, self.buffers, cleared, self._leftovers, seeds)
+        carried, seeds = CarriedValues(self.carried), [Seeds(self.seeding)] if self.seeding is not None else []
+        parts = (self._counters, self._scale, carried, self.buffers, cleared, self._leftovers, *seeds)
         return Journal(parts, self.stepping.watch)
 
     def _new_closure_step(self, optimizer: Optimizer) -> ClosureStep:
@@ -356,8 +357,9 @@ class Update:
         self.reduction.finish(applied=output.applied)
 
     def _ending(self, output: UpdateOutput) -> Ending:
-        unmoved = End.NO_SAMPLES if output.skipped_reason == "no_samples" else End.SKIPPED
-        return Ending(End.STEPPED if output.applied else unmoved, output.applied)
+        if output.applied:
+            return _STEPPED
+        return Ending(End.NO_SAMPLES if output.skipped_reason == "no_samples" else End.SKIPPED, applied=False)
 
     def _explain(self, error: BaseException, micro_batches: Sequence[Any]) -> None:
         """Says what is known about an error, before the update that it has broken off is put back.
