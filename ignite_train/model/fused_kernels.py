@@ -94,7 +94,7 @@ class FusedKernels:
         self._switched_off = []
 
     def look(self) -> None:
-        """Looks at what the next step is about, where nobody asks `why_not_fused`."""
+        """Looks at what the next step is about, without a question for the reason."""
         self.why_not_fused(gather(self._optimizer))
 
     def look_again(self) -> None:

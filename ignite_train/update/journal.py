@@ -18,8 +18,22 @@ from ignite_train.ranks.statistics import Statistics
 from ignite_train.state import TrainState
 from ignite_train.trainer import Trainer
 from ignite_train.update.loss_scaling import LossScaling
+from ignite_train.update.nonfinite_search import NonFiniteSearch
 
-__all__ = ["Buffers", "CarriedValues", "Cleared", "Counters", "End", "Ending", "Journal", "Leftovers", "Part", "Scale", "Seeds"]
+__all__ = [
+    "Buffers",
+    "CarriedValues",
+    "Cleared",
+    "Counters",
+    "End",
+    "Ending",
+    "Journal",
+    "Leftovers",
+    "Part",
+    "RandomNumbers",
+    "Scale",
+    "Seeds",
+]
 
 
 class End(Enum):
@@ -203,7 +217,7 @@ class Buffers(Part):
         are_marked: whether they are copied in each update.
 
     Attributes:
-        are_marked: the same; set by whoever saves the run.
+        are_marked: the same; a `Checkpoint` sets it.
         are_spoilt: whether an update was broken off that has changed them without a mark.
     """
 
@@ -280,6 +294,23 @@ class Leftovers(Part):
         for statistics in self.statistics:
             statistics.reset()
         self._transfer.forget()
+
+
+class RandomNumbers(Part):
+    """The random state before forward, where it was remembered: an update that is repeated draws the same numbers."""
+
+    kept_at = COUNTED
+
+    def __init__(self, search: NonFiniteSearch) -> None:
+        self._search = search
+
+    def mark(self) -> None:
+        """That of the update before is of no use. The update has it remembered when it begins."""
+        self._search.forget()
+
+    def put_back(self, mark: None, ending: Ending) -> None:  # noqa: ARG002
+        """Goes back to it."""
+        self._search.put_back()
 
 
 class Seeds(Part):

@@ -33,6 +33,7 @@ from ignite_train.model.optimizers import Optimizers
 from ignite_train.model.precision import Precision
 from ignite_train.model.seeding import Seeding
 from ignite_train.model.stepping import Stepping, SteppingTogether
+from ignite_train.ranks import collectives
 from ignite_train.ranks.reduction import Reduction
 from ignite_train.ranks.statistics import Statistics, Totals
 from ignite_train.state import TrainState, UpdateOutput
@@ -42,8 +43,20 @@ from ignite_train.update.compilation import Backward
 from ignite_train.update.decision import Decision, decide, may_trust_norm
 from ignite_train.update.failures_in_a_row import FailuresInARow
 from ignite_train.update.gradient_changes import GradientChanges
-from ignite_train.update.journal import Buffers, CarriedValues, Cleared, Counters, End, Ending, Journal, Leftovers, Scale, Seeds
-from ignite_train.update.loss_scaling import LossScaling
+from ignite_train.update.journal import (
+    Buffers,
+    CarriedValues,
+    Cleared,
+    Counters,
+    End,
+    Ending,
+    Journal,
+    Leftovers,
+    RandomNumbers,
+    Scale,
+    Seeds,
+)
+from ignite_train.update.loss_scaling import BeginsBySize, LossScaling
 from ignite_train.update.nonfinite_search import NonFiniteSearch
 from ignite_train.update.norm_limits import NormLimits
 from ignite_train.update.options import UpdateOptions
@@ -94,6 +107,9 @@ class Update:
     _search: NonFiniteSearch = field(init=False)
     _closure_step: ClosureStep | None = None
     _num_placeholders: int = 0
+    _first_scale: BeginsBySize | None = None  # the policy, if its first scale depends on the first update
+    _group_size: int = 0  # how many micro-batches this rank has in the running update, as far as is known when it begins
+    _agrees_on_scale: bool = False  # whether the first loss scale is still to be found in the running update
 
     def __post_init__(self) -> None:
         # What it gives its parts to call must not keep it, its model and its optimizer alive.
@@ -112,6 +128,7 @@ class Update:
             raises=self.options.on_nonfinite == "raise",
             loss_scaling=self.loss_scaling,
         )
+        self._first_scale = self.loss_scaling if isinstance(self.loss_scaling, BeginsBySize) else None
         self.journal = self._new_journal()
         if self.options.closure and isinstance(self.optimizer, Optimizer):
             self._closure_step = self._new_closure_step(self.optimizer)
@@ -122,8 +139,9 @@ class Update:
         self._counters, self._scale = Counters(self.state), Scale(self.loss_scaling)
         self._leftovers = Leftovers(self.state, self.transfer, self.statistics)
         cleared = Cleared(self.gradients, are_kept=self.options.keep_gradients)
-        carried, seeds = CarriedValues(self.carried), [Seeds(self.seeding)] if self.seeding is not None else []
-        parts = (self._counters, self._scale, carried, self.buffers, cleared, self._leftovers, *seeds)
+        # With a seed the numbers of an update are a function of it, and the generators are given back at each end.
+        random = RandomNumbers(self._search) if self.seeding is None else Seeds(self.seeding)
+        parts = (self._counters, self._scale, CarriedValues(self.carried), self.buffers, cleared, self._leftovers, random)
         return Journal(parts, self.stepping.watch)
 
     def _new_closure_step(self, optimizer: Optimizer) -> ClosureStep:
@@ -189,6 +207,15 @@ class Update:
         """See `Process`."""
         return self.gradients.mean_factor()
 
+    def mark_everything(self) -> None:
+        """See `Process`."""
+        self.buffers.are_marked = self._search.marks_always = True
+
+    @property
+    def is_spoilt(self) -> bool:
+        """See `Process`."""
+        return self.buffers.are_spoilt
+
     def state_dict(self) -> dict[str, Any]:
         """What an update remembers of those before it: the loss scaling, and how many in a row failed."""
         return {"loss_scaling": self.loss_scaling.state_dict(), "in_a_row": self._failures.state_dict()}
@@ -204,6 +231,7 @@ class Update:
         counts = state_dict.get("in_a_row", {})  # a checkpoint of an earlier version has none
         FailuresInARow(None).load_state_dict(counts)  # an error leaves both as they are
         self.loss_scaling.load_state_dict(state_dict["loss_scaling"])
+        self.buffers.are_spoilt = False
         self._failures.load_state_dict(counts)
 
     def _begin(self, trainer: Trainer, micro_batches: Sequence[Any]) -> None:
@@ -214,6 +242,8 @@ class Update:
         if not self.model.training:
             self.model.train()
         self._search.mark(self.loss_scaling.scale)
+        if self._first_scale is not None:
+            self._agrees_on_scale, self._group_size = self._first_scale.awaits_size, len(micro_batches)
         if self._closure_step is not None:
             self._closure_step.mark()
         self._num_placeholders = self.reduction.num_placeholders(micro_batches, trainer._max_micro_batches)
@@ -271,6 +301,8 @@ class Update:
         trainer._begin_section("reduction")
         if self.seeding is not None:
             self.seeding.step()
+        if self._agrees_on_scale:
+            self._agree_on_scale(0.0)
         for callback in trainer._before_norm:
             callback(trainer)
         norm = self.reduction.end(trainer._outgoing(), self.statistics, self.gradients)
@@ -378,7 +410,21 @@ class Update:
 
     def _forward(self, micro_batch: Any) -> ForwardOutput:
         with self.precision.autocast():
-            return as_forward_output(self.forward(self.model, self.transfer(micro_batch)))
+            output = as_forward_output(self.forward(self.model, self.transfer(micro_batch)))
+        if self._agrees_on_scale:
+            self._agree_on_scale(output.sample_size)
+        return output
+
+    def _agree_on_scale(self, sample_size: float | Tensor) -> None:
+        """Finds the first loss scale. Collective: called once in the update, after the first forward of each rank.
+
+        There forwards have been through their own collectives alike, and no backward has needed the scale yet. A rank without
+        micro-batches calls it before it joins the backward of the others.
+        """
+        self._agrees_on_scale = False
+        (total,) = collectives.total([float(sample_size) * self._group_size])  # sync, in the first update
+        assert self._first_scale is not None  # noqa: S101  # asked before
+        self._first_scale.begin(total)
 
     def _run_backward(self, output: ForwardOutput) -> None:
         create_graph = self.options.create_graph
@@ -391,6 +437,8 @@ class Update:
         trainer._begin_section("reduction")
         with self.reduction.context(last=last):
             zero = self.reduction.run_placeholder(lambda micro_batch: self._forward(micro_batch).loss)
+            if self._agrees_on_scale:
+                self._agree_on_scale(0.0)
             if last:
                 self.reduction.begin(trainer._outgoing(), self.statistics, self.gradients, zero)
             torch.autograd.backward(zero)
