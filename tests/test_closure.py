@@ -671,7 +671,15 @@ def test_a_sharded_model_is_refused_in_one_line() -> None:
     assert all("use DistributedDataParallel" in message and "\n" not in message for message in run_ranks(sharded_message))
 
 
+class Ignoring(SGD):
+    """Does not call its closure."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # noqa: ARG002
+        super().step()
+
+
 FUSED: dict[str, Any] = {
+    "ignoring": lambda p: Ignoring(p, lr=0.5, fused=True),
     "sgd": lambda p: SGD(p, lr=0.5, fused=True),
     "momentum": lambda p: SGD(p, lr=0.5, momentum=0.5, fused=True),
     "adamw": lambda p: AdamW(p, lr=0.1, fused=True),

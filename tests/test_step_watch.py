@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 
 from ignite_train import ForwardOutput, Trainer, TrainEvents, UpdateOptions, create_trainer
+from ignite_train.model import direct_step
 
-UPDATES, BROKEN = 4, 2
+UPDATES, BROKEN = 4, 3
 
 KINDS: dict[str, Callable[[Any], Optimizer]] = {
     "adamw": lambda p: AdamW(p, lr=0.05),
@@ -168,6 +169,26 @@ def test_the_second_of_two_optimizers(where: str, fused: bool) -> None:
     assert moved == [True, True, where == "post", where == "post"]
     second_did = "raised when it had moved parameters" if where == "post" else "made no step"
     assert f"optimizer['first'] made its step, optimizer['second'] {second_did}; the update counts" in notes(caught.value)
+
+
+def test_an_interrupt_right_behind_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that is called directly counts from its call on: an interrupt comes as soon as it has returned."""
+    model = network()
+    trainer = create_trainer(model, KINDS["fused sgd"](model.parameters()), forward, accumulation_steps=2)
+    make, interrupt = direct_step._make, Once(BROKEN)
+
+    def call(*arguments: Any) -> None:
+        make(*arguments)
+        if trainer.state.iteration > 0:
+            interrupt()
+
+    monkeypatch.setattr(direct_step, "_make", call)
+    with pytest.raises(StopError) as caught:
+        run(trainer)
+    assert trainer.state.iteration == trainer.state.num_steps > 0
+    assert "optimizer raised when it had moved parameters" in notes(caught.value)
+    run(trainer)
+    assert weights(model) == undisturbed(lambda model: KINDS["fused sgd"](model.parameters()))
 
 
 def test_a_first_step_that_runs_out_of_memory() -> None:
