@@ -78,7 +78,7 @@ def check(trainer: Trainer, model: nn.Module, end: End) -> None:
     before = look(trainer, model)
     x, size = batch
     if end is End.BROKEN_BEFORE:
-        trainer.add_event_handler(TrainEvents.GRADIENTS_READY, stop)
+        trainer.add_event_handler(TrainEvents.BACKWARD_COMPLETED, stop)
     elif end is End.BROKEN_AFTER:
         trainer._update.optimizer.register_step_post_hook(lambda *_: stop())  # type: ignore[attr-defined]
     elif end is End.SKIPPED:
@@ -181,3 +181,16 @@ def test_a_run_that_goes_on_after_an_exception_is_bitwise_the_other(tmp_path: Pa
         trainer.run(data, max_epochs=1)
         ends.append([{name: value.tolist() for name, value in model.state_dict().items()}, torch.rand(()).item()])
     assert ends[0] == ends[1]
+
+
+def test_an_update_that_fails_as_it_begins_leaves_the_random_state_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was remembered then is that of the update before."""
+    trainer, model = made()
+    batch = torch.randn(4, 3), 4.0
+    trainer.update([batch, batch])
+    model.eval()
+    monkeypatch.setattr(model, "train", stop)
+    before = torch.get_rng_state()
+    with pytest.raises(StopError):
+        trainer.update([batch, batch])
+    assert torch.equal(torch.get_rng_state(), before)
