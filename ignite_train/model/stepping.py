@@ -130,10 +130,7 @@ class Stepping:
 
     def _step(self, *closure: Callable[[], Tensor]) -> None:
         """Calls the optimizer's own step."""
-        with ExitStack() as contexts:
-            for kernels in (self._kernels, *self._inner):
-                contexts.enter_context(kernels)
-            contexts.enter_context(self.watch.stepping(self._optimizer))
+        with self._kernels if not self._inner else self._all_kernels(), self.watch.stepping(self._optimizer):
             try:
                 self._optimizer.step(*closure)  # type: ignore[arg-type]  # torch declares that a closure returns a float
             except torch.OutOfMemoryError as error:
@@ -143,6 +140,12 @@ class Stepping:
                         "parameters: use smaller micro-batches with more accumulation_steps, or an optimizer with fewer moments"
                     )
                 raise
+
+    def _all_kernels(self) -> ExitStack:
+        contexts = ExitStack()
+        for kernels in (self._kernels, *self._inner):
+            contexts.enter_context(kernels)
+        return contexts
 
     def why_not_queued(self) -> str | None:
         """Why a folded step could not be skipped by the device without a trace; asked at each step."""
