@@ -22,8 +22,8 @@ from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
 from bits import bit_by_bit
 from ignite_train import ForwardOutput, NonFiniteError, StaticLossScaling, TrainEvents, count_traffic, create_trainer
 from ignite_train.handlers import Checkpoint
+from ignite_train.model.sparse_parameters import no_rows
 from ignite_train.ranks import collectives
-from ignite_train.ranks.reduction import _no_rows
 from ignite_train.ranks.sparse_rows import SparseRows
 from ranks import run_ranks
 from update_options import with_options
@@ -235,7 +235,7 @@ def test_torch_is_given_no_reason_to_warn(monkeypatch: pytest.MonkeyPatch) -> No
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             Threads(monkeypatch).add_up(ranks)
-            nothing = _no_rows(nn.Parameter(torch.ones(6, 2)))
+            nothing = no_rows(nn.Parameter(torch.ones(6, 2)))
     finally:
         torch.set_warn_always(before)
     assert torch.equal(nothing.to_dense(), torch.zeros(6, 2))
