@@ -38,6 +38,8 @@ class Net(nn.Module):
 
 
 class Samples(torch.utils.data.Dataset[Any]):
+    """Samples that are a function of their index."""
+
     def __len__(self) -> int:
         return 96
 

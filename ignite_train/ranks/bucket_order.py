@@ -74,7 +74,8 @@ def _visiting(parameters: Sequence[nn.Parameter], sparse: set[int]) -> Tensor:
     zero = torch.zeros((), device=parameters[0].device)
     with torch.enable_grad():
         for parameter in parameters:
-            zero = _Visit.apply(zero, parameter, id(parameter) in sparse)  # type: ignore[no-untyped-call]
+            gradient = no_rows(parameter) if id(parameter) in sparse else None
+            zero = _Visit.apply(zero, parameter, gradient)  # type: ignore[no-untyped-call]
     return zero
 
 
@@ -82,10 +83,10 @@ class _Visit(torch.autograd.Function):
     """Gives a parameter no gradient, or, as DDP insists on with a sparse one, a gradient without rows."""
 
     @staticmethod
-    def forward(ctx: Any, earlier: Tensor, parameter: Tensor, is_sparse: bool) -> Tensor:
-        ctx.parameter = parameter if is_sparse else None
+    def forward(ctx: Any, earlier: Tensor, parameter: Tensor, gradient: Tensor | None) -> Tensor:  # noqa: ARG004
+        ctx.gradient = gradient
         return earlier.clone()
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
-        return grad_outputs[0], None if ctx.parameter is None else no_rows(ctx.parameter), None
+        return grad_outputs[0], ctx.gradient, None
