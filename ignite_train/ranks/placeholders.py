@@ -56,13 +56,18 @@ class Placeholders:
         if applied:
             self._applied = self._chosen
 
-    def loss(self, loss_of: Callable[[Any], Tensor]) -> Tensor:
+    def loss(self, loss_of: Callable[[Any], Tensor], *, gives_zeros: bool = True) -> Tensor:
         """Runs forward on the chosen micro-batch, whose loss has a gradient of zero.
 
         What others' losses make of it, through collectives in forward, reaches this rank's parameters all the same.
+
+        Args:
+            loss_of: runs forward and gives the loss.
+            gives_zeros: backward goes through forward with zeros; or else with no gradients, which torch's operators pass on as
+                such, functions that have a collective in backward take for zeros, and hooks are given as None.
         """
         side_effects = SideEffects(self._module, self._carried)
-        loss: Tensor = _WithoutGradient.apply(loss_of(self._chosen))  # type: ignore[no-untyped-call]
+        loss: Tensor = _WithoutGradient.apply(loss_of(self._chosen), gives_zeros)  # type: ignore[no-untyped-call]
         side_effects.undo()
         return loss
 
@@ -83,9 +88,10 @@ def borrowed_micro_batch(own: Any, earlier: Any = None) -> Any:
 
 class _WithoutGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, loss: Tensor) -> Tensor:  # noqa: ARG004
+    def forward(ctx: Any, loss: Tensor, gives_zeros: object) -> Tensor:
+        ctx.gives_zeros = gives_zeros
         return loss.clone()
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> Tensor:  # noqa: ARG004
-        return torch.zeros_like(grad_outputs[0])
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, None]:
+        return torch.zeros_like(grad_outputs[0]) if ctx.gives_zeros else None, None

@@ -151,6 +151,12 @@ class DDPReduction:
                 # DDP divides a sparse gradient in place, whose rows may be the gradient that backward hands on to other layers.
                 parameter.register_hook(torch.clone)  # type: ignore[no-untyped-call]
 
+    @property
+    def tells_unused(self) -> bool:
+        """Whether DDP finds out which parameters no rank has a gradient of, and none of them has a hook."""
+        ddp = self._ddp
+        return ddp.find_unused_parameters and not ddp.static_graph and not any(map(_has_hooks, ddp.module.parameters()))
+
     def context(self, *, last: bool) -> AbstractContextManager[Any]:
         """DDP's `no_sync`, which must cover forward and backward; none for the last. Collective, where there are buffers."""
         ddp = self._ddp
