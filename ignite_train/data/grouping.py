@@ -75,7 +75,8 @@ class MicroBatchGrouping:
         none_is_empty: bool = False,
     ) -> None:
         self._drops_last_group, self.none_is_empty = drops_last_group, none_is_empty
-        self._needs_whole_groups = is_sharded or uneven == "replay" or drops_last_group or none_is_empty
+        self._counts_in_step = is_sharded or uneven == "replay"  # the ranks must run forward equally often
+        self._needs_whole_groups = self._counts_in_step or drops_last_group or none_is_empty
         if none_is_empty and synchronised_norm is not None and uneven != "replay" and collectives.world_size() > 1:
             raise ValueError(
                 f"none_is_empty must be False where {synchronised_norm!r} in the model is a SyncBatchNorm, whose forward waits "
@@ -139,8 +140,8 @@ class MicroBatchGrouping:
         return _count_updates(micro_batches, size, 0, drops_last_group=self._drops_last_group)
 
     def max_micro_batches_of(self, group: list[Any]) -> int | None:
-        """Of a group that comes from no loader: as many as this rank has, or None with `"replay"`, where ranks may differ."""
-        return None if self._uneven == "replay" else len(group)
+        """Of a group that comes from no loader: as many as this rank has; None where ranks that differ need placeholders."""
+        return None if self._counts_in_step else len(group)
 
     def _check_in_step(self, name: str, lengths: list[int]) -> None:
         """Raises, or warns once if the lengths are not known.
