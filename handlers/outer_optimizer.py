@@ -86,6 +86,8 @@ class OuterOptimizer(Handler):
         3
     """
 
+    is_collective = True
+
     same_on_all_ranks = True
 
     def __init__(

@@ -40,6 +40,8 @@ class ScoreHandler(Handler):
         ValueError: `mode` is neither of the two.
     """
 
+    is_collective = True
+
     _trainer: Trainer
 
     def __init__(self, evaluator: Engine, score: str, mode: Literal["min", "max"]) -> None:

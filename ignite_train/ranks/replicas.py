@@ -1,4 +1,4 @@
-"""Plain replicas: gradients and statistics cross the ranks together, once all backwards are done."""
+"""Plain replicas, whose gradients cross the ranks with the statistics, once all backwards are done, or never."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ from ignite_train.ranks.reduction import PlainReduction
 from ignite_train.ranks.small_sum import SmallSum
 from ignite_train.ranks.sparse_rows import SparseRows
 from ignite_train.ranks.statistics import Statistics
+from ignite_train.ranks.unlike_ranks import described_parameters, refuse_unlike_ranks
 
-__all__ = ["ExplicitReduction", "SmallReplicas"]
+__all__ = ["ExplicitReduction", "LocalReduction", "SmallReplicas"]
 
 _WAITS_FOR_RANKS = True  # HangWatch looks for it in the file where a rank stands
 
@@ -50,8 +51,8 @@ class ExplicitReduction(PlainReduction):
 
     def __init__(self, model: nn.Module, *, synchronise: bool = True) -> None:
         super().__init__(model)
-        for tensor in chain(model.parameters(), model.buffers()) if synchronise else ():
-            collectives.broadcast(tensor)
+        if synchronise:
+            _begin_alike(model)
         self._sum = SmallSum()
         self._sparse: SparseRows | None = None
         self._buckets: tuple[tuple[nn.Parameter, ...], ...] = ()
@@ -192,6 +193,36 @@ class SmallReplicas(ExplicitReduction):
                 "or pass reduction='ddp'"
             )
         return self._bare_forward
+
+
+class LocalReduction(PlainReduction):
+    """Leaves gradients on their rank, for an outer optimizer that makes the replicas equal from time to time.
+
+    The packed statistics cross in each update all the same, so that all ranks know the loss, the logs and when to stop.
+
+    Args:
+        model: without a wrapper; all ranks begin with the weights and buffers of rank 0. Collective.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        _begin_alike(model)
+
+    def end(self, outgoing: Outgoing, statistics: Statistics, gradients: Gradients) -> float | Tensor:  # noqa: ARG002
+        """Sends the statistics. The norm is a placeholder: each rank has its own, which `LocalUpdate` takes and sends."""
+        statistics.start(*outgoing)
+        return 1.0
+
+
+def _begin_alike(model: nn.Module) -> None:
+    """Gives parameters and buffers of rank 0 to all ranks. Collective.
+
+    Raises:
+        ValueError: the model is not the same on all ranks.
+    """
+    refuse_unlike_ranks(described_parameters(model))
+    for tensor in chain(model.parameters(), model.buffers()):
+        collectives.broadcast(tensor)
 
 
 def _flatten(parameters: tuple[nn.Parameter, ...]) -> Tensor:

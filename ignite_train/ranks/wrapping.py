@@ -13,11 +13,10 @@ from ignite_train.arguments import one_of
 from ignite_train.carried import Carried
 from ignite_train.ranks import collectives
 from ignite_train.ranks.fsdp import FSDPReduction, check_divide_factors
-from ignite_train.ranks.local_reduction import LocalReduction
 from ignite_train.ranks.placeholder_reduction import PlaceholderReduction
 from ignite_train.ranks.placeholders import Placeholders
 from ignite_train.ranks.reduction import DDPReduction, NoReduction, Reduction
-from ignite_train.ranks.replicas import ExplicitReduction, SmallReplicas
+from ignite_train.ranks.replicas import ExplicitReduction, LocalReduction, SmallReplicas
 
 __all__ = ["ReductionName", "own_parameters", "reduction_for", "unwrap"]
 
