@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from functools import partial
 
 from ignite.engine import Events
 
@@ -118,7 +119,7 @@ class FailureBoard(Handler):
         trainer.on_enter.remove(self._start)
 
     def _start(self, trainer: Trainer) -> None:
-        messages = SealedMessages.start(start_description(trainer))
+        messages = SealedMessages.start(partial(start_description, trainer))
         if messages is not None:
             self._watch = _Watch(trainer, messages)
             self._watch.start()

@@ -9,6 +9,7 @@ import math
 import sys
 import threading
 import time
+from functools import partial
 from itertools import count
 from pathlib import Path
 from types import FrameType
@@ -208,7 +209,7 @@ class _Watch:
         self._arrived = [0.0] * world_size  # where each rank stands
         self._reports: list[_Report | None] = [None] * world_size
         self._verdict, self._has_told = "", False
-        self._messages = SealedMessages.start(start_description(trainer))
+        self._messages = SealedMessages.start(partial(start_description, trainer))
         self._threads = [threading.Thread(target=work, name="HangWatch", daemon=True) for work in (self._talk, self._judge)]
         for thread in self._threads:
             thread.start()

@@ -19,7 +19,7 @@ from ignite_train.errors import NonFiniteError
 from ignite_train.handler import Handler
 from ignite_train.model.optimizers import load_optimizer_state, parts_as_optimizers
 from ignite_train.ranks import collectives
-from ignite_train.ranks.mean_over_ranks import mean_over_ranks
+from ignite_train.ranks.buckets import mean_over_ranks
 from ignite_train.trainer import Trainer
 
 __all__ = ["OuterOptimizer"]

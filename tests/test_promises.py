@@ -122,7 +122,7 @@ def test_an_update_has_one_reduction(ranks: Ranks, name: str, way: str) -> None:
     assert found[0] == found[1]
     assert found[0] == [*BEFORE.get((name, way), []), *plain * EVALUATIONS.get(name, 1), *AFTER.get((name, way), [])]
     if way in ("small", "explicit"):
-        assert plain == ["allgather_"]  # two ranks over gloo gather gradients and sums, and add them up
+        assert plain == ["allreduce_"]  # gradients and sums together
     else:
         assert plain.count("allreduce_") == (2 if way == "ddp" else 1)  # DistributedDataParallel's own, and the one of the sums
 

@@ -22,9 +22,7 @@ from ignite_train.ranks.bare_forward import BareForward
 from ignite_train.ranks.buckets import buckets
 from ignite_train.ranks.joint_message import JointMessage
 from ignite_train.ranks.messages import Outgoing
-from ignite_train.ranks.pair_message import PairMessage
 from ignite_train.ranks.reduction import PlainReduction
-from ignite_train.ranks.small_sum import SmallSum
 from ignite_train.ranks.sparse_rows import SparseRows
 from ignite_train.ranks.statistics import Statistics
 from ignite_train.ranks.unlike_ranks import described_parameters, refuse_unlike_ranks
@@ -53,14 +51,13 @@ class ExplicitReduction(PlainReduction):
         super().__init__(model)
         if synchronise:
             _begin_alike(model)
-        self._sum = SmallSum()
         self._sparse: SparseRows | None = None
         self._buckets: tuple[tuple[nn.Parameter, ...], ...] = ()
         self._tail: tuple[nn.Parameter, ...] = ()  # whose gradients travel beside the statistics
         self._num_small = 0  # how many elements they have
         self._planned: list[nn.Parameter] = []
         self._dtypes: list[torch.dtype | None] = []  # of their gradients; None: of any
-        self._message: JointMessage | PairMessage | None = None
+        self._message: JointMessage | None = None
         self._compared = {id(parameter): weakref.ref(parameter) for parameter in model.parameters()}
 
     def end(self, outgoing: Outgoing, statistics: Statistics, gradients: Gradients) -> float | Tensor:
@@ -94,11 +91,10 @@ class ExplicitReduction(PlainReduction):
             self._sparse.add_over_ranks(message.announced)
         return gradients.norm()
 
-    def _message_like(self, statistics: Tensor, num_flags: int, num_announced: int) -> JointMessage | PairMessage:
+    def _message_like(self, statistics: Tensor, num_flags: int, num_announced: int) -> JointMessage:
         """The message of the update before; another one where other parameters have become trainable, or names are logged."""
         if self._message is None or self._message.statistics.numel() != statistics.numel():
-            kind = PairMessage if PairMessage.suits(statistics, self._tail, self._sum) else JointMessage
-            self._message = kind(statistics, num_flags, num_announced, self._tail, self._sum)
+            self._message = JointMessage(statistics, num_flags, num_announced, self._tail)
         return self._message
 
     def _make_plan(self, gradients: Gradients, device: torch.device) -> None:
