@@ -328,6 +328,35 @@ def test_a_placeholder_gives_no_gradient_to_what_no_micro_batch_used(way: str) -
     assert first[0] == first[1] == first[2]
 
 
+def sometimes_deep(kind: str) -> list[float]:
+    """The weights after an epoch in which each micro-batch of rank 1 has a twin on rank 0 at first, and none later."""
+    model = Branches()
+    if kind == "each":
+        fully_shard(model.sometimes, mesh=init_device_mesh("cpu", (2,)))
+    if kind != "explicit":
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+
+    def forward(model: nn.Module, micro_batch: tuple[cuts.Sample, bool]) -> ForwardOutput:
+        (x, y, _), deep = micro_batch
+        features, behind = model(x, deep=deep)
+        return ForwardOutput((features.sum(dim=1) - y).square().sum() + behind.square().sum(), len(x))
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.1)
+    options = {"reduction": "explicit" if kind == "explicit" else "fsdp", "protect": False}
+    trainer = create_trainer(model, optimizer, forward, accumulation_steps=2, **with_options(**options))
+    group = data((3, 8))[idist.get_rank()]
+    trainer.run([(micro_batch, index in (0, 2, 5)) for index, micro_batch in enumerate(group)], max_epochs=1)
+    return numbers(model)
+
+
+def test_a_placeholder_of_a_sharded_model_uses_what_the_others_use() -> None:
+    """A rank that has run out runs the very micro-batches of another rank, so that all call the same sharded modules."""
+    kinds = ("explicit", "root", "each")
+    outcomes = [run_ranks(sometimes_deep, kind)[0] for kind in kinds]
+    assert outcomes[1] == pytest.approx(outcomes[0], rel=1e-9)
+    assert outcomes[2] == pytest.approx(outcomes[0], rel=1e-9)
+
+
 # --- a bad micro-batch as a placeholder ---
 
 

@@ -76,6 +76,7 @@ class MicroBatchGrouping:
     ) -> None:
         self._drops_last_group, self.none_is_empty = drops_last_group, none_is_empty
         self._counts_in_step = is_sharded or uneven == "replay"  # the ranks must run forward equally often
+        self._lends = is_sharded and uneven != "replay"
         self._needs_whole_groups = self._counts_in_step or drops_last_group or none_is_empty
         if none_is_empty and synchronised_norm is not None and uneven != "replay" and collectives.world_size() > 1:
             raise ValueError(
@@ -118,6 +119,7 @@ class MicroBatchGrouping:
             drops_last_group=self._drops_last_group,
             needs_whole_groups=self._needs_whole_groups,
             none_is_empty=self.none_is_empty,
+            lends=self._lends,
         )
         if self._synchronised_norm is not None:
             self._check_in_step(self._synchronised_norm, groups.lengths)
@@ -195,13 +197,14 @@ class MicroBatchPass:
         drops_last_group: see `MicroBatchGrouping`. A stream has no last group.
         needs_whole_groups: whether a group must be known in full before its update begins.
         none_is_empty: see `MicroBatchGrouping`.
+        lends: whether a rank that has fewer micro-batches runs those of another one, which all ranks must know of.
 
     Attributes:
         length: how many groups the epoch has, over all ranks; None if unknown.
         lengths: the micro-batches that each rank has left; -1 where unknown.
         more: this rank's vote on another group after the latest; see `RankRequests`.
-        max_micro_batches: the largest number of micro-batches that any rank has in the latest group; None if unknown. Those
-            that are None count too.
+        max_micro_batches: the largest number of micro-batches that any rank has in the latest group; None if unknown, or if
+            micro-batches are lent and some rank has fewer. Those that are None count too.
         num_read: micro-batches of the latest group, with those that are None and those that are left out.
     """
 
@@ -216,8 +219,9 @@ class MicroBatchPass:
         drops_last_group: bool = False,
         needs_whole_groups: bool = True,
         none_is_empty: bool = False,
+        lends: bool = False,
     ) -> None:
-        self._size, self._done, self._position = size, skip, 0
+        self._size, self._done, self._position, self._lends = size, skip, 0, lends
         self._none_is_empty, self._loader, self._place = none_is_empty, loader, DataPosition(loader)
         self._place.find(position, skip)
         if isinstance(loader, Stream):
@@ -270,6 +274,8 @@ class MicroBatchPass:
             self._note()
         if self.length is not None:
             self.max_micro_batches = min(max(self._used), self._position) - begin
+            if self._lends and (self._none_is_empty or min(self._used) < min(max(self._used), self._position)):
+                self.max_micro_batches = None  # the ranks agree on it when they know what each of them has
         if self._fills_up and isinstance(group, list):
             self._leave_out(group, begin)
         if not group and not self._fills_up:
