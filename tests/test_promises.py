@@ -85,7 +85,10 @@ def test_it_is_the_loop_by_hand_with_one_decision(ranks: Ranks, name: str, way: 
 # --- one reduction ------------------------------------------------------------------------------------------------------------
 
 # What an update has beside the collectives of one without the mechanism; `docs/programs.md` says so.
-BEFORE = {("update-on-demand", "fsdp"): ["allreduce_"]}  # the lengths of the lists, with uneven="replay"
+BEFORE = {
+    ("update-on-demand", "fsdp"): ["allreduce_"],  # the lengths of the lists
+    ("empty-micro-batches", "fsdp"): ["allreduce_", "broadcast_", "broadcast_"],  # the numbers, and what another rank lends
+}
 AFTER = {
     ("several-optimizers", "fsdp"): ["allreduce_"] * 2,  # a norm for each optimizer that has a limit
     ("changed-gradients", "fsdp"): ["allreduce_"],  # Σsample_size must be known before the norm
