@@ -8,11 +8,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import MethodType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from ignite.engine import Events, RemovableEventHandle
 from ignite.engine import State as IgniteState
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ignite_train.arguments import check_state_dict, describe, positive_int
@@ -30,11 +31,12 @@ from ignite_train.loop.loop import Batches
 from ignite_train.loop.progress import run_progress
 from ignite_train.loop.sections import Sections
 from ignite_train.loop.session_loop import SessionLoop
+from ignite_train.model.optimizers import parts_as_optimizers
 from ignite_train.ranks import collectives
 from ignite_train.ranks.messages import Outgoing, Piggyback, RankRequests
 from ignite_train.state import TrainState, UpdateOutput
 
-__all__ = ["Creation", "DefaultHandler", "OutputTransform", "Process", "Trainer"]
+__all__ = ["DefaultHandler", "OutputTransform", "Process", "Trainer"]
 
 _COUNTERS = ("iteration", "num_steps", "num_skipped", "num_micro_batches")
 _LIMITS = ("epoch_length", "max_epochs", "max_iters")
@@ -63,24 +65,6 @@ class Process(Protocol):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes it over."""
-
-
-class Creation(NamedTuple):
-    """How a trainer was made, so that another one can be made of copies.
-
-    Attributes:
-        function: `create_trainer` or `create_supervised_trainer`.
-        arguments: all of its arguments, by name.
-    """
-
-    function: Callable[..., Trainer]
-    arguments: Mapping[str, Any]
-
-    @property
-    def accumulation_argument(self) -> str:
-        """What the function calls the micro-batches to an update."""
-        names = ("accumulation_steps", "gradient_accumulation_steps")
-        return next(name for name in names if name in self.arguments)
 
 
 class DefaultHandler(Protocol):
@@ -119,12 +103,11 @@ class Trainer(SessionLoop):
         self._before_norm: list[Callable[[Trainer], None]] = []  # called after an update's last backward, on every rank
         self._after_update: list[Callable[[Trainer], None]] = []  # called when an update is counted, before its last events
         self._on_record: list[Callable[[UpdateOutput], None]] = []  # called after that with its record
-        self._ranks_are_alike = True  # False while replicas that train locally differ
+        self.replicas_are_equal = True  # False while replicas that train locally differ
         self._stateful_parts: dict[str, Stateful] = dict(parts or {})
         self._description = dict(settings or {})
         self._max_micro_batches: int | None = None  # of the rank that has the most in this update; None if unknown
         self._resume_with: Callable[[str | Path], AbstractContextManager[None]] | None = None  # of a `Checkpoint`
-        self._creation: Creation | None = None
         self._defaults: list[DefaultHandler] = []  # attached by default and not by the user
         self._update, self._grouping = update, grouping
         self._output_transform = output_transform
@@ -138,6 +121,27 @@ class Trainer(SessionLoop):
         self._fetched = FetchedGroup()  # for the update that begins next
         self._kept: tuple[Any, MicroBatchPass] | None = None  # what the latest run left open: data and its pass
         self.register_events(*TrainEvents, event_to_attr=EVENT_COUNTERS)
+
+    @property
+    def model(self) -> nn.Module:
+        """The model that is trained, with its wrapper."""
+        model = self._stateful_parts["model"]
+        assert isinstance(model, nn.Module)  # noqa: S101  # `create_trainer` has checked it
+        return model
+
+    @property
+    def optimizers(self) -> Mapping[str, Optimizer]:
+        """The optimizers by the names that they were given, or the only one as `"optimizer"`."""
+        found = parts_as_optimizers(self._stateful_parts)
+        return {"optimizer": found} if isinstance(found, Optimizer) else found
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """How the trainer was made, in plain types: accumulation steps, limit of the norm, precision, reduction, seed.
+
+        It stands in each checkpoint and in TensorBoard. A handler may add what it was made with.
+        """
+        return self._description
 
     def __repr__(self) -> str:
         parts = [type(part).__name__ for part in self._stateful_parts.values()]
@@ -309,7 +313,7 @@ class Trainer(SessionLoop):
         )
 
     @property
-    def _checkpoint(self) -> object:
+    def checkpoint(self) -> object:
         """The handler that saves and resumes this run; None if there is none."""
         return self._resume_with.__self__ if isinstance(self._resume_with, MethodType) else None
 
@@ -408,8 +412,9 @@ class Trainer(SessionLoop):
             )
         self.fire_event(TrainEvents.STEP_SKIPPED)
 
-    def _measured(self) -> Sections:
-        """The sections of this trainer's runs, measured from here on."""
+    @property
+    def sections(self) -> Sections:
+        """How the time of this trainer's runs divides into sections, measured from the first time that this is asked for."""
         if self._sections is None:
             self._sections = sections = Sections()
             self._begin_section = sections.switch
@@ -417,8 +422,8 @@ class Trainer(SessionLoop):
             self.on_exit.append(lambda: sections.switch(None))
         return self._sections
 
-    def _within(self, section: str) -> AbstractContextManager[None]:
-        """The `with` of a section of the run."""
+    def section(self, section: str) -> AbstractContextManager[None]:
+        """A `with` whose time is that of a section of the run, such as `"evaluation"`, if anything measures sections."""
         return nullcontext() if self._sections is None else self._sections.within(section)
 
     def verify_ranks(self) -> None:
@@ -430,7 +435,7 @@ class Trainer(SessionLoop):
         for piggyback in self.piggybacks:
             piggyback.settle()
 
-    def _replace_default(self, handler: object) -> None:
+    def replace_default(self, handler: object) -> None:
         """Takes off the default handler of the same kind. A handler that can be a default calls it when it is attached."""
         for default in [default for default in self._defaults if isinstance(handler, type(default))]:
             self._defaults.remove(default)
