@@ -17,21 +17,23 @@ from ignite_train.trainer import Trainer
 
 __all__ = ["start_description"]
 
-_OF_EACH_RANK = {"seed", "device"}  # which may differ
+_OF_UPDATE = ("options", "loss_scaling")
+_OF_EACH_RANK = {"seed"}  # which may differ
 
 
 def start_description(trainer: Trainer) -> dict[str, str]:
     """Settings, collective handlers and the model's parameters by name; see `Attachable.is_collective`."""
     description: dict[str, str] = {}
-    for name, value in () if trainer._creation is None else trainer._creation.arguments.items():
+    update = vars(trainer._update)  # of an `Update`, whose folder this one does not import
+    settings = {**trainer._description, **{name: update[name] for name in _OF_UPDATE if name in update}}
+    for name, value in settings.items():
         if name not in _OF_EACH_RANK:
             description |= _plain(name, value)
     for name, count in sorted(Counter(_collective_handlers(trainer)).items()):
         description[f"the handler {name}"] = str(count)
     model = trainer._stateful_parts.get("model")
     if isinstance(model, nn.Module):
-        wrapped = None if trainer._creation is None else trainer._creation.arguments["model"]
-        description |= described_parameters(model, () if wrapped is None else own_parameters(wrapped))
+        description |= described_parameters(model, own_parameters(update.get("model", model)))
     return description
 
 
