@@ -124,6 +124,8 @@ class Checkpoint(Handler):
         'update-00000004'
     """
 
+    is_collective = True
+
     def __init__(
         self,
         directory: str | Path,

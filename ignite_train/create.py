@@ -39,9 +39,9 @@ from ignite_train.model.step_watch import StepWatch
 from ignite_train.model.stepping import Stepping, SteppingTogether
 from ignite_train.protection import Protect, protect_ranks
 from ignite_train.ranks import collectives
-from ignite_train.ranks.local_reduction import LocalReduction
 from ignite_train.ranks.placeholder_reduction import PlaceholderReduction
 from ignite_train.ranks.reduction import Reduction
+from ignite_train.ranks.replicas import LocalReduction
 from ignite_train.ranks.statistics import Statistics
 from ignite_train.ranks.wrapping import reduction_for
 from ignite_train.state import TrainState, UpdateOutput

@@ -260,9 +260,9 @@ class Trainer(SessionLoop):
         """Does one update on the group that it is given, as `run` does on those that it cuts from a loader.
 
         ITERATION_STARTED, the events of `TrainEvents` and ITERATION_COMPLETED fire, and the counters count; nothing of epochs
-        or loaders fires. All ranks call it equally often. Their lists may differ in length or be empty, where the model is not
-        sharded and forward has no collectives of its own; `uneven="replay"` allows them to differ there too, for one more
-        small collective.
+        or loaders fires. All ranks call it equally often. Their lists may differ in length or be empty. Where the model is
+        sharded, or with `uneven="replay"`, the ranks tell one another how long they are, in one more small collective. A
+        forward with collectives of its own needs `uneven="replay"` for lists that differ.
 
         Call it in a `session`: in a loop of your own, or in a handler of another trainer. Without a session it does the same
         update, but what begins and ends with a run does not take part: handlers of STARTED and COMPLETED, and whatever opens a
