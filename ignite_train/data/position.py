@@ -210,16 +210,8 @@ class DataPosition:
 
     def take_back_opening(self) -> None:
         """Puts the generators back to what they were before the pass was opened, at the start of an epoch."""
-        self.restore_random_state(self._before_opening)
-
-    def capture_random_state(self) -> dict[str, Any]:
-        """The generators of the process, but for those on accelerators, and of the loader."""
-        return {**capture_random_state(accelerators=False), "own": self._own_generators()}
-
-    def restore_random_state(self, random_state: dict[str, Any]) -> None:
-        """Puts them back."""
-        restore_random_state(random_state)
-        self._set_own_generators(random_state["own"])
+        restore_random_state(self._before_opening)
+        self._set_own_generators(self._before_opening["own"])
 
     def note(self, *, exhausted: bool) -> None:
         """Call it when a group was read, before anything is read ahead, and when the loader is exhausted."""
@@ -228,11 +220,6 @@ class DataPosition:
             state = copy.deepcopy(self._stateful.state_dict())  # some loaders change the object that they have given
             self._states = [self._states[1], state]
             self._generators = [self._generators[1], self._own_generators()]
-
-    def take_back_note(self) -> None:
-        """Call it when the latest group is given back: its beginning is the position."""
-        self._states[1], self._exhausted = self._states[0], False
-        self._generators[1] = self._generators[0]
 
     def saved(self, rounds: int, given: int, *, latest: bool) -> dict[str, Any]:
         """The position in plain types.
