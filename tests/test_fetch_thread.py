@@ -340,7 +340,7 @@ def test_a_loader_that_writes_over_what_it_gave_is_refused(buffers, accumulation
         return torch.stack(samples, out=memory[next(number) % buffers])
 
     _, trainer = make(accumulation_steps=accumulation_steps)
-    with pytest.raises(ValueError, match="in memory of its own"):
+    with pytest.raises(ValueError, match="memory of its own"):
         trainer.run(loader_of(Quiet(), collate_fn=collate, drop_last=True), max_epochs=1)
 
 

@@ -15,9 +15,9 @@ from ignite_train.arguments import one_of, positive_int
 from ignite_train.data.arriving_group import ArrivingGroup
 from ignite_train.data.description import length_of
 from ignite_train.data.fetch_thread import FetchThread
+from ignite_train.data.held import Held
 from ignite_train.data.position import DataPosition, open_loader
 from ignite_train.data.resumable_loader import ResumableLoader
-from ignite_train.data.reused_memory import ReusedMemory
 from ignite_train.data.samplers import set_epoch
 from ignite_train.data.stream import Stream
 from ignite_train.ranks import collectives
@@ -242,7 +242,6 @@ class MicroBatchPass:
         self._fills_up = collectives.world_size() > 1  # with empty groups, while other ranks have more
         self._looks_ahead = self._fills_up and self.length is None
         self._groups_arrive = _reads_ahead(loader) and not (needs_whole_groups or self._looks_ahead)
-        self._watch: ReusedMemory | None = ReusedMemory()  # until a first group of several was read
         self._ahead: list[Any] = []  # read for later groups
         self._nothing_behind = False  # the look ahead has found no other group
         self._read = self.num_read = 0  # micro-batches since the position was found, and in the latest group
@@ -255,7 +254,7 @@ class MicroBatchPass:
             self._read_past(was_exhausted=position.get("exhausted", False))
         self._place.found(holds_workers=True)
         if self._looks_ahead:
-            self._look_ahead()
+            self._look_ahead(Held(self._ahead))
 
     def __iter__(self) -> Iterator[MutableSequence[Any]]:
         return self
@@ -264,7 +263,8 @@ class MicroBatchPass:
         begin = self._position
         if self._read != self._announced:  # something is left of the pass
             self._place.check_pass()
-        group = self._take()
+        held = Held(self._ahead)
+        group = self._take(held)
         if isinstance(group, list):
             self._note()
         if self.length is not None:
@@ -275,9 +275,8 @@ class MicroBatchPass:
             self._ended = True
             raise StopIteration
         if self._looks_ahead:
-            self._look_ahead()
-        if self._watch is not None and self._watch.num_seen > 1:
-            self._watch = None
+            self._look_ahead(held)
+        held.check()
         return [micro_batch for micro_batch in group if micro_batch is not None] if self._none_is_empty else group
 
     def position(self, done: int) -> dict[str, Any]:
@@ -382,7 +381,7 @@ class MicroBatchPass:
             return
         del group[used:]
 
-    def _take(self) -> MutableSequence[Any]:
+    def _take(self, held: Held) -> MutableSequence[Any]:
         size = self._size(self._done)
         expected = self._expected(size) if self._groups_arrive and not self._ahead else 0
         self._done += 1
@@ -391,7 +390,7 @@ class MicroBatchPass:
         if expected:
             return self._take_arriving(expected, size)
         group, self._ahead = self._ahead[:size], self._ahead[size:]
-        group += self._read_list(size - len(group))
+        group += self._read_list(size - len(group), held, is_last=size == 1 and not self._looks_ahead)
         self._exhausted = len(group) < size
         for micro_batch in group:
             self._count(micro_batch)
@@ -399,13 +398,18 @@ class MicroBatchPass:
             return []
         return group
 
-    def _read_list(self, number: int) -> list[Any]:
-        """The next micro-batches of the loader, fewer at its end."""
-        if self._watch is None or (number < 2 and not self._looks_ahead):
-            return list(islice(self._micro_batches, number))
+    def _read_list(self, number: int, held: Held, *, is_last: bool = False) -> list[Any]:
+        """The next micro-batches of the loader, fewer at its end.
+
+        Args:
+            number: how many.
+            held: those that wait, to which these are added.
+            is_last: nothing else is read before they are computed.
+        """
         read: list[Any] = []
         for micro_batch in islice(self._micro_batches, number):
-            self._watch.see(micro_batch)
+            if not is_last:
+                held.add(micro_batch)
             read.append(micro_batch)
         return read
 
@@ -437,9 +441,9 @@ class MicroBatchPass:
         self.num_read += 1
         return micro_batch
 
-    def _look_ahead(self) -> None:
+    def _look_ahead(self, held: Held) -> None:
         wanted = self._size(self._done) if self._drops_last_group else 1
-        self._ahead += self._read_list(max(0, wanted - len(self._ahead)))
+        self._ahead += self._read_list(max(0, wanted - len(self._ahead)), held)
         self._nothing_behind = len(self._ahead) < wanted
         self.more = self._against if self._nothing_behind else 1
 
