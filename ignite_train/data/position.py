@@ -253,6 +253,7 @@ class DataPosition:
         jumps = self._seekable is not None and "samples" in saved
         refused, harmless = changes(described, self._description, jumps=jumps)
         accepted = not in_epoch or saved.get("on_changed_data") == "warn"
+        harmless += self._changed_generators(saved)
         if accepted:
             refused, harmless = [], [*refused, *harmless]
         if harmless and collectives.is_main_rank():
@@ -266,6 +267,14 @@ class DataPosition:
                 "on_changed_data='warn'), or resume from a checkpoint of the end of an epoch (resume=PATH), where any change "
                 "is allowed without epoch_length"
             )
+
+    def _changed_generators(self, saved: Mapping[str, Any]) -> list[str]:
+        """A line where the dataset has lost a generator whose state was saved, or got one for which none was."""
+        before, now = saved.get("generators"), self._find_own_generators()
+        if not isinstance(before, Mapping) or saved.get("world_size") != collectives.world_size():
+            return []
+        names = [", ".join(name for name in each if name.startswith("dataset.")) or "none" for each in (before, now)]
+        return [f"generators of the dataset: {names[0]} -> {names[1]}"] if names[0] != names[1] else []
 
     def _go_to(self, saved: Mapping[str, Any]) -> None:
         same_ranks = saved.get("world_size", collectives.world_size()) == collectives.world_size()
@@ -332,7 +341,8 @@ class DataPosition:
     def _warn_of_changed_samplers(self, saved: Mapping[str, Any]) -> None:
         """Says where a sampler of the user's own is not what it was at that place, since only its generators are put back."""
         before, now = saved.get("samplers", {}), attributes_of_samplers(self._loader)
-        changed = [f"{name}: {value!r} -> {now.get(name)!r}" for name, value in before.items() if now.get(name) != value]
+        names = {**before, **now} if "samplers" in saved else {}
+        changed = [f"{name}: {before.get(name)!r} -> {now.get(name)!r}" for name in names if now.get(name) != before.get(name)]
         if changed and self._stateful is None:
             _logger.warning(
                 f"the sampler is not as it was at this place of the data ({', '.join(changed)}), since its attributes are not "
