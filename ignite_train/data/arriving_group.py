@@ -96,7 +96,8 @@ class ArrivingGroup(MutableSequence[Any]):
             while len(self._arrived) < min(number, self._size):
                 try:
                     self._arrived.append(self._read())
-                    held.add(self._arrived[-1])
+                    if len(self._arrived) < min(number, self._size):
+                        held.add(self._arrived[-1])
                 except StopIteration:
                     self._size = len(self._arrived)
             held.check()

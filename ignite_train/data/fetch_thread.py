@@ -72,6 +72,10 @@ class FetchThread(Iterator[Any]):
         finally:
             del error  # its traceback has this frame
 
+    def expect_held(self, number: int) -> None:
+        """Says how many elements the caller has at once; one by default. None of them may be written over meanwhile."""
+        self._shared.num_first = self._shared.ahead + number
+
     def pause(self) -> None:
         """Ends the thread. What it has read stays, and `next` continues.
 
@@ -135,13 +139,14 @@ class _ReadAhead:
         read: what was read and not taken: each an element and None, or None and the error that reading it raised; and what is
             compared when it is taken.
         first: the first elements of the pass, some of which the caller may be computing with.
+        num_first: how many of them can be with the caller or wait for it.
         has_ended: the source is exhausted; only `read` is left.
     """
 
     def __init__(self, source: Iterator[Any], ahead: int) -> None:
-        self.source, self._ahead = source, ahead
+        self.source, self.ahead = source, ahead
         self.read: deque[tuple[Any, BaseException | None, Held]] = deque()
-        self.first, self._num_read = Held(), 1
+        self.first, self.num_first, self._num_read = Held(), ahead + 1, 1
         self.has_ended = False
         self._changed = threading.Condition()
         self._is_wanted = self._is_running = False  # whether the thread is to continue, and whether there is one that does
@@ -176,10 +181,10 @@ class _ReadAhead:
 
     def _next(self) -> tuple[Any, None, Held]:
         element = next(self.source)
-        if self._num_read <= self._ahead:  # as many may be read while the caller computes with the first
+        if self._num_read < self.num_first:
             self.first.check_against(element)
             self.first.add(element)
-        elif self._num_read == self._ahead + 1:
+        elif self._num_read == self.num_first:
             self.first = Held()
         self._num_read += 1
         return element, None, Held([element])
@@ -206,7 +211,7 @@ class _ReadAhead:
 
     def _may_read(self) -> bool:
         with self._changed:
-            while self._is_wanted and not self.has_ended and len(self.read) >= self._ahead:
+            while self._is_wanted and not self.has_ended and len(self.read) >= self.ahead:
                 self._changed.wait()
             self._is_running = self._is_wanted and not self.has_ended
             return self._is_running

@@ -249,7 +249,7 @@ class MicroBatchPass:
         self._ended = self._exhausted = False  # no group is left; the loader is exhausted
         self._finished = False  # the epoch is over, and not only the run
         self._surplus: bool | None = None  # whether the loader gave more than its length; None: not looked at yet
-        self._micro_batches = iter(()) if self._place.at_end else open_loader(loader)
+        self._micro_batches = iter(()) if self._place.at_end else self._opened(loader)
         if self._place.reads_past:
             self._read_past(was_exhausted=position.get("exhausted", False))
         self._place.found(holds_workers=True)
@@ -350,6 +350,14 @@ class MicroBatchPass:
         if isinstance(self._micro_batches, FetchThread):
             self._micro_batches.pause()
 
+    def _opened(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """Begins the pass. A thread that reads it is told how many micro-batches are held here."""
+        opened = open_loader(loader)
+        if isinstance(opened, FetchThread):
+            most = self._size(self._done) + self._looks_ahead
+            opened.expect_held(min(most, 2) if self._groups_arrive else most)
+        return opened
+
     def _read_past(self, *, was_exhausted: bool) -> None:
         """Reads what is done of the epoch, and as far beyond it as the interrupted run did."""
         self._read = sum(1 for _ in islice(self._micro_batches, self._before)) - self._before
@@ -390,7 +398,7 @@ class MicroBatchPass:
         if expected:
             return self._take_arriving(expected, size)
         group, self._ahead = self._ahead[:size], self._ahead[size:]
-        group += self._read_list(size - len(group), held, is_last=size == 1 and not self._looks_ahead)
+        group += self._read_list(size - len(group), held, more_follow=self._looks_ahead)
         self._exhausted = len(group) < size
         for micro_batch in group:
             self._count(micro_batch)
@@ -398,19 +406,19 @@ class MicroBatchPass:
             return []
         return group
 
-    def _read_list(self, number: int, held: Held, *, is_last: bool = False) -> list[Any]:
+    def _read_list(self, number: int, held: Held, *, more_follow: bool = False) -> list[Any]:
         """The next micro-batches of the loader, fewer at its end.
 
         Args:
             number: how many.
-            held: those that wait, to which these are added.
-            is_last: nothing else is read before they are computed.
+            held: those that wait while more is read, to which these are added.
+            more_follow: others are read after these, before these are computed.
         """
         read: list[Any] = []
         for micro_batch in islice(self._micro_batches, number):
-            if not is_last:
-                held.add(micro_batch)
             read.append(micro_batch)
+            if more_follow or len(read) < number:
+                held.add(micro_batch)
         return read
 
     def _expected(self, size: int) -> int:
