@@ -63,7 +63,7 @@ class MinLearningRate(Handler):
                 f"optimizer must be the trainer's, got another {type(self.optimizer).__name__}; pass the one that "
                 "create_trainer was given"
             )
-        trainer.add_event_handler(Events.STARTED, self)
+        trainer.on_enter.append(self)
         return trainer.add_event_handler(event, self)
 
     def __call__(self, trainer: Trainer) -> None:

@@ -19,7 +19,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from ignite_train.arguments import check_state_dict, describe, positive_int
 from ignite_train.carried import Carried
 from ignite_train.data.arriving_group import ArrivingGroup
-from ignite_train.data.fetched_group import FetchedGroup
 from ignite_train.data.grouping import MicroBatchGrouping, MicroBatchPass
 from ignite_train.data.stream import Stream
 from ignite_train.events import EVENT_COUNTERS, TrainEvents
@@ -40,7 +39,6 @@ __all__ = ["DefaultHandler", "OutputTransform", "Process", "Trainer"]
 
 _COUNTERS = ("iteration", "num_steps", "num_skipped", "num_micro_batches")
 _LIMITS = ("epoch_length", "max_epochs", "max_iters")
-_MAY_STOP_BEFORE = (Events.GET_BATCH_COMPLETED, Events.ITERATION_STARTED)  # an update that was fetched
 _STEP_COMPLETED, _GRADIENTS_REDUCED = TrainEvents.STEP_COMPLETED, TrainEvents.GRADIENTS_REDUCED
 
 
@@ -126,7 +124,7 @@ class Trainer(SessionLoop):
         self._stream: Stream | None = None  # with epoch_length: the data of the run
         self._ranks_have_more = True
         self._micro_batches_before = 0  # this update
-        self._fetched = FetchedGroup()  # for the update that begins next
+        self._fetched: Sequence[Any] = ()  # the group of the update that begins next, as it came
         self._kept: tuple[Any, MicroBatchPass] | None = None  # what the latest run left open: data and its pass
         self.register_events(*TrainEvents, event_to_attr=EVENT_COUNTERS)
 
@@ -287,7 +285,7 @@ class Trainer(SessionLoop):
         self._max_micro_batches = self._grouping.max_micro_batches_of(micro_batches)
         if self._grouping.none_is_empty:
             micro_batches = [micro_batch for micro_batch in micro_batches if micro_batch is not None]
-        self._fetched, self._micro_batches_before = FetchedGroup(self._sized(micro_batches)), state.num_micro_batches
+        self._fetched, self._micro_batches_before = self._sized(micro_batches), state.num_micro_batches
         self._iterate_on(micro_batches)
         assert state.update_output is not None  # noqa: S101  # each update publishes one
         return state.update_output
@@ -336,9 +334,9 @@ class Trainer(SessionLoop):
     def terminate(self, skip_completed: bool = False, *, agreed: bool = False) -> None:
         """Ends the run on all ranks after the same update.
 
-        In a single process the running update is the last one; a handler of GET_BATCH_* or ITERATION_STARTED ends the run
-        before it, as in Ignite. On several ranks the request travels with the next update's statistics (or the end of the
-        epoch), and that update is the last one, everywhere.
+        Asked for from GET_BATCH_STARTED to ITERATION_COMPLETED, that update is the last one; in STARTED or EPOCH_STARTED, the
+        first one that follows; in EPOCH_COMPLETED, no other one follows. On several ranks the request travels with the next
+        update's statistics (or the end of the epoch), and that update is the last one, everywhere.
 
         Args:
             skip_completed: do not fire COMPLETED.
@@ -350,21 +348,16 @@ class Trainer(SessionLoop):
             self._requests.stop = True
 
     def terminate_epoch(self, skip_epoch_completed: bool = False, *, agreed: bool = False) -> None:
-        """Ends the epoch on all ranks after the same update; as `terminate` does the run.
+        """Ends the epoch on all ranks after the same update; as `terminate` does the run. In EPOCH_COMPLETED it does nothing.
 
         With several ranks, each has read one micro-batch ahead of a loader without a length, which the next epoch does not
         have; a loader that continues where it was needs `epoch_length=` in `run`, which reads nothing ahead.
 
         Raises:
-            RuntimeError: it is called in STARTED or EPOCH_STARTED, where the epoch has no updates yet; or in a session.
+            RuntimeError: it is called in a session.
         """
         if self._session_is_open:
             raise RuntimeError("terminate_epoch was called in a session, which has no epochs; call terminate()")
-        if self._running and not self._epoch_started:
-            raise RuntimeError(
-                "terminate_epoch was called in STARTED or EPOCH_STARTED, before the epoch's first update; call it from "
-                "GET_BATCH_STARTED on, or terminate() to end the run"
-            )
         if agreed or collectives.world_size() == 1:
             super().terminate_epoch(skip_epoch_completed)
         else:
@@ -625,7 +618,7 @@ class Trainer(SessionLoop):
 
         Without it a resumed run reads past what was done, in the order in which the loader then gives it.
         """
-        if self._groups is None or (self._kept is not None and self._epoch_iteration == 0):
+        if self._groups is None:
             return self._position
         if self._epoch_open and not self._pass_is_opened:  # the latest pass is that of the epoch before
             return self._groups.position_at_end()
@@ -663,12 +656,10 @@ class Trainer(SessionLoop):
         broken_off = self._pass_is_opened and self._groups is not None and self._groups.reads(source)
         position = self._data_position() if skip or self._groups is None or broken_off else {}
         position = {**position, "on_changed_data": self._on_changed_data} if position else {}
-        if skip == 0 and self._groups is not None and not self._pass_is_opened:
-            self._position = self._groups.position_at_end()
         return self._opened(self._grouping(source, epoch=epoch, first_update=first_update, skip=skip, position=position))
 
     def _opened(self, groups: MicroBatchPass) -> MicroBatchPass:
-        self._groups, self._pass_is_opened, self._fetched = groups, True, FetchedGroup()
+        self._groups, self._pass_is_opened, self._fetched = groups, True, ()
         self._ranks_have_more = groups.length is not None or sum(collectives.everyones(groups.more)) > 0
         return groups
 
@@ -697,46 +688,16 @@ class Trainer(SessionLoop):
         return collectives.any_rank(isinstance(data, Iterator))
 
     def _fetch(self, batches: Any) -> Any:
-        may_stop = any(map(self._has_handlers, _MAY_STOP_BEFORE))
-        random_state = batches.capture_random_state() if may_stop else None
         group = super()._fetch(batches)
-        micro_batches = group if isinstance(group, (list, Sequence)) else None  # or else the pass has ended
+        micro_batches = group if isinstance(group, (list, Sequence)) else ()  # or else the pass has ended
         if self._sections is not None and type(group) is ArrivingGroup:  # an abstract class is asked slowly
             group.waiting = partial(self._sections.within, "data")
         if self._stream is not None and not micro_batches and not batches.num_read:
             refuse_ended_iterator(self.state, self._stream.data)
-        self._sized(() if micro_batches is None else micro_batches)
-        self._fetched = FetchedGroup(micro_batches, random_state)
+        self._fetched = self._sized(micro_batches)
         self._requests.more_data, self._micro_batches_before = batches.more, self.state.num_micro_batches
         self._max_micro_batches = batches.max_micro_batches
         return group
-
-    def _stops_before_iteration(self) -> bool:
-        """Only where the fetch can be undone, because a handler may stop the run here.
-
-        A stop that comes from elsewhere, such as a handler of a signal that arrives during the fetch, comes after the update.
-        """
-        return self._fetched.can_be_undone and super()._stops_before_iteration()
-
-    def _leave_out_iteration(self) -> None:
-        """Leaves no trace of a group that was fetched and not used, or of a pass that was opened and not used.
-
-        So what a dataset or a sampler drew for it is drawn again, the same, when the next run fetches it. What an iterator gave
-        is kept for that run.
-        """
-        if not self._stopping():  # it is the end of the epoch: no run will do this update
-            return
-        assert self._groups is not None  # noqa: S101  # a pass was opened
-        fetched, self._fetched = self._fetched, FetchedGroup()
-        if self._reads_iterator():
-            fetched.give_back(self._groups)
-        elif self._epoch_iteration == 0:
-            self._groups.take_back_opening()
-            if self._stream is not None:  # which may begin anywhere
-                self._position = self._groups.position(0)
-            self._groups, self._pass_is_opened = None, False
-        else:
-            fetched.restore_random_state(self._groups)
 
     def _take_back(self) -> None:
         super()._take_back()
@@ -744,12 +705,13 @@ class Trainer(SessionLoop):
             self._groups.take_back_opening()  # what was drawn for the first group is drawn again, the same
 
     def _close_epoch(self, started: float) -> None:
-        if self._epoch_iteration == 0 and not self.should_terminate_single_epoch:
+        groups = self._groups
+        assert groups is not None  # noqa: S101  # a pass was made
+        if self._epoch_iteration == 0:
             if isinstance(self.state.dataloader, Iterator) and self.state.iteration > 0:
                 refuse_ended_iterator(self.state, self.state.dataloader)
-            raise ValueError(f"data must give at least one micro-batch on some rank, got none in epoch {self.state.epoch}")
-        assert self._groups is not None  # noqa: S101  # a pass was made
-        self._groups.finish()
+            raise groups.no_group_error(self.state.epoch)
+        groups.finish()
         try:
             super()._close_epoch(started)
         finally:  # a handler of EPOCH_COMPLETED may raise an error when the epoch is closed
@@ -758,9 +720,21 @@ class Trainer(SessionLoop):
         self._requests.stop_epoch = False  # what handlers of EPOCH_COMPLETED asked for is done already
 
     def _batch(self) -> Sequence[Any]:
-        """The group of the update that begins: from here on its fetch is not undone."""
-        fetched, self._fetched = self._fetched, FetchedGroup()
-        return self._sized(fetched.replaced_by(self.state.batch))
+        """The group of the update that begins: handlers may have replaced micro-batches, but not changed their number.
+
+        Raises:
+            TypeError: it is not a list, or has another number of micro-batches.
+        """
+        group, fetched, self._fetched = self.state.batch, self._fetched, ()
+        if group is not fetched and isinstance(fetched, ArrivingGroup):
+            fetched = fetched.whole()  # the place in the data is that after it
+        if not isinstance(group, (list, ArrivingGroup)) or len(group) != len(fetched):
+            got = f"{len(group)} of them" if isinstance(group, list) else describe(group)
+            raise TypeError(
+                f"state.batch must be a list of the update's {len(fetched)} micro-batches, got {got}; a handler that "
+                "changes data puts state.batch = [change(micro_batch) for micro_batch in state.batch]"
+            )
+        return self._sized(group)
 
     def _sized(self, group: Sequence[Any]) -> Sequence[Any]:
         """The group, of which the state tells the size."""
@@ -771,11 +745,14 @@ class Trainer(SessionLoop):
     def _epoch_is_over(self, batches: Batches) -> bool:
         return super()._epoch_is_over(batches) or not self._ranks_have_more
 
-    def _stop_between_epochs(self) -> bool:
-        """Between two epochs no update carries the request of one rank to the others."""
-        stop, interrupt = collectives.largest(self._requests.stop, self._requests.interrupt)
-        if stop > 0:
-            self.terminate(agreed=True)
-        if interrupt > 0:
-            self.interrupt(agreed=True)
-        return super()._stop_between_epochs()
+    def _take_up_stops(self, *, between_updates: bool = False) -> None:
+        """Between two epochs, where a run is entered, and in a single process no update carries requests to other ranks."""
+        stop, interrupt = self._requests.stop, self._requests.interrupt
+        if between_updates:
+            stop, interrupt = (number > 0 for number in collectives.largest(stop, interrupt))
+        if between_updates or collectives.world_size() == 1:
+            if stop and not self.should_terminate:
+                self.terminate(agreed=True)
+            if interrupt:
+                self.interrupt(agreed=True)
+        super()._take_up_stops()

@@ -1049,7 +1049,7 @@ def test_looking_ahead_is_not_exact_and_said(tmp_path: Path) -> None:
 
 
 def test_a_terminated_epoch_does_not_move_the_next(tmp_path: Path) -> None:
-    """A loader that was to jump and was never asked begins the next epoch at its first sample."""
+    """A loader that has jumped and was not read to its end begins the next epoch at its first sample."""
     trainer, _ = make()
     Checkpoint(tmp_path, every=1).attach(trainer)
     trainer.run(ResumableLoader(PAIRS, 2, shuffle=False), max_iters=4)
@@ -1058,7 +1058,7 @@ def test_a_terminated_epoch_does_not_move_the_next(tmp_path: Path) -> None:
     in_epoch_1 = Events.GET_BATCH_STARTED(event_filter=lambda engine, _: engine.state.epoch == 1)
     fresh.add_event_handler(in_epoch_1, lambda engine: engine.terminate_epoch())
     fresh.run(ResumableLoader(PAIRS, 2, shuffle=False), max_epochs=2)
-    assert fresh.state.iteration == 4 + 6
+    assert fresh.state.iteration == 4 + 1 + 6
 
 
 @pytest.mark.parametrize("uneven", ["all", "shortest"])

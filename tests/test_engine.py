@@ -215,8 +215,8 @@ def test_an_epoch_cut_short_is_completed_by_the_next_run():
 @pytest.mark.parametrize(
     ("event", "call", "ends"),
     [
-        (Events.STARTED, "terminate", ["TERMINATE 0/0", "COMPLETED 0/0"]),
-        (Events.EPOCH_STARTED, "terminate", ["EPOCH_STARTED 1/0", "TERMINATE 1/0", "COMPLETED 1/0"]),
+        (Events.STARTED, "terminate", ["EPOCH_STARTED 1/0", "TERMINATE 1/1", "COMPLETED 1/1"]),
+        (Events.EPOCH_STARTED, "terminate", ["EPOCH_STARTED 1/0", "TERMINATE 1/1", "COMPLETED 1/1"]),
         (TrainEvents.FORWARD_COMPLETED(once=4), "terminate", ["EPOCH_STARTED 1/0", "TERMINATE 1/2", "COMPLETED 1/2"]),
         (Events.ITERATION_COMPLETED(once=2), "terminate", ["EPOCH_STARTED 1/0", "TERMINATE 1/2", "COMPLETED 1/2"]),
         (Events.ITERATION_COMPLETED(once=3), "terminate", ["EPOCH_STARTED 1/0", "TERMINATE 1/3", "COMPLETED 1/3"]),

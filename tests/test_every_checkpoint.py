@@ -373,8 +373,8 @@ def test_goes_on_from_every_update_and_every_epoch(kind: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", ["terminate in GET_BATCH_COMPLETED 1", "interrupt in ITERATION_STARTED 2"])
-def test_goes_on_after_a_fetch_that_was_undone(name: str, tmp_path: Path) -> None:
-    """The dataset draws from a generator of its own; what it drew for the group is drawn again, the same."""
+def test_goes_on_after_a_stop_that_was_asked_for_before_the_update(name: str, tmp_path: Path) -> None:
+    """The dataset draws from a generator of its own; what it drew for that update is not drawn again."""
     check("resumable, augmented", name, tmp_path)
 
 
