@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ignite_train.arguments import describe
-from ignite_train.checkpoint.optimizer_state import check_torch_shape
+from ignite_train.checkpoint.optimizer_state import Consolidates, check_torch_shape
 from ignite_train.checkpoint.schedule_state import schedules_of
 from ignite_train.loop.dispatch import Attachable, Stateful, stateful_handlers
 from ignite_train.model.memory_layout import own_memory
@@ -172,6 +172,14 @@ class RunObjects:
         """All but these."""
         shared, own = ({k: v for k, v in entries.items() if k not in names} for entries in (self.shared, self.own))
         return RunObjects(shared, own, self.trainers)
+
+    def compared(self) -> list[str]:
+        """The names of the shared objects that should have the same bits on all ranks, or else each rank writes its own.
+
+        An optimizer that gathers its parts on rank 0 is none of them, nor are the trained models.
+        """
+        models = {"model", *(f"{name}/model" for name in self.trainers)}
+        return [name for name, entry in self.shared.items() if name not in models and not isinstance(entry, Consolidates)]
 
     def handlers(self) -> list[str]:
         """The names of the handlers among them."""

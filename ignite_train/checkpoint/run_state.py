@@ -69,9 +69,11 @@ class RunState:
         # Earlier versions wrote another trainer on rank 0 alone.
         own = dict.fromkeys((*EVERY_RANK, *saved), source)
         own |= {name: source if name in names else 0 for name in self._objects.trainers}
+        self._writers = {name: source if name in names else 0 for name in self._objects.shared}
+        self._check_differing(reader)
         self._claims = self._checked_claims(reader, own)
         sharded = _ShardedTensors(self._objects.shared)
-        self._shared = {name: reader.read(name, like=sharded.like) for name in self._objects.shared}
+        self._shared = {name: reader.read(name, rank=writer, like=sharded.like) for name, writer in self._writers.items()}
         for name, entry in self._objects.shared.items():
             if isinstance(entry, SavedModule):
                 check_tied(str(reader.path), name, entry.state_dict(), self._shared[name])
@@ -138,7 +140,7 @@ class RunState:
                 "directory"
             )
         claims = Claims(
-            shared={name: reader.outline(name) for name in self._objects.shared},
+            shared={name: reader.outline(name, rank=writer) for name, writer in self._writers.items()},
             own={name: reader.outline(name, rank=writer) for name, writer in own.items()},
             description=reader.outline("description") if "description" in first else {},
         )
@@ -173,6 +175,24 @@ class RunState:
             if _carried(self._own[name]):
                 self.unused.append("state.carried" if name == "trainer" else f"state.carried of {name}")
             self._own[name].pop("carried", None)
+
+    def _check_differing(self, reader: CheckpointReader) -> None:
+        """State of a shared object that differs between the ranks, so that each has written its own, needs as many ranks.
+
+        Of an average rank 0's is taken, as of the buffers of the model. So are the optimizers inside an outer one, which sees
+        itself to it that the replicas are equal.
+        """
+        world_size = reader.manifest.world_size
+        if world_size in (1, collectives.world_size()):
+            return
+        replicas = {*self._objects.optimizers} if self._trainer._after_update else set()
+        free = {*self._objects.handlers(), *replicas}
+        differing = [name for name in self._objects.compared() if name in reader.names(1) and name not in free]
+        if differing:
+            raise CheckpointError(
+                f"{reader.path} holds a state of {differing[0]!r} that differs between its {world_size} ranks, and this run "
+                f"has {collectives.world_size()}; use {world_size} ranks, or start from its weights with load_weights"
+            )
 
     def _check_carried(self, reader: CheckpointReader) -> None:
         """What forward carried on a rank belongs to the data of that rank, so another number of ranks cannot take it over."""

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from ignite_train.arguments import describe
 from ignite_train.errors import CheckpointError
 
-__all__ = ["DTYPES", "MAX_DEPTH", "MAX_NODES", "KeyPath", "TreeEncoder", "decode", "dtype_name", "path_name"]
+__all__ = ["DTYPES", "MAX_DEPTH", "MAX_NODES", "KeyPath", "TreeEncoder", "decode", "dtype_name", "path_name", "tensors_in"]
 
 MAX_DEPTH = 64
 MAX_NODES = 1_000_000
@@ -152,6 +152,17 @@ class TreeEncoder:
             name = self._met.setdefault((*place, tensor.is_conj(), tensor.is_neg()), name)
         self.tensors[name] = tensor
         return name
+
+
+def tensors_in(tree: Any) -> set[str]:
+    """The names of the tensors and arrays that a tree of `TreeEncoder` has."""
+    if isinstance(tree, list):
+        return {name for entry in tree for name in tensors_in(entry)}
+    if not isinstance(tree, dict):
+        return set()
+    return {content for kind, content in tree.items() if kind in ("tensor", "array")} | {
+        name for kind, content in tree.items() if isinstance(content, list) for name in tensors_in(content)
+    }
 
 
 def _no_tensor(name: str, path: KeyPath) -> Tensor:
