@@ -59,11 +59,11 @@ class Checkpoint(Handler):
     memory of the host, which stays reserved; a thread does the rest, one save at a time. An error of a save is raised at the
     next save or at the end of the run, on all ranks.
 
-    Any number of ranks can read what another number wrote, unless an optimizer, or an object of `to_save`, differs between the
-    ranks, as a distributed Muon does: each rank then has its own back, on as many ranks. A rank that did not exist then takes over the state of rank 0, with
-    other random numbers. In the middle of an epoch that needs a `ResumableLoader`, and each sample is still used once. What a
-    loader may not repeat exactly is logged when the run starts. Models sharded by `fully_shard` are written in shards and can
-    be read with any other sharding, or unsharded.
+    Any number of ranks can read what another number wrote, unless an optimizer or an object of `to_save` differs between the
+    ranks, as a distributed Muon does: then each rank has its own back, on as many ranks. A rank that did not exist takes over
+    the state of rank 0, with other random numbers. In the middle of an epoch that needs a `ResumableLoader`, and each sample
+    is still used once. What a loader may not repeat exactly is logged when the run starts. Models sharded by `fully_shard` are
+    written in shards and can be read with any other sharding, or unsharded.
 
     Nothing in a checkpoint is executed when it is read: it holds numbers, strings and tensors, and no pickle. A run holds its
     directory: a second run there is refused while the first is alive. All machines of a run must see the same files in it.
@@ -84,9 +84,9 @@ class Checkpoint(Handler):
         mode: whether the best is the `"min"` or the `"max"`; None: the words of its name decide, such as loss, error and
             perplexity, or accuracy, bleu, f1 and auc, and the log says how.
         keep_best: how many of the best checkpoints stay.
-        to_save: more objects with `state_dict` and `load_state_dict`, by name. Rank 0 writes
-            what is equal on all ranks; where the ranks differ, each writes its own. Of another trainer its model, its optimizers and its handlers
-            are saved too, and what belongs to each rank is written by each.
+        to_save: more objects with `state_dict` and `load_state_dict`, by name. Rank 0 writes what is equal on all ranks, and
+            where the ranks differ each writes its own. Of another trainer its model, its optimizers and its handlers are saved
+            too, and what belongs to each rank is written by each.
         config: plain values of the script. When the run resumes, the log lists which of them have changed.
         asynchronous: False writes each checkpoint before training continues.
         on_error: what happens when a save fails: `"raise"`, or `"warn"` and train on. The older checkpoints stay in both cases.

@@ -18,13 +18,13 @@ from torch.optim import Optimizer
 
 from ignite_train.checkpoint.directory import Contents
 from ignite_train.checkpoint.manifest import compact_json
-from ignite_train.checkpoint.optimizer_state import Consolidates
 from ignite_train.checkpoint.run_objects import RunObjects, SavedRun
 from ignite_train.checkpoint.shards import own_piece
 from ignite_train.checkpoint.state_rules import StateRules
 from ignite_train.checkpoint.tree import TreeEncoder, path_name, tensors_in
 from ignite_train.errors import CheckpointError
 from ignite_train.loop.dispatch import Stateful
+from ignite_train.model.optimizers import GathersState, optimizer_state
 from ignite_train.model.random_state import RandomState, capture_random_state
 from ignite_train.model.tensor_digests import content_digest, tensor_digests
 from ignite_train.ranks import collectives
@@ -103,10 +103,10 @@ def _digests(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 def _state_of(entry: Stateful, *, main: bool) -> Any:
     """The state of an object that is the same on all ranks. Collective for an optimizer that divides it among the ranks."""
-    if isinstance(entry, Optimizer) and isinstance(entry, Consolidates):
+    if isinstance(entry, Optimizer) and isinstance(entry, GathersState):
         entry.consolidate_state_dict(0)
         return entry.state_dict() if main else {}
-    return entry.state_dict()
+    return optimizer_state(entry) if isinstance(entry, Optimizer) else entry.state_dict()
 
 
 def _own_state(trainer: Trainer, objects: RunObjects, rules: StateRules, *, main: bool) -> dict[str, Any]:

@@ -123,7 +123,7 @@ class Claims:
     def _why_no_multiple(self, schedule: LRScheduler, objects: RunObjects, rules: StateRules) -> str:
         """Why a schedule cannot continue with the script's rates, as multiples of those in the checkpoint; empty if it can."""
         for name in (name for name, optimizer in objects.optimizers.items() if optimizer is schedule.optimizer):
-            for index, pair in enumerate(zip(self.shared[name]["param_groups"], rules.decided(name), strict=True)):
+            for index, pair in enumerate(zip(self.shared[name].get("param_groups", ()), rules.decided(name), strict=False)):
                 before, now = (group.get("initial_lr", group["lr"]) for group in pair)
                 if before == 0 != now:
                     return f"param_groups[{index}] of {name} had lr=0, which cannot be scaled to the script's {now!r:.20}"

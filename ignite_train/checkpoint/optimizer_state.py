@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,11 +18,11 @@ from ignite_train.arguments import describe
 from ignite_train.checkpoint.reader import TensorClaim
 from ignite_train.checkpoint.tree import dtype_name
 from ignite_train.errors import CheckpointError
+from ignite_train.model.optimizers import GathersState, has_own_form
 
 __all__ = [
-    "Consolidates",
+    "check_loads",
     "check_optimizer_state",
-    "check_torch_shape",
     "describe_optimizer",
     "option_changes",
     "script_options",
@@ -60,27 +60,21 @@ _LIKE_THE_PARAMETER = {
 Shape = tuple[int, ...]
 
 
-@runtime_checkable
-class Consolidates(Protocol):
-    """An optimizer whose ranks hold a part each, such as `ZeroRedundancyOptimizer`: rank 0 gathers all parts to save them."""
-
-    def consolidate_state_dict(self, to: int) -> None:
-        """Gathers the parts on rank `to`. Collective."""
-
-
-def check_torch_shape(name: str, optimizer: Optimizer) -> None:
-    """Checks that the optimizer gives a state that can be checked when it is read back. To be called before the first batch.
+def check_loads(name: str, optimizer: Optimizer) -> None:
+    """Checks that an optimizer can load the state that it gives. To be called before the first batch.
 
     Raises:
-        TypeError: its `state_dict` is not of torch's shape.
+        TypeError: its `state_dict` has a form of its own, and its `load_state_dict` is torch's, which loads no such form.
     """
-    if isinstance(optimizer, Consolidates):
+    if isinstance(optimizer, GathersState) or type(optimizer).load_state_dict is not Optimizer.load_state_dict:
         return
-    problem = _why_not_torch_shape(optimizer.state_dict(), [len(group["params"]) for group in optimizer.param_groups])
-    if problem:
+    state = optimizer.state_dict()
+    if not isinstance(state, Mapping) or has_own_form(state):
+        kind = type(optimizer).__name__
         raise TypeError(
-            f"{name} must have a state_dict as torch's optimizers have it, {{'state': ..., 'param_groups': [...]}}, to be "
-            f"saved; that of {type(optimizer).__name__} {problem}; return the state of all its parts in that form"
+            f"{name} must load the state that it gives, to be saved: the state_dict of {kind} has a form of its own, and its "
+            f"load_state_dict is torch's; use a subclass of {kind} with a load_state_dict, or pass the optimizers inside it to "
+            "create_trainer as a list, or train without a Checkpoint"
         )
 
 
@@ -166,17 +160,38 @@ def check_optimizer_state(
     Raises:
         CheckpointError: it is of another optimizer.
     """
-    problem = (
+    current = {} if isinstance(optimizer, GathersState) else optimizer.state_dict()
+    if current and has_own_form(current):  # its own `load_state_dict` reads it
+        problem = _other_keys(current, saved) or _other_class(optimizer, {}, description)
+        problem = problem or _other_parameters(optimizer, description, names)
+    else:
+        problem = _why_other_state(optimizer, saved, description, names, options)
+    if problem:
+        raise CheckpointError(
+            f"{path} is of another {name}: {problem}; build the one that was saved, or start in another directory"
+        )
+
+
+def _other_keys(current: Mapping[str, Any], saved: Any) -> str:
+    if not isinstance(saved, Mapping):
+        return f"is {describe(saved)}"
+    return "" if saved.keys() == current.keys() else f"has the keys {[*saved]!r:.80} and not {[*current]!r:.80}"
+
+
+def _why_other_state(
+    optimizer: Optimizer,
+    saved: Any,
+    description: Any,
+    names: Mapping[int, Sequence[str]],
+    options: Sequence[Mapping[str, Any]],
+) -> str:
+    return (
         _why_not_torch_shape(saved, None)
         or _other_class(optimizer, saved, description)
         or _why_not_torch_shape(saved, [len(group["params"]) for group in optimizer.param_groups])
         or _other_parameters(optimizer, description, names)
         or next(_other_state(_part(optimizer), _members(optimizer, saved, names, options)), "")
     )
-    if problem:
-        raise CheckpointError(
-            f"{path} is of another {name}: {problem}; build the one that was saved, or start in another directory"
-        )
 
 
 class _Member(NamedTuple):
@@ -226,7 +241,7 @@ def _other_class(optimizer: Optimizer, saved: Any, description: Any) -> str:
     mine = _class_name(optimizer)
     if isinstance(description, Mapping) and description["class"] != mine:
         return f"{description['class']} wrote it, and this run has {mine}"
-    for group, other in zip(optimizer.param_groups, saved["param_groups"], strict=False):
+    for group, other in zip(optimizer.param_groups, saved.get("param_groups", ()), strict=False):
         lacking, foreign = [key for key in group if key not in other], [key for key in other if key not in group]
         if lacking and set(foreign) - {"initial_lr"}:  # options may come with a new version, and a schedule adds its own
             return f"it has {foreign[0]!r} and no {lacking[0]!r}"

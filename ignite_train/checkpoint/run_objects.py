@@ -16,10 +16,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ignite_train.arguments import describe
-from ignite_train.checkpoint.optimizer_state import Consolidates, check_torch_shape
+from ignite_train.checkpoint.optimizer_state import check_loads
 from ignite_train.checkpoint.schedule_state import schedules_of
 from ignite_train.loop.dispatch import Attachable, Stateful, stateful_handlers
 from ignite_train.model.memory_layout import own_memory
+from ignite_train.model.optimizers import GathersState
 from ignite_train.trainer import Trainer
 
 __all__ = ["HANDLERS", "PublishedMetrics", "RunObjects", "SavedModule", "SavedRun", "checked_objects"]
@@ -104,13 +105,13 @@ class SavedRun:
         return [entry.module for entry in self.objects().shared.values() if isinstance(entry, SavedModule)]
 
     def refuse_odd_optimizers(self) -> None:
-        """Looks at the state that the optimizers give, before the first batch: one that cannot be checked must not be saved.
+        """Looks at the optimizers before the first batch: what cannot be loaded must not be saved.
 
         Raises:
-            TypeError: the state of an optimizer does not have torch's form.
+            TypeError: an optimizer cannot load the state that it gives.
         """
         for name, entry in self.objects().optimizers.items():
-            check_torch_shape(name, entry)
+            check_loads(name, entry)
 
 
 class PublishedMetrics:
@@ -179,7 +180,7 @@ class RunObjects:
         An optimizer that gathers its parts on rank 0 is none of them, nor are the trained models.
         """
         models = {"model", *(f"{name}/model" for name in self.trainers)}
-        return [name for name, entry in self.shared.items() if name not in models and not isinstance(entry, Consolidates)]
+        return [name for name, entry in self.shared.items() if name not in models and not isinstance(entry, GathersState)]
 
     def handlers(self) -> list[str]:
         """The names of the handlers among them."""

@@ -16,7 +16,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ignite_train.carried import Carried
 from ignite_train.checkpoint.claims import EVERY_RANK, Claims, buffers_of, check_module, check_tied
-from ignite_train.checkpoint.optimizer_state import Consolidates
 from ignite_train.checkpoint.reader import CheckpointReader
 from ignite_train.checkpoint.run_objects import PublishedMetrics, RunObjects, SavedModule, SavedRun
 from ignite_train.checkpoint.schedule_state import rescale_schedule
@@ -24,7 +23,7 @@ from ignite_train.checkpoint.state_rules import StateRules
 from ignite_train.checkpoint.tree import KeyPath
 from ignite_train.errors import CheckpointError
 from ignite_train.loop.dispatch import Stateful
-from ignite_train.model.optimizers import load_optimizer_state
+from ignite_train.model.optimizers import GathersState, InnerState, load_optimizer_state
 from ignite_train.model.random_state import check_generators, restore_random_state, seed_new_rank
 from ignite_train.ranks import collectives
 from ignite_train.state import UpdateOutput
@@ -256,10 +255,11 @@ class _ShardedTensors:
         self._tensors: dict[KeyPath, DTensor] = {}
         self._parameters: dict[KeyPath, DTensor] = {}
         for name, entry in objects.items():
-            if not isinstance(entry, Consolidates):
+            if not isinstance(entry, GathersState):
                 self._collect(entry.state_dict(), (name,))
-            if isinstance(entry, Optimizer):
-                parameters = [parameter for group in entry.param_groups for parameter in group["params"]]
+            optimizer = entry.inner if isinstance(entry, InnerState) else entry
+            if isinstance(optimizer, Optimizer):
+                parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
                 sharded = {(name, "state", i): p for i, p in enumerate(parameters) if isinstance(p, DTensor)}
                 self._parameters |= sharded
 
