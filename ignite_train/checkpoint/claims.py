@@ -10,7 +10,7 @@ from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -23,7 +23,7 @@ from ignite_train.checkpoint.schedule_state import check_schedule, why_not_resca
 from ignite_train.checkpoint.state_rules import StateRules
 from ignite_train.errors import CheckpointError
 from ignite_train.model.memory_layout import as_bytes
-from ignite_train.model.optimizers import InnerState
+from ignite_train.model.optimizers import InnerState, has_own_form
 from ignite_train.state import UpdateOutput
 
 __all__ = ["EVERY_RANK", "Claims", "buffers_of", "check_module", "check_tied"]
@@ -71,13 +71,24 @@ class Claims:
             if isinstance(entry, SavedModule):
                 check_module(path, name, entry.state_dict(), self.shared[name])
             elif isinstance(entry, Optimizer):
-                described, options = self.described("optimizers", name), rules.decided(name)
-                check_optimizer_state(path, name, entry, self.shared[name], described, names, options)
+                self.check_optimizer(path, name, objects, rules)
             elif isinstance(entry, InnerState):
                 none_decided: list[dict[str, Any]] = [{} for _ in entry.inner.param_groups]
                 check_optimizer_state(path, name, entry.inner, self.shared[name], None, names, none_decided)
         self._check_schedules(path, objects, rules)
         self._check_this_rank(path, objects)
+
+    def check_optimizer(self, path: str, name: str, objects: RunObjects, rules: StateRules) -> None:
+        """Compares the state of one optimizer with that of the run; see `check`."""
+        described, optimizer = self.described("optimizers", name), objects.optimizers[name]
+        missing, names = self.missing_groups(name, objects), objects.parameter_names()
+        check_optimizer_state(path, name, optimizer, self.shared[name], described, names, rules.decided(name), missing)
+
+    def missing_groups(self, name: str, objects: RunObjects) -> list[list[nn.Parameter]]:
+        """The parameter groups that an optimizer lacks, as `RunObjects.missing_groups` has them; they need torch's form."""
+        saved = self.shared[name]
+        has_groups = isinstance(saved, Mapping) and not has_own_form(saved)
+        return objects.missing_groups(name, self.described("optimizers", name)) if has_groups else []
 
     def check_size(self, reader: CheckpointReader, objects: RunObjects) -> None:
         """Limits what is allocated for tensors whose shapes the run does not know, by what the checkpoint takes on the disk.
@@ -111,7 +122,9 @@ class Claims:
             saved = {**self.shared, **self.own}.get(name)
             if saved is None:
                 continue
-            check_schedule(path, name, schedule, saved, self.described("schedules", name))
+            optimizers = [key for key, optimizer in objects.optimizers.items() if optimizer is schedule.optimizer]
+            groups = [self.shared[key].get("param_groups", ()) for key in optimizers] + [schedule.optimizer.param_groups]
+            check_schedule(path, name, schedule, saved, self.described("schedules", name), max(map(len, groups)))
             if "lr" not in rules.script_wins:
                 continue
             if reason := why_not_rescaled(schedule) or self._why_no_multiple(schedule, objects, rules):

@@ -119,7 +119,7 @@ def option_changes(name: str, saved: Any, current: Sequence[Mapping[str, Any]], 
     if not isinstance(saved, Mapping):
         return []
     changes: dict[str, list[int]] = {}
-    pairs = list(zip(saved["options"], (_plain_options(group) for group in current), strict=True))
+    pairs = list(zip(saved["options"], (_plain_options(group) for group in current), strict=False))  # what is added is equal
     for index, (before, now) in enumerate(pairs):
         for key in (key for key in now if key in before and now[key] != before[key]):
             if key != "initial_lr" or now.get("lr") == before.get("lr"):
@@ -140,6 +140,7 @@ def check_optimizer_state(
     description: Any,
     names: Mapping[int, Sequence[str]],
     options: Sequence[Mapping[str, Any]],
+    missing: Sequence[Sequence[Tensor]] = (),
 ) -> None:
     """Checks that a saved state is of this optimizer, before any tensor of it is read.
 
@@ -156,16 +157,18 @@ def check_optimizer_state(
         description: what `describe_optimizer` gave for it; older checkpoints have none.
         names: the names of each parameter of this run, by its `id`.
         options: by group, the options that the script decides.
+        missing: the parameters of groups that will be added before it is loaded; see `RunObjects.missing_groups`.
 
     Raises:
         CheckpointError: it is of another optimizer.
     """
+    groups = [*(group["params"] for group in optimizer.param_groups), *missing]
     current = {} if isinstance(optimizer, GathersState) else optimizer.state_dict()
     if current and has_own_form(current):  # its own `load_state_dict` reads it
         problem = _other_keys(current, saved) or _other_class(optimizer, {}, description)
-        problem = problem or _other_parameters(optimizer, description, names)
+        problem = problem or _other_parameters(groups, description, names)
     else:
-        problem = _why_other_state(optimizer, saved, description, names, options)
+        problem = _why_other_state(optimizer, groups, saved, description, names, options)
     if problem:
         raise CheckpointError(
             f"{path} is of another {name}: {problem}; build the one that was saved, or start in another directory"
@@ -180,6 +183,7 @@ def _other_keys(current: Mapping[str, Any], saved: Any) -> str:
 
 def _why_other_state(
     optimizer: Optimizer,
+    groups: Sequence[Sequence[Tensor]],
     saved: Any,
     description: Any,
     names: Mapping[int, Sequence[str]],
@@ -188,9 +192,9 @@ def _why_other_state(
     return (
         _why_not_torch_shape(saved, None)
         or _other_class(optimizer, saved, description)
-        or _why_not_torch_shape(saved, [len(group["params"]) for group in optimizer.param_groups])
-        or _other_parameters(optimizer, description, names)
-        or next(_other_state(_part(optimizer), _members(optimizer, saved, names, options)), "")
+        or _why_not_torch_shape(saved, [len(group) for group in groups])
+        or _other_parameters(groups, description, names)
+        or next(_other_state(_part(optimizer), _members(groups, saved, names, options)), "")
     )
 
 
@@ -206,12 +210,12 @@ class _Member(NamedTuple):
 
 
 def _members(
-    optimizer: Optimizer, saved: Any, names: Mapping[int, Sequence[str]], options: Sequence[Mapping[str, Any]]
+    groups: Sequence[Sequence[Tensor]], saved: Any, names: Mapping[int, Sequence[str]], options: Sequence[Mapping[str, Any]]
 ) -> list[_Member]:
     members = []
-    for index, (group, other) in enumerate(zip(optimizer.param_groups, saved["param_groups"], strict=True)):
-        merged = {**other, **options[index]}
-        for parameter, key in zip(group["params"], other["params"], strict=True):
+    for index, (group, other) in enumerate(zip(groups, saved["param_groups"], strict=True)):
+        merged = {**other, **(options[index] if index < len(options) else {})}
+        for parameter, key in zip(group, other["params"], strict=True):
             label = _first(names.get(id(parameter), ())) or f"parameter {key!r:.20}"
             shape, state = tuple(parameter.shape), saved["state"].get(key, {})
             members.append(_Member(index, label, shape, parameter.dtype, merged, state))
@@ -251,13 +255,13 @@ def _other_class(optimizer: Optimizer, saved: Any, description: Any) -> str:
     return ""
 
 
-def _other_parameters(optimizer: Optimizer, description: Any, names: Mapping[int, Sequence[str]]) -> str:
+def _other_parameters(groups: Sequence[Sequence[Tensor]], description: Any, names: Mapping[int, Sequence[str]]) -> str:
     """Whether the parameters have other names, shapes or dtypes, or another order."""
     if not isinstance(description, Mapping):
         return ""
     saved = zip(description["names"], description["shapes"], description["dtypes"], strict=True)
-    for index, (group, found) in enumerate(zip(optimizer.param_groups, saved, strict=True)):
-        for place, (parameter, name, shape, dtype) in enumerate(zip(group["params"], *found, strict=True)):
+    for index, (group, found) in enumerate(zip(groups, saved, strict=True)):
+        for place, (parameter, name, shape, dtype) in enumerate(zip(group, *found, strict=True)):
             mine = names.get(id(parameter), ())
             if name and mine and name not in mine:
                 return f"parameter {place} of param_groups[{index}] was {name} and is {mine[0]} now"

@@ -212,6 +212,30 @@ class RunObjects:
         """The names of the parameters of the trained model that have no gradients now."""
         return [name for name, parameter in self.model.parameters() if not parameter.requires_grad]
 
+    def missing_groups(self, name: str, description: Any) -> list[list[nn.Parameter]]:
+        """The last parameter groups of an optimizer in a checkpoint that it lacks now, as a handler may have added them.
+
+        Args:
+            name: of the optimizer.
+            description: what is known of it from the checkpoint; None if nothing is.
+
+        Returns:
+            The parameters of each, which the trained model has and no optimizer steps; nothing unless all can be added.
+        """
+        if not isinstance(description, Mapping) or isinstance(self.optimizers[name], GathersState):
+            return []
+        groups = [group for optimizer in self.optimizers.values() for group in optimizer.param_groups]
+        met, known = {id(parameter) for group in groups for parameter in group["params"]}, dict(self.model.parameters())
+        missing: list[list[nn.Parameter]] = []
+        for names in description["names"][len(self.optimizers[name].param_groups) :]:
+            missing.append([])
+            for parameter in (known.get(name) for name in names):
+                if parameter is None or id(parameter) in met:
+                    return []
+                met.add(id(parameter))
+                missing[-1].append(parameter)
+        return missing
+
     def parameter_names(self) -> dict[int, list[str]]:
         """All names of each parameter of the modules, by its `id`; those of the trained model come first."""
         names: dict[int, list[str]] = {}

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from ignite.metrics import Metric
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -54,7 +54,7 @@ class RunState:
     """
 
     def __init__(self, reader: CheckpointReader, run: SavedRun, rules: StateRules) -> None:
-        self._trainer, self._rules = run.trainer, rules
+        self._trainer, self._rules, self._path = run.trainer, rules, str(reader.path)
         everything, of_all = run.objects(), reader.names(0)
         kept = rules.keep(everything)
         added = [name for name in kept.handlers() if name in kept.shared and name not in of_all]
@@ -96,10 +96,45 @@ class RunState:
         """Puts everything back: counters, place in the data, and all that `restore_objects` does."""
         self._trainer.load_state_dict(self._own["trainer"])
         self._trainer._load_data_position(self._own["data"])
-        self.restore_objects()
+        # A handler of STARTED or EPOCH_STARTED may add the groups that an optimizer lacks, so it has its state after them.
+        lacking = [name for name in self._objects.optimizers if self._missing_groups(name)]
+        self._restore_objects(self._objects.without(lacking))
 
     def restore_objects(self) -> None:
-        """Puts back what handlers of STARTED and EPOCH_STARTED may have changed. The generators come last: loading may draw."""
+        """Puts back what handlers of STARTED and EPOCH_STARTED may have changed.
+
+        An optimizer gets the parameter groups that a handler has added in the run that was saved, if none has added them here.
+
+        Raises:
+            CheckpointError: a handler has added others.
+        """
+        for name, optimizer in self._objects.optimizers.items():
+            for group, options in self._missing_groups(name):
+                self._thaw(group)
+                optimizer.add_param_group({**options, "params": group})
+        self._rules.note(self._objects)
+        for name in self._objects.optimizers:
+            self._claims.check_optimizer(self._path, name, self._objects, self._rules)
+        self._restore_objects(self._objects)
+
+    def _thaw(self, group: Sequence[nn.Parameter]) -> None:
+        """Lets parameters have gradients if they had when the checkpoint was written."""
+        frozen, added = self._claims.description.get("frozen", ()), {id(parameter) for parameter in group}
+        for name, parameter in self._objects.model.parameters():
+            if id(parameter) in added:
+                parameter.requires_grad_(name not in frozen)
+
+    def _missing_groups(self, name: str) -> list[tuple[list[nn.Parameter], dict[str, Any]]]:
+        """Parameters and options of the groups that an optimizer lacks."""
+        groups = self._claims.missing_groups(name, self._objects)
+        options = self._shared[name]["param_groups"][-len(groups) :] if groups else []
+        return [
+            (group, {key: value for key, value in other.items() if key != "params"})
+            for group, other in zip(groups, copy.deepcopy(options), strict=True)
+        ]
+
+    def _restore_objects(self, objects: RunObjects) -> None:
+        """The generators come last: loading may draw."""
         state, results = self._trainer.state, self._own["results"]
         state.carried.load_state_dict(self._own["trainer"].get("carried", Carried().state_dict()))
         for key in self._trainer.state_dict_user_keys:
@@ -107,15 +142,15 @@ class RunState:
         if results["output"]:
             self._trainer._publish(UpdateOutput(**results["output"]))
         state.metrics = copy.deepcopy(results["metrics"])
-        for name, entry in self._objects.shared.items():
+        for name, entry in objects.shared.items():
             _load(entry, self._shared[name])
-        for name, entry in self._objects.own.items():
+        for name, entry in objects.own.items():
             if name in self._own:
                 _load(entry, self._own[name])
-        for name, trainer in self._objects.trainers.items():
+        for name, trainer in objects.trainers.items():
             trainer.load_state_dict(copy.deepcopy(self._own[name]))
         self._restore_buffers()
-        for name, optimizer in self._objects.optimizers.items():
+        for name, optimizer in objects.optimizers.items():
             self._let_script_win(name, optimizer)
         restore_random_state(self._own["generators"])
         if self._is_new:
