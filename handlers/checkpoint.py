@@ -23,7 +23,7 @@ from ignite_train.checkpoint.manifest import Manifest, seal
 from ignite_train.checkpoint.resume import Resumption, log_how_exact
 from ignite_train.checkpoint.retention import Retention
 from ignite_train.checkpoint.run_objects import SavedRun, checked_objects
-from ignite_train.checkpoint.run_state import restore_model
+from ignite_train.checkpoint.run_state import check_contents, restore_model
 from ignite_train.checkpoint.state_rules import StateRules
 from ignite_train.checkpoint.writer import GIVE_UP_AFTER, CheckpointWriter
 from ignite_train.errors import CheckpointError
@@ -69,7 +69,8 @@ class Checkpoint(Handler):
     directory: a second run there is refused while the first is alive. All machines of a run must see the same files in it.
 
     When a run starts, a save without the tensors is tried, so that a state that cannot be stored, or a directory that cannot be
-    written to, is found before the first batch.
+    written to, is found before the first batch. After the first step, when the optimizer has a state, the state is tried once
+    more, and looked at as a resumed run would.
 
     Args:
         directory: where the checkpoints of this run are written.
@@ -172,6 +173,7 @@ class Checkpoint(Handler):
         self._run: SavedRun | None = None
         self._resumption: Resumption | None = None
         self._is_running = self._has_warned = False
+        self._untried_until = math.inf  # the number of steps after which the state is tried once more
 
     def __repr__(self) -> str:
         latest = "" if self.latest is None else f", latest={self.latest.name!r}"
@@ -332,6 +334,7 @@ class Checkpoint(Handler):
         """After all other handlers of STARTED: an error that each save would meet is found before the first batch."""
         seal(self._manifest(trainer))
         self.saver.try_out(self._capture())
+        self._untried_until = trainer.state.num_steps  # an optimizer has no state before its first step
 
     # --- when the run is saved --------------------------------------------------------------------------------------------
 
@@ -344,6 +347,10 @@ class Checkpoint(Handler):
         self.cadence.note_evaluation(run.trainer.state.iteration, evaluator.state.metrics)
 
     def _after_update(self, trainer: Trainer) -> None:
+        if trainer.state.num_steps > self._untried_until:
+            self._untried_until = math.inf
+            contents, run = self._capture(), self._attached()[0]
+            self.saver.try_reading(lambda: check_contents(contents, run, self._rules))
         is_last = trainer.should_terminate  # then the handlers of the end come next, and they save
         if not is_last and self.cadence.is_due_after_update(trainer.state.iteration):
             self._save()

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ignite_train.arguments import describe
+from ignite_train.checkpoint.expected_state import Expected, expected_state
 from ignite_train.checkpoint.reader import TensorClaim
 from ignite_train.checkpoint.tree import dtype_name
 from ignite_train.errors import CheckpointError
@@ -29,34 +30,6 @@ __all__ = [
 ]
 
 _NOT_OPTIONS = ("params", "param_names")
-_SCALARS = {"step", "eta", "mu", "mu_product"}
-_ADAM = ("step", "exp_avg", "exp_avg_sq")
-_REQUIRED: dict[type[Optimizer], tuple[str, ...]] = {
-    torch.optim.Adadelta: ("step", "square_avg", "acc_delta"),
-    torch.optim.Adafactor: ("step",),
-    torch.optim.Adagrad: ("step", "sum"),
-    torch.optim.Adam: _ADAM,
-    torch.optim.Adamax: ("step", "exp_avg", "exp_inf"),
-    torch.optim.ASGD: ("step", "eta", "mu", "ax"),
-    torch.optim.Muon: (),
-    torch.optim.NAdam: (*_ADAM, "mu_product"),
-    torch.optim.RAdam: _ADAM,
-    torch.optim.RMSprop: ("step", "square_avg"),
-    torch.optim.Rprop: ("step", "prev", "step_size"),
-    torch.optim.SGD: (),
-    torch.optim.SparseAdam: _ADAM,
-}
-"""What the step of each of torch's optimizers takes from the state of a parameter that has any."""
-_BY_OPTION: dict[type[Optimizer], dict[str, str]] = {
-    torch.optim.Adam: {"amsgrad": "max_exp_avg_sq"},
-    torch.optim.RMSprop: {"momentum": "momentum_buffer", "centered": "grad_avg"},
-}
-_LIKE_THE_PARAMETER = {
-    *(key for keys in _REQUIRED.values() for key in keys if key not in _SCALARS),
-    *(key for keys in _BY_OPTION.values() for key in keys.values()),
-    "momentum_buffer",
-}
-
 Shape = tuple[int, ...]
 
 
@@ -144,10 +117,8 @@ def check_optimizer_state(
 ) -> None:
     """Checks that a saved state is of this optimizer, before any tensor of it is read.
 
-    For an optimizer of torch each tensor of the state must have the shape of its parameter, or be a single number where torch
-    keeps one (Adafactor's factors have shapes of their own), and what its step takes must be there. Other classes may keep
-    what they want; of theirs a tensor is refused only if its entry has the shape of the parameter for all other parameters of
-    that shape in the group, at least two, and not for this one.
+    For an optimizer of torch each tensor of the state must have the shape that its class gives it, and what its step takes must
+    be there. Other classes may keep what they want.
 
     Args:
         path: of the checkpoint.
@@ -274,63 +245,35 @@ def _other_parameters(groups: Sequence[Sequence[Tensor]], description: Any, name
 
 
 def _other_state(optimizer: Optimizer, members: list[_Member]) -> Iterator[str]:
-    """What is invalid in the state of single parameters, a sentence each."""
-    kind = next((known for known in type(optimizer).__mro__ if known in _REQUIRED), None)
-    strict = kind is not None and type(optimizer).__module__.startswith("torch.")
+    """What is invalid in the state of single parameters, a sentence each. Other classes than torch's keep what they want."""
+    is_torchs = type(optimizer).__module__.startswith("torch.")
     for member in members:
-        if kind is not None and member.state:
-            yield from _missing(kind, member)
-        if isinstance(member.state, Mapping):
-            for key, value in member.state.items():
-                if kind is not None and (strict or key in _LIKE_THE_PARAMETER or key in _SCALARS):
-                    yield from _wrong_value(kind, member, key, value)
-        elif strict:
-            yield f"the state of {member.label} is {describe(member.state)}"
-    if not strict:
-        yield from _odd_ones(members)
+        if not isinstance(member.state, Mapping):
+            if is_torchs:
+                yield f"the state of {member.label} is {describe(member.state)}"
+        elif member.state:
+            expected = expected_state(type(optimizer), len(member.shape), member.dtype, member.options)
+            yield from (f"the state of {member.label} has no {key}" for key in expected if member.state.get(key) is None)
+            for key, other in expected.items():
+                yield from _wrong_value(member, key, member.state.get(key), other)
 
 
-def _missing(kind: type[Optimizer], member: _Member) -> Iterator[str]:
-    by_option = [key for option, key in _BY_OPTION.get(kind, {}).items() if member.options.get(option)]
-    for key in (*_REQUIRED[kind], *by_option):
-        if not isinstance(member.state, Mapping) or member.state.get(key) is None:
-            yield f"the state of {member.label} has no {key}"
-
-
-def _wrong_value(kind: type[Optimizer], member: _Member, key: Any, value: Any) -> Iterator[str]:
+def _wrong_value(member: _Member, key: str, value: Any, expected: Expected) -> Iterator[str]:
     """Whether one entry of the state of a parameter has a shape, or a kind of numbers, that torch never gives it."""
-    what, shape = f"{key!s:.40} of {member.label}", member.shape
-    if key in _SCALARS:
-        if isinstance(value, TensorClaim) and (math.prod(value.shape) != 1 or not value.dtype.is_floating_point):
+    what, is_tensor = f"{key} of {member.label}", isinstance(value, TensorClaim)
+    if expected.is_number:
+        if is_tensor and (math.prod(value.shape) != 1 or not value.dtype.is_floating_point):
             yield f"{what} has shape {value.shape} and dtype {dtype_name(value.dtype)}, and must be one number"
-        elif not isinstance(value, (TensorClaim, int, float)):
+        elif not is_tensor and not isinstance(value, (int, float)):
             yield f"{what} is {describe(value)}, and must be one number"
-        return
-    factors = {"row_var": (*shape[:-1], 1), "col_var": (*shape[:-2], 1, *shape[-1:])}
-    wanted = factors[key] if kind is torch.optim.Adafactor and key in factors else shape
-    if isinstance(value, TensorClaim):
-        is_single = key not in _LIKE_THE_PARAMETER and math.prod(value.shape) == 1  # what another version of torch may keep
-        if value.shape != wanted and not is_single:
-            yield f"{what} has shape {value.shape} and not {wanted}"
-        elif (
-            value.dtype.is_floating_point != member.dtype.is_floating_point or value.dtype.is_complex != member.dtype.is_complex
-        ):
+    elif is_tensor:
+        dtype = expected.dtype
+        if value.shape != expected.shape(member.shape):
+            yield f"{what} has shape {value.shape} and not {expected.shape(member.shape)}"
+        elif (value.dtype.is_floating_point, value.dtype.is_complex) != (dtype.is_floating_point, dtype.is_complex):
             yield f"{what} is {dtype_name(value.dtype)}, and the parameter {dtype_name(member.dtype)}"
-    elif key in _LIKE_THE_PARAMETER and not (value is None and key == "momentum_buffer"):
+    else:
         yield f"{what} is {describe(value)} and must be a tensor"
-
-
-def _odd_ones(members: list[_Member]) -> Iterator[str]:
-    """Entries that have the shape of the parameter for all others of its shape in its group, at least two, and not for it."""
-    alike: dict[Any, list[tuple[_Member, Shape]]] = {}
-    for member in members:
-        for key, value in member.state.items() if isinstance(member.state, Mapping) else ():
-            if isinstance(value, TensorClaim):
-                alike.setdefault((member.group, member.shape, key), []).append((member, value.shape))
-    for (_, shape, key), found in alike.items():
-        odd = [(member, other) for member, other in found if other != shape]
-        if len(odd) == 1 and len(found) > 2:
-            yield f"{key!s:.40} of {odd[0][0].label} has shape {odd[0][1]} and not {shape}, as for all others of that shape"
 
 
 def _part(optimizer: Optimizer) -> Optimizer:

@@ -16,11 +16,12 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ignite_train.carried import Carried
 from ignite_train.checkpoint.claims import EVERY_RANK, Claims, buffers_of, check_module, check_tied
-from ignite_train.checkpoint.reader import CheckpointReader
+from ignite_train.checkpoint.directory import Contents
+from ignite_train.checkpoint.reader import CheckpointReader, TensorClaim
 from ignite_train.checkpoint.run_objects import PublishedMetrics, RunObjects, SavedModule, SavedRun
 from ignite_train.checkpoint.schedule_state import rescale_schedule
 from ignite_train.checkpoint.state_rules import StateRules
-from ignite_train.checkpoint.tree import KeyPath
+from ignite_train.checkpoint.tree import KeyPath, decode, tensors_in
 from ignite_train.errors import CheckpointError
 from ignite_train.loop.dispatch import Stateful
 from ignite_train.model.optimizers import GathersState, InnerState, load_optimizer_state
@@ -28,7 +29,7 @@ from ignite_train.model.random_state import check_generators, restore_random_sta
 from ignite_train.ranks import collectives
 from ignite_train.state import UpdateOutput
 
-__all__ = ["RunState", "restore_model"]
+__all__ = ["RunState", "check_contents", "restore_model"]
 
 
 class RunState:
@@ -243,6 +244,27 @@ class RunState:
                     f"and this run has {collectives.world_size()}; use {world_size} ranks, or drop it with "
                     'Checkpoint(..., leave_out=("carried",))'
                 )
+
+
+def check_contents(contents: Contents, run: SavedRun, rules: StateRules) -> None:
+    """Reads in memory what this rank would write, by the checks of a resume: what is written must pass what reads it.
+
+    Raises:
+        CheckpointError: some state cannot be stored, or would be refused.
+    """
+    if contents.failure is not None:
+        raise contents.failure
+    pieces, trees = contents.pieces, contents.trees
+    if any(key not in pieces for tree in trees.values() for key in tensors_in(tree)) or not collectives.is_main_rank():
+        return  # other ranks hold all of some tensor, or write the rest
+
+    def claim(key: str, _path: KeyPath) -> TensorClaim:
+        return TensorClaim(key, pieces[key].whole, pieces[key].data.dtype)
+
+    objects, found = rules.keep(run.objects()), {name: decode(tree, (name,), claim) for name, tree in trees.items()}
+    shared = {name: found[name] for name in objects.shared}
+    own = {name: value for name, value in found.items() if name not in shared and name != "description"}
+    Claims(shared, own, found["description"]).check("what would be written", objects, rules)
 
 
 def restore_model(path: Path, model: SavedModule) -> None:
