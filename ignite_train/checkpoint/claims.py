@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -21,6 +20,7 @@ from ignite_train.checkpoint.reader import CheckpointReader, TensorClaim
 from ignite_train.checkpoint.run_objects import RunObjects, SavedModule
 from ignite_train.checkpoint.schedule_state import check_schedule, why_not_rescaled
 from ignite_train.checkpoint.state_rules import StateRules
+from ignite_train.checkpoint.tensor_classes import class_name, is_composed
 from ignite_train.errors import CheckpointError
 from ignite_train.model.memory_layout import as_bytes
 from ignite_train.model.optimizers import InnerState, has_own_form
@@ -171,6 +171,10 @@ def check_module(path: str, name: str, current: Mapping[str, Any], saved: Mappin
 
     wrong = [f"{key!r} is missing" for key in current if key not in saved]
     wrong += [f"{key!r} is not in the {name}" for key in saved if key not in current]
+
+    def kind(value: Any) -> str:
+        return value.of_class if isinstance(value, TensorClaim) else class_name(type(value)) if is_composed(value) else ""
+
     both = [key for key in current if key in saved]
     wrong += [
         f"{key!r} has the shape {shape(saved[key])} and not {shape(current[key])}"
@@ -181,6 +185,11 @@ def check_module(path: str, name: str, current: Mapping[str, Any], saved: Mappin
         f"{key!r} is {saved[key].dtype} and not {current[key].dtype}"
         for key in both
         if shape(saved[key]) == shape(current[key]) is not None and saved[key].dtype != current[key].dtype
+    ]
+    wrong += [
+        f"{key!r} is of the class {kind(saved[key]) or 'Tensor':.100} and not {kind(current[key]) or 'Tensor'}"
+        for key in both
+        if shape(saved[key]) == shape(current[key]) is not None and kind(saved[key]) != kind(current[key])
     ]
     if wrong:
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
@@ -195,7 +204,7 @@ def check_tied(path: str, name: str, current: Mapping[str, Any], saved: Mapping[
     """
     names: dict[Any, str] = {}
     for key, value in current.items():
-        if isinstance(value, Tensor) and value.numel() and not value.is_meta and not isinstance(value, DTensor):
+        if isinstance(value, Tensor) and value.numel() and not value.is_meta and type(value) is Tensor:
             first = names.setdefault((value.data_ptr(), value.dtype, tuple(value.shape), value.stride()), key)
             one, other = saved.get(first), saved.get(key)
             if one is not other and isinstance(one, Tensor) and isinstance(other, Tensor) and not _same_bits(one, other):

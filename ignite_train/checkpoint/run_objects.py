@@ -174,6 +174,10 @@ class RunObjects:
         shared, own = ({k: v for k, v in entries.items() if k not in names} for entries in (self.shared, self.own))
         return RunObjects(shared, own, self.trainers)
 
+    def with_whole_states(self) -> dict[str, Stateful]:
+        """The shared objects that give their state without asking other ranks, by name."""
+        return {name: entry for name, entry in self.shared.items() if not isinstance(entry, GathersState)}
+
     def compared(self) -> list[str]:
         """The names of the shared objects that should have the same bits on all ranks, or else each rank writes its own.
 

@@ -17,10 +17,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from ignite_train.carried import Carried
 from ignite_train.checkpoint.claims import EVERY_RANK, Claims, buffers_of, check_module, check_tied
 from ignite_train.checkpoint.directory import Contents
-from ignite_train.checkpoint.reader import CheckpointReader, TensorClaim
+from ignite_train.checkpoint.reader import CheckpointReader, TensorClaim, composed_claim
 from ignite_train.checkpoint.run_objects import PublishedMetrics, RunObjects, SavedModule, SavedRun
 from ignite_train.checkpoint.schedule_state import rescale_schedule
 from ignite_train.checkpoint.state_rules import StateRules
+from ignite_train.checkpoint.tensor_classes import tensor_classes
 from ignite_train.checkpoint.tree import KeyPath, decode, tensors_in
 from ignite_train.errors import CheckpointError
 from ignite_train.loop.dispatch import Stateful
@@ -72,12 +73,14 @@ class RunState:
         self._writers = {name: source if name in names else 0 for name in self._objects.shared}
         self._check_differing(reader)
         self._claims = self._checked_claims(reader, own)
-        sharded = _ShardedTensors(self._objects.shared)
-        self._shared = {name: reader.read(name, rank=writer, like=sharded.like) for name, writer in self._writers.items()}
+        sharded, classes = _ShardedTensors(self._objects.shared), tensor_classes(self._objects.with_whole_states())
+        self._shared = {
+            name: reader.read(name, rank=writer, like=sharded.like, classes=classes) for name, writer in self._writers.items()
+        }
         for name, entry in self._objects.shared.items():
             if isinstance(entry, SavedModule):
                 check_tied(str(reader.path), name, entry.state_dict(), self._shared[name])
-        self._own = {name: reader.read(name, rank=writer, like=sharded.like) for name, writer in own.items()}
+        self._own = {name: reader.read(name, rank=writer, like=sharded.like, classes=classes) for name, writer in own.items()}
         check_generators(self._own["generators"])
         if "numpy" in self._own["data"].get("opening", {}):  # a loader with a state of its own needs none of them
             check_generators(self._own["data"]["opening"])
@@ -261,7 +264,10 @@ def check_contents(contents: Contents, run: SavedRun, rules: StateRules) -> None
     def claim(key: str, _path: KeyPath) -> TensorClaim:
         return TensorClaim(key, pieces[key].whole, pieces[key].data.dtype)
 
-    objects, found = rules.keep(run.objects()), {name: decode(tree, (name,), claim) for name, tree in trees.items()}
+    objects, found = (
+        rules.keep(run.objects()),
+        {name: decode(tree, (name,), claim, composed_claim) for name, tree in trees.items()},
+    )
     shared = {name: found[name] for name in objects.shared}
     own = {name: value for name, value in found.items() if name not in shared and name != "description"}
     Claims(shared, own, found["description"]).check("what would be written", objects, rules)
@@ -276,7 +282,8 @@ def restore_model(path: Path, model: SavedModule) -> None:
     """
     with CheckpointReader(path) as reader:
         check_module(str(path), "model", model.state_dict(), reader.outline("model"))
-        saved = reader.read("model", like=_ShardedTensors({"model": model}).like)
+        classes = tensor_classes({"model": model})
+        saved = reader.read("model", like=_ShardedTensors({"model": model}).like, classes=classes)
     check_tied(str(path), "model", model.state_dict(), saved)
     model.load_state_dict(saved)
 
