@@ -904,20 +904,6 @@ def test_what_is_no_state_is_refused_before_anything_changes(change: Any, messag
     assert message in refusal(build(tmp_path))
 
 
-def test_results_that_an_older_version_wrote_are_taken(tmp_path: Path) -> None:
-    """With the fields that each version has; what was added later has its default."""
-    saved(tmp_path)
-    results = {"dict": [["loss", 3.5], ["sample_size", 4.0], ["grad_norm", 0.5]]}
-    forge(tmp_path, lambda index, data: put(index, "results", results, "output"))
-    trainer, found = build(tmp_path), []
-    trainer.add_event_handler(Events.STARTED, lambda engine: found.append(engine.state.update_output))
-    trainer.add_event_handler(Events.ITERATION_STARTED, lambda engine: found.append(engine.state.update_output))
-    trainer.run(LOADER, max_iters=3)
-    assert [(output.loss, output.sample_size, output.grad_norm, output.num_evaluations) for output in found] == [
-        (3.5, 4.0, 0.5, 1)
-    ] * 2
-
-
 @pytest.mark.parametrize(("key", "value"), [("good_updates", "7"), ("good_updates", -1), ("scale", "1")])
 def test_counters_of_the_loss_scaling_are_looked_at(key: str, value: Any) -> None:
     """A counter of another type would break the run at the first update that grows the scale."""

@@ -6,7 +6,7 @@ Names, shapes and dtypes decide it, before memory is allocated for a tensor and 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -232,7 +232,5 @@ def _tensors(value: Any) -> Iterator[TensorClaim]:
 
 
 def _is_record(output: Mapping[str, Any]) -> bool:
-    """Whether an `UpdateOutput` can be made of it. Earlier versions did not save all of its fields."""
-    known = fields(UpdateOutput)
-    required = {field.name for field in known if field.default is MISSING and field.default_factory is MISSING}
-    return required <= output.keys() <= {field.name for field in known}
+    """Whether an `UpdateOutput` can be made of it."""
+    return output.keys() == {field.name for field in fields(UpdateOutput)}

@@ -67,9 +67,7 @@ class RunState:
         names = reader.names(source)
         gathered = () if world_size == collectives.world_size() else _of_all_ranks(self._objects)
         saved = [name for name in ("buffers_of", *self._objects.own) if name in names and name not in gathered]
-        # Earlier versions wrote another trainer on rank 0 alone.
-        own = dict.fromkeys((*EVERY_RANK, *saved), source)
-        own |= {name: source if name in names else 0 for name in self._objects.trainers}
+        own = dict.fromkeys((*EVERY_RANK, *saved, *self._objects.trainers), source)
         self._writers = {name: source if name in names else 0 for name in self._objects.shared}
         self._check_differing(reader)
         self._claims = self._checked_claims(reader, own)
