@@ -406,9 +406,10 @@ class Trainer(SessionLoop):
             self.fire_event(_STEP_COMPLETED)
             return
         if state.num_skipped & (state.num_skipped - 1) == 0:  # the 1st, 2nd, 4th, 8th, ...
+            numbers = f"gradient norm {output.grad_norm:g}, loss scale {output.loss_scale:g}"
+            what = numbers if output.sample_size else "the sample sizes of all ranks add up to 0"
             self.logger.warning(
-                f"update {state.iteration} was skipped ({output.skipped_reason}): gradient norm {output.grad_norm:g}, "
-                f"loss scale {output.loss_scale:g}; skipped so far: {state.num_skipped}"
+                f"update {state.iteration} was skipped ({output.skipped_reason}): {what}; skipped so far: {state.num_skipped}"
             )
         self.fire_event(TrainEvents.STEP_SKIPPED)
 

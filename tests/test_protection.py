@@ -421,7 +421,7 @@ class Spoiled:
         if self.trainer.state.iteration == self.update:
             gradient = self.module.weight.grad
             local: Any = gradient.to_local() if hasattr(gradient, "to_local") else gradient
-            local.fill_(math.nan)
+            local.data.fill_(math.nan)  # which torch does not count as a change
 
     def spoil_sum(self, of: PairMessage, *given: Any) -> None:
         self.unpack(of, *given)
