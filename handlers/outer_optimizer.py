@@ -273,9 +273,9 @@ class OuterOptimizer(Handler):
 
 
 class _Replica:
-    """Has in the checkpoints what is each rank's own: the state of the optimizers inside and, between outer steps, the weights.
+    """Has in the checkpoints the weights of this rank between outer steps; those of rank 0 are the model of the run.
 
-    Those of rank 0 are the model and the optimizers of the run, which each checkpoint has.
+    The optimizers inside, whose state differs between the ranks, are written by each rank as any such state is.
     """
 
     def __init__(self, outer: OuterOptimizer, trainer: Trainer) -> None:
@@ -288,10 +288,9 @@ class _Replica:
         state: dict[str, Any] = {"num_updates": self._outer._num_updates, "num_ranks": collectives.world_size()}
         if collectives.is_main_rank():
             return state
-        own = {"optimizers": [optimizer.state_dict() for optimizer in self._outer._inside]}
         if self._outer._num_updates:
-            own["weights"] = {name: value.detach() for name, value in self._outer._parameters.items()}  # type: ignore[assignment]
-        return state | own
+            state["weights"] = {name: value.detach() for name, value in self._outer._parameters.items()}
+        return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         num_updates, num_ranks = state_dict["num_updates"], state_dict["num_ranks"]
@@ -301,8 +300,6 @@ class _Replica:
                 f"and this run has {collectives.world_size()}; use {num_ranks} ranks, or a checkpoint of an outer step"
             )
         self._outer._num_updates, self._trainer.replicas_are_equal = num_updates, num_updates == 0
-        for optimizer, state in zip(self._outer._inside, state_dict.get("optimizers", ()), strict=False):
-            load_optimizer_state(optimizer, state)
         with torch.no_grad():
             for name, value in state_dict.get("weights", {}).items():
                 self._outer._parameters[name].copy_(value)

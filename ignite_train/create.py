@@ -189,7 +189,7 @@ def create_trainer(
         options=options,
         seeding=_seeding(seed, device),
     )
-    parts = {"model": reduction.module, **optimizers_as_parts(optimizers, with_inner=bool(options.closure))}
+    parts = {"model": reduction.module, **optimizers_as_parts(optimizers)}
     description = _description(accumulation_steps, max_grad_norm, precision, options.reduction, seed)
     trainer = Trainer(update, _grouping(accumulation_steps, options, model), parts, description, state, output_transform)
     _complete(trainer, update, model, options)

@@ -42,9 +42,9 @@ from ignite_train.checkpoint.shards import Box, Piece
 from ignite_train.checkpoint.tensor_files import Snapshot
 from ignite_train.device.streams import has_streams
 from ignite_train.handlers import Checkpoint, EmptyCache, ModelEMA, StepTimer, TrainingMetrics
-from ignite_train.handlers.state_consistency import tensor_digests
 from ignite_train.model.random_state import RandomState
 from ignite_train.model.stepping import Stepping
+from ignite_train.model.tensor_digests import tensor_digests
 from ranks import run_ranks
 from update_options import with_options
 

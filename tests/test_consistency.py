@@ -33,7 +33,8 @@ from ignite_train.handlers import (
     StateConsistency,
     StateMismatchError,
 )
-from ignite_train.handlers.state_consistency import _Check, _Shard, tensor_digests
+from ignite_train.handlers.state_consistency import _Check, _Shard
+from ignite_train.model.tensor_digests import tensor_digests
 from ignite_train.ranks import collectives
 from ignite_train.ranks.joint_message import JointMessage
 from ranks import run_ranks

@@ -134,8 +134,25 @@ class CheckpointWriter:
         Raises:
             CheckpointError: it failed.
         """
-        try:
+        with self._reporting():
             try_out(self.directory, contents, collectives.gather_objects)
+
+    def try_reading(self, check: Callable[[], None]) -> None:
+        """Tries, after the first step, whether the state of the run can be saved and read back. Collective.
+
+        Args:
+            check: does it for this rank; it writes nothing.
+
+        Raises:
+            CheckpointError: it cannot.
+        """
+        with self._reporting():
+            together(collectives.gather_objects, "trying to save the state after the first step", check)
+
+    @contextmanager
+    def _reporting(self) -> Iterator[None]:
+        try:
+            yield
         except CheckpointError as error:
             self._report(error, is_last=False)
 
