@@ -795,9 +795,9 @@ def test_pythons_generator_is_read_rarely(build, micro_batches, monkeypatch):
     monkeypatch.setattr(random, "getstate", lambda: reads.append(1) or getstate())
     _, _, trainer = build()
     trainer.run(micro_batches * 20)
-    # As the epoch opens; at the first fetch, because a handler listens before the first update and may stop the run there; in
-    # updates 1, 2, 4, ... 64 to remember, and after each of them to compare; and for the trial of the first micro-batch, twice.
-    assert len(reads) == 1 + 1 + 14 + 2
+    # As the epoch opens; in updates 1, 2, 4, ... 64 to remember, and after each of them to compare; and twice for the trial of the
+    # first micro-batch.
+    assert len(reads) == 1 + 14 + 2
 
 
 def test_skips_are_logged_rarely_but_always(caplog):
