@@ -1007,7 +1007,6 @@ OBSTACLES: dict[str, tuple[dict[str, Any], Callable[[Setup], None] | None, str]]
     "branch": ({"forward": branching_loss}, None, "torch cannot compile it"),
     "out-of-memory": ({"on_out_of_memory": "skip"}, None, "on_out_of_memory is 'skip'"),
     "keep-gradients": ({"keep_gradients": True}, None, "keep_gradients is True"),
-    "retain-graph": ({"retain_graph": True}, None, "retain_graph is True"),
     "closure": ({"closure": True}, None, "closure is True"),
     "optimizer": ({"optimizer": partial(torch.optim.RMSprop, lr=0.01)}, None, "the step of RMSprop is not known"),
     "several": ({"optimizer": halves_of}, None, "several optimizers"),

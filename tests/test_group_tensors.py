@@ -65,6 +65,10 @@ def other_layout(model: nn.Module, _: Optimizer) -> None:
     model.weight.data = model.weight.detach().t().contiguous().t()
 
 
+def other_memory(model: nn.Module, optimizer: Optimizer) -> None:
+    optimizer.state[model.weight]["exp_avg"].data = torch.zeros(3, 2).t()
+
+
 def other_strides(model: nn.Module, _: Optimizer) -> None:
     model.weight.grad = torch.ones(3, 2).t()
 
@@ -79,6 +83,7 @@ KNOWN: dict[str, Change] = {
 }
 UNKNOWN: dict[str, Change] = {
     "moment": moment,
+    "memory of a moment": other_memory,
     "layout of a parameter": other_layout,
     "strides of a gradient": other_strides,
     "loaded state": lambda _, optimizer: optimizer.load_state_dict(deepcopy(optimizer.state_dict())),
@@ -169,5 +174,14 @@ def test_a_tensor_in_the_place_of_a_freed_one_is_noticed():
     freed = id(state.pop("exp_avg_sq"))  # the last entry
     state["exp_avg_sq"] = torch.zeros(2)
     assert id(state["exp_avg_sq"]) == freed  # as the allocator of CPython has it
+
+    assert not tensors.are_known(gather(optimizer))
+
+
+def test_parameters_may_be_swapped():
+    """`torch.utils.swap_tensors` refuses those to which something refers weakly; another memory is noticed."""
+    model, optimizer, tensors = made()
+    torch.utils.swap_tensors(model.weight, nn.Parameter(torch.zeros_like(model.weight)))
+    model.weight.grad = torch.ones_like(model.weight)
 
     assert not tensors.are_known(gather(optimizer))

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from ignite_train.carried import Carried
 from ignite_train.model.buffer_rollback import BufferRollback
+from ignite_train.model.forward_state import ForwardState
 from ignite_train.model.micro_batch_rollback import written_into
-from ignite_train.model.replay import SideEffects, TrialRun
 
 
 class Noted(nn.Module):
@@ -42,10 +42,11 @@ def test_buffers_are_the_tensors_and_the_values_that_they_were(depth):
     noted = Noted()
     module = nn.Sequential(noted) if depth else noted
     before = [noted.assigned, noted.written]
-    side_effects = SideEffects(module, Carried())
+    state = ForwardState(module)
+    mark = state.mark()
     module(torch.ones(3))
     assert noted.assigned is not before[0]
-    side_effects.undo()
+    state.put_back(mark)
     assert noted.assigned is before[0]
     assert noted.written is before[1]
     assert noted.assigned.tolist() == noted.written.tolist() == [0.0] * 3
@@ -148,10 +149,11 @@ def test_a_trial_run_leaves_no_trace():
     """A second forward, after a trial run was undone, gives the very numbers that the first one gave."""
     noted, carried = Noted(), Carried({"seen": 1})
     model = nn.Sequential(noted)
-    trial = TrialRun(model, carried, lambda model, x: model(x), None)
+    state = ForwardState(model, carried)
+    mark = state.mark()
     first = model(torch.ones(3))
     carried["seen"] = 2
-    trial.undo()
+    state.put_back(mark)
     assert noted.calls == 0
     assert carried == {"seen": 1}
     assert noted.assigned.tolist() == noted.written.tolist() == [0.0] * 3
@@ -165,9 +167,10 @@ def test_a_trial_run_undoes_what_forward_counts():
     model = Noted()
     model(torch.ones(3))
     latest = model.latest
-    trial = TrialRun(model, Carried(), lambda model, x: model(x), None)
+    state = ForwardState(model)
+    mark = state.mark()
     model(torch.zeros(3))
-    trial.undo()
+    state.put_back(mark)
     assert model.calls == 1
     assert model.latest is latest
 
@@ -179,12 +182,13 @@ def test_a_trial_run_undoes_an_attribute_that_comes_or_goes(how):
     if how == "deleted":
         model.latest = None
     before = {**vars(model)}
-    trial = TrialRun(model, Carried(), lambda model, x: model(x), None)
+    state = ForwardState(model)
+    mark = state.mark()
     if how == "added":
         model.latest = None
     else:
         del model.latest
-    trial.undo()
+    state.put_back(mark)
     assert vars(model) == before
 
 
@@ -202,9 +206,10 @@ def test_a_trial_run_undoes_the_draws_of_forward_itself():
 
     model = Noted()
     for forward in ((made := Forward()), made.draw):
-        trial = TrialRun(model, Carried(), forward, None)
+        state = ForwardState(model, Carried(), forward)
+        mark = state.mark()
         first = forward(model, torch.ones(3))
-        trial.undo()
+        state.put_back(mark)
         assert torch.equal(forward(model, torch.ones(3)), first)
 
 
@@ -227,12 +232,13 @@ def test_a_trial_run_undoes_what_is_written_into_the_micro_batch():
     micro_batch = {"x": x, "nested": [nan, array, one], "expanded": expanded, "text": "a", "empty": torch.ones(0)}
     micro_batch |= unusual_tensors()
     before = [x.clone(), nan.clone(), array.copy(), one.clone()]
-    trial = TrialRun(Noted(), Carried(), lambda model, x: model(x), micro_batch)
+    state = ForwardState(Noted())
+    mark = state.mark(micro_batch)
     x.mul_(2)
     nan.add_(1)
     array += 1
     one.add_(1)
-    trial.undo()
+    state.put_back(mark)
     assert x.stride() == (1, 3)
     for now, then in zip((x, nan, torch.from_numpy(array), one), before, strict=True):
         torch.testing.assert_close(now, torch.as_tensor(then), rtol=0, atol=0, equal_nan=True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ignite_train.carried import Carried
-from ignite_train.model.replay import SideEffects
+from ignite_train.model.forward_state import ForwardState
 from ignite_train.ranks import collectives
 
 __all__ = ["Placeholders", "borrowed_micro_batch"]
@@ -24,12 +24,12 @@ class Placeholders:
     that one is not finite, the update is skipped anyway. So a bad micro-batch spoils no other update than its own.
 
     Args:
-        module: whose buffers are put back.
+        module: the model; all that running it changes is put back.
         carried: what forward carries, which is put back too.
     """
 
     def __init__(self, module: nn.Module, carried: Carried) -> None:
-        self._module, self._carried = module, carried
+        self._forward_state = ForwardState(module, carried)
         self._chosen: Any = None  # for the running update
         self._applied: Any = None  # of the latest update that was applied
         self._latest_was_applied = False  # the same on all ranks, because the decisions are
@@ -61,9 +61,9 @@ class Placeholders:
 
         What others' losses make of it, through collectives in forward, reaches this rank's parameters all the same.
         """
-        side_effects = SideEffects(self._module, self._carried)
+        before = self._forward_state.mark()
         loss: Tensor = _WithoutGradient.apply(loss_of(self._chosen))  # type: ignore[no-untyped-call]
-        side_effects.undo()
+        self._forward_state.put_back(before)
         return loss
 
 

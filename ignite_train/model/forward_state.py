@@ -1,0 +1,308 @@
+"""The list of what running forward may change besides gradients, to go back to where forward is run again."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from copy import copy, deepcopy
+from itertools import chain
+from types import MethodType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree as pytree
+
+from ignite_train.carried import Carried
+from ignite_train.errors import TrainingError
+from ignite_train.model.buffer_rollback import BufferRollback
+from ignite_train.model.micro_batch_rollback import MicroBatchRollback, content_of, same_content
+from ignite_train.model.modules_used import objects_used
+from ignite_train.model.random_state import NUMPY, PYTHON, Generator, RandomState, generators_within
+
+__all__ = ["ForwardMark", "ForwardState"]
+
+_OF_EACH_MODULE = vars(nn.Module()).keys()
+_CONTAINERS = (list, dict, set, deque)
+_MAX_ENTRIES = 1000  # of a list that is copied, which may hold the data
+_WRAPPERS = (DistributedDataParallel, FSDPModule)  # what they remember of a forward has happened, whoever runs it again
+
+
+class _Seen(NamedTuple):
+    """A tensor that forward is not expected to move.
+
+    Attributes:
+        tensor: the tensor, whose `.data` may become another.
+        alias: its memory as it was.
+        place: its version and its address.
+        values: a copy; None where only the place is remembered, or the norm too.
+        norm: None where it is not looked at.
+    """
+
+    tensor: Tensor
+    alias: Tensor
+    place: tuple[int, int]
+    values: Tensor | None
+    norm: Tensor | None
+
+
+class ForwardMark(NamedTuple):
+    """How things were at a mark, for `ForwardState.put_back`, which may be given it several times."""
+
+    random_state: RandomState
+    carried: dict[Any, Any]
+    buffers: BufferRollback
+    attributes: list[tuple[dict[str, Any], dict[str, Any]]]
+    containers: list[tuple[Any, Any]]
+    arrays: MicroBatchRollback
+    tensors: list[_Seen]
+
+
+class ForwardState:
+    """All that a forward may change besides gradients: marked before it, and put back so that it leaves no trace.
+
+    - The random generators: torch's of the CPU and of the model's devices, Python's and NumPy's, and those that the modules, or
+      forward and what it refers to, hold.
+    - The buffers of the modules; their attributes, with the entries of the lists, dicts, sets and deques among these, and the
+      values of arrays and tensors.
+    - What forward carries, and what it writes into the micro-batches that are named.
+    - Parameters that forward moves, such as a target network's. At first all of them are copied; once a mark was put back or
+      kept, those that were seen to move are. Of the others version and address are compared, and one that moves later is
+      refused by its name.
+
+    The modules are the model's, and those that forward refers to. What forward keeps in an object of its own, in a global
+    variable or in a container inside of another one is not found, and stays as the run has left it.
+
+    Args:
+        module: the model.
+        carried: what forward carries.
+        forward: the user's; what it refers to is looked for in the marks 1, 2, 4, 8, ....
+        copies: whether all parameters are copied at first. Otherwise their norms are taken at first, and those are copied
+            that were seen to move in a forward that was kept.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        carried: Carried | None = None,
+        forward: Any = None,
+        *,
+        copies: bool = True,
+    ) -> None:
+        self._module, self._carried, self._forward = module, Carried() if carried is None else carried, forward
+        self._copies_at_first, self._is_first = copies, True
+        self._moving: dict[int, Tensor] = {}
+        self._num_marks = self._num_updates = 0
+        self._modules: list[nn.Module] = []
+        self._reached: list[Any] = []  # by way of forward
+        self._used: list[nn.Module] = []
+        self._generators: list[Generator] = []
+        self._drawn: dict[int, Generator] = {}  # of these, those that were seen to move
+        self._latest_look: RandomState | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ForwardState:
+        """One for the copied model, which looks for everything anew: a generator of the process is there once."""
+        module, carried, forward = deepcopy((self._module, self._carried, self._forward), memo)
+        return ForwardState(module, carried, forward, copies=self._copies_at_first)
+
+    def mark(self, micro_batches: Any = ()) -> ForwardMark:
+        """Remembers how things are.
+
+        Args:
+            micro_batches: those into which forward may write, in any structure.
+        """
+        self._num_marks += 1
+        self._find(is_look=_is_power_of_two(self._num_marks))
+        buffers = BufferRollback(self._everything())
+        buffers.mark()
+        attributes = [vars(one) for one in self._modules if not isinstance(one, _WRAPPERS)]
+        values = [values[name] for values in attributes for name in values.keys() - _OF_EACH_MODULE]
+        containers = [one for one in values if isinstance(one, _CONTAINERS) and len(one) <= _MAX_ENTRIES]
+        values += [entry for one in containers for entry in (one.values() if isinstance(one, dict) else one)]
+        return ForwardMark(
+            RandomState(self._devices(), self._generators),
+            self._carried.copies(),
+            buffers,
+            [(one, {**one}) for one in attributes],
+            [(one, copy(one)) for one in containers],
+            MicroBatchRollback([micro_batches, [one for one in values if type(one) is np.ndarray]]),
+            self._look_at([one for one in values if isinstance(one, Tensor)]),
+        )
+
+    def mark_draws(self) -> RandomState:
+        """Remembers the generators alone, in little time; to be called in each update.
+
+        The states of most of them take long to read. So those of Python, of NumPy and of the user are remembered from when on
+        they have been seen to move, and that is looked at in the updates 1, 2, 4, 8, ....
+        """
+        if self._latest_look is not None:
+            self._drawn |= {id(one): one for one in self._latest_look.moved()}
+            self._latest_look = None
+        self._num_updates += 1
+        is_look = _is_power_of_two(self._num_updates)
+        if is_look:
+            self._find(is_look=True)
+        state = RandomState(self._devices(), self._generators if is_look else [*self._drawn.values()])
+        self._latest_look = state if is_look else None
+        return state
+
+    def keep(self, mark: ForwardMark) -> None:
+        """Keeps what a forward has changed since `mark`, and notes which parameters it has moved."""
+        self._moving |= {id(seen.tensor): seen.tensor for seen in mark.tensors if _has_moved(seen)}
+        self._is_first = False
+
+    def written(self, mark: ForwardMark, *, stepped: Iterable[Tensor] = ()) -> dict[str, dict[str, Tensor]]:
+        """What forward may have written to since `mark`, by kind and name; of parameters those that it has moved.
+
+        Args:
+            mark: which one.
+            stepped: parameters that are left out.
+        """
+        left = {id(one) for one in stepped}
+        moved = {name: one.tensor for name, one in self._named(mark) if id(one.tensor) not in left and _has_moved(one)}
+        return {**self._always_written(mark), "moved parameter": moved}
+
+    def copies(self, mark: ForwardMark) -> dict[str, dict[str, Tensor]]:
+        """What there was at `mark`, by the names of `written`; to be called right after it."""
+        copied = {kind: {name: one.clone() for name, one in some.items()} for kind, some in self._always_written(mark).items()}
+        return {**copied, "moved parameter": {name: one.values for name, one in self._named(mark) if one.values is not None}}
+
+    def _always_written(self, mark: ForwardMark) -> dict[str, dict[str, Tensor]]:
+        carried = [one for one in pytree.tree_leaves(dict(self._carried)) if isinstance(one, Tensor)]
+        return {
+            "buffer": {name: one for name, one in self._everything().named_buffers() if _is_plain(one)},
+            "carried value": {str(number): one for number, one in enumerate(carried)},
+            "array of the micro-batch": {str(number): torch.as_tensor(one) for number, one in enumerate(mark.arrays.arrays)},
+        }
+
+    def _named(self, mark: ForwardMark) -> list[tuple[str, _Seen]]:
+        names = {id(one): name for name, one in self._everything().named_parameters()}
+        return [(names.get(id(one.tensor), str(number)), one) for number, one in enumerate(mark.tensors)]
+
+    def _everything(self) -> nn.Module:
+        return nn.ModuleDict({"model": self._module, **{f"used {number}": one for number, one in enumerate(self._used)}})
+
+    def put_back(self, mark: ForwardMark, *, stepped: Iterable[Tensor] = ()) -> None:
+        """Puts everything back to where it was at `mark`.
+
+        Args:
+            mark: which one.
+            stepped: parameters that something else has moved too, such as an optimizer, and that stay as they are.
+
+        Raises:
+            TrainingError: forward has moved a parameter of which there is no copy. Everything else is back.
+        """
+        for now, before in mark.attributes:
+            if now.keys() != before.keys() or any(now[name] is not value for name, value in before.items()):
+                now.clear()
+                now.update(before)
+        for container, entries in mark.containers:
+            _fill(container, entries)
+        mark.buffers.roll_back()
+        mark.arrays.roll_back()
+        self._carried.replace(mark.carried)
+        mark.random_state.restore()
+        left = {id(one) for one in stepped}
+        self._put_tensors_back([seen for seen in mark.tensors if id(seen.tensor) not in left])
+
+    # --- what there is --------------------------------------------------------------------------------------------------------
+
+    def _find(self, *, is_look: bool) -> None:
+        """Looks for the modules, and where these are others or it is time to look, for the generators."""
+        forward = self._forward
+        if is_look and forward is not None:
+            self._reached = [*objects_used([forward])]
+            self._used = [one for one in self._reached if isinstance(one, nn.Module)]
+        modules = [*dict.fromkeys(one for owner in (self._module, *self._used) for one in owner.modules())]
+        if not is_look and modules == self._modules:
+            return
+        self._modules = modules
+        owners = [*modules, forward.__self__ if isinstance(forward, MethodType) else forward]
+        found = {id(one): one for one in (PYTHON, NUMPY, *self._reached) if isinstance(one, Generator)}
+        found |= {id(one): one for owner in owners for one in generators_within(owner).values()}
+        found.pop(id(torch.default_generator), None)
+        self._generators = [*found.values()]
+
+    def _devices(self) -> Sequence[torch.device]:
+        return [*{parameter.device for parameter in self._module.parameters()}]
+
+    # --- parameters -----------------------------------------------------------------------------------------------------------
+
+    def _look_at(self, attributes: Sequence[Tensor]) -> list[_Seen]:
+        parameters = [one for module in self._modules for one in module._parameters.values() if one is not None]
+        tensors = {id(one): one for one in (*parameters, *attributes) if not one.is_inference()}
+        found = []
+        for key, tensor in tensors.items():
+            alias = tensor.detach()
+            is_plain, copies = _is_plain(tensor), self._is_first and self._copies_at_first
+            values = alias.clone() if is_plain and (copies or key in self._moving) else None
+            norm = _norm(alias) if is_plain and self._is_first and values is None else None
+            found.append(_Seen(tensor, alias, _place(tensor), values, norm))
+        return found
+
+    @torch.no_grad()
+    def _put_tensors_back(self, tensors: Sequence[_Seen]) -> None:
+        lost = []
+        for seen in tensors:
+            tensor, alias, values = seen.tensor, seen.alias, seen.values
+            if not _has_moved(seen):
+                continue
+            self._moving[id(tensor)] = tensor
+            if values is None:
+                lost.append(tensor)
+                continue
+            if tensor.data_ptr() != alias.data_ptr():
+                tensor.data = alias
+            alias.copy_(values)
+        self._is_first = False
+        if lost:
+            names = {id(one): name for name, one in self._everything().named_parameters()}
+            name = names.get(id(lost[0]), "a tensor in an attribute")
+            raise TrainingError(
+                f"forward was run and had to be taken back, and it has moved {name}, of which there is no copy; move it in a "
+                "handler of STEP_COMPLETED, or make it a buffer"
+            )
+
+
+def _is_power_of_two(number: int) -> bool:
+    return number & (number - 1) == 0
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether its memory is one row of numbers, which can be copied and compared."""
+    is_usual = not (tensor.is_nested or tensor.is_meta or tensor.is_quantized)
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and is_usual
+
+
+def _place(tensor: Tensor) -> tuple[int, int]:
+    return tensor._version, tensor.data_ptr() if _is_plain(tensor) else 0
+
+
+def _norm(tensor: Tensor) -> Tensor:
+    wide = torch.complex128 if tensor.is_complex() else torch.float64
+    return torch.linalg.vector_norm(tensor, dtype=wide) if tensor.numel() else tensor.new_zeros(())
+
+
+def _has_moved(seen: _Seen) -> bool:
+    """Whether a tensor is not what it was. At first its values are looked at too: `.data` has no version."""
+    if _place(seen.tensor) != seen.place:
+        return True
+    if seen.norm is not None:
+        return not same_content(content_of(_norm(seen.alias)), content_of(seen.norm))
+    return seen.values is not None and not same_content(content_of(seen.alias), content_of(seen.values))
+
+
+def _fill(container: Any, entries: Any) -> None:
+    """Puts the entries of a container back, if they are others."""
+    now, before = ([*one.items()] if isinstance(one, dict) else [*one] for one in (container, entries))
+    flat = [[*chain.from_iterable(one)] if isinstance(container, dict) else one for one in (now, before)]
+    if len(flat[0]) == len(flat[1]) and all(one is other for one, other in zip(*flat, strict=True)):
+        return
+    container.clear()
+    if isinstance(container, (dict, set)):
+        container.update(entries)
+    else:
+        container.extend(entries)
