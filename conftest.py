@@ -1,4 +1,7 @@
-"""All tests run on one thread each, also what they start: as many run at a time as there are cores."""
+"""All tests run on one thread each, also what they start: as many run at a time as there are cores.
+
+`OMP_NUM_THREADS` gives them more: with other numbers of threads sums round differently, see `tests/test_other_machines.py`.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,7 @@ import os
 
 import torch
 
-torch.set_num_threads(1)
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
 
 # Collecting thousands of tests makes no garbage, but the collector looks through all of them again and again.
 gc.disable()

@@ -90,7 +90,7 @@ def train(_local_rank: int, epochs: int, batch_size: int, seed: int, log_dir: st
     evaluator = create_evaluator(model, test_forward)
     TrainingMetrics().attach(trainer, Events.EPOCH_COMPLETED)
     ProgressLog().attach(trainer, Events.EPOCH_COMPLETED(every=5))
-    Validation(evaluator, test_loader, score="accuracy", mode="max").attach(trainer, Events.COMPLETED)
+    Validation(evaluator, test_loader, score="accuracy").attach(trainer, Events.COMPLETED)
     if log_dir:
         tensorboard = TensorBoard(log_dir)
         tensorboard.attach(trainer, Events.EPOCH_COMPLETED, evaluator=evaluator)

@@ -29,6 +29,7 @@ from ignite_train.checkpoint.writer import GIVE_UP_AFTER, CheckpointWriter
 from ignite_train.errors import CheckpointError
 from ignite_train.handler import Handler
 from ignite_train.loop.dispatch import Dispatcher, Stateful
+from ignite_train.metrics import score_mode
 from ignite_train.ranks import collectives
 from ignite_train.trainer import Trainer
 
@@ -79,7 +80,8 @@ class Checkpoint(Handler):
         keep_every: checkpoints whose update is a multiple of this are never removed.
         best: name of a metric of the evaluator. Whenever it is the best so far, that state is saved too. Of several evaluations
             after the same update the first counts.
-        mode: whether the best is the `"min"` or the `"max"`.
+        mode: whether the best is the `"min"` or the `"max"`; None: the words of its name decide, such as loss, error and
+            perplexity, or accuracy, bleu, f1 and auc, and the log says how.
         keep_best: how many of the best checkpoints stay.
         to_save: more objects with `state_dict` and `load_state_dict`, by name. They must be equal on all ranks, since rank 0
             writes them; but the buffers of a module may differ. Of another trainer its model, its optimizers and its handlers
@@ -132,7 +134,7 @@ class Checkpoint(Handler):
         keep: int = 2,
         keep_every: int | None = None,
         best: str | None = None,
-        mode: Literal["min", "max"] = "min",
+        mode: Literal["min", "max"] | None = None,
         keep_best: int = 1,
         to_save: Mapping[str, Stateful] | None = None,
         config: Mapping[str, Any] | None = None,
@@ -148,7 +150,7 @@ class Checkpoint(Handler):
         retention = Retention(
             last=positive_int("keep", keep),
             best=positive_int("keep_best", keep_best),
-            lower_is_better=one_of("mode", mode, ("min", "max")) == "min",
+            lower_is_better=_lower_is_better(best, mode),
             every=None if keep_every is None else positive_int("keep_every", keep_every),
             metric=best,
         )
@@ -424,6 +426,10 @@ class Checkpoint(Handler):
         if self._run is None or self._resumption is None:
             raise RuntimeError("attach(trainer) must be called first")
         return self._run, self._resumption
+
+
+def _lower_is_better(best: str | None, mode: Literal["min", "max"] | None) -> bool:
+    return best is None or score_mode(best, mode, of="Checkpoint") == "min"
 
 
 def _checked_directory(directory: Path) -> Path:

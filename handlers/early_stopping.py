@@ -31,7 +31,8 @@ class EarlyStopping(ScoreHandler):
         patience: end after this many evaluations in a row without an improvement; None: only `target` ends the run.
         min_delta: a score that is better than the best by at most this much does not count as an improvement; at least 0. The
             best stays as it is then, so that many small steps together count as one improvement.
-        mode: `"min"` if lower scores are better, `"max"` if higher. NaN is never an improvement.
+        mode: `"min"` if lower scores are better, `"max"` if higher; None: the words of the score's name decide, and the log
+            says how. NaN is never an improvement.
         target: end as soon as a score is this good.
 
     Attributes:
@@ -65,7 +66,7 @@ class EarlyStopping(ScoreHandler):
         *,
         patience: int | None = None,
         min_delta: float = 0.0,
-        mode: Literal["min", "max"] = "min",
+        mode: Literal["min", "max"] | None = None,
         target: float | None = None,
     ) -> None:
         super().__init__(evaluator, score, mode)

@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import (
     ChainedScheduler,
     CosineAnnealingLR,
     LRScheduler,
+    MultiStepLR,
     OneCycleLR,
     PolynomialLR,
     ReduceLROnPlateau,
@@ -42,7 +43,8 @@ class LearningRateSchedule(Handler):
     """Steps one of torch's schedulers after each applied update; a skipped update does not change the learning rate.
 
     It calls the scheduler's own `step()`: Ignite's wrapper computes the rates of many schedulers wrongly with current torch.
-    If the limit of a finished run is raised beyond its schedule, a warning says what the schedule will do.
+    A warning tells what the schedule will do if it is made for at most half of the run's updates, as one whose length was
+    counted in epochs is; if the limit of a finished run is raised beyond it; and if something else steps it as well.
 
     Args:
         scheduler: any scheduler of `torch.optim.lr_scheduler` whose `step` needs no argument, counted in steps.
@@ -73,31 +75,34 @@ class LearningRateSchedule(Handler):
         if not isinstance(scheduler, LRScheduler):
             raise TypeError(f"scheduler must be a scheduler of torch.optim.lr_scheduler, got {describe(scheduler)}")
         self.scheduler = scheduler
+        self._event: Event = TrainEvents.STEP_COMPLETED
+        self._last_step: int | None = None  # as this handler has left it; None where it is not known, or others step it too
 
     def attach(self, trainer: Trainer, event: Event = TrainEvents.STEP_COMPLETED) -> RemovableEventHandle:
         """Steps the schedule at `event`.
 
         Raises:
-            ValueError: the schedule is of another optimizer than that of `trainer`, or would be stepped twice in each update.
+            ValueError: the schedule is of another optimizer than that of `trainer`, or would be stepped twice in each update,
+                or one of its kind is attached that changes the rates of the same optimizer. When the run starts: it is a
+                `OneCycleLR`, which cannot be stepped as often as the run will do it.
         """
-        if any(
-            isinstance(other, LearningRateSchedule) and other.scheduler is self.scheduler for _, other, _ in attached(trainer)
-        ):
-            raise ValueError(
-                f"scheduler must be attached once, got a {type(self.scheduler).__name__} that is attached already and would be "
-                "stepped twice; remove the first handler, or make a new trainer and a new scheduler"
-            )
+        self._refuse_a_second(trainer)
         if not are_of(trainer._stateful_parts, self.scheduler.optimizer):
             raise ValueError(
                 f"scheduler must be of the trainer's optimizer, got a {type(self.scheduler).__name__} of another "
                 f"{type(self.scheduler.optimizer).__name__}; build it with the optimizer that create_trainer was given"
             )
-        trainer.add_event_handler(Events.STARTED, self._warn_of_the_end)
+        self._event = event
+        trainer.add_event_handler(Events.STARTED, self._look_at_length)
         return trainer.add_event_handler(event, self)
 
     def __call__(self) -> None:
         """Steps the schedule."""
+        if self._last_step is not None and vars(self.scheduler)["last_epoch"] != self._last_step:
+            self._warn_of_other_steps()
         self.scheduler.step()
+        if self._last_step is not None:
+            self._last_step = vars(self.scheduler)["last_epoch"]
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the scheduler."""
@@ -107,18 +112,94 @@ class LearningRateSchedule(Handler):
         """Loads it into the scheduler."""
         self.scheduler.load_state_dict(dict(state_dict))
 
-    def _warn_of_the_end(self, trainer: Trainer) -> None:
-        """Warns what the schedule does after its last step, if a finished run continues there."""
-        state = trainer.state
-        for scheduler in _parts(self.scheduler) if state.iteration > 0 and collectives.is_main_rank() else ():
-            name, consequence = _LENGTHS.get(type(scheduler), ("", ""))
-            length = vars(scheduler).get(name)
-            if length is not None and length - state.num_skipped <= scheduler.last_epoch <= length:
-                _logger.warning(
-                    f"the schedule is at its end ({type(scheduler).__name__}: step {scheduler.last_epoch} of {name}={length}, "
-                    f"which a checkpoint restores) and the run continues: {consequence}; leave the schedule out to keep the "
-                    "present learning rate, or train from the beginning with a schedule for the whole length"
+    def _refuse_a_second(self, trainer: Trainer) -> None:
+        """Refuses the same scheduler, and one of the same kind: in a notebook that is a cell that was run again."""
+        kind = type(self.scheduler)
+        for _, other, _ in attached(trainer):
+            if not isinstance(other, LearningRateSchedule):
+                continue
+            if other.scheduler is self.scheduler:
+                raise ValueError(
+                    f"scheduler must be attached once, got a {kind.__name__} that is attached already and would be "
+                    "stepped twice; remove the first handler, or make a new trainer and a new scheduler"
                 )
+            if type(other.scheduler) is kind and other.scheduler.optimizer is self.scheduler.optimizer:
+                raise ValueError(
+                    f"scheduler must be the only {kind.__name__} of its optimizer, got a second, and both would change the "
+                    "learning rate; make the trainer again before you attach another, or combine both by ChainedScheduler"
+                )
+
+    def _look_at_length(self, trainer: Trainer) -> None:
+        """Compares the schedule with the run when it starts, and notes where the schedule stands."""
+        self._last_step = vars(self.scheduler).get("last_epoch")
+        for scheduler in _parts(self.scheduler):
+            if trainer.state.iteration > 0:
+                _warn_of_the_end(scheduler, trainer.state.num_skipped)
+            elif (steps := self._steps_of(trainer)) is not None:
+                _compare_length(scheduler, steps, trainer.state.max_epochs)
+
+    def _steps_of(self, trainer: Trainer) -> int | None:
+        """How often a whole run steps the schedule, if no update is skipped; None where that cannot be known."""
+        state = trainer.state
+        if self._event is Events.EPOCH_STARTED or self._event is Events.EPOCH_COMPLETED:
+            return state.max_epochs
+        if self._event is not TrainEvents.STEP_COMPLETED and self._event is not Events.ITERATION_COMPLETED:
+            return None
+        if state.max_iters is not None:
+            return state.max_iters
+        return state.max_epochs * state.epoch_length if state.max_epochs and state.epoch_length else None
+
+    def _warn_of_other_steps(self) -> None:
+        if collectives.is_main_rank():
+            name = type(self.scheduler).__name__
+            _logger.warning(
+                f"the schedule {name} is at step {vars(self.scheduler)['last_epoch']} and LearningRateSchedule has left it at "
+                f"{self._last_step}: something else steps it too, so the learning rate changes faster than the schedule says; "
+                "leave scheduler.step() to the handler"
+            )
+        self._last_step = None
+
+
+def _warn_of_the_end(scheduler: LRScheduler, num_skipped: int) -> None:
+    """Warns what a schedule does after its last step, if a finished run continues there."""
+    name, consequence = _LENGTHS.get(type(scheduler), ("", ""))
+    length = vars(scheduler).get(name)
+    if length is not None and length - num_skipped <= scheduler.last_epoch <= length and collectives.is_main_rank():
+        _logger.warning(
+            f"the schedule is at its end ({type(scheduler).__name__}: step {scheduler.last_epoch} of {name}={length}, "
+            f"which a checkpoint restores) and the run continues: {consequence}; leave the schedule out to keep the "
+            "present learning rate, or train from the beginning with a schedule for the whole length"
+        )
+
+
+def _compare_length(scheduler: LRScheduler, steps: int, max_epochs: int | None) -> None:
+    """Warns of a schedule that ends in the first half of a run, as one does whose length was counted in epochs.
+
+    Raises:
+        ValueError: the schedule cannot be stepped as often as the run will do it.
+    """
+    kind = type(scheduler).__name__
+    name, consequence = _LENGTHS.get(type(scheduler), ("", ""))
+    length = vars(scheduler).get(name)
+    if isinstance(scheduler, MultiStepLR):
+        # Milestones early in a run are usual; those that all lie within the number of epochs are most likely epochs.
+        name, length, consequence = (
+            "milestones",
+            max(scheduler.milestones, default=None),
+            "its last milestone will be passed early",
+        )
+        if max_epochs is None or length is None or length > max_epochs:
+            return
+    if length is None or length >= steps or (2 * length > steps and not isinstance(scheduler, OneCycleLR)):
+        return
+    told = (
+        f"{kind} has {name}={length} and will be stepped {steps} times in this run: {consequence}; count in updates, by "
+        "trainer.total_updates(loader, max_epochs=...), or step it once an epoch, by attach(trainer, Events.EPOCH_COMPLETED)"
+    )
+    if isinstance(scheduler, OneCycleLR):
+        raise ValueError(told)
+    if collectives.is_main_rank():
+        _logger.warning(told)
 
 
 def _parts(scheduler: LRScheduler) -> list[LRScheduler]:

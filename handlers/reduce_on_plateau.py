@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from ignite.engine import Engine
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ignite_train.arguments import describe
 from ignite_train.handler import ScoreHandler
+from ignite_train.metrics import refuse_other_mode
 from ignite_train.model.learning_rates import are_of
 from ignite_train.ranks import collectives
 from ignite_train.trainer import Trainer
@@ -33,9 +34,11 @@ class ReduceOnPlateau(ScoreHandler):
         evaluator: what evaluates; `Validation` runs it.
         scheduler: torch's, of the trainer's optimizer; it says whether the `"min"` or the `"max"` is best.
         score: one of the evaluator's metrics.
+        mode: None, or the scheduler's own mode again, which says that it is meant where the score's name says otherwise.
 
     Raises:
         TypeError: an argument has the wrong type.
+        ValueError: the scheduler's mode is not `mode`, or not the one that the score's name tells.
 
     Example:
         >>> import torch
@@ -54,13 +57,26 @@ class ReduceOnPlateau(ScoreHandler):
         0.25
     """
 
-    def __init__(self, evaluator: Engine, scheduler: ReduceLROnPlateau, *, score: str = "loss") -> None:
+    def __init__(
+        self,
+        evaluator: Engine,
+        scheduler: ReduceLROnPlateau,
+        *,
+        score: str = "loss",
+        mode: Literal["min", "max"] | None = None,
+    ) -> None:
         if not isinstance(scheduler, ReduceLROnPlateau):
             raise TypeError(
                 "scheduler must be a torch.optim.lr_scheduler.ReduceLROnPlateau, which is stepped with a score, got "
                 f"{describe(scheduler)}; other schedulers need LearningRateSchedule"
             )
-        super().__init__(evaluator, score, scheduler.mode)
+        super().__init__(evaluator, score, mode)
+        # torch's default is "min", whatever the score is.
+        if scheduler.mode != self.mode:
+            raise ValueError(
+                f"scheduler must have mode={self.mode!r} for the score {score!r}, got {scheduler.mode!r}; write "
+                f"ReduceLROnPlateau(optimizer, mode={self.mode!r}), or pass ReduceOnPlateau(..., mode={scheduler.mode!r})"
+            )
         self.scheduler = scheduler
 
     def attach(self, trainer: Trainer) -> None:
@@ -90,7 +106,12 @@ class ReduceOnPlateau(ScoreHandler):
         return self.scheduler.state_dict() | {"_latest_update": self._latest_update}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restores them."""
+        """Restores them.
+
+        Raises:
+            ValueError: the scheduler was made for the other direction.
+        """
+        refuse_other_mode(self.score, self.mode, self.score, state_dict["mode"])
         self._latest_update = state_dict["_latest_update"]
         self.scheduler.load_state_dict({key: value for key, value in state_dict.items() if key != "_latest_update"})
 

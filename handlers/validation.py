@@ -9,10 +9,11 @@ from typing import Any, Literal
 
 from ignite.engine import Engine, Events, RemovableEventHandle
 
-from ignite_train.arguments import describe, did_you_mean, one_of, positive_int
+from ignite_train.arguments import describe, did_you_mean, positive_int
 from ignite_train.events import Event
 from ignite_train.handler import Handler
 from ignite_train.loop.dispatch import Dispatcher
+from ignite_train.metrics import refuse_other_mode, score_mode
 from ignite_train.trainer import Trainer
 
 __all__ = ["Validation"]
@@ -31,7 +32,9 @@ class Validation(Handler):
             to it and has a state, such as `EarlyStopping`, is in the checkpoints of the run.
         loader: held-out micro-batches; the ranks' shares may differ.
         score: the metric that decides which parameters are best.
-        mode: `"min"` if lower scores are better, `"max"` if higher. Only a strictly better score is a new best, NaN never.
+        mode: `"min"` if lower scores are better, `"max"` if higher; None: the words of the score's name decide, such as loss,
+            error and perplexity, or accuracy, bleu, f1 and auc, and the log says how. Only a strictly better score is a new
+            best, NaN never.
         sanity: before the first update, evaluate this many micro-batches, so that an error in the evaluation or a misspelt
             `score` is found at once; 0: do not. The result is dropped, and handlers of the evaluator's COMPLETED do not run.
 
@@ -42,7 +45,8 @@ class Validation(Handler):
 
     Raises:
         TypeError: `evaluator` is not an engine that evaluates, or `sanity` is not an integer.
-        ValueError: `mode` is neither of the two, or `sanity` is negative. In the run: the evaluator has no metric `score`.
+        ValueError: `mode` is none of the three, or is None and the name does not decide, or `sanity` is negative. In the run:
+            the evaluator has no metric `score`.
 
     Example:
         >>> import torch
@@ -66,7 +70,7 @@ class Validation(Handler):
         loader: Iterable[Any],
         *,
         score: str = "loss",
-        mode: Literal["min", "max"] = "min",
+        mode: Literal["min", "max"] | None = None,
         sanity: int = 0,
     ) -> None:
         if not isinstance(evaluator, Engine) or isinstance(evaluator, Trainer):
@@ -76,7 +80,8 @@ class Validation(Handler):
             )
         self.evaluator, self.loader, self.score = evaluator, loader, score
         self.sanity = 0 if sanity == 0 else positive_int("sanity", sanity)
-        self._sign = 1.0 if one_of("mode", mode, ("min", "max")) == "min" else -1.0
+        self.mode = score_mode(score, mode, of="Validation")
+        self._sign = 1.0 if self.mode == "min" else -1.0
         self.best: float | None = None
         self.best_update: int | None = None
         self.is_best = False
@@ -133,11 +138,17 @@ class Validation(Handler):
         self.evaluator.terminate(skip_completed=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """The best score, its update and the latest one validated."""
-        return {"best": self.best, "best_update": self.best_update, "latest_update": self._latest_update}
+        """The best score, its update and the latest one validated, and which scores are better."""
+        best = {"best": self.best, "best_update": self.best_update, "score": self.score, "mode": self.mode}
+        return best | {"latest_update": self._latest_update}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restores them."""
+        """Restores them.
+
+        Raises:
+            ValueError: the same score was ranked in the other direction.
+        """
+        refuse_other_mode(self.score, self.mode, state_dict["score"], state_dict["mode"])
         self.best, self.best_update = state_dict["best"], state_dict["best_update"]
         self._latest_update = state_dict["latest_update"]
         self.is_best = self.best_update is not None and self.best_update == self._latest_update

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator, Mapping
 from numbers import Real
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+
+from ignite_train.arguments import one_of
 
 __all__ = [
     "PUBLISHED_METRICS",
@@ -16,6 +19,8 @@ __all__ = [
     "grouped_metric",
     "grouped_metrics",
     "is_published_metric",
+    "refuse_other_mode",
+    "score_mode",
     "single_metrics",
 ]
 
@@ -47,6 +52,53 @@ PUBLISHED_METRICS: Mapping[str, str] = {
 
 _logger = logging.getLogger(__name__)
 
+# Words of a score's name. A word that stands in names of both kinds ("rate", "score", "likelihood") is in neither.
+_LOWER_IS_BETTER = (
+    "loss losses error errors err perplexity ppl nll mae mse rmse msle mape wer cer ter eer bpb bpc bce crossentropy entropy "
+    "distance divergence fid kid lpips regret cost latency hamming brier ece"
+)
+_HIGHER_IS_BETTER = (
+    "accuracy accuracies acc bleu chrf rouge meteor f1 fbeta auc auroc auprc roc ap map precision recall sensitivity "
+    "specificity iou miou dice jaccard reward rewards return returns psnr ssim mcc kappa r2 pearson spearman correlation elbo "
+    "mrr ndcg hits correct wins"
+)
+
+
+def score_mode(score: str, mode: Literal["min", "max"] | None, *, of: str) -> Literal["min", "max"]:
+    """Whether lower or higher scores are better: as `mode` says, or else as the words in the name of the score say.
+
+    The last part of the name counts, in whole words, with and without a number at the end: `"validation/top1_accuracy"` has the
+    words `top`, `top1` and `accuracy`. What was taken from the name is logged.
+
+    Args:
+        score: the name of a metric.
+        mode: `"min"`, `"max"`, or None if the name is to decide.
+        of: whose score it is, for the log and the error.
+
+    Raises:
+        ValueError: `mode` is none of the three, or it is None and the name does not decide.
+
+    Example:
+        >>> [score_mode(name, None, of="Validation") for name in ("loss", "validation/top1_accuracy", "wordErrorRate")]
+        ['min', 'max', 'min']
+    """
+    if mode is not None:
+        return "min" if one_of("mode", mode, ("min", "max")) == "min" else "max"
+    spaced = re.sub(r"([a-z])([A-Z])", r"\1 \2", score.rpartition("/")[2])
+    found = re.findall(r"([a-z]+)([0-9]*)", spaced.lower())
+    words = {word for word, _ in found} | {word + number for word, number in found}
+    is_lower = not words.isdisjoint(_LOWER_IS_BETTER.split())
+    is_higher = not words.isdisjoint(_HIGHER_IS_BETTER.split())
+    if is_lower == is_higher:
+        said = "says both" if is_lower else "does not say it"
+        raise ValueError(
+            f"mode must be 'min' or 'max' for the score {score!r} of {of}, since its name {said}; pass mode='max' if higher "
+            "scores are better"
+        )
+    better = "lower" if is_lower else "higher"
+    _logger.info(f"{of}: {better} values of {score!r} are taken to be better, by its name; mode='min' or 'max' would say it")
+    return "min" if is_lower else "max"
+
 
 def is_published_metric(name: str) -> bool:
     """Whether handlers publish a metric of this name.
@@ -55,6 +107,25 @@ def is_published_metric(name: str) -> bool:
     """
     is_one_of_several = name.partition("/")[0] in ("learning_rate", *_BY_LAYER)
     return name in PUBLISHED_METRICS or is_one_of_several or name.endswith(_PER_SECOND)
+
+
+def refuse_other_mode(score: str, mode: str, saved_score: Any, saved_mode: Any) -> None:
+    """Compares the direction of a score with the one in a checkpoint, whose best score means the opposite in the other one.
+
+    Args:
+        score: the name of the metric.
+        mode: `"min"` or `"max"`.
+        saved_score: the name in the checkpoint.
+        saved_mode: the direction in the checkpoint.
+
+    Raises:
+        ValueError: the score is the same and the direction is not.
+    """
+    if saved_score == score and saved_mode != mode:
+        raise ValueError(
+            f"mode must be {saved_mode!r} for the score {score!r}, as when the checkpoint was saved, got {mode!r}: its best "
+            "score would be the worst; pass the same mode, or train from the beginning in another directory"
+        )
 
 
 def grouped_metric(name: str) -> str:

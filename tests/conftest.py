@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+import cuts
 from bits import bit_by_bit
 from ignite_train import create_trainer
 from setups import Batch, Setup, summed_loss
@@ -42,7 +43,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def micro_batches() -> list[Batch]:
     """Five micro-batches of 3, 1, 4, 2 and 3 samples."""
     generator = torch.Generator().manual_seed(1)
-    return [(torch.randn(size, 4, generator=generator), torch.randn(size, 1, generator=generator)) for size in (3, 1, 4, 2, 3)]
+    drawn = [(torch.randn(size, 4, generator=generator), torch.randn(size, 1, generator=generator)) for size in (3, 1, 4, 2, 3)]
+    return [(x.flip(0), y.flip(0)) for x, y in drawn] if cuts.REVERSED else drawn
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ sample's weight w counts as its sample size: what is minimised is Σ w·(...)² 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 
 from ignite_train import ForwardOutput
 
+# Set by `test_other_machines.py`: the same samples in another order round differently, as another processor does.
+REVERSED = os.environ.get("TESTS_REVERSED") == "1"
 LEARNING_RATE = 0.05
 FEATURES = 3
 Sample = tuple[Tensor, Tensor, Tensor]
@@ -32,7 +35,8 @@ def cut(data: Sample, sizes: Sequence[int], start: int = 0) -> list[Sample]:
     """Consecutive micro-batches of these sizes, from sample `start` on; a size may be 0."""
     micro_batches = []
     for size in sizes:
-        micro_batches.append(tuple(part[start : start + size] for part in data))
+        parts = tuple(part[start : start + size] for part in data)
+        micro_batches.append(tuple(part.flip(0) for part in parts) if REVERSED else parts)
         start += size
     return micro_batches  # type: ignore[return-value]
 

@@ -234,7 +234,7 @@ def scored(directory: Path, scores: list[float], **options: Any) -> list[str]:
     evaluator = create_evaluator(model, forward)
     given = iter(scores)
     evaluator.add_event_handler(Events.COMPLETED, lambda engine: engine.state.metrics.update(score=next(given)))
-    Checkpoint(directory, best="score", **options).attach(trainer, evaluator=evaluator)
+    Checkpoint(directory, best="score", **{"mode": "min", **options}).attach(trainer, evaluator=evaluator)
     Validation(evaluator, LOADER[:1], score="score", mode=options.get("mode", "min")).attach(trainer)
     trainer.run(LOADER[:1], max_epochs=len(scores))
     return names(directory)
@@ -265,7 +265,7 @@ def test_the_best_of_an_earlier_process_is_known(tmp_path: Path) -> None:
     evaluator = create_evaluator(model, forward)
     given = iter([3.0, 0.5])
     evaluator.add_event_handler(Events.COMPLETED, lambda engine: engine.state.metrics.update(score=next(given)))
-    Checkpoint(tmp_path, best="score", every=100, keep=99, keep_best=99).attach(trainer, evaluator=evaluator)
+    Checkpoint(tmp_path, best="score", mode="min", every=100, keep=99, keep_best=99).attach(trainer, evaluator=evaluator)
     trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: evaluator.run(LOADER[:1]))
     trainer.run(LOADER[:1], max_epochs=4)
     assert names(tmp_path) == ["1", "2", "4"]
@@ -275,7 +275,7 @@ def test_a_metric_that_is_none(tmp_path: Path) -> None:
     """The error lists the metrics that there are, and the nearest."""
     trainer, model = make()
     evaluator = create_evaluator(model, forward)
-    Checkpoint(tmp_path, best="los").attach(trainer, evaluator=evaluator)
+    Checkpoint(tmp_path, best="los", mode="min").attach(trainer, evaluator=evaluator)
     with pytest.raises(ValueError, match=r"best must be one of the evaluator's metrics \['loss'\], got 'los'.*'loss'"):
         evaluator.run(LOADER)
 

@@ -148,11 +148,12 @@ def on_rank(way: str, kind: str, limit: float | None = None, scale: float | None
 @pytest.mark.parametrize("kind", ["sam", "lbfgs", "wolfe"])
 @pytest.mark.parametrize(("limit", "scale"), [(None, None), (0.15, None), (None, 1024.0)], ids=["plain", "clipped", "scaled"])
 def test_one_process_is_the_loop_by_hand(kind: str, limit: float | None, scale: float | None) -> None:
-    """With as many evaluations as by hand: the first is not made twice."""
+    """The samples of an update are cut into micro-batches here and are one batch by hand, so the sums round differently."""
     parameters, evaluations, _ = on_rank("auto", kind, limit, scale)
     expected, expected_evaluations = by_hand(kind, limit)
     assert parameters == pytest.approx(expected, rel=1e-7, abs=1e-10)
-    assert evaluations == expected_evaluations
+    # A line search compares rounded sums to decide whether it evaluates once more.
+    assert evaluations == expected_evaluations or kind == "wolfe"
     assert max(evaluations) > 1
 
 
@@ -170,14 +171,17 @@ def test_ranks_are_the_loop_by_hand(way: str) -> None:
         parameters, evaluations, collectives = outcome
         expected, expected_evaluations = by_hand(kind, limit)
         assert parameters == pytest.approx(expected, rel=1e-6, abs=1e-9), kind
-        assert evaluations == expected_evaluations
+        assert evaluations == expected_evaluations or kind == "wolfe"
         if way != "ddp":  # which reduces by buckets
             assert collectives[1:] == evaluations[1:], "and once the names of the logs"
 
 
 @pytest.mark.parametrize("kind", ["sam", "lbfgs", "wolfe"])
 def test_float32_is_bitwise_the_loop_by_hand(kind: str) -> None:
-    """For a bare mean loss of one micro-batch, with dropout and BatchNorm, which see each evaluation once as by hand."""
+    """For a bare mean loss of one micro-batch, with dropout and BatchNorm, and with as many evaluations as by hand.
+
+    Both compute the same sums in the same order, so that even a line search evaluates equally often: the first is not repeated.
+    """
 
     def make() -> tuple[nn.Module, Optimizer]:
         model = network(torch.float32, dropout=0.2)
@@ -188,14 +192,19 @@ def test_float32_is_bitwise_the_loop_by_hand(kind: str) -> None:
     torch.manual_seed(3)
     model, optimizer = make()
     trainer = create_trainer(model, optimizer, lambda m, b: mse_loss(m(b[0]), b[1]), options=UpdateOptions(closure=True))
+    evaluations: list[int] = []
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda t: evaluations.append(t.state.update_output.num_evaluations))
     trainer.run(batches, max_epochs=2)
     found, drawn = bit_by_bit(model.state_dict()), torch.rand(())
 
     torch.manual_seed(3)
     model, optimizer = make()
+    expected: list[int] = []
     for x, y in batches * 2:
+        expected.append(0)
 
         def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
+            expected[-1] += 1
             optimizer.zero_grad()
             loss = mse_loss(model(x), y)
             loss.backward()
@@ -206,6 +215,7 @@ def test_float32_is_bitwise_the_loop_by_hand(kind: str) -> None:
         optimizer.step(closure)  # type: ignore[arg-type]
     assert found == bit_by_bit(model.state_dict())
     assert drawn == torch.rand(())
+    assert evaluations == expected
 
 
 def test_replay_shows_each_evaluation_the_first_one() -> None:

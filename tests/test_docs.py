@@ -230,20 +230,6 @@ def test_every_dependency_has_its_reason():
     assert sorted(names - set(_INLINE.findall((ROOT / "docs/decisions.md").read_text(encoding="utf-8")))) == []
 
 
-def test_every_file_of_the_core_is_in_the_architecture():
-    """docs/architecture.md has a row for each file of the core, in the table of its folder, with the file's first line."""
-    sections = (ROOT / "docs/architecture.md").read_text(encoding="utf-8").split("\n### `")[1:]
-    tables = {section.partition("`")[0]: re.findall(r"^\| `.*", section, re.MULTILINE) for section in sections}
-    rows: dict[str, list[str]] = {}
-    for path in sorted((ROOT / "ignite_train").rglob("[!_]*.py")):
-        if path.parent.name != "handlers":
-            first_line = path.read_text(encoding="utf-8").partition("\n")[0].strip('"')
-            folder = f"{path.parent.relative_to(ROOT)}/"
-            rows.setdefault(folder, []).append(f"| `{path.name}` | {first_line} |")
-
-    assert tables == rows
-
-
 def test_every_handler_is_in_a_table():
     """docs/handlers.md has a row for each ready-made handler."""
     text = (ROOT / "docs/handlers.md").read_text(encoding="utf-8")

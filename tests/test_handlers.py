@@ -267,7 +267,7 @@ def test_before_the_first_validation_none_was_the_best() -> None:
     _, model, _ = make()
     validation = Validation(create_evaluator(model, cuts.forward), DATA)
     assert validation.is_best is False
-    for state in (validation.state_dict(), {"best": None, "best_update": None, "latest_update": 3}):
+    for state in (validation.state_dict(), validation.state_dict() | {"latest_update": 3}):
         validation.load_state_dict(state)
         assert validation.is_best is False
 
@@ -290,7 +290,7 @@ def test_validation_leaves_the_training_as_it_was() -> None:
 def test_validation_names_an_unknown_score() -> None:
     """A misspelt score is answered with the nearest metric."""
     trainer, model, _ = make()
-    Validation(create_evaluator(model, cuts.forward), DATA, score="sampels").attach(trainer)
+    Validation(create_evaluator(model, cuts.forward), DATA, score="sampels", mode="min").attach(trainer)
     with pytest.raises(ValueError, match="did you mean 'samples'"):
         trainer.run(DATA, max_epochs=1)
 

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 import cuts
 from bits import bit_by_bit
-from ignite_train import Evaluator, Trainer, TrainEvents, create_evaluator, create_trainer
+from ignite_train import CheckpointError, Evaluator, Trainer, TrainEvents, create_evaluator, create_trainer
 from ignite_train.handlers import Checkpoint, EarlyStopping, ReduceOnPlateau, Validation
 from mistakes import Mistake, assert_one_line
 from ranks import run_ranks
@@ -136,7 +136,7 @@ def test_a_checkpoint_of_the_same_update_has_the_reaction(seed: int, tmp_path: P
 
 def test_sanity_finds_a_mistake_before_the_first_update() -> None:
     """A misspelt score, and an evaluation that fails, are found before a batch is trained on."""
-    for options, error in (({"score": "sampels"}, ValueError), ({}, ZeroDivisionError)):
+    for options, error in (({"score": "sampels", "mode": "min"}, ValueError), ({}, ZeroDivisionError)):
         job, seen = Scripted([1.0]), []
         if not options:
             job.evaluator.add_event_handler(Events.ITERATION_COMPLETED, lambda: 1 // 0)
@@ -291,7 +291,7 @@ def test_the_rates_are_those_of_a_plain_loop(mode: Any, caplog: pytest.LogCaptur
         scheduler.step(score)
 
     job, used = Scripted(scores), []
-    ReduceOnPlateau(job.evaluator, ReduceLROnPlateau(job.optimizer, **settings)).attach(job.trainer)
+    ReduceOnPlateau(job.evaluator, ReduceLROnPlateau(job.optimizer, **settings), mode=mode).attach(job.trainer)
     job.validate()
     job.trainer.add_event_handler(
         TrainEvents.STEP_COMPLETED, lambda: used.append(job.trainer.state.update_output.learning_rates[0])
@@ -303,6 +303,115 @@ def test_the_rates_are_those_of_a_plain_loop(mode: Any, caplog: pytest.LogCaptur
     lines = [record.message for record in caplog.records if ": learning rate " in record.message]
     assert len(lines) == sum(one != other for one, other in itertools.pairwise([*expected, alone.param_groups[0]["lr"]]))
     assert sum("learning rate 0.001 -> 0.0005" in line for line in lines) == 1
+
+
+# --- which scores are better ---
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        ("loss", "min"),
+        ("val_loss", "min"),
+        ("wordErrorRate", "min"),
+        ("validation/perplexity", "min"),
+        ("accuracy", "max"),
+        ("top1-accuracy", "max"),
+        ("BLEU", "max"),
+        ("loss/f1", "max"),
+        ("AUC", "max"),
+        ("rouge2", "max"),
+    ],
+)
+def test_the_words_of_a_name_decide_which_scores_are_better(name: str, mode: str, caplog: pytest.LogCaptureFixture) -> None:
+    """In each handler that ranks scores, and the log says what was taken; what the script says goes before."""
+    evaluator, optimizer = Scripted([1.0]).evaluator, torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    better = {"min": "lower", "max": "higher"}[mode]
+    with caplog.at_level(logging.INFO, logger="ignite_train"):
+        made = [
+            Validation(evaluator, DATA, score=name),
+            EarlyStopping(evaluator, name, patience=1),
+            ReduceOnPlateau(evaluator, ReduceLROnPlateau(optimizer, mode=mode), score=name),  # type: ignore[arg-type]
+        ]
+        Checkpoint("nowhere", best=name)
+    assert [handler.mode for handler in made] == [mode] * 3
+    assert [
+        record.message.partition(":")[0] for record in caplog.records if f": {better} values of {name!r} " in record.message
+    ] == [
+        "Validation",
+        "EarlyStopping",
+        "ReduceOnPlateau",
+        "Checkpoint",
+    ]
+    other: Any = {"min": "max", "max": "min"}[mode]
+    assert Validation(evaluator, DATA, score=name, mode=other).mode == other
+
+
+@pytest.mark.parametrize("name", ["score", "rate", "negative", "error_of_accuracy", "glossary", "classes"])
+def test_a_name_that_does_not_decide_is_refused(name: str) -> None:
+    """When the handler is made. Only whole words count."""
+    evaluator = Scripted([1.0]).evaluator
+    makes: list[Callable[[], Any]] = [
+        lambda: Validation(evaluator, DATA, score=name),
+        lambda: EarlyStopping(evaluator, name, patience=1),
+        lambda: Checkpoint("nowhere", best=name),
+    ]
+    for make in makes:
+        assert_one_line((ValueError, f"mode must be 'min' or 'max' for the score '{name}' of .*; pass mode='max' if", make))
+
+
+def test_the_best_by_accuracy_is_the_highest(tmp_path: Path) -> None:
+    """Without a mode: the checkpoint that stays is the one with the highest accuracy, and training goes on while it rises."""
+    job = Scripted([0.64, 0.7, 0.8, 0.91, 0.9])
+    job.evaluator.add_event_handler(
+        Events.EPOCH_COMPLETED, lambda: job.evaluator.state.metrics.update(accuracy=job.evaluator.state.metrics["loss"])
+    )
+    validation = Validation(job.evaluator, DATA[:1], score="accuracy")
+    validation.attach(job.trainer, Events.ITERATION_COMPLETED)
+    EarlyStopping(job.evaluator, "accuracy", patience=2).attach(job.trainer)
+    checkpoint = Checkpoint(tmp_path, best="accuracy", keep=1)
+    checkpoint.attach(job.trainer, evaluator=job.evaluator)
+    assert job.run() == 5
+    assert (validation.best, validation.best_update) == (0.91, 4)
+    assert checkpoint.best is not None
+    assert checkpoint.best[1] == 0.91
+
+
+def test_a_plateau_of_the_other_direction_is_refused() -> None:
+    """The scheduler of torch has the default "min"; `mode` says that it is meant."""
+    evaluator, optimizer = Scripted([1.0]).evaluator, torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    scheduler = ReduceLROnPlateau(optimizer)
+    says = (
+        r"scheduler must have mode='max' for the score 'accuracy', got 'min'; write ReduceLROnPlateau\(optimizer, mode='max'\)"
+    )
+    assert_one_line((ValueError, says, lambda: ReduceOnPlateau(evaluator, scheduler, score="accuracy")))
+    assert ReduceOnPlateau(evaluator, scheduler, score="accuracy", mode="min").mode == "min"
+
+
+@pytest.mark.parametrize("handler", ["Validation", "EarlyStopping", "ReduceOnPlateau", "Checkpoint"])
+def test_a_resume_in_the_other_direction_is_refused(handler: str, tmp_path: Path) -> None:
+    """The best score so far would be the worst. In the same direction the run resumes."""
+
+    def job(mode: Any) -> Scripted:
+        made = Scripted([3.0, 2.0, 1.0])
+        made.validate()
+        scheduler = ReduceLROnPlateau(made.optimizer, mode=mode)
+        if handler == "EarlyStopping":
+            EarlyStopping(made.evaluator, patience=9, mode=mode).attach(made.trainer)
+        if handler == "ReduceOnPlateau":
+            ReduceOnPlateau(made.evaluator, scheduler, mode=mode).attach(made.trainer)
+        if handler == "Validation":
+            Validation(made.evaluator, DATA[:1], mode=mode).attach(made.trainer, Events.ITERATION_COMPLETED)
+        best: dict[str, Any] = {"best": "loss", "mode": mode} if handler == "Checkpoint" else {}
+        Checkpoint(tmp_path, **best).attach(made.trainer, evaluator=made.evaluator)
+        return made
+
+    assert job("max").run(2) == 2
+    with pytest.raises(
+        (ValueError, CheckpointError), match="mode must be 'max' for the score 'loss', as when the checkpoint was saved"
+    ):
+        job("min").run(3)
+    assert job("max").run(3) == 3
 
 
 # --- resumption ---
@@ -408,7 +517,7 @@ def test_mistakes(name: str) -> None:
 def test_a_misspelt_score() -> None:
     """The nearest metric is named when the evaluation is complete, the first time that the names are known."""
     job = Scripted([1.0])
-    EarlyStopping(job.evaluator, "sampels", patience=1).attach(job.trainer)
+    EarlyStopping(job.evaluator, "sampels", patience=1, mode="min").attach(job.trainer)
     job.validate()
     with pytest.raises(ValueError, match="did you mean 'samples'"):
         job.run()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import io
 import math
-import struct
 import sys
 import time
 import types
@@ -22,7 +21,6 @@ from tensorboard.backend.event_processing.event_file_loader import RawEventFileL
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator as PluginEvents
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
-from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 from tensorboard.util.tensor_util import make_ndarray
 from torch.utils.tensorboard import SummaryWriter
@@ -30,7 +28,6 @@ from torch.utils.tensorboard.summary import text
 
 import cuts
 from ignite_train import Evaluator, ForwardOutput, Trainer, TrainEvents, UpdateOptions, create_evaluator, create_trainer
-from ignite_train.handler.crc32c import ChangingBytes, crc32c, masked
 from ignite_train.handler.event_file import EventFile
 from ignite_train.handlers import Checkpoint, TensorBoard, TrainingMetrics, Validation
 from ignite_train.metrics import TIMED_METRICS
@@ -117,36 +114,15 @@ def test_points_of_one_update_are_one_event(tmp_path: Path) -> None:
     assert written[2][1] == 2
 
 
-@pytest.mark.parametrize("length", [*range(1, 12), 2047, 2048, 2049, 2050, 2051, 2052, 4096, 5000])
-def test_a_checksum_is_that_of_tensorboard(length: int) -> None:
-    """For any length of an event, also where its parts are shorter than the four bytes that a register adds to."""
-    data = np.random.RandomState(length).bytes(length)
-    assert struct.pack("<I", masked(crc32c(data))) == struct.pack("<I", masked_crc32c(data))
-
-
-@pytest.mark.parametrize("length", [1, 3, 300, 2048, 2049, 7000])
-def test_a_checksum_of_data_that_changes_in_some_bytes(length: int) -> None:
-    """It is that of the whole data, wherever the bytes are, and whatever they were before."""
-    random = np.random.RandomState(length)
-    data = np.frombuffer(random.bytes(length), np.uint8).copy()
-    places = sorted({0, length - 1, *random.randint(0, length, 20).tolist()})
-    data[places] = 0
-    changing = ChangingBytes(data.tobytes(), places)
-    for _ in range(3):
-        data[places] = values = np.frombuffer(random.bytes(len(places)), np.uint8)
-        assert masked(changing.crc32c(values)) == masked_crc32c(data.tobytes())
-
-
-@pytest.mark.parametrize("number", [1, 24, 300], ids=["one", "24", "more than a block"])
+@pytest.mark.parametrize("number", [1, 24, 300], ids=["one", "24", "300"])
 def test_records_of_many_numbers(tmp_path: Path, number: int) -> None:
-    """Updates of any number of digits, and tags that come and go, of more kinds than the file keeps records of."""
+    """Updates of any number of digits, and tags that come and go."""
     file, expected = EventFile(tmp_path, 0), []
     for index, update in enumerate([0, 1, 127, 128, 16_383, 16_384, 2**21 - 1, 2**21, 2**40]):
         for tags in range(number, number + 4):
             numbers = {f"train/{tag}": (-1.5) ** (tag % 60) + index for tag in range(tags)}
             file.add_numbers(tuple(numbers), [*numbers.values()], update)
             expected.append((update, {tag: float(np.float32(value)) for tag, value in numbers.items()}))
-            assert len(file._records) <= 8
     file.close()
     _, _, *events = events_of(tmp_path)
     assert [(event.step, {value.tag: value.simple_value for value in event.summary.value}) for event in events] == expected

@@ -26,6 +26,7 @@ from ignite_train.checkpoint.state_rules import StateRules
 from ignite_train.checkpoint.writer import CheckpointWriter
 from ignite_train.data.position import how_exact
 from ignite_train.errors import CheckpointError, DamagedCheckpointError, UnreadableCheckpointError
+from ignite_train.metrics import refuse_other_mode
 from ignite_train.ranks import collectives
 
 __all__ = ["Resumption", "checkpoint_to_resume", "log_how_exact", "read_agreed"]
@@ -78,6 +79,9 @@ class Resumption:
             return None
         disk = self._writer.disk if root == self._writer.directory.path else None
         state, manifest, path = read_agreed(root, names, disk, lambda reader: RunState(reader, self._run, self._rules))
+        retention = self._writer.retention
+        if retention.metric is not None and manifest.scored_by is not None:
+            refuse_other_mode(retention.metric, "min" if retention.lower_is_better else "max", *manifest.scored_by)
         self._half_restored = path
         together(collectives.gather_objects, f"resuming from {path}", state.restore)
         self._half_restored = None

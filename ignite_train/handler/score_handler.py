@@ -9,9 +9,10 @@ from typing import Any, Literal
 
 from ignite.engine import Engine, Events
 
-from ignite_train.arguments import describe, did_you_mean, one_of
+from ignite_train.arguments import describe, did_you_mean
 from ignite_train.handler.handler import Handler
 from ignite_train.loop.dispatch import Dispatcher
+from ignite_train.metrics import refuse_other_mode, score_mode
 from ignite_train.ranks import collectives
 from ignite_train.trainer import Trainer
 
@@ -33,22 +34,23 @@ class ScoreHandler(Handler):
     Args:
         evaluator: what evaluates; `Validation` runs it.
         score: one of its metrics.
-        mode: `"min"` if lower scores are better, `"max"` if higher.
+        mode: `"min"` if lower scores are better, `"max"` if higher; None: the words of the score's name decide, such as loss,
+            error and perplexity, or accuracy, bleu, f1 and auc, and the log says how.
 
     Raises:
         TypeError: `evaluator` is not an evaluator, or `score` is not a string.
-        ValueError: `mode` is neither of the two.
+        ValueError: `mode` is none of the three, or it is None and the score's name does not decide.
     """
 
     _trainer: Trainer
 
-    def __init__(self, evaluator: Engine, score: str, mode: Literal["min", "max"]) -> None:
+    def __init__(self, evaluator: Engine, score: str, mode: Literal["min", "max"] | None) -> None:
         if not isinstance(evaluator, Engine) or isinstance(evaluator, Trainer):
             raise TypeError(f"evaluator must be what create_evaluator returned, got {describe(evaluator)}")
         if not isinstance(score, str):
             raise TypeError(f"score must be the name of one of the evaluator's metrics, got {describe(score)}")
         self.evaluator, self.score = evaluator, score
-        self.mode = one_of("mode", mode, ("min", "max"))
+        self.mode = score_mode(score, mode, of=type(self).__name__)
         self._latest_update: int | None = None
 
     def attach(self, trainer: Trainer) -> None:
@@ -65,11 +67,16 @@ class ScoreHandler(Handler):
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
-        """The latest update to whose score it has reacted."""
-        return {"latest_update": self._latest_update}
+        """The latest update to whose score it has reacted, and which scores are better."""
+        return {"latest_update": self._latest_update, "score": self.score, "mode": self.mode}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restores it."""
+        """Restores it.
+
+        Raises:
+            ValueError: the same score was ranked in the other direction.
+        """
+        refuse_other_mode(self.score, self.mode, state_dict["score"], state_dict["mode"])
         self._latest_update = state_dict["latest_update"]
 
     def is_better(self, score: float, other: float | None, *, by: float = 0.0) -> bool:

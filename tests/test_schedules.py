@@ -1,0 +1,142 @@
+"""A schedule that cannot be meant is answered in one line: of the wrong length, or stepped by two."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from ignite.engine import Events
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    CosineAnnealingLR,
+    LinearLR,
+    LRScheduler,
+    MultiStepLR,
+    OneCycleLR,
+    PolynomialLR,
+    SequentialLR,
+    StepLR,
+)
+
+import cuts
+from ignite_train import Trainer, WarmUpSchedule, create_trainer
+from ignite_train.handlers import LearningRateSchedule
+
+DATA = cuts.cut(cuts.samples(), [2] * 8)
+EPOCHS = 10
+
+
+def make() -> tuple[Trainer, Optimizer]:
+    model = cuts.linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    return create_trainer(model, optimizer, cuts.forward), optimizer
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+Make = Callable[[Optimizer], LRScheduler]
+IN_EPOCHS: dict[str, tuple[Make, str]] = {
+    "cosine": (lambda o: CosineAnnealingLR(o, T_max=EPOCHS), "CosineAnnealingLR has T_max=10 and will be stepped 80 times"),
+    "milestones": (lambda o: MultiStepLR(o, [3, 6]), "MultiStepLR has milestones=6 and will be stepped 80 times"),
+    "polynomial": (lambda o: PolynomialLR(o, total_iters=EPOCHS), "PolynomialLR has total_iters=10 and"),
+    "warm-up": (lambda o: WarmUpSchedule(o, "cosine", total=EPOCHS), "WarmUpSchedule has total=10 and"),
+    "last of a sequence": (
+        lambda o: SequentialLR(o, [LinearLR(o, total_iters=2), CosineAnnealingLR(o, T_max=EPOCHS)], [2]),
+        "CosineAnnealingLR has T_max=10 and",
+    ),
+    "one of a chain": (lambda o: ChainedScheduler([StepLR(o, 3), CosineAnnealingLR(o, T_max=EPOCHS)]), "CosineAnnealingLR has"),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "limit"),
+    # Milestones early in a run are usual, where there are no epochs to compare them with.
+    [(name, limit) for name in IN_EPOCHS for limit in ("epochs", "updates") if (name, limit) != ("milestones", "updates")],
+)
+def test_a_length_in_epochs_is_noticed(name: str, limit: str, caplog: pytest.LogCaptureFixture) -> None:
+    """One line at the start, where updates are counted; none where the schedule is stepped once an epoch."""
+    build, says = IN_EPOCHS[name]
+    for event, expected in ((None, 1), (Events.EPOCH_COMPLETED, 0)):
+        caplog.clear()
+        trainer, optimizer = make()
+        handler = LearningRateSchedule(build(optimizer))
+        _ = handler.attach(trainer) if event is None else handler.attach(trainer, event)
+        trainer.add_event_handler(Events.ITERATION_STARTED(once=2), trainer.terminate)
+        trainer.run(DATA, **({"max_epochs": EPOCHS} if limit == "epochs" else {"max_iters": EPOCHS * len(DATA)}))
+        found = [line for line in lines(caplog) if "will be stepped" in line]
+        assert len(found) == expected
+        assert all(says in line and "trainer.total_updates(loader, max_epochs=...)" in line for line in found)
+
+
+RIGHT: dict[str, Make] = {
+    "cosine": lambda o: CosineAnnealingLR(o, T_max=80),
+    "nearly": lambda o: CosineAnnealingLR(o, T_max=75),
+    "longer": lambda o: CosineAnnealingLR(o, T_max=1000),
+    "milestones": lambda o: MultiStepLR(o, [20, 60]),
+    "early milestones": lambda o: MultiStepLR(o, [5, 60]),
+    "one cycle": lambda o: OneCycleLR(o, 0.1, total_steps=80),
+    "warm-up": lambda o: WarmUpSchedule(o, "linear", warm_up=4, total=80),
+    "short warm-up": lambda o: SequentialLR(o, [LinearLR(o, total_iters=5), CosineAnnealingLR(o, T_max=75)], [5]),
+}
+
+
+@pytest.mark.parametrize("name", list(RIGHT))
+def test_a_length_in_updates_is_right(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """No line."""
+    trainer, optimizer = make()
+    LearningRateSchedule(RIGHT[name](optimizer)).attach(trainer)
+    trainer.run(DATA, max_epochs=EPOCHS)
+    assert lines(caplog) == []
+
+
+def test_one_cycle_that_is_too_short_is_refused_at_the_start() -> None:
+    """The error of torch itself comes in the middle of the run, when the steps are used up."""
+    trainer, optimizer = make()
+    LearningRateSchedule(OneCycleLR(optimizer, 0.1, total_steps=79)).attach(trainer)
+    with pytest.raises(ValueError, match="OneCycleLR has total_steps=79 and will be stepped 80 times in this run") as raised:
+        trainer.run(DATA, max_epochs=EPOCHS)
+    assert "\n" not in str(raised.value)
+    assert trainer.state.iteration == 0
+
+
+@pytest.mark.parametrize("place", ["handler", "forward"])
+def test_a_schedule_that_something_else_steps_is_noticed(place: str, caplog: pytest.LogCaptureFixture) -> None:
+    """One line, after the first update; and none for a schedule that is put back by a resume or stepped before the run."""
+    schedule: list[LRScheduler] = []
+
+    def forward(model: Any, batch: Any) -> Any:
+        if place == "forward" and schedule:
+            schedule[0].step()
+        return cuts.forward(model, batch)
+
+    model = cuts.linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    trainer = create_trainer(model, optimizer, forward)
+    scheduler = StepLR(optimizer, 100)
+    LearningRateSchedule(scheduler).attach(trainer)
+    trainer.run(DATA, max_epochs=1)
+    optimizer.step()
+    scheduler.step()
+    trainer.run(DATA, max_epochs=2)
+    assert lines(caplog) == []
+    schedule.append(scheduler)
+    if place == "handler":
+        trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: scheduler.step())
+    trainer.run(DATA, max_epochs=3)
+    assert len(lines(caplog)) == 1
+    assert "something else steps it too" in lines(caplog)[0]
+
+
+def test_a_second_schedule_of_the_same_kind_is_refused() -> None:
+    """A cell of a notebook that is run again makes a new scheduler for the same optimizer; another kind may be meant."""
+    trainer, optimizer = make()
+    LearningRateSchedule(CosineAnnealingLR(optimizer, 80)).attach(trainer)
+    with pytest.raises(ValueError, match="scheduler must be the only CosineAnnealingLR of its optimizer, got a second"):
+        LearningRateSchedule(CosineAnnealingLR(optimizer, 80)).attach(trainer)
+    LearningRateSchedule(MultiStepLR(optimizer, [50])).attach(trainer)
