@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 import compiling
 from ignite_train import TrainEvents, create_trainer
 from ignite_train.handlers import CurvatureMonitor
+from tiers import slow
 from update_options import with_options
 
 pytestmark = compiling.ALONE
@@ -161,12 +162,12 @@ class Again(torch.optim.SGD):
     """Evaluates the loss three times, and steps along the last gradients."""
 
     def step(self, closure: Any = None) -> Any:
-        values = [float(closure()), *[float(self._anew(closure)) for _ in range(2)]]
+        values = [float(closure()), *[float(self._again(closure)) for _ in range(2)]]
         assert values == values[:1] * 3  # the objective is one
         super().step()
         return values[0]
 
-    def _anew(self, closure: Any) -> Any:
+    def _again(self, closure: Any) -> Any:
         for group in self.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
@@ -215,7 +216,7 @@ PLACES: dict[str, Callable[[str], tuple[Any, Any]]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", [slow(place) if place == "graphs" else place for place in PLACES])
 def test_a_forward_that_is_run_again_leaves_no_trace(place: str, kind: str) -> None:
     """What is left is bitwise what a run without that place leaves; a graph may round otherwise."""
     found, expected = PLACES[place](kind)

@@ -28,7 +28,7 @@ __all__ = ["ForwardMark", "ForwardState"]
 _OF_EACH_MODULE = vars(nn.Module()).keys()
 _CONTAINERS = (list, dict, set, deque)
 _MAX_ENTRIES = 1000  # of a list that is copied, which may hold the data
-_WRAPPERS = (DistributedDataParallel, FSDPModule)  # what they remember of a forward has happened, whoever runs it again
+_WRAPPERS = (DistributedDataParallel, FSDPModule)  # their reductions are under way, whether the forward counts or not
 
 
 class _Seen(NamedTuple):
@@ -104,7 +104,7 @@ class ForwardState:
         self._latest_look: RandomState | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ForwardState:
-        """One for the copied model, which looks for everything anew: a generator of the process is there once."""
+        """One for the copied model, which looks for everything again: a generator of the process is there once."""
         module, carried, forward = deepcopy((self._module, self._carried, self._forward), memo)
         return ForwardState(module, carried, forward, copies=self._copies_at_first)
 
