@@ -559,7 +559,8 @@ def _loss_scaling(loss_scaling: Any, precision: PrecisionName) -> LossScaling:
 
 
 def _check_combinations(options: UpdateOptions, limits: Mapping[str, float], *, compiled: bool) -> None:
-    if compiled and options.retain_graph and torch._functorch.config.donated_buffer:
+    retains = options.retain_graph and not options.compiled_autograd
+    if compiled and retains and torch._functorch.config.donated_buffer:
         raise ValueError(
             "retain_graph must be False with compile: backward of compiled code writes into what it has read; leave it out, or "
             "set torch._functorch.config.donated_buffer = False before"

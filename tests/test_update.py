@@ -1114,7 +1114,7 @@ def test_a_run_inside_of_autocast_is_refused(build, micro_batches, call):
     """Its cache would keep the weights of the first update; without the cache it runs."""
     _, _, trainer = build()
     start = trainer.run if call == "run" else lambda _: trainer.session().__enter__()
-    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(ValueError, match="inside torch.autocast"):
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(ValueError, match=r"inside torch\.autocast"):
         start(micro_batches)
     with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
         start(micro_batches)
@@ -1122,11 +1122,11 @@ def test_a_run_inside_of_autocast_is_refused(build, micro_batches, call):
 
 def test_weights_may_be_swapped_between_steps(micro_batches):
     """As conversions with `torch.utils.swap_tensors` do."""
-    model = torch.nn.Linear(3, 1)
+    model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     trainer = create_trainer(model, optimizer, lambda model, batch: mse_loss(model(batch[0]), batch[1]))
     trainer.run(micro_batches, max_epochs=1)
-    other = torch.nn.Linear(3, 1)
+    other = torch.nn.Linear(4, 1)
     torch.utils.swap_tensors(model.weight, other.weight)
     before = model.weight.detach().clone()
     trainer.run(micro_batches, max_epochs=2)

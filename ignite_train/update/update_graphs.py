@@ -169,7 +169,7 @@ class UpdateGraphs:
             CannotCompileError: torch cannot compile it, or has compiled something else.
         """
         scale, numbers = numbers[0], self._numbers_of_trial(numbers)
-        given = () if not tensors else (tensors[0], tensors[1].clone())  # the steps that are counted, and this one is not
+        given = () if not tensors else (tensors[0], tensors[1].clone())  # this step is not counted
         trial = GraphTrial(self._forward_state, micro_batch, self._stepped(*tensors[:1]))
         self._draws_of_torch = False
         with trial:
