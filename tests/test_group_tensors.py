@@ -65,10 +65,6 @@ def other_layout(model: nn.Module, _: Optimizer) -> None:
     model.weight.data = model.weight.detach().t().contiguous().t()
 
 
-def other_memory(model: nn.Module, optimizer: Optimizer) -> None:
-    optimizer.state[model.weight]["exp_avg"].data = torch.zeros(3, 2).t()
-
-
 def other_strides(model: nn.Module, _: Optimizer) -> None:
     model.weight.grad = torch.ones(3, 2).t()
 
@@ -83,7 +79,6 @@ KNOWN: dict[str, Change] = {
 }
 UNKNOWN: dict[str, Change] = {
     "moment": moment,
-    "memory of a moment": other_memory,
     "layout of a parameter": other_layout,
     "strides of a gradient": other_strides,
     "loaded state": lambda _, optimizer: optimizer.load_state_dict(deepcopy(optimizer.state_dict())),

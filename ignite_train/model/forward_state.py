@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from copy import copy, deepcopy
 from itertools import chain
+from operator import attrgetter
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -26,27 +27,47 @@ from ignite_train.model.random_state import NUMPY, PYTHON, Generator, RandomStat
 __all__ = ["ForwardMark", "ForwardState"]
 
 _OF_EACH_MODULE = vars(nn.Module()).keys()
+_VERSION = attrgetter("_version")
 _CONTAINERS = (list, dict, set, deque)
 _MAX_ENTRIES = 1000  # of a list that is copied, which may hold the data
 _WRAPPERS = (DistributedDataParallel, FSDPModule)  # their reductions are under way, whether the forward counts or not
 
 
-class _Seen(NamedTuple):
-    """A tensor that forward is not expected to move.
+class _Kept(NamedTuple):
+    """A tensor that forward may move.
 
     Attributes:
         tensor: the tensor, whose `.data` may become another.
         alias: its memory as it was.
-        place: its version and its address.
-        values: a copy; None where only the place is remembered, or the norm too.
-        norm: None where it is not looked at.
+        values: a copy; or its norm, if `is_norm`.
     """
 
     tensor: Tensor
     alias: Tensor
-    place: tuple[int, int]
-    values: Tensor | None
-    norm: Tensor | None
+    values: Tensor
+    is_norm: bool
+
+    def has_moved(self) -> bool:
+        """Whether it is not what it was, by its values: a change of `.data` has no version."""
+        if _address(self.tensor) != _address(self.alias):
+            return True
+        now = _norm(self.alias) if self.is_norm else self.alias
+        return not same_content(content_of(now), content_of(self.values))
+
+
+class _Places(NamedTuple):
+    """Versions and addresses of tensors, to see which of them have moved."""
+
+    tensors: list[Tensor]
+    versions: list[int]
+    addresses: list[int]
+
+    def moved(self) -> list[Tensor]:
+        now = _places(self.tensors)
+        if now.versions == self.versions and now.addresses == self.addresses:
+            return []
+        pairs = zip(self.tensors, now.versions, self.versions, now.addresses, self.addresses, strict=True)
+        return [tensor for tensor, *places in pairs if places[0] != places[1] or places[2] != places[3]]
 
 
 class ForwardMark(NamedTuple):
@@ -58,7 +79,12 @@ class ForwardMark(NamedTuple):
     attributes: list[tuple[dict[str, Any], dict[str, Any]]]
     containers: list[tuple[Any, Any]]
     arrays: MicroBatchRollback
-    tensors: list[_Seen]
+    kept: list[_Kept]
+    places: _Places
+
+    def moved(self) -> list[Tensor]:
+        """Parameters, and tensors in attributes of modules, that are not what they were."""
+        return [*[one.tensor for one in self.kept if one.has_moved()], *self.places.moved()]
 
 
 class ForwardState:
@@ -97,6 +123,7 @@ class ForwardState:
         self._moving: dict[int, Tensor] = {}
         self._num_marks = self._num_updates = 0
         self._modules: list[nn.Module] = []
+        self._devices: list[torch.device] = []
         self._reached: list[Any] = []  # by way of forward
         self._used: list[nn.Module] = []
         self._generators: list[Generator] = []
@@ -123,13 +150,13 @@ class ForwardState:
         containers = [one for one in values if isinstance(one, _CONTAINERS) and len(one) <= _MAX_ENTRIES]
         values += [entry for one in containers for entry in (one.values() if isinstance(one, dict) else one)]
         return ForwardMark(
-            RandomState(self._devices(), self._generators),
+            RandomState(self._devices, self._generators),
             self._carried.copies(),
             buffers,
             [(one, {**one}) for one in attributes],
             [(one, copy(one)) for one in containers],
             MicroBatchRollback([micro_batches, [one for one in values if type(one) is np.ndarray]]),
-            self._look_at([one for one in values if isinstance(one, Tensor)]),
+            *self._look_at([one for one in values if isinstance(one, Tensor)]),
         )
 
     def mark_draws(self) -> RandomState:
@@ -145,13 +172,13 @@ class ForwardState:
         is_look = _is_power_of_two(self._num_updates)
         if is_look:
             self._find(is_look=True)
-        state = RandomState(self._devices(), self._generators if is_look else [*self._drawn.values()])
+        state = RandomState(self._devices, self._generators if is_look else [*self._drawn.values()])
         self._latest_look = state if is_look else None
         return state
 
     def keep(self, mark: ForwardMark) -> None:
         """Keeps what a forward has changed since `mark`, and notes which parameters it has moved."""
-        self._moving |= {id(seen.tensor): seen.tensor for seen in mark.tensors if _has_moved(seen)}
+        self._moving |= {id(one): one for one in mark.moved()}
         self._is_first = False
 
     def written(self, mark: ForwardMark, *, stepped: Iterable[Tensor] = ()) -> dict[str, dict[str, Tensor]]:
@@ -162,13 +189,15 @@ class ForwardState:
             stepped: parameters that are left out.
         """
         left = {id(one) for one in stepped}
-        moved = {name: one.tensor for name, one in self._named(mark) if id(one.tensor) not in left and _has_moved(one)}
+        names = self._names()
+        moved = {names.get(id(one), str(id(one))): one for one in mark.moved() if id(one) not in left}
         return {**self._always_written(mark), "moved parameter": moved}
 
     def copies(self, mark: ForwardMark) -> dict[str, dict[str, Tensor]]:
         """What there was at `mark`, by the names of `written`; to be called right after it."""
         copied = {kind: {name: one.clone() for name, one in some.items()} for kind, some in self._always_written(mark).items()}
-        return {**copied, "moved parameter": {name: one.values for name, one in self._named(mark) if one.values is not None}}
+        names, kept = self._names(), [one for one in mark.kept if not one.is_norm]
+        return {**copied, "moved parameter": {names.get(id(one.tensor), str(id(one.tensor))): one.values for one in kept}}
 
     def _always_written(self, mark: ForwardMark) -> dict[str, dict[str, Tensor]]:
         carried = [one for one in pytree.tree_leaves(dict(self._carried)) if isinstance(one, Tensor)]
@@ -178,9 +207,8 @@ class ForwardState:
             "array of the micro-batch": {str(number): torch.as_tensor(one) for number, one in enumerate(mark.arrays.arrays)},
         }
 
-    def _named(self, mark: ForwardMark) -> list[tuple[str, _Seen]]:
-        names = {id(one): name for name, one in self._everything().named_parameters()}
-        return [(names.get(id(one.tensor), str(number)), one) for number, one in enumerate(mark.tensors)]
+    def _names(self) -> dict[int, str]:
+        return {id(one): name for name, one in self._everything().named_parameters()}
 
     def _everything(self) -> nn.Module:
         return nn.ModuleDict({"model": self._module, **{f"used {number}": one for number, one in enumerate(self._used)}})
@@ -206,7 +234,7 @@ class ForwardState:
         self._carried.replace(mark.carried)
         mark.random_state.restore()
         left = {id(one) for one in stepped}
-        self._put_tensors_back([seen for seen in mark.tensors if id(seen.tensor) not in left])
+        self._put_tensors_back(mark, left)
 
     # --- what there is --------------------------------------------------------------------------------------------------------
 
@@ -220,47 +248,45 @@ class ForwardState:
         if not is_look and modules == self._modules:
             return
         self._modules = modules
+        self._devices = [*{parameter.device for parameter in self._module.parameters()}]
         owners = [*modules, forward.__self__ if isinstance(forward, MethodType) else forward]
         found = {id(one): one for one in (PYTHON, NUMPY, *self._reached) if isinstance(one, Generator)}
         found |= {id(one): one for owner in owners for one in generators_within(owner).values()}
         found.pop(id(torch.default_generator), None)
         self._generators = [*found.values()]
 
-    def _devices(self) -> Sequence[torch.device]:
-        return [*{parameter.device for parameter in self._module.parameters()}]
-
     # --- parameters -----------------------------------------------------------------------------------------------------------
 
-    def _look_at(self, attributes: Sequence[Tensor]) -> list[_Seen]:
+    def _look_at(self, attributes: Sequence[Tensor]) -> tuple[list[_Kept], _Places]:
         parameters = [one for module in self._modules for one in module._parameters.values() if one is not None]
-        tensors = {id(one): one for one in (*parameters, *attributes) if not one.is_inference()}
-        found = []
-        for key, tensor in tensors.items():
-            alias = tensor.detach()
-            is_plain, copies = _is_plain(tensor), self._is_first and self._copies_at_first
-            values = alias.clone() if is_plain and (copies or key in self._moving) else None
-            norm = _norm(alias) if is_plain and self._is_first and values is None else None
-            found.append(_Seen(tensor, alias, _place(tensor), values, norm))
-        return found
+        tensors = [one for one in {id(one): one for one in (*parameters, *attributes)}.values() if not one.is_inference()]
+        looked_at = [one for one in tensors if (self._is_first or id(one) in self._moving) and _is_plain(one)]
+        kept = [self._kept(one) for one in looked_at]
+        known = {id(one) for one in looked_at}
+        return kept, _places([one for one in tensors if id(one) not in known] if known else tensors)
+
+    def _kept(self, tensor: Tensor) -> _Kept:
+        alias = tensor.detach()
+        is_copied = self._copies_at_first or id(tensor) in self._moving
+        return _Kept(tensor, alias, alias.clone() if is_copied else _norm(alias), not is_copied)
 
     @torch.no_grad()
-    def _put_tensors_back(self, tensors: Sequence[_Seen]) -> None:
-        lost = []
-        for seen in tensors:
-            tensor, alias, values = seen.tensor, seen.alias, seen.values
-            if not _has_moved(seen):
+    def _put_tensors_back(self, mark: ForwardMark, left: set[int]) -> None:
+        lost = mark.places.moved()
+        for one in mark.kept:
+            if id(one.tensor) in left or not one.has_moved():
                 continue
-            self._moving[id(tensor)] = tensor
-            if values is None:
-                lost.append(tensor)
+            self._moving[id(one.tensor)] = one.tensor
+            if one.is_norm:
+                lost.append(one.tensor)
                 continue
-            if tensor.data_ptr() != alias.data_ptr():
-                tensor.data = alias
-            alias.copy_(values)
+            if _address(one.tensor) != _address(one.alias):
+                one.tensor.data = one.alias
+            one.alias.copy_(one.values)
         self._is_first = False
+        lost = [one for one in lost if id(one) not in left]
         if lost:
-            names = {id(one): name for name, one in self._everything().named_parameters()}
-            name = names.get(id(lost[0]), "a tensor in an attribute")
+            name = self._names().get(id(lost[0]), "a tensor in an attribute")
             raise TrainingError(
                 f"forward was run and had to be taken back, and it has moved {name}, of which there is no copy; move it in a "
                 "handler of STEP_COMPLETED, or make it a buffer"
@@ -277,22 +303,21 @@ def _is_plain(tensor: Tensor) -> bool:
     return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and is_usual
 
 
-def _place(tensor: Tensor) -> tuple[int, int]:
-    return tensor._version, tensor.data_ptr() if _is_plain(tensor) else 0
+def _places(tensors: list[Tensor]) -> _Places:
+    return _Places(tensors, [*map(_VERSION, tensors)], [*map(_address, tensors)])
+
+
+def _address(tensor: Tensor) -> int:
+    """Where it begins in memory; 0 for one that has no such place."""
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:
+        return 0
 
 
 def _norm(tensor: Tensor) -> Tensor:
     wide = torch.complex128 if tensor.is_complex() else torch.float64
     return torch.linalg.vector_norm(tensor, dtype=wide) if tensor.numel() else tensor.new_zeros(())
-
-
-def _has_moved(seen: _Seen) -> bool:
-    """Whether a tensor is not what it was. At first its values are looked at too: `.data` has no version."""
-    if _place(seen.tensor) != seen.place:
-        return True
-    if seen.norm is not None:
-        return not same_content(content_of(_norm(seen.alias)), content_of(seen.norm))
-    return seen.values is not None and not same_content(content_of(seen.alias), content_of(seen.values))
 
 
 def _fill(container: Any, entries: Any) -> None:

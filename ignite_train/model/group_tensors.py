@@ -17,7 +17,7 @@ from ignite_train.model.gradients import Gradients
 __all__ = ["GroupTensors", "SteppedGroup", "gather"]
 
 _NOTHING, _GRADIENT, _VALUES = repeat(None), attrgetter("grad"), methodcaller("values")
-_GRADIENTS = attrgetter("gradients")
+_PARAMETERS, _GRADIENTS = attrgetter("parameters"), attrgetter("gradients")
 
 
 class SteppedGroup(NamedTuple):
@@ -48,7 +48,7 @@ class _Look(NamedTuple):
         kinds: of the gradients.
         options: of the groups.
         ids: of the parameters and of what the states hold.
-        places: where the elements of the parameters and the moments lie: `model.to` moves them without making others.
+        places: where the elements of the parameters lie: `model.to` moves them without making another parameter.
         strides: of the gradients, which a handler may have replaced.
         freed: gets an entry when one of the moments is freed, so that its id may be that of another one.
         references: put it there.
@@ -89,7 +89,8 @@ class GroupTensors:
     """Which tensors of an optimizer's groups have been looked at, so that what was found need not be found again.
 
     Groups and state stay the truth, see `gather`: what is remembered of a look are the ids of the parameters and the moments,
-    where all of these lie in memory, the strides of gradients, and which options were switched on.
+    where parameters lie in memory, the strides of gradients, and which options were switched on. A moment that is given other
+    memory by its `.data` is not noticed, as to ask each of them for its address takes longer than all of this.
 
     Args:
         gradients: those of the optimizer's parameters.
@@ -105,10 +106,10 @@ class GroupTensors:
 
     def are_known(self, groups: Sequence[SteppedGroup]) -> bool:
         """Whether all of it was there at the latest look, with the same options switched on."""
-        last, values = self._last, _values(groups)
-        if last is None or last.freed or last.ids != [*map(id, values)] or last.kinds != self._gradients.kinds:
+        last = self._last
+        if last is None or last.freed or last.ids != [*map(id, _values(groups))] or last.kinds != self._gradients.kinds:
             return False
-        if last.places != _places(values) or last.strides != _strides(groups):
+        if last.places != _places(groups) or last.strides != _strides(groups):
             return False
         options = _options(groups)
         return last.options == options or [*map(_switched, last.options)] == [*map(_switched, options)]
@@ -121,7 +122,7 @@ class GroupTensors:
         moments = [value for value in values if isinstance(value, Tensor) and id(value) not in parameters]
         references = [weakref.ref(moment, freed.append) for moment in moments]
         others = [value for value in values if not isinstance(value, Tensor) or id(value) in parameters]
-        ids, places, strides = [*map(id, values)], _places(values), _strides(groups)
+        ids, places, strides = [*map(id, values)], _places(groups), _strides(groups)
         self._last = _Look({*self._gradients.kinds}, _options(groups), ids, places, strides, freed, references, others)
         self.num_looks += 1
 
@@ -145,12 +146,8 @@ def _values(groups: Sequence[SteppedGroup]) -> list[Any]:
     return found
 
 
-def _places(values: Sequence[Any]) -> list[int]:
-    """Of the parameters and moments. Some states hold a number or None too."""
-    try:
-        return [*map(Tensor.data_ptr, values)]
-    except TypeError:
-        return [value.data_ptr() for value in values if isinstance(value, Tensor)]
+def _places(groups: Sequence[SteppedGroup]) -> list[int]:
+    return [*map(Tensor.data_ptr, chain.from_iterable(map(_PARAMETERS, groups)))]
 
 
 def _strides(groups: Sequence[SteppedGroup]) -> list[tuple[int, ...]]:
