@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import random
 import warnings
 
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ignite_train import TrainingError
 from ignite_train.carried import Carried
 from ignite_train.model.buffer_rollback import BufferRollback
 from ignite_train.model.forward_state import ForwardState
@@ -253,3 +256,81 @@ def test_writing_into_a_micro_batch_is_noticed():
     assert not is_written()
     y[0].add_(1)
     assert is_written()
+
+
+class Following(nn.Module):
+    """Has a target that follows its weight in forward, from a call on."""
+
+    def __init__(self, first: int) -> None:
+        super().__init__()
+        self.weight, self.target = nn.Parameter(torch.ones(2)), nn.Parameter(torch.zeros(2), requires_grad=False)
+        self.calls, self.first = 0, first
+
+    def forward(self) -> None:
+        self.calls += 1
+        if self.calls >= self.first:
+            self.target.data.add_(1.0)
+            self.target.data = self.target.data + 1.0
+
+
+@pytest.mark.parametrize("copies", [True, False], ids=["copied", "norms"])
+def test_a_parameter_that_forward_moves_is_put_back(copies):
+    """In the memory that it had. Where only norms are taken at first, after a forward that was kept."""
+    model = Following(1)
+    state = ForwardState(model, copies=copies)
+    if not copies:
+        kept = state.mark()
+        model()
+        state.keep(kept)
+    before, address = model.target.detach().clone(), model.target.data_ptr()
+    for _ in range(3):
+        mark = state.mark()
+        model()
+        state.put_back(mark)
+        assert torch.equal(model.target, before)
+        assert model.target.data_ptr() == address
+
+
+@pytest.mark.parametrize(("copies", "first"), [(True, 2), (False, 1), (False, 2)])
+def test_a_parameter_without_a_copy_is_refused_by_its_name(copies, first):
+    """One that moves later than others were looked for, and one that moves in the first forward, where none is copied."""
+    model = Following(first)
+    state = ForwardState(model, copies=copies)
+    if first == 2:
+        mark = state.mark()
+        model()
+        (state.put_back if copies else state.keep)(mark)
+        model.calls = 1
+    mark = state.mark()
+    model()
+    with pytest.raises(TrainingError, match=r"it has moved model\.target, of which there is no copy"):
+        state.put_back(mark)
+    assert model.calls == first - 1  # all else is back
+
+
+def test_what_something_else_steps_stays():
+    """Parameters that are named are left as they are; a mark can be put back several times."""
+    model = Following(1)
+    state = ForwardState(model)
+    mark = state.mark()
+    for _ in range(2):
+        model()
+        with torch.no_grad():
+            model.weight.add_(1.0)
+        state.put_back(mark, stepped=[model.weight])
+    assert model.weight.tolist() == [3.0, 3.0]
+    assert model.target.tolist() == [0.0, 0.0]
+
+
+def test_a_copy_is_about_the_copied_model():
+    """And about the same generators of the process."""
+    model = Following(1)
+    copied, state = copy.deepcopy((model, ForwardState(model)))
+    mark = state.mark()
+    drawn = torch.rand(()), random.random()  # noqa: S311
+    copied()
+    model()
+    state.put_back(mark)
+    assert copied.target.tolist() == [0.0, 0.0]
+    assert model.target.tolist() == [2.0, 2.0]
+    assert (torch.rand(()), random.random()) == drawn  # noqa: S311
