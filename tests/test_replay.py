@@ -297,9 +297,12 @@ def test_a_parameter_without_a_copy_is_refused_by_its_name(copies, first):
     model = Following(first)
     state = ForwardState(model, copies=copies)
     if first == 2:
-        mark = state.mark()
-        model()
-        (state.put_back if copies else state.keep)(mark)
+        for _ in range(2):  # before a step of what is trained, and after it
+            model.calls = 0
+            mark = state.mark()
+            model()
+            (state.put_back if copies else state.keep)(mark)
+            model.weight.data.add_(1.0)
         model.calls = 1
     mark = state.mark()
     model()

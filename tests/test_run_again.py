@@ -30,6 +30,7 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.student, self.target = nn.Linear(3, 3), nn.Linear(3, 3).requires_grad_(False)
+        self.target.load_state_dict(self.student.state_dict())  # so that it does not move at first
         self.register_buffer("written", torch.zeros(()))
         self.register_buffer("assigned", torch.zeros(3))
         self.generator, self.of_python = torch.Generator().manual_seed(1), random.Random(1)  # noqa: S311

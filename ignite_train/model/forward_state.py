@@ -38,18 +38,20 @@ class _Kept(NamedTuple):
 
     Attributes:
         tensor: the tensor, whose `.data` may become another.
+        version: how often torch had written to it.
         alias: its memory as it was.
         values: a copy; or its norm, if `is_norm`.
     """
 
     tensor: Tensor
+    version: int
     alias: Tensor
     values: Tensor
     is_norm: bool
 
     def has_moved(self) -> bool:
-        """Whether it is not what it was, by its values: a change of `.data` has no version."""
-        if _address(self.tensor) != _address(self.alias):
+        """Whether something has written to it. Its values are compared too: a change of `.data` has no version."""
+        if self.tensor._version != self.version or _address(self.tensor) != _address(self.alias):
             return True
         now = _norm(self.alias) if self.is_norm else self.alias
         return not same_content(content_of(now), content_of(self.values))
@@ -81,6 +83,7 @@ class ForwardMark(NamedTuple):
     arrays: MicroBatchRollback
     kept: list[_Kept]
     places: _Places
+    is_last_look: bool
 
     def moved(self) -> list[Tensor]:
         """Parameters, and tensors in attributes of modules, that are not what they were."""
@@ -95,9 +98,9 @@ class ForwardState:
     - The buffers of the modules; their attributes, with the entries of the lists, dicts, sets and deques among these, and the
       values of arrays and tensors.
     - What forward carries, and what it writes into the micro-batches that are named.
-    - Parameters that forward moves, such as a target network's. At first all of them are copied; once a mark was put back or
-      kept, those that were seen to move are. Of the others version and address are compared, and one that moves later is
-      refused by its name.
+    - Parameters that forward moves, such as a target network's. Until trained parameters have stepped all of them are copied;
+      from then on those are that were seen to move. Of the others version and address are compared, and one that moves later
+      is refused by its name.
 
     The modules are the model's, and those that forward refers to. What forward keeps in an object of its own, in a global
     variable or in a container inside of another one is not found, and stays as the run has left it.
@@ -119,7 +122,8 @@ class ForwardState:
         copies: bool = True,
     ) -> None:
         self._module, self._carried, self._forward = module, Carried() if carried is None else carried, forward
-        self._copies_at_first, self._is_first = copies, True
+        self._copies_at_first, self._looks_at_values = copies, True
+        self._trained: list[float] = []  # norms at the first mark: a target that equals them does not move until they have
         self._moving: dict[int, Tensor] = {}
         self._num_marks = self._num_updates = 0
         self._modules: list[nn.Module] = []
@@ -157,6 +161,7 @@ class ForwardState:
             [(one, copy(one)) for one in containers],
             MicroBatchRollback([micro_batches, [one for one in values if type(one) is np.ndarray]]),
             *self._look_at([one for one in values if isinstance(one, Tensor)]),
+            self._looks_at_values and self._have_stepped(),
         )
 
     def mark_draws(self) -> RandomState:
@@ -179,7 +184,7 @@ class ForwardState:
     def keep(self, mark: ForwardMark) -> None:
         """Keeps what a forward has changed since `mark`, and notes which parameters it has moved."""
         self._moving |= {id(one): one for one in mark.moved()}
-        self._is_first = False
+        self._looks_at_values &= not mark.is_last_look
 
     def written(self, mark: ForwardMark, *, stepped: Iterable[Tensor] = ()) -> dict[str, dict[str, Tensor]]:
         """What forward may have written to since `mark`, by kind and name; of parameters those that it has moved.
@@ -260,15 +265,22 @@ class ForwardState:
     def _look_at(self, attributes: Sequence[Tensor]) -> tuple[list[_Kept], _Places]:
         parameters = [one for module in self._modules for one in module._parameters.values() if one is not None]
         tensors = [one for one in {id(one): one for one in (*parameters, *attributes)}.values() if not one.is_inference()]
-        looked_at = [one for one in tensors if (self._is_first or id(one) in self._moving) and _is_plain(one)]
+        looked_at = [one for one in tensors if (self._looks_at_values or id(one) in self._moving) and _is_plain(one)]
         kept = [self._kept(one) for one in looked_at]
         known = {id(one) for one in looked_at}
         return kept, _places([one for one in tensors if id(one) not in known] if known else tensors)
 
+    def _have_stepped(self) -> bool:
+        """Whether trained parameters are not what they were at the first mark."""
+        parameters = [one for one in self._module.parameters() if one.requires_grad and _is_plain(one)]
+        norms = [float(_norm(one.detach())) for one in parameters]  # sync, until the first step
+        self._trained = self._trained or norms
+        return norms != self._trained
+
     def _kept(self, tensor: Tensor) -> _Kept:
         alias = tensor.detach()
         is_copied = self._copies_at_first or id(tensor) in self._moving
-        return _Kept(tensor, alias, alias.clone() if is_copied else _norm(alias), not is_copied)
+        return _Kept(tensor, tensor._version, alias, alias.clone() if is_copied else _norm(alias), not is_copied)
 
     @torch.no_grad()
     def _put_tensors_back(self, mark: ForwardMark, left: set[int]) -> None:
@@ -283,7 +295,7 @@ class ForwardState:
             if _address(one.tensor) != _address(one.alias):
                 one.tensor.data = one.alias
             one.alias.copy_(one.values)
-        self._is_first = False
+        self._looks_at_values &= not mark.is_last_look
         lost = [one for one in lost if id(one) not in left]
         if lost:
             name = self._names().get(id(lost[0]), "a tensor in an attribute")
