@@ -47,9 +47,10 @@ from ignite_train.state import TrainState, UpdateOutput
 from ignite_train.trainer import OutputTransform, Trainer
 from ignite_train.update.compilation import Compile, compile_in_place, of_model, of_update, why_no_graph
 from ignite_train.update.compiled_update import CompiledUpdate, say_why_not_compiled
+from ignite_train.update.eval_mode import warn_of_eval_mode
 from ignite_train.update.gradient_loggers import warn_of_gradient_loggers
+from ignite_train.update.idle_run import warn_of_idle_run
 from ignite_train.update.local_update import LocalUpdate
-from ignite_train.update.loss_declaration import warn_of_misdeclared_loss
 from ignite_train.update.loss_scaling import LossScaling, NoLossScaling, TorchLossScaling
 from ignite_train.update.norm_limits import NormLimits
 from ignite_train.update.options import UpdateOptions
@@ -223,9 +224,10 @@ def _complete(trainer: Trainer, update: Update, model: nn.Module, options: Updat
     if isinstance(update, LocalUpdate):
         update.join(trainer)
     warn_of_gradient_loggers(trainer, keeps_gradients=options.keep_gradients)
-    if not isinstance(update, CompiledUpdate):  # which looks at it itself
-        warn_of_misdeclared_loss(trainer)
     refuse_sparse_gradients(trainer, model)
+    if options.train_mode:
+        warn_of_eval_mode(trainer, update.reduction.module)
+    warn_of_idle_run(trainer)
 
 
 @_refuses_rare_settings

@@ -389,13 +389,13 @@ class Broken:
 
     def change(self) -> None:
         if self.job.trainer.state.iteration in self.updates:
-            self.job.model.weight.grad[0, -1] *= self.factor
+            self.job.model.weight.grad.data[0, -1] *= self.factor  # which torch does not count as a change
             self.job.model.bias.grad = self.job.model.bias.grad if self.factor else None
 
     def change_sum(self, of: PairMessage, *given: Any) -> None:
         self.unpack(of, *given)
         if self.job.trainer.state.iteration in self.updates:
-            self.job.model.weight.grad[0, -1] *= self.factor
+            self.job.model.weight.grad.data[0, -1] *= self.factor  # which torch does not count as a change
 
 
 def break_gradients(way: Way, updates: range, factor: float, every: int, options: dict[str, Any]) -> Any:

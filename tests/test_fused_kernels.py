@@ -347,7 +347,7 @@ def test_a_gradient_with_other_strides_is_copied(caplog, name):
     right = steps_by_hand(model, optimizer, batches)
     trainer = create_trainer(model, optimizer, forward)
 
-    @trainer.on(TrainEvents.BACKWARD_COMPLETED)
+    @trainer.on(TrainEvents.GRADIENTS_REDUCED)
     def transpose() -> None:
         model["a"].grad = model["a"].grad.t().contiguous().t()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -16,13 +15,13 @@ from torch.optim import Optimizer
 from ignite_train.events import TrainEvents
 from ignite_train.forward import ForwardOutput
 from ignite_train.model.compiled_step import CompiledStep, StepPlan, StepTensors
+from ignite_train.model.first_forward import without_first_look
 from ignite_train.model.forward_state import ForwardState
 from ignite_train.ranks.messages import RankRequests
 from ignite_train.ranks.statistics import Statistics, Totals
 from ignite_train.state import UpdateOutput
 from ignite_train.trainer import Trainer
 from ignite_train.update.decision import Decision, decide
-from ignite_train.update.loss_declaration import LossDeclarationWarning, misdeclared
 from ignite_train.update.update import Update
 from ignite_train.update.update_graphs import CannotCompileError, Gathered, UpdateGraphs
 
@@ -90,7 +89,6 @@ class CompiledUpdate(Update):
     _host_statistics: Statistics = field(init=False)
     _graphs: dict[tuple[StepPlan, ...], UpdateGraphs] = field(default_factory=dict)
     _current: UpdateGraphs | None = None  # those for what was tried out
-    _is_new: bool = True  # no micro-batch was tried out
     _unfit: str | None = None  # what was found about the one that was tried out
     _obstacle: str | None = None  # why no later update of this process can be a graph
     _said: set[str] = field(default_factory=set)
@@ -109,7 +107,7 @@ class CompiledUpdate(Update):
         super().__post_init__()
         assert isinstance(self.optimizer, Optimizer)  # noqa: S101  # as `why_no_compiled_update` has seen
         self._step = CompiledStep(self.optimizer, self.model)
-        self._forward_state = ForwardState(self.model, self.carried, self.forward)
+        self._forward_state = ForwardState(self.model, self.carried, without_first_look(self.forward))
         self._host_statistics = self.statistics if self.statistics.on_host else Statistics(torch.device("cpu"))
         # not without dimensions: torch 2.13 drops what AOTAutograd's graphs write into such an input on the CPU
         self._num_made = torch.zeros(1, dtype=torch.float64, device=self.statistics.device)
@@ -227,14 +225,11 @@ class CompiledUpdate(Update):
         named = [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
         with torch.compiler.set_stance("force_eager"):
             output = self._forward(micro_batch)
-            message = misdeclared(output, micro_batch) if self._is_new else None
             loss, parameters = self._scaled(output.loss), [parameter for _, parameter in named]
             gradients = torch.autograd.grad(loss, parameters, allow_unused=True) if named else ()
         self._forward_state.put_back(mark)
-        if message is not None:
-            warnings.warn(message, LossDeclarationWarning, stacklevel=2)
         used = frozenset([name for (name, _), one in zip(named, gradients, strict=True) if one is not None])
-        self._is_new, self._unfit = False, None if used else "the loss depends on no parameter"
+        self._unfit = None if used else "the loss depends on no parameter"
         if any(one is not None and one.layout is not torch.strided for one in gradients):
             self._unfit = "there are sparse gradients"
         self._step.look(used)
@@ -285,7 +280,7 @@ class CompiledUpdate(Update):
 
     def _new_graphs(self, plans: tuple[StepPlan, ...]) -> UpdateGraphs:
         return UpdateGraphs(
-            forward=self.forward,
+            forward=without_first_look(self.forward),
             model=self.model,
             forward_state=self._forward_state,
             plans=plans,

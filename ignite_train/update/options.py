@@ -58,6 +58,10 @@ class UpdateOptions:
         drop_last_group: leave out the last group of an epoch if it has fewer than `accumulation_steps` micro-batches, on the
             rank that has the most of them, as fairseq's `skip_remainder_batch` does. They are read and dropped. Without a
             length several ranks read a whole group ahead.
+        train_mode: put the model into training mode before each update, if its root module is in eval mode; a warning says so
+            if the script had put all of it into eval mode. False leaves all modes as the script has set them, as linear probes
+            and fine-tuning with frozen statistics need it. Modules outside of the model keep their modes anyway, such as a
+            teacher in eval mode.
         none_is_empty: take a None from the loader for a micro-batch without samples, as fairseq does for empty shards. It keeps
             its place in its group, so that ranks stay in step, and forward does not see it. An update of nothing else is
             skipped. Without this a None is an error.
@@ -79,6 +83,7 @@ class UpdateOptions:
     keep_gradients: bool = False
     normalize: bool = True
     drop_last_group: bool = False
+    train_mode: bool = True
     none_is_empty: bool = False
 
     def __post_init__(self) -> None:

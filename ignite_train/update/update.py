@@ -27,9 +27,11 @@ from ignite_train.errors import (
 from ignite_train.events import TrainEvents
 from ignite_train.forward import BoundForward, ForwardOutput, as_forward_output
 from ignite_train.model.buffer_rollback import BufferRollback
+from ignite_train.model.first_forward import FirstForward, without_first_look
 from ignite_train.model.forward_state import ForwardState
 from ignite_train.model.gradients import Gradients
 from ignite_train.model.learning_rates import LearningRates
+from ignite_train.model.loss_declaration import check_forward
 from ignite_train.model.nonfinite import spoilt_buffer
 from ignite_train.model.optimizers import Optimizers
 from ignite_train.model.precision import Precision
@@ -44,6 +46,7 @@ from ignite_train.update.compilation import Backward
 from ignite_train.update.decision import Decision, decide, may_trust_norm
 from ignite_train.update.failures_in_a_row import FailuresInARow
 from ignite_train.update.gradient_changes import GradientChanges
+from ignite_train.update.handler_guard import HandlerGuard
 from ignite_train.update.loss_scaling import LossScaling
 from ignite_train.update.nonfinite_search import NonFiniteSearch
 from ignite_train.update.norm_limits import NormLimits
@@ -85,6 +88,7 @@ class Update:
     options: UpdateOptions
     seeding: Seeding | None
     _buffers: BufferRollback = field(init=False)
+    _guard: HandlerGuard = field(init=False)
     _gradient_changes: GradientChanges = field(init=False)
     _failures: FailuresInARow = field(init=False)
     _search: NonFiniteSearch = field(init=False)
@@ -98,9 +102,13 @@ class Update:
         may_skip = self.loss_scaling.enabled or self.options.on_nonfinite == "skip"
         self._buffers = BufferRollback(self.reduction.module, is_needed=may_skip)
         self._failures = FailuresInARow(self.options.give_up_after)
+        self._guard = HandlerGuard(self.gradients, self.optimizer, keeps_graph=self.options.create_graph)
+        first = FirstForward(self.forward, self._guard.forward, WeakMethod(self._check_forward), WeakMethod(self._set_forward))
+        self.forward = first
         self._gradient_changes = GradientChanges(
             gradients=self.gradients,
             reduction=self.reduction,
+            guard=self._guard,
             scales_loss=self.loss_scaling.enabled,
             max_grad_norm=self.max_grad_norm,
         )
@@ -108,7 +116,7 @@ class Update:
             reduction=self.reduction,
             gradients=self.gradients,
             carried=self.carried,
-            forward=self.forward,
+            forward=first.forward,
             loss_of=WeakMethod(self._loss_without_wrapper),
             raises=self.options.on_nonfinite == "raise",
             loss_scaling=self.loss_scaling,
@@ -128,7 +136,7 @@ class Update:
                 keeps_graph=self.options.create_graph,
                 if_not_finite="overflow" if self.loss_scaling.enabled else "nonfinite",
                 replays=self.options.closure == "replay",
-                forward_state=ForwardState(self.reduction.module, self.carried, self.forward),
+                forward_state=ForwardState(self.reduction.module, self.carried, first.forward),
                 seeding=self.seeding,
             )
 
@@ -204,7 +212,7 @@ class Update:
             self.seeding.begin(trainer.state.iteration)
             if isinstance(micro_batches, ArrivingGroup):
                 micro_batches.drawing = self.seeding.outside
-        if not self.model.training:
+        if self.options.train_mode and not self.reduction.module.training:
             self.model.train()
         self.gradients.clear_stale()
         self._search.mark(self.loss_scaling.scale)
@@ -216,7 +224,7 @@ class Update:
 
     def _accumulate(self, trainer: Trainer, micro_batches: Sequence[Any], done: int = 0) -> None:
         """Adds up gradients of micro-batches that are not `done`. They cross the ranks in the last backward, or after it."""
-        state, fire, begin_section = trainer.state, trainer.fire_event, trainer._begin_section
+        state, fire, begin_section = trainer.state, self._guard.firing(trainer), trainer._begin_section
         for number, micro_batch in enumerate(islice(micro_batches, done, None), start=done + 1):
             last = number == len(micro_batches) + self._num_placeholders  # whose number is right by now, see ArrivingGroup
             self._begin_micro_batch(trainer, number - 1)
@@ -299,7 +307,7 @@ class Update:
         if totals.num_out_of_memory:
             trainer.fire_event(TrainEvents.OUT_OF_MEMORY)
         has_handlers = trainer._has_handlers(_GRADIENTS_READY)
-        with self.gradients.readable(decision.mean_factor) if has_handlers else _NOTHING:
+        with self._guard.readable(decision.mean_factor) if has_handlers else _NOTHING:
             trainer.fire_event(_GRADIENTS_READY)
         if not has_stepped and (rates := self.learning_rates()) != output.learning_rates:
             output = trainer._amend(replace(output, learning_rates=rates))
@@ -393,6 +401,13 @@ class Update:
             raise SparseGradientError(sparse) from None
 
     # --- forward, and what to do about values that are not finite ----------------------------------------------------------
+
+    def _check_forward(self, micro_batch: Any) -> list[str]:
+        forward, module = without_first_look(self.forward), self.reduction.module
+        return check_forward(module, forward, micro_batch, carried=self.carried, precision=self.precision)
+
+    def _set_forward(self, forward: BoundForward) -> None:
+        self.forward = forward
 
     def _forward(self, micro_batch: Any) -> ForwardOutput:
         with self.precision.autocast():
