@@ -124,6 +124,8 @@ class Checkpoint(Handler):
         'update-00000004'
     """
 
+    is_collective = True
+
     def __init__(
         self,
         directory: str | Path,
@@ -246,6 +248,8 @@ class Checkpoint(Handler):
         self._run = run
         self._resumption = Resumption(run, self._rules, self.saver, self.config, self.on_changed_data)
         self._follow_evaluations()
+        for one in (trainer, *run.trainers.values()):
+            one.mark_everything()
         trainer._resume_with = self._resuming
         if self.cadence.every_seconds is not None:
             trainer.piggybacks.append(self.cadence)
@@ -388,6 +392,7 @@ class Checkpoint(Handler):
         with run.trainer.section("checkpoint"):
             for trainer in (run.trainer, *run.trainers.values()):
                 trainer.verify_ranks()  # a state on which the ranks do not agree must not be saved
+                trainer.warn_if_spoilt()
             self.saver.save(self._capture(), self._manifest(run.trainer), is_last=is_last)
         self.cadence.note_save(self._moment(), run.trainer.state.iteration, started)
         self.held_seconds = time.monotonic() - started

@@ -66,6 +66,8 @@ class CurvatureMonitor(Handler):
         {'curvature/model': 18.0}
     """
 
+    is_collective = True
+
     def __init__(
         self,
         forward: Forward,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from functools import partial
 
 from ignite.engine import Events
 
@@ -12,6 +13,7 @@ from ignite_train.arguments import named_ranks
 from ignite_train.errors import TrainingError
 from ignite_train.events import TrainEvents
 from ignite_train.handler import Handler
+from ignite_train.handler.start_description import start_description
 from ignite_train.ranks import collectives
 from ignite_train.ranks.sealed_messages import SealedMessages
 from ignite_train.trainer import Trainer
@@ -97,6 +99,8 @@ class FailureBoard(Handler):
         4
     """
 
+    is_collective = True
+
     def __init__(self) -> None:
         self._watch: _Watch | None = None
 
@@ -115,7 +119,7 @@ class FailureBoard(Handler):
         trainer.on_enter.remove(self._start)
 
     def _start(self, trainer: Trainer) -> None:
-        messages = SealedMessages.start()
+        messages = SealedMessages.start(partial(start_description, trainer))
         if messages is not None:
             self._watch = _Watch(trainer, messages)
             self._watch.start()

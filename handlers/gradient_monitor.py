@@ -78,6 +78,8 @@ class GradientMonitor(Handler):
          'update_ratio/0', 'update_ratio/1']
     """
 
+    is_collective = True
+
     def __init__(self, every: int = 100, *, depth: int | None = None, with_histograms: bool = False) -> None:
         self.every = positive_int("every", every)
         self.depth = None if depth is None else positive_int("depth", depth)

@@ -9,6 +9,7 @@ import math
 import sys
 import threading
 import time
+from functools import partial
 from itertools import count
 from pathlib import Path
 from types import FrameType
@@ -18,6 +19,7 @@ from ignite.engine import Engine
 
 from ignite_train.arguments import named_ranks, real_number
 from ignite_train.handler import Handler
+from ignite_train.handler.start_description import start_description
 from ignite_train.ranks import collectives
 from ignite_train.ranks.sealed_messages import SealedMessages
 from ignite_train.trainer import Trainer
@@ -81,6 +83,8 @@ class HangWatch(Handler):
         >>> trainer.run([torch.ones(8, 3)] * 4, max_epochs=1).iteration
         4
     """
+
+    is_collective = True
 
     def __init__(
         self,
@@ -205,7 +209,7 @@ class _Watch:
         self._arrived = [0.0] * world_size  # where each rank stands
         self._reports: list[_Report | None] = [None] * world_size
         self._verdict, self._has_told = "", False
-        self._messages = SealedMessages.start()
+        self._messages = SealedMessages.start(partial(start_description, trainer))
         self._threads = [threading.Thread(target=work, name="HangWatch", daemon=True) for work in (self._talk, self._judge)]
         for thread in self._threads:
             thread.start()

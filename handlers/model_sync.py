@@ -53,6 +53,8 @@ class ModelSync(Handler):
         >>> state = trainer.run([torch.randn(8, 3)] * 4, max_epochs=2)
     """
 
+    is_collective = True
+
     def __init__(self, statistics: Literal["mean", "first"] = "mean", *, with_weights: bool = False) -> None:
         self.statistics = one_of("statistics", statistics, ("mean", "first"))
         self.with_weights = with_weights

@@ -67,6 +67,8 @@ class MomentumTeacher(Handler):
         8
     """
 
+    is_collective = True
+
     same_on_all_ranks = True
 
     def __init__(self, teacher: nn.Module, student: nn.Module, momentum: float | Callable[[TrainState], float] = 0.996) -> None:

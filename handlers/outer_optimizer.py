@@ -19,7 +19,7 @@ from ignite_train.errors import NonFiniteError
 from ignite_train.handler import Handler
 from ignite_train.model.optimizers import load_optimizer_state
 from ignite_train.ranks import collectives
-from ignite_train.ranks.mean_over_ranks import mean_over_ranks
+from ignite_train.ranks.buckets import mean_over_ranks
 from ignite_train.trainer import Trainer
 
 __all__ = ["OuterOptimizer"]
@@ -85,6 +85,8 @@ class OuterOptimizer(Handler):
         >>> outer.num_outer_steps
         3
     """
+
+    is_collective = True
 
     same_on_all_ranks = True
 

@@ -64,6 +64,8 @@ class Validation(Handler):
         (['loss'], True)
     """
 
+    is_collective = True
+
     def __init__(
         self,
         evaluator: Engine,

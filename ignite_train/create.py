@@ -35,12 +35,13 @@ from ignite_train.model.optimizers import (
 from ignite_train.model.precision import Precision, PrecisionName
 from ignite_train.model.seeding import Seeding
 from ignite_train.model.sparse_parameters import check_sparse_parameters
+from ignite_train.model.step_watch import StepWatch
 from ignite_train.model.stepping import Stepping, SteppingTogether
 from ignite_train.protection import Protect, protect_ranks
 from ignite_train.ranks import collectives
-from ignite_train.ranks.local_reduction import LocalReduction
 from ignite_train.ranks.placeholder_reduction import PlaceholderReduction
 from ignite_train.ranks.reduction import Reduction
+from ignite_train.ranks.replicas import LocalReduction
 from ignite_train.ranks.statistics import Statistics
 from ignite_train.ranks.wrapping import reduction_for
 from ignite_train.state import TrainState, UpdateOutput
@@ -455,12 +456,13 @@ def _norm_limits(max_grad_norm: Any, optimizers: Optimizer | Optimizers) -> tupl
 def _gradients_and_stepping(
     module: nn.Module, optimizers: Optimizer | Optimizers, limits: Mapping[str, float], options: UpdateOptions
 ) -> tuple[Gradients, Stepping | SteppingTogether]:
+    watch = StepWatch(optimizers)
     if isinstance(optimizers, Optimizer):
         gradients = Gradients(module, optimizers)
-        return gradients, Stepping(optimizers, gradients, takes_closure=bool(options.closure))
+        return gradients, Stepping(optimizers, gradients, watch, takes_closure=bool(options.closure))
     together = PartedGradients(module, optimizers)
-    steps = [(Stepping(optimizers.named[name], part), part) for name, part in together.parts.items()]
-    return together, SteppingTogether(steps, limits_each=bool(limits))
+    steps = [(Stepping(optimizers.named[name], part, watch), part) for name, part in together.parts.items()]
+    return together, SteppingTogether(steps, watch, limits_each=bool(limits))
 
 
 def _norm_limits_of(limits: Mapping[str, float], gradients: Gradients, reduction: Reduction) -> NormLimits | None:

@@ -61,6 +61,13 @@ class Process(Protocol):
     def mean_factor(self) -> float:
         """What `.grad` is multiplied by to be the mean gradient, in GRADIENTS_READY."""
 
+    @property
+    def is_spoilt(self) -> bool:
+        """Whether an update that was broken off has left a trace."""
+
+    def mark_everything(self) -> None:
+        """Remembers in each update what one that is broken off has to put back."""
+
     def state_dict(self) -> dict[str, Any]:
         """What it remembers of the updates before."""
 
@@ -111,6 +118,7 @@ class Trainer(SessionLoop):
         self._resume_with: Callable[[str | Path], AbstractContextManager[None]] | None = None  # of a `Checkpoint`
         self._defaults: list[DefaultHandler] = []  # attached by default and not by the user
         self._update, self._grouping = update, grouping
+        self._is_spoilt_told = False
         self._output_transform = output_transform
         self._groups: MicroBatchPass | None = None  # of the pass that is running or ran last
         self._pass_is_opened = False  # the pass of the open epoch
@@ -255,9 +263,9 @@ class Trainer(SessionLoop):
         """Does one update on the group that it is given, as `run` does on those that it cuts from a loader.
 
         ITERATION_STARTED, the events of `TrainEvents` and ITERATION_COMPLETED fire, and the counters count; nothing of epochs
-        or loaders fires. All ranks call it equally often. Their lists may differ in length or be empty, where the model is not
-        sharded and forward has no collectives of its own; `uneven="replay"` allows them to differ there too, for one more
-        small collective.
+        or loaders fires. All ranks call it equally often. Their lists may differ in length or be empty. Where the model is
+        sharded, or with `uneven="replay"`, the ranks tell one another how long they are, in one more small collective. A
+        forward with collectives of its own needs `uneven="replay"` for lists that differ.
 
         Call it in a `session`: in a loop of your own, or in a handler of another trainer. Without a session it does the same
         update, but what begins and ends with a run does not take part: handlers of STARTED and COMPLETED, and whatever opens a
@@ -375,6 +383,24 @@ class Trainer(SessionLoop):
         else:
             self._requests.interrupt = True
 
+    def mark_everything(self) -> None:
+        """Has each update remember buffers and random state, so that one that an exception breaks off leaves no trace.
+
+        Without this they are remembered only where a setting of the trainer needs it. `Checkpoint` calls it, so that a run that
+        continues after an exception saves what one without the exception would.
+        """
+        self._update.mark_everything()
+
+    def warn_if_spoilt(self) -> None:
+        """Warns once if an update that an exception broke off has left a trace in buffers, which were not remembered."""
+        if self._update.is_spoilt and not self._is_spoilt_told:
+            self._is_spoilt_told = True
+            self.logger.warning(
+                "an update that an exception broke off has moved buffers of the model, such as running statistics, and they "
+                "were not put back, since no Checkpoint was attached then; this checkpoint is of a run that is not bitwise the "
+                "one without the exception; attach Checkpoint before the first run"
+            )
+
     def _publish(self, output: UpdateOutput) -> None:
         """Puts the record of an update, and what the output transform makes of it, into the state."""
         self.state.update_output = output
@@ -388,7 +414,7 @@ class Trainer(SessionLoop):
         return output
 
     def _finish_update(self, requests: RankRequests, *, applied: bool) -> None:
-        """Counts an update that has had its effect, fires its last event, and does what the ranks asked for together."""
+        """Fires the last event of an update that has had its effect, and does what the ranks asked for together."""
         if requests.stop:
             self.terminate(agreed=True)
         if requests.stop_epoch:
@@ -396,9 +422,6 @@ class Trainer(SessionLoop):
         if requests.interrupt:
             self.interrupt(agreed=True)
         self._ranks_have_more = requests.more_data > 0
-        self._settled = True
-        self.state.num_steps += applied
-        self.state.num_skipped += not applied
         for callback in self._after_update:
             callback(self)
         state, output = self.state, self.state.update_output

@@ -1443,3 +1443,23 @@ def test_on_cuda_its_graphs_are_cuda_graphs():
         trainer.run(batches(4, 4, 4, 4, 4, 4, dtype=torch.float32), max_epochs=3)
     assert is_graph(setups[0])
     assert_alike(*setups, tolerance=1e-4)
+
+
+@pytest.mark.parametrize("size", only([1e-40], [1e-40, 1.0, 1e38]))
+def test_a_factor_that_float32_cannot_hold(size: float) -> None:
+    """The mean is that of losses and sample sizes that are not so small."""
+
+    def trained(size: float) -> list[float]:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 1)
+        trainer = create_trainer(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            lambda m, x: ForwardOutput(m(x).square().sum() * size, len(x) * size),
+            max_grad_norm=1.0,
+            compile="update",
+        )
+        trainer.run([torch.ones(2, 3)], max_epochs=1)
+        return [value for parameter in model.parameters() for value in parameter.flatten().tolist()]
+
+    assert trained(size) == pytest.approx(trained(1.0), rel=1e-2)

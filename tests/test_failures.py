@@ -679,7 +679,7 @@ def test_each_file_that_waits_for_ranks_is_known_to_the_watch() -> None:
     marked = {name for name, text in texts.items() if f"\n{hang_watch._MARK} = True" in text}
     waiting = {path.name for path in root.glob("ranks/*.py") if ".wait()" in texts[path.name]}
     assert len(waiting) > 1
-    assert marked == {*waiting, "to_host.py", "direct_backward.py"}  # in backward DDP waits for the others
+    assert marked == {*waiting, "to_host.py", "bucket_order.py"}  # in whose last call torch exchanges the order
 
 
 def test_the_watches_cost_an_update_nothing() -> None:

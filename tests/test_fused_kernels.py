@@ -220,13 +220,14 @@ def test_tensors_that_stay_are_looked_at_once() -> None:
     optimizer = OPTIMIZERS["adamw"](model.parameters())
     gradients = Gradients(model, optimizer)
     tensors = GroupTensors(gradients)
-    kernels, looks = FusedKernels(optimizer, gradients, tensors), []
+    kernels, looks = FusedKernels(optimizer, gradients, tensors, set()), []
     for _ in range(5):
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
         gradients.norm()
         assert kernels.why_not_fused(gather(optimizer)) is None
-        kernels.step()
+        with kernels:
+            optimizer.step()
         looks.append(tensors.num_looks)
     assert looks == [1, 2, 2, 2, 2]
 

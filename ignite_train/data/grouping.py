@@ -75,7 +75,9 @@ class MicroBatchGrouping:
         none_is_empty: bool = False,
     ) -> None:
         self._drops_last_group, self.none_is_empty = drops_last_group, none_is_empty
-        self._needs_whole_groups = is_sharded or uneven == "replay" or drops_last_group or none_is_empty
+        self._counts_in_step = is_sharded or uneven == "replay"  # the ranks must run forward equally often
+        self._lends = is_sharded and uneven != "replay"
+        self._needs_whole_groups = self._counts_in_step or drops_last_group or none_is_empty
         if none_is_empty and synchronised_norm is not None and uneven != "replay" and collectives.world_size() > 1:
             raise ValueError(
                 f"none_is_empty must be False where {synchronised_norm!r} in the model is a SyncBatchNorm, whose forward waits "
@@ -117,6 +119,7 @@ class MicroBatchGrouping:
             drops_last_group=self._drops_last_group,
             needs_whole_groups=self._needs_whole_groups,
             none_is_empty=self.none_is_empty,
+            lends=self._lends,
         )
         if self._synchronised_norm is not None:
             self._check_in_step(self._synchronised_norm, groups.lengths)
@@ -139,8 +142,8 @@ class MicroBatchGrouping:
         return _count_updates(micro_batches, size, 0, drops_last_group=self._drops_last_group)
 
     def max_micro_batches_of(self, group: list[Any]) -> int | None:
-        """Of a group that comes from no loader: as many as this rank has, or None with `"replay"`, where ranks may differ."""
-        return None if self._uneven == "replay" else len(group)
+        """Of a group that comes from no loader: as many as this rank has; None where ranks that differ need placeholders."""
+        return None if self._counts_in_step else len(group)
 
     def _check_in_step(self, name: str, lengths: list[int]) -> None:
         """Raises, or warns once if the lengths are not known.
@@ -194,13 +197,14 @@ class MicroBatchPass:
         drops_last_group: see `MicroBatchGrouping`. A stream has no last group.
         needs_whole_groups: whether a group must be known in full before its update begins.
         none_is_empty: see `MicroBatchGrouping`.
+        lends: whether a rank that has fewer micro-batches runs those of another one, which all ranks must know of.
 
     Attributes:
         length: how many groups the epoch has, over all ranks; None if unknown.
         lengths: the micro-batches that each rank has left; -1 where unknown.
         more: this rank's vote on another group after the latest; see `RankRequests`.
-        max_micro_batches: the largest number of micro-batches that any rank has in the latest group; None if unknown. Those
-            that are None count too.
+        max_micro_batches: the largest number of micro-batches that any rank has in the latest group; None if unknown, or if
+            micro-batches are lent and some rank has fewer. Those that are None count too.
         num_read: micro-batches of the latest group, with those that are None and those that are left out.
     """
 
@@ -215,8 +219,9 @@ class MicroBatchPass:
         drops_last_group: bool = False,
         needs_whole_groups: bool = True,
         none_is_empty: bool = False,
+        lends: bool = False,
     ) -> None:
-        self._size, self._done, self._position = size, skip, 0
+        self._size, self._done, self._position, self._lends = size, skip, 0, lends
         self._none_is_empty, self._loader, self._place = none_is_empty, loader, DataPosition(loader)
         self._place.find(position, skip)
         if isinstance(loader, Stream):
@@ -269,6 +274,8 @@ class MicroBatchPass:
             self._note()
         if self.length is not None:
             self.max_micro_batches = min(max(self._used), self._position) - begin
+            if self._lends and (self._none_is_empty or min(self._used) < min(max(self._used), self._position)):
+                self.max_micro_batches = None  # the ranks agree on it when they know what each of them has
         if self._fills_up and isinstance(group, list):
             self._leave_out(group, begin)
         if not group and not self._fills_up:

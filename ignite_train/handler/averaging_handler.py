@@ -46,6 +46,8 @@ class AveragingHandler(Handler):
         num_updates: how often it has averaged.
     """
 
+    is_collective = True
+
     same_on_all_ranks = True
 
     def __init__(self, device: str | torch.device | None) -> None:

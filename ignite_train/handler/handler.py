@@ -98,6 +98,8 @@ class PiggybackHandler(Handler, Piggyback):
     `Piggyback`. What has not travelled at the end of the run is compared by `settle`.
     """
 
+    is_collective = True
+
     _trainer: Trainer
     _handle: RemovableEventHandle
 

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from ignite_train.model.direct_step import is_torchs
-from ignite_train.model.stepping import is_wrapped_by_scheduler
+from ignite_train.model.optimizers import is_torchs, is_wrapped_by_scheduler
 
 __all__ = ["CompiledStep", "StepPlan", "StepTensors", "computed_once", "is_lost", "stepped"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from types import FunctionType
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,6 +20,8 @@ __all__ = [
     "check_optimizers",
     "each_optimizer",
     "inner_optimizers",
+    "is_torchs",
+    "is_wrapped_by_scheduler",
     "load_optimizer_state",
     "optimizer_of_parts",
     "optimizers_as_parts",
@@ -125,10 +128,15 @@ def _as_saved(saved: Any, loaded: Any) -> Any:
     return saved
 
 
-def inner_optimizers(optimizer: Optimizer) -> dict[str, Optimizer]:
-    """The optimizers that are attributes of another one and keep a state of their own, by the names of the attributes."""
+def inner_optimizers(optimizer: Optimizer, *, with_own_state: bool = True) -> dict[str, Optimizer]:
+    """The optimizers that are attributes of another one, by the names of the attributes.
+
+    Args:
+        optimizer: the one outside.
+        with_own_state: leave out those that share its state.
+    """
     found = {name: one for name, one in vars(optimizer).items() if isinstance(one, Optimizer) and one is not optimizer}
-    return {name: one for name, one in found.items() if one.state is not optimizer.state}
+    return {name: one for name, one in found.items() if not (with_own_state and one.state is optimizer.state)}
 
 
 def each_optimizer(optimizer: Optimizer | Optimizers) -> Iterator[Optimizer]:
@@ -250,3 +258,18 @@ def _check_optimizer(label: str, optimizer: Optimizer, names: Mapping[int, str])
                     f"param_groups[{index}]; build the optimizer from model.parameters() after the model has its final device, "
                     "dtype and layers, or put a criterion that owns it into one model with the net, nn.ModuleDict({...})"
                 )
+
+
+def is_torchs(step: Any) -> bool:
+    """Whether a step, and all that it wraps, are functions of torch's optimizers; a decorator can copy any name but this."""
+    while isinstance(step, FunctionType) and step.__globals__["__name__"].startswith("torch.optim."):
+        if "__wrapped__" not in vars(step):
+            return True
+        step = vars(step)["__wrapped__"]
+    return False
+
+
+def is_wrapped_by_scheduler(step: Any, kind: type[Optimizer]) -> bool:
+    """Whether `step` is what torch's schedulers put in its place, to count its calls, and nothing else."""
+    marks = vars(step) if isinstance(step, FunctionType) else {}
+    return "_wrapped_by_lr_sched" in marks and marks["__wrapped__"] is kind.step

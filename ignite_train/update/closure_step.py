@@ -16,10 +16,11 @@ from torch.optim import Optimizer
 from ignite_train.carried import Carried
 from ignite_train.forward import ForwardOutput
 from ignite_train.model.forward_state import ForwardMark, ForwardState
-from ignite_train.model.gradients import Gradients
+from ignite_train.model.gradients import Gradients, times
 from ignite_train.model.micro_batch_rollback import writing_error, written_into
 from ignite_train.model.optimizers import inner_optimizers
 from ignite_train.model.seeding import Seeding
+from ignite_train.model.stepping import Stepping
 from ignite_train.ranks.messages import Outgoing, RankRequests
 from ignite_train.ranks.reduction import Reduction
 from ignite_train.ranks.statistics import Statistics, Totals
@@ -32,7 +33,7 @@ __all__ = ["ClosureStep"]
 
 @dataclass(kw_only=True)
 class ClosureStep:
-    """Calls `optimizer.step(closure)`, where the closure is as torch has it.
+    """Has the optimizer step with a closure, as torch has it.
 
     It clears the gradients, evaluates the loss of the group at the present parameters, leaves its gradients and returns it.
 
@@ -47,7 +48,8 @@ class ClosureStep:
     not finite, or if the step raises an exception, they are put back.
 
     Attributes:
-        optimizer: which to step.
+        optimizer: which is stepped.
+        stepping: steps it.
         gradients: of its parameters.
         reduction: how they cross the ranks.
         statistics: adds up the losses.
@@ -65,6 +67,7 @@ class ClosureStep:
     """
 
     optimizer: Optimizer
+    stepping: Stepping
     gradients: Gradients
     reduction: Reduction
     statistics: Statistics
@@ -117,14 +120,16 @@ class ClosureStep:
             return torch.tensor(objective, dtype=torch.float64, device=self.statistics.device)
 
         try:
-            self.optimizer.step(closure)  # type: ignore[arg-type]  # torch declares that a closure returns a float
+            self.stepping.step_with_closure(closure)
             if not before.is_finite():
                 raise _NotFiniteError(decision._replace(grad_norm=math.nan, skipped_reason=self.if_not_finite))
         except _NotFiniteError as error:
             before.put_back()
+            self.stepping.watch.take_back()
             return error.decision, number
         except BaseException:
             before.put_back()
+            self.stepping.watch.take_back()
             raise
         return decision, number
 
@@ -200,7 +205,7 @@ class ClosureStep:
         with torch.enable_grad():
             for parameter in self.gradients.parameters():
                 if parameter.grad is not None:
-                    parameter.grad = parameter.grad * factor
+                    parameter.grad = times(parameter.grad, factor)
 
 
 class _NotFiniteError(Exception):

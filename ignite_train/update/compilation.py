@@ -12,7 +12,6 @@ from torch.distributed.fsdp import FSDPModule
 
 from ignite_train.arguments import describe
 from ignite_train.model.compiled_step import is_lost
-from ignite_train.model.direct_backward import direct_backward
 from ignite_train.ranks.reduction import NoReduction, Reduction
 from ignite_train.ranks.wrapping import unwrap
 from ignite_train.update.options import UpdateOptions
@@ -137,7 +136,7 @@ def compile_in_place(model: nn.Module, options: ModelOptions, *, backward: bool 
     if options is False:
         if backward:
             raise ValueError("compiled_autograd must be False without compile; pass compile=True, or torch.compile's options")
-        return direct_backward
+        return torch.autograd.backward
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ValueError(
             "compile must be False for a model that fully_shard was applied to; compile its blocks before sharding"
@@ -156,7 +155,7 @@ def compile_in_place(model: nn.Module, options: ModelOptions, *, backward: bool 
     _warn_of_lost_buffers(module)
     settings = {} if options is True else dict(options)
     module.compile(**settings)
-    return _compiled_backward(settings) if backward else direct_backward
+    return _compiled_backward(settings) if backward else torch.autograd.backward
 
 
 def _warn_of_lost_buffers(module: nn.Module) -> None:

@@ -47,6 +47,7 @@ class NonFiniteSearch:
 
     Attributes:
         forward_draws: whether forward may draw random numbers. Where it is known that it does not, no state is remembered.
+        marks_always: whether the random state is remembered also where no search is possible, for an update that is repeated.
     """
 
     def __init__(
@@ -67,16 +68,27 @@ class NonFiniteSearch:
             self._largest_scale = scale_near_floor(loss_scaling)
         else:
             self._largest_scale = math.inf if raises else 0.0
-        self.forward_draws = True
+        self.forward_draws, self.marks_always = True, False
+        self._is_marked = False
+
+    def forget(self) -> None:
+        """An update begins, whose random state has not been remembered."""
+        self._is_marked = False
 
     def mark(self, loss_scale: float) -> None:
         """Remembers the state before an update at this loss scale, if a search in it is possible."""
-        if self.forward_draws and loss_scale <= self._largest_scale:
+        if self.forward_draws and (loss_scale <= self._largest_scale or self.marks_always):
             self._draws = self._forward_state.mark_draws()
+            self._is_marked = True
+
+    def put_back(self) -> None:
+        """Goes back to the random state before the update, where it was remembered."""
+        if self._is_marked and self._draws is not None:
+            self._draws.restore()
 
     def has_mark(self, loss_scale: float) -> bool:
-        """Whether the state before an update at this loss scale was remembered."""
-        return loss_scale <= self._largest_scale
+        """Whether the state before an update at this loss scale was remembered, as far as forward draws numbers."""
+        return loss_scale <= self._largest_scale and (self._is_marked or not self.forward_draws)
 
     def __call__(
         self, micro_batches: Sequence[Any], num_placeholders: int, *, loss_is_finite: bool

@@ -20,6 +20,7 @@ from ignite_train.model.forward_state import ForwardState
 from ignite_train.model.memory_layout import sharing_memory
 from ignite_train.model.precision import Precision
 from ignite_train.model.random_state import NUMPY, PYTHON, RandomState
+from ignite_train.model.stepping import LARGEST_DIVISOR, SMALLEST_DIVISOR
 from ignite_train.update.graph_numbers import GraphNumbers
 from ignite_train.update.graph_trial import GraphTrial
 
@@ -313,8 +314,10 @@ class UpdateGraphs:
         with torch.no_grad():
             norm = _norm(gradients)
             may_step, factor = self._decide(norm, sums[0], sums[1], numbers)
-            norm, factor = computed_once(norm, factor)
-            self._step(gradients, factor, may_step, numbers, states)
+            # Float32 may not hold the factor; a power of two takes it there, and is 1 for ordinary ones.
+            power = torch.where(factor > LARGEST_DIVISOR, 2.0**100, torch.where(factor < SMALLEST_DIVISOR, 2.0**-100, 1.0))
+            norm, power, rest = computed_once(norm, power, factor / power)
+            self._step(gradients, (power, rest), may_step, numbers, states)
             num_made.copy_(num_made + may_step)
             return torch.cat([torch.stack([norm, may_step.to(norm.dtype)]), sums])
 
@@ -328,7 +331,9 @@ class UpdateGraphs:
             return may_step, mean_factor
         return may_step, mean_factor * torch.clamp(self._max_grad_norm / (norm + _EPSILON), max=1.0)
 
-    def _step(self, gradients: list[Tensor], factor: Tensor, may_step: Tensor, numbers: Tensor, states: list[Tensor]) -> None:
+    def _step(
+        self, gradients: list[Tensor], factors: Sequence[Tensor], may_step: Tensor, numbers: Tensor, states: list[Tensor]
+    ) -> None:
         """Changes parameters and states in place, or writes what is there."""
         parameters = self._parameters([name for plan in self._plans for name in plan.names])
         scalars = list(numbers.unbind())
@@ -338,7 +343,8 @@ class UpdateGraphs:
             number += plan.num_numbers
             for _ in plan.names:
                 parameter, old = parameters[place], states[state : state + plan.num_states]
-                gradient = gradients[place] * factor.to(torch.promote_types(parameter.dtype, torch.float32))
+                power, rest = (factor.to(torch.promote_types(parameter.dtype, torch.float32)) for factor in factors)
+                gradient = gradients[place] * power * rest
                 new, new_states = stepped(plan, mine, parameter, gradient, old)
                 parameter.copy_(torch.where(may_step, new, parameter))
                 for before, after in zip(old, new_states, strict=True):
