@@ -21,7 +21,7 @@ from ignite_train.carried import Carried
 from ignite_train.data.grouping import AccumulationSteps, MicroBatchGrouping
 from ignite_train.device.to_device import ToDevice
 from ignite_train.events import TrainEvents
-from ignite_train.forward import Forward, ForwardOutput, bind_forward
+from ignite_train.forward import BoundForward, Forward, ForwardOutput, bind_forward
 from ignite_train.model.compiled_step import CompiledStep
 from ignite_train.model.gradients import Gradients, PartedGradients
 from ignite_train.model.learning_rates import LearningRates
@@ -182,7 +182,7 @@ def create_trainer(
         learning_rates=rates,
         stepping=stepping,
         queued_step=QueuedStep(gradients, statistics, stepping, rates, reduction.divisor, limit, normalize=options.normalize),
-        recovery=_recovery(options.on_out_of_memory, reduction, gradients, statistics, carried),
+        recovery=_recovery(options.on_out_of_memory, reduction, gradients, statistics, carried, bound),
         carried=carried,
         max_grad_norm=limit,
         norm_limits=_norm_limits_of(limits, gradients, reduction),
@@ -496,7 +496,12 @@ def _seeding(seed: Any, device: torch.device) -> Seeding | None:
 
 
 def _recovery(
-    on_out_of_memory: str, reduction: Reduction, gradients: Gradients, statistics: Statistics, carried: Carried
+    on_out_of_memory: str,
+    reduction: Reduction,
+    gradients: Gradients,
+    statistics: Statistics,
+    carried: Carried,
+    forward: BoundForward,
 ) -> Recovery:
     if on_out_of_memory == "raise":
         return RaiseOutOfMemory()
@@ -513,7 +518,12 @@ def _recovery(
         )
     split = on_out_of_memory == "split"
     return RecoverFromOutOfMemory(
-        split=split, module=reduction.module, gradients=gradients, statistics=statistics, carried=carried
+        split=split,
+        module=reduction.module,
+        gradients=gradients,
+        statistics=statistics,
+        carried=carried,
+        forward=forward,
     )
 
 
@@ -547,6 +557,12 @@ def _loss_scaling(loss_scaling: Any, precision: PrecisionName) -> LossScaling:
 
 
 def _check_combinations(options: UpdateOptions, limits: Mapping[str, float], *, compiled: bool) -> None:
+    retains = options.retain_graph and not options.compiled_autograd
+    if compiled and retains and torch._functorch.config.donated_buffer:
+        raise ValueError(
+            "retain_graph must be False with compile: backward of compiled code writes into what it has read; leave it out, or "
+            "set torch._functorch.config.donated_buffer = False before"
+        )
     _check_second_order(options, compiled=compiled)
     _check_local(options, limits)
 

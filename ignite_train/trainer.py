@@ -31,6 +31,7 @@ from ignite_train.loop.progress import run_progress
 from ignite_train.loop.sections import Sections
 from ignite_train.loop.session_loop import SessionLoop
 from ignite_train.model.optimizers import parts_as_optimizers
+from ignite_train.model.precision import refuse_cached_autocast
 from ignite_train.ranks import collectives
 from ignite_train.ranks.messages import Outgoing, Piggyback, RankRequests
 from ignite_train.state import TrainState, UpdateOutput
@@ -192,6 +193,7 @@ class Trainer(SessionLoop):
             CheckpointError: no checkpoint can be read.
         """
         self._refuse_nested_run()
+        refuse_cached_autocast()
         loader, state = self._as_loader(data), self.state
         self._stream = self._as_stream(loader, epoch_length)
         with self._resuming(resume):
@@ -248,6 +250,7 @@ class Trainer(SessionLoop):
             CheckpointError: no checkpoint can be read.
         """
         self._refuse_nested_run()
+        refuse_cached_autocast()
         with self._resuming(resume):
             self._limit_session(max_iters)
             self._requests, self._stream = RankRequests(), None

@@ -27,9 +27,9 @@ from ignite_train.evaluation.uneven_metrics import metrics_published_at, uneven_
 from ignite_train.forward import BoundForward, Forward, ForwardOutput, as_forward_output, bind_forward
 from ignite_train.loop.loop import Loop
 from ignite_train.model.first_forward import FirstForward
+from ignite_train.model.forward_state import ForwardState
 from ignite_train.model.loss_declaration import check_forward
 from ignite_train.model.precision import Precision, PrecisionName
-from ignite_train.model.replay import SideEffects
 from ignite_train.ranks import collectives
 from ignite_train.ranks.messages import RankRequests
 from ignite_train.ranks.placeholders import borrowed_micro_batch
@@ -113,6 +113,7 @@ class Evaluator(Loop):
         self.state = EvaluatorState()
         self.state.max_epochs = 1
         self._epoch_open = False
+        self._forward_state = ForwardState(self.model, self.state.carried)
         self.statistics = Statistics(self.statistics.device)  # without the logs of another run, which would be published as 0
         training = [module for module in self.model.modules() if module.training]
         self.model.eval()
@@ -137,9 +138,9 @@ class Evaluator(Loop):
 
     def _run_placeholder(self, micro_batch: Any) -> None:
         """Runs forward only so that the others' collectives complete: nothing of it counts."""
-        side_effects = SideEffects(self.model, self.state.carried)
+        before = self._forward_state.mark()
         _forward(self, micro_batch)
-        side_effects.undo()
+        self._forward_state.put_back(before)
 
     def _close_epoch(self, started: float) -> None:
         self._publish()

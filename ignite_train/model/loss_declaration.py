@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ignite_train.carried import Carried
 from ignite_train.forward import BoundForward, ForwardOutput, as_forward_output, is_declared
 from ignite_train.model.forward_reach import ForwardReach
+from ignite_train.model.forward_state import ForwardState
 from ignite_train.model.precision import Precision
-from ignite_train.model.replay import TrialRun
 
 __all__ = ["LossDeclarationWarning", "check_forward"]
 
@@ -56,12 +56,13 @@ def check_forward(
     modules = nn.ModuleList(reach.modules)
     if parts is None or not reach.is_known or any(isinstance(module, FSDPModule) for module in modules.modules()):
         return []
-    trial = TrialRun(modules, carried, forward, micro_batch)
+    state = ForwardState(modules, carried, forward, copies=False)  # what would write into a parameter is broken off
+    mark = state.mark(micro_batch)
     try:
         with suppress(Exception), _apart(modules), precision.autocast():
             return _findings(lambda part: as_forward_output(forward(model, part)), parts)
     finally:
-        trial.undo()  # puts the modes back too
+        state.put_back(mark)  # puts the modes back too
         reach.put_back()
     return []
 

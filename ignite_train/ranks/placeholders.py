@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ignite_train.carried import Carried
-from ignite_train.model.replay import SideEffects
+from ignite_train.model.forward_state import ForwardState
 from ignite_train.ranks import collectives
 
 __all__ = ["Placeholders", "borrowed_micro_batch"]
@@ -26,12 +26,12 @@ class Placeholders:
     that one is not finite, the update is skipped anyway. So a bad micro-batch spoils no other update than its own.
 
     Args:
-        module: whose buffers are put back.
+        module: the model; all that running it changes is put back.
         carried: what forward carries, which is put back too.
     """
 
     def __init__(self, module: nn.Module, carried: Carried) -> None:
-        self._module, self._carried = module, carried
+        self._forward_state = ForwardState(module, carried)
         self._chosen: Any = None  # for the running update
         self._borrowed: Iterator[Any] = iter(())  # in its place, one after the other
         self._applied: Any = None  # of the latest update that was applied
@@ -85,9 +85,9 @@ class Placeholders:
             gives_zeros: backward goes through forward with zeros; or else with no gradients, which torch's operators pass on as
                 such, functions that have a collective in backward take for zeros, and hooks are given as None.
         """
-        side_effects = SideEffects(self._module, self._carried)
+        before = self._forward_state.mark()
         loss: Tensor = _WithoutGradient.apply(loss_of(next(self._borrowed, self._chosen)), gives_zeros)  # type: ignore[no-untyped-call]
-        side_effects.undo()
+        self._forward_state.put_back(before)
         return loss
 
 

@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,10 +15,10 @@ from torch.optim import Optimizer
 
 from ignite_train.carried import Carried
 from ignite_train.forward import ForwardOutput
+from ignite_train.model.forward_state import ForwardMark, ForwardState
 from ignite_train.model.gradients import Gradients, times
 from ignite_train.model.micro_batch_rollback import writing_error, written_into
 from ignite_train.model.optimizers import inner_optimizers
-from ignite_train.model.replay import SideEffects
 from ignite_train.model.seeding import Seeding
 from ignite_train.model.stepping import Stepping
 from ignite_train.ranks.messages import Outgoing, RankRequests
@@ -61,7 +61,8 @@ class ClosureStep:
         normalize: whether the objective is the mean loss; otherwise it is the sum.
         keeps_graph: whether gradients are to be differentiable.
         if_not_finite: the reason of a skip for parameters that are not finite.
-        replays: whether each evaluation sees the random numbers and buffers of the first, and leaves no trace in them.
+        replays: whether each evaluation starts from what the first one started from, and leaves no trace; see `ForwardState`.
+        forward_state: what forward may change.
         seeding: seeds each evaluation, if the random numbers of an update are a function of a seed.
     """
 
@@ -79,13 +80,15 @@ class ClosureStep:
     keeps_graph: bool
     if_not_finite: SkippedReason
     replays: bool
+    forward_state: ForwardState
     seeding: Seeding | None = None
-    _beginning: SideEffects | None = None
+    _beginning: ForwardMark | None = None
+    _stepped: dict[int, Tensor] = field(default_factory=dict)  # the parameters that had a gradient when the optimizer stepped
 
     def mark(self) -> None:
-        """Remembers the random state and the buffers before the first evaluation, if they are to be replayed."""
+        """Remembers what forward may change before the first evaluation, if it is to be replayed."""
         if self.replays:
-            self._beginning = SideEffects(self.reduction.module, self.carried)
+            self._beginning, self._stepped = self.forward_state.mark(), {}
 
     def __call__(
         self, trainer: Trainer, micro_batches: Sequence[Any], num_placeholders: int, decision: Decision, sample_size: float
@@ -139,6 +142,7 @@ class ClosureStep:
         """
         # other requests, and checks, travel with the first evaluation
         outgoing = Outgoing(RankRequests(changes_gradients=trainer._outgoing().requests.changes_gradients), ())
+        self._stepped |= {id(one): one for one in self.gradients.parameters() if one.grad is not None}
         self.gradients.clear()
         is_written = written_into([*micro_batches])
         with torch.enable_grad(), self._as_the_first():  # optimizers switch gradients off around their step
@@ -164,12 +168,12 @@ class ClosureStep:
             self.carried.rewind()
             yield
             return
-        now = SideEffects(self.reduction.module, self.carried)
-        self._beginning.undo()
+        now = self.forward_state.mark()
+        self.forward_state.put_back(self._beginning, stepped=self._stepped.values())
         try:
             yield
         finally:
-            now.undo()
+            self.forward_state.put_back(now)
 
     def _accumulate(self, outgoing: Outgoing, micro_batches: Sequence[Any], num_placeholders: int, evaluation: int) -> None:
         num_backwards = len(micro_batches) + num_placeholders

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from ignite_train.events import TrainEvents
 from ignite_train.forward import ForwardOutput
 from ignite_train.model.compiled_step import CompiledStep, StepPlan, StepTensors
 from ignite_train.model.first_forward import without_first_look
-from ignite_train.model.replay import TrialRun
+from ignite_train.model.forward_state import ForwardState
 from ignite_train.ranks.messages import RankRequests
 from ignite_train.ranks.statistics import Statistics, Totals
 from ignite_train.state import UpdateOutput
@@ -32,6 +32,11 @@ _SEEING = (  # the events whose handlers stand between what is one graph here
     TrainEvents.BACKWARD_COMPLETED,
     TrainEvents.GRADIENTS_REDUCED,
     TrainEvents.GRADIENTS_READY,
+)
+
+
+_hooks_on_saved_tensors: Callable[[bool], Any] = vars(torch._C._autograd).get(
+    "_top_saved_tensors_default_hooks", lambda _: None
 )
 
 
@@ -80,6 +85,7 @@ class CompiledUpdate(Update):
 
     settings: Mapping[str, Any] = field(default_factory=dict)
     _step: CompiledStep = field(init=False)
+    _forward_state: ForwardState = field(init=False)
     _host_statistics: Statistics = field(init=False)
     _graphs: dict[tuple[StepPlan, ...], UpdateGraphs] = field(default_factory=dict)
     _current: UpdateGraphs | None = None  # those for what was tried out
@@ -100,6 +106,7 @@ class CompiledUpdate(Update):
         super().__post_init__()
         assert isinstance(self.optimizer, Optimizer)  # noqa: S101  # as `why_no_compiled_update` has seen
         self._step = CompiledStep(self.optimizer, self.model)
+        self._forward_state = ForwardState(self.model, self.carried, without_first_look(self.forward))
         self._host_statistics = self.statistics if self.statistics.on_host else Statistics(torch.device("cpu"))
         self._leftovers.statistics.append(self._host_statistics)
         # not without dimensions: torch 2.13 drops what AOTAutograd's graphs write into such an input on the CPU
@@ -187,13 +194,13 @@ class CompiledUpdate(Update):
         This is done at first, and when modules, parameters or the optimizer's groups are not what they were. So a mistake of
         forward is told as it is without compiling, also a mean that is declared as a sum.
         """
-        trial = TrialRun(self.model, self.carried, without_first_look(self.forward), micro_batch)
+        mark = self._forward_state.mark(micro_batch)
         named = [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
         with torch.compiler.set_stance("force_eager"):
             output = self._forward(micro_batch)
             loss, parameters = self._scaled(output.loss), [parameter for _, parameter in named]
             gradients = torch.autograd.grad(loss, parameters, allow_unused=True) if named else ()
-        trial.undo()
+        self._forward_state.put_back(mark)
         used = frozenset([name for (name, _), one in zip(named, gradients, strict=True) if one is not None])
         self._unfit = None if used else "the loss depends on no parameter"
         if any(one is not None and one.layout is not torch.strided for one in gradients):
@@ -238,6 +245,8 @@ class CompiledUpdate(Update):
                 return f"{event.name} has a handler"
         if trainer._on_backward or trainer._before_norm:
             return "a handler or a metric looks at each backward"
+        if _hooks_on_saved_tensors(True) is not None:
+            return "hooks on saved tensors are set, and graphs do not call them"
         if torch.is_anomaly_enabled():
             return "torch's detection of anomalies is switched on"
         return self._step.why_not()
@@ -246,7 +255,7 @@ class CompiledUpdate(Update):
         return UpdateGraphs(
             forward=without_first_look(self.forward),
             model=self.model,
-            carried=self.carried,
+            forward_state=self._forward_state,
             plans=plans,
             precision=self.precision,
             max_grad_norm=self.max_grad_norm,

@@ -27,6 +27,7 @@ from ignite_train.errors import (
 from ignite_train.events import TrainEvents
 from ignite_train.forward import BoundForward, ForwardOutput, as_forward_output
 from ignite_train.model.first_forward import FirstForward, without_first_look
+from ignite_train.model.forward_state import ForwardState
 from ignite_train.model.gradients import Gradients
 from ignite_train.model.learning_rates import LearningRates
 from ignite_train.model.loss_declaration import check_forward
@@ -132,6 +133,7 @@ class Update:
             reduction=self.reduction,
             gradients=self.gradients,
             carried=self.carried,
+            forward=first.forward,
             loss_of=WeakMethod(self._loss_without_wrapper),
             raises=self.options.on_nonfinite == "raise",
             loss_scaling=self.loss_scaling,
@@ -169,6 +171,7 @@ class Update:
             keeps_graph=self.options.create_graph,
             if_not_finite="overflow" if self.loss_scaling.enabled else "nonfinite",
             replays=self.options.closure == "replay",
+            forward_state=ForwardState(self.reduction.module, self.carried, without_first_look(self.forward)),
             seeding=self.seeding,
         )
 
