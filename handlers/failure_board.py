@@ -14,6 +14,7 @@ from ignite_train.events import TrainEvents
 from ignite_train.handler import Handler
 from ignite_train.ranks import collectives
 from ignite_train.ranks.sealed_messages import SealedMessages
+from ignite_train.ranks.whereabouts import find_whereabouts
 from ignite_train.trainer import Trainer
 
 __all__ = ["FailureBoard", "PeerFailureError"]
@@ -22,6 +23,8 @@ _logger = logging.getLogger(__name__)
 _POLL_SECONDS = 0.25  # between two looks at the board
 _PATIENCE_SECONDS = 1.0  # for the main thread to end the run by itself
 _PARTS = 10  # of that second
+_LONG_WAIT_SECONDS = 60.0  # in one collective, after which one that lost the store is taken for lost too
+_DEATH = "its process is no longer running"
 _ROLL_CALL_SECONDS = 2.0  # for the other ranks to answer
 _LONGEST_MESSAGE = 2000  # characters of an exception's message
 _SAFE_POINTS = (
@@ -167,6 +170,9 @@ class _Watch(threading.Thread):
         self._error: str | None = None  # of this rank
         self._cause: PeerFailureError | None = None
         self._host_ended = False
+        self._main = threading.get_ident()
+        self._running = self._others  # the ranks of which it is not known that their run has ended
+        self._processes: dict[str, list[str]] = {}  # what was read of them so far, by its name in the store
         self.gone = ""
 
     def end(self, error: str | None = None) -> PeerFailureError | None:
@@ -191,7 +197,8 @@ class _Watch(threading.Thread):
         try:
             self._messages.write(f"process of {self._rank}", collectives.own_process())
             while not self._over.wait(_POLL_SECONDS):
-                if self._messages.has("first" if self._host_ended else "news") and self._read():
+                is_news = self._messages.has("first" if self._host_ended else "news")
+                if (is_news and self._read()) or self._find_death():
                     self._insist()
                     return
             if self._error is None:
@@ -229,21 +236,40 @@ class _Watch(threading.Thread):
             self._learn(first)
         return first is not None
 
+    def _find_death(self) -> bool:
+        """Whether another rank was killed in its run, and the main thread has not come out of it by itself.
+
+        Gloo does not wake a thread that only sends when the process to which it sends is gone.
+        """
+        dead = self._dead(self._running)  # before the ends are read: what a rank wrote before it died counts
+        ended = {rank for rank in dead if self._messages.read(f"ended by {rank}")}
+        self._running = [rank for rank in self._running if rank not in ended]
+        if dead == ended or self._ends_by_itself():
+            return False
+        first = self._messages.write_once("first", [min(dead - ended), self._trainer.state.iteration, _DEATH])
+        self._messages.write("news", value=True)
+        self._learn(first)
+        return True
+
     def _learn(self, first: tuple[int, int, str]) -> None:
         self._cause = PeerFailureError(*first)
         _logger.error(f"{self._cause} (rank {self._rank} was at update {self._trainer.state.iteration})")
         self._answer("first heard")
 
     def _insist(self) -> None:
-        """Gives the main thread a second to end the run, and then ends the process.
+        """Gives the main thread a second to end the run, and then ends the process."""
+        self._trainer.add_event_handler(_SAFE_POINTS, self._raise)
+        self._call_roll()
+        if not self._ends_by_itself():
+            _logger.error(f"rank {self._rank} ends now: most likely it waits for the rank that failed")
+            collectives.end_process(1)
+
+    def _ends_by_itself(self) -> bool:
+        """Whether the main thread ends the run within a second.
 
         The second consists of parts, so that a process that stands still in one of them, as on a busy machine, has the others.
         """
-        self._trainer.add_event_handler(_SAFE_POINTS, self._raise)
-        self._call_roll()
-        if not any(self._over.wait(_PATIENCE_SECONDS / _PARTS) for _ in range(_PARTS)):
-            _logger.error(f"rank {self._rank} ends now: most likely it waits for the rank that failed")
-            collectives.end_process(1)
+        return any(self._over.wait(_PATIENCE_SECONDS / _PARTS) for _ in range(_PARTS))
 
     # --- which ranks are still running ---
 
@@ -264,8 +290,10 @@ class _Watch(threading.Thread):
 
     def _dead(self, ranks: list[int]) -> set[int]:
         """Those of `ranks` whose processes are known to have ended."""
-        processes = self._messages.read_all(f"process of {rank}" for rank in ranks)
-        return {rank for rank in ranks if collectives.has_ended(processes.get(f"process of {rank}", []))}
+        names = {rank: f"process of {rank}" for rank in ranks}
+        if not self._processes.keys() >= {*names.values()}:
+            self._processes |= self._messages.read_all(name for name in names.values() if name not in self._processes)
+        return {rank for rank, name in names.items() if collectives.has_ended(self._processes.get(name, []))}
 
     def _call_roll(self) -> None:
         """Waits for the answers of all ranks to the first failure, and says which are gone."""
@@ -291,12 +319,34 @@ class _Watch(threading.Thread):
             self._missing("roll called", [rank for rank in self._others if rank not in missing])
 
     def _lose_store(self, error: RuntimeError) -> None:
+        """Says so, and ends the run if the process that held the store was killed: no other rank can report that."""
         consequence = f"rank {self._rank} no longer notices failures of other ranks: {error}"
-        if self._host_ended or self._rank == self._messages.host_rank:
-            _logger.warning(f"the store at which the ranks met has ended; {consequence}")
-        else:
-            self.gone = f"{self._messages.host}, which hosts the store, is gone"
-            _logger.error(f"{self.gone}; {consequence}")
+        has_ended_well = self._over.is_set() and self._error is None
+        if self._host_ended or has_ended_well or self._rank == self._messages.host_rank:
+            level = logging.WARNING if self._rank == self._messages.host_rank else logging.INFO
+            _logger.log(level, f"the store at which the ranks met has ended; {consequence}")
+            return
+        self.gone = f"{self._messages.host}, which hosts the store, is gone"
+        _logger.error(f"{self.gone}; {consequence}")
+        host = self._messages.host_rank
+        if host is not None and self._host_is_lost(host):
+            self._cause = PeerFailureError(host, self._trainer.state.iteration, _DEATH)
+            self._insist()
+
+    def _host_is_lost(self, host: int) -> bool:
+        """Waits for the end of this rank's run; True if it cannot end by itself.
+
+        A process on the same machine can be looked up. One on another may live though its connection broke: it is taken for
+        lost where the main thread does not come out of a collective either.
+        """
+        process, place, waited = self._processes.get(f"process of {host}", []), None, 0.0
+        while not (ended := collectives.has_ended(process)) and waited < _LONG_WAIT_SECONDS:
+            if self._over.wait(_POLL_SECONDS):
+                return False
+            stands, before = find_whereabouts(self._main), place
+            place = (stands, self._trainer.state.num_micro_batches, collectives.collectives_begun())
+            waited = waited + _POLL_SECONDS if stands.waits and place == before else 0.0
+        return not (ended and self._ends_by_itself())
 
     def _raise(self) -> None:
         if self._cause is not None:

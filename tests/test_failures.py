@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import linecache
 import logging
 import logging.handlers
 import os
@@ -36,10 +37,10 @@ import cuts
 import ignite_train
 from ignite_train import ForwardOutput, NonFiniteError, Trainer, TrainEvents, TrainingError, create_evaluator, create_trainer
 from ignite_train.handlers import FailureBoard, HangWatch, PeerFailureError, Validation, failure_board, hang_watch
-from ignite_train.ranks import collectives
+from ignite_train.ranks import collectives, whereabouts
 from ignite_train.ranks.sealed_messages import SealedMessages
 from processes import DEADLINE_SECONDS, Processes, forked
-from tiers import nightly
+from tiers import nightly, slow
 from update_options import with_options
 
 
@@ -404,6 +405,51 @@ def test_every_survivor_names_the_rank_that_was_killed(
             assert not re.search(f"rank [^{dying}](, which hosts the store,)? is gone|ranks .* are gone", stderr)
 
 
+def send_to_a_rank_that_dies(board: Board, dying: int) -> None:
+    """It dies while the other sends to it: gloo does not wake a sender whose data is half written when its peer is gone."""
+    looks, trainer = count_looks(), make("explicit")
+    many = torch.zeros(2**24)  # more than the connection holds
+
+    def sends(frame: Any) -> bool:
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+        return frame.f_code.co_name == "send" and "wait()" in line  # after that of `isend`
+
+    def tell(frames: Callable[[], Any], main: int) -> None:
+        until(lambda: sends(frames()[main]), "it waits for gloo")
+        board.write("sends")
+
+    FailureBoard().attach(trainer)
+
+    @trainer.on(Events.ITERATION_COMPLETED(once=2))
+    def send() -> None:
+        until(looks, "its thread has begun to look at the board")
+        if idist.get_rank() == dying:
+            torch.distributed.irecv(many, 1 - dying)
+            board.write(f"ready.{dying}")
+            os.kill(os.getpid(), signal.SIGSTOP)
+        threading.Thread(target=tell, args=[sys._current_frames, threading.get_ident()], daemon=True).start()
+        torch.distributed.send(many, dying)
+
+    trainer.run(cuts.cut(cuts.samples(), [8] * 3), max_epochs=1)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(("dying", "tcp"), [(0, True), (1, True), slow(1, False)], ids=["the host", "of a host", "of a file"])
+def test_a_sender_whose_peer_is_killed_does_not_wait_for_gloo(tmp_path: Path, dying: int, tcp: bool) -> None:
+    """It ends in time, though nobody raises, and names the rank; also if that held the store."""
+    with Group(tmp_path, send_to_a_rank_that_dies, dying, tcp=tcp) as group:
+        for note in (f"ready.{dying}", "sends"):
+            group.board.wait_for(note)
+        group.send(signal.SIGKILL, dying)
+        assert group.status(1 - dying) == 1
+        stderr = group.stderr(1 - dying)
+        if dying == 0:
+            assert "rank 0, which hosts the store, is gone; " in stderr
+        else:
+            assert f"rank {dying} failed at update 2: its process is no longer running" in stderr
+            assert f"rank {dying} is gone: no longer running" in stderr
+
+
 LAUNCHED = """
 import os, signal
 import ignite.distributed as idist
@@ -676,7 +722,7 @@ def test_each_file_that_waits_for_ranks_is_known_to_the_watch() -> None:
     """So that it blames the rank that has not come, and not the one that waits for it."""
     root = Path(ignite_train.__file__).parent  # of a checkout, or of what is installed
     texts = {path.name: path.read_text("utf-8") for path in root.glob("*/*.py")}
-    marked = {name for name, text in texts.items() if f"\n{hang_watch._MARK} = True" in text}
+    marked = {name for name, text in texts.items() if f"\n{whereabouts._MARK} = True" in text}
     waiting = {path.name for path in root.glob("ranks/*.py") if ".wait()" in texts[path.name]}
     assert len(waiting) > 1
     assert marked == {*waiting, "to_host.py", "direct_backward.py"}  # in backward DDP waits for the others
@@ -944,7 +990,7 @@ def test_timeouts_that_are_left_out(arguments: dict[str, Any], expected: tuple[A
 
 LOOKS_WHILE_THREADS_START = """
 import gc, sys, threading, time
-from ignite_train.handlers import hang_watch
+from ignite_train.ranks import whereabouts
 
 class Cycle:
     def __init__(self):
@@ -956,7 +1002,7 @@ class Cycle:
 def look():
     while not over.is_set():
         Cycle()
-        hang_watch._frame_of(threading.main_thread().ident)
+        whereabouts._frame_of(threading.main_thread().ident)
 
 over = threading.Event()
 looking = threading.Thread(target=look, daemon=True)
