@@ -1,4 +1,4 @@
-"""When one rank raises, all ranks stop within seconds, naming the cause."""
+"""When one rank raises or is killed, all ranks stop within seconds, naming the cause."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class PeerFailureError(TrainingError, RuntimeError):
 
 
 class FailureBoard(Handler):
-    """Ends all ranks within about two seconds, with a line that names the cause, when one of them raises in `trainer.run`.
+    """Ends all ranks within seconds, with a line that names the cause, when one of them raises in `trainer.run` or is killed.
 
     Without it the other ranks wait in their next collective until its timeout (10 or 30 minutes), or until the failed process
     ends and a connection breaks. All ranks attach it alike: STARTED is collective. In a single process it does nothing.
@@ -75,12 +75,16 @@ class FailureBoard(Handler):
     - a main thread that does neither within a second waits in a collective, or is busy elsewhere. A wait in gloo cannot be
       interrupted, so the process ends with status 1: logs are flushed, but no `finally` and no `atexit` runs.
 
-    A process that is killed writes nothing. Its connections break, so that another rank fails, and each rank that fails or
-    learns of it waits for the answers of the others. A rank that does not answer is named, in the log and in a note on the
+    A process that is killed writes nothing. Most often its connections break, so that another rank fails. But gloo does not wake
+    a thread whose message to that process is half written, so each rank also looks up the processes on its own machine, four
+    times a second. If one is gone in the middle of its run, and the main thread has not come out within a second, the board
+    says `rank 1 failed at update 5: its process is no longer running`, with the update of the rank that found it. Each rank
+    that fails or learns of a failure waits for the answers of the others. A rank that does not answer is named, in the log and in a note on the
     exception: at once as `rank 1 is gone: no longer running` if its process is on the same machine and can be looked up,
     otherwise as `rank 1 is gone or standing still: no answer came within 2 s`. If the process that holds the store was killed,
     which is rank 0's unless the ranks met in a file or torchrun started them, no rank can answer, and the line is
-    `rank 0, which hosts the store, is gone`. A rank whose run ended normally is not named. A
+    `rank 0, which hosts the store, is gone`; the others end then too, but for one that cannot look up that process, because it
+    ran on another machine: it ends when its main thread has stood in one collective for a minute. A rank whose run ended normally is not named. A
     launcher that sends SIGTERM to the other ranks at once, as `idist.Parallel` and torchrun do, leaves no time for that and
     names the rank itself; with `StopOnSignal` attached both happen.
 

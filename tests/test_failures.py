@@ -534,6 +534,30 @@ def test_a_rank_that_ended_in_good_order_is_not_called_gone(tmp_path: Path, how:
         assert "gone" not in group.stderr()
 
 
+def end_after_the_host(board: Board) -> None:
+    """The process of rank 0 is gone when rank 1 still sits in a handler of COMPLETED, and when it ends."""
+    trainer, failures, watch = make("ddp"), FailureBoard(), HangWatch(timeout_seconds=1.0, first_timeout_seconds=600.0)
+    failures.attach(trainer)
+    watch.attach(trainer)
+
+    @trainer.on(Events.COMPLETED)
+    def save() -> None:
+        if idist.get_rank() == 1:
+            until(lambda: failures._watch and not failures._watch.is_alive(), "the board has noticed that the store is gone")
+            until(lambda: watch._watch and watch._watch._messages is None, "the watch has noticed it")
+
+    trainer.run(cuts.cut(cuts.samples(), [8] * 3), max_epochs=1)
+    os._exit(0)
+
+
+def test_the_end_of_a_good_run_is_no_alarm(tmp_path: Path) -> None:
+    """A rank whose run ends after that of the host of the store says that it watches alone, but not as a warning."""
+    with Group(tmp_path, end_after_the_host, tcp=True) as group:
+        assert [group.status(rank) for rank in (0, 1)] == [0, 0]
+        assert "rank 1 watches only itself from now on" in group.stderr(1)
+        assert re.findall("(WARNING|ERROR) ignite_train.*", group.stderr()) == []
+
+
 def fail_beside_a_stopped_rank(board: Board) -> None:
     join = failure_board._Watch.join
     failure_board._Watch.join = lambda watch, timeout=None: join(watch)  # type: ignore[method-assign]  # however busy it is
