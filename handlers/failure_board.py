@@ -75,18 +75,18 @@ class FailureBoard(Handler):
     - a main thread that does neither within a second waits in a collective, or is busy elsewhere. A wait in gloo cannot be
       interrupted, so the process ends with status 1: logs are flushed, but no `finally` and no `atexit` runs.
 
-    A process that is killed writes nothing. Most often its connections break, so that another rank fails. But gloo does not wake
-    a thread whose message to that process is half written, so each rank also looks up the processes on its own machine, four
-    times a second. If one is gone in the middle of its run, and the main thread has not come out within a second, the board
-    says `rank 1 failed at update 5: its process is no longer running`, with the update of the rank that found it. Each rank
-    that fails or learns of a failure waits for the answers of the others. A rank that does not answer is named, in the log and in a note on the
-    exception: at once as `rank 1 is gone: no longer running` if its process is on the same machine and can be looked up,
-    otherwise as `rank 1 is gone or standing still: no answer came within 2 s`. If the process that holds the store was killed,
-    which is rank 0's unless the ranks met in a file or torchrun started them, no rank can answer, and the line is
-    `rank 0, which hosts the store, is gone`; the others end then too, but for one that cannot look up that process, because it
-    ran on another machine: it ends when its main thread has stood in one collective for a minute. A rank whose run ended normally is not named. A
-    launcher that sends SIGTERM to the other ranks at once, as `idist.Parallel` and torchrun do, leaves no time for that and
-    names the rank itself; with `StopOnSignal` attached both happen.
+    A process that is killed writes nothing. Most often its connections break, so that another rank fails. But gloo does not
+    wake a thread whose message to that process is half written, so each rank also looks up the processes on its own machine,
+    four times a second. If one is gone in the middle of its run, and the main thread has not come out within a second, the
+    board says `rank 1 failed at update 5: its process is no longer running`, with the update of the rank that found it. Each
+    rank that fails or learns of a failure waits for the answers of the others. A rank that does not answer is named, in the log
+    and in a note on the exception: at once as `rank 1 is gone: no longer running` if its process is on the same machine and can
+    be looked up, otherwise as `rank 1 is gone or standing still: no answer came within 2 s`. If the process that holds the
+    store was killed, which is rank 0's unless the ranks met in a file or torchrun started them, no rank can answer, and the
+    line is `rank 0, which hosts the store, is gone`; the others end then too, but for one that cannot look up that process,
+    because it ran on another machine: it ends when its main thread has stood in one collective for a minute. A rank whose run
+    ended normally is not named. A launcher that sends SIGTERM to the other ranks at once, as `idist.Parallel` and torchrun do,
+    leaves no time for that and names the rank itself; with `StopOnSignal` attached both happen.
 
     The messages carry a code that only these ranks can make, see `ignite_train.ranks.sealed_messages`. An error raised
     before STARTED, such as a wrong argument on one rank alone, is not noticed. Tried with gloo over a file, over TCP and under
@@ -333,8 +333,9 @@ class _Watch(threading.Thread):
         self.gone = f"{self._messages.host}, which hosts the store, is gone"
         _logger.error(f"{self.gone}; {consequence}")
         host = self._messages.host_rank
-        if host is not None and self._host_is_lost(host):
+        if self._cause is None and host is not None and self._host_is_lost(host):
             self._cause = PeerFailureError(host, self._trainer.state.iteration, _DEATH)
+        if self._cause is not None:
             self._insist()
 
     def _host_is_lost(self, host: int) -> bool:

@@ -34,8 +34,9 @@ class HangWatch(Handler):
     counters about once a second and writes them to the store at which the ranks met. With several ranks it acts in two cases
     only:
 
-    - A rank has been silent for `timeout_seconds`, or for 60 seconds while another waits for it in a collective: its machine is
-      gone, its process is stopped, or it runs code that does not release Python's lock.
+    - A rank has been silent for `timeout_seconds`, or for 60 seconds while another waits for it in a collective (180 by default
+      in the first update, more with over 480 ranks): its machine is gone, its process is stopped, or it runs code that does not
+      release Python's lock.
     - No rank has begun an update, a micro-batch or a collective for `timeout_seconds`, a rank has waited at one place in a
       collective or in backward for as long, and the ranks stand at different places: another rank does not wait, waits
       elsewhere, is in another update, or has left the run.
@@ -255,8 +256,7 @@ class _Watch:
     def _find_hang(self) -> str:
         own = self._reports[self._rank]
         limit = self._first_timeout if own is None or own.update <= self._first_update else self._timeout
-        waited = self._clock - self._arrived[self._rank] if own is not None and own.waits else 0.0
-        patience = min(limit, _SILENCE_SECONDS) if waited > _SILENCE_SECONDS else limit
+        patience = self._patience_with_silence(own, limit)
         messages = self._messages
         if messages is None:
             known = [self._rank]
@@ -275,6 +275,12 @@ class _Watch:
         if self._clock - self._moved > limit:
             return f"no rank has moved for more than {limit:g} s; {self._behind(known)}; {self._places()}"
         return ""
+
+    def _patience_with_silence(self, own: _Report | None, limit: float) -> float:
+        """For how long another rank may be silent: a shorter time once this rank has waited for it as long in a collective."""
+        waited = self._clock - self._arrived[self._rank] if own is not None and own.waits else 0.0
+        shorter = max(_SILENCE_SECONDS, 8 * self._interval) * limit / self._timeout
+        return min(limit, shorter) if waited > shorter else limit
 
     def _waits_in_vain(self, known: list[int], limit: float) -> bool:
         """Whether a rank has waited at one place for longer than `limit`, and another is not there."""

@@ -450,6 +450,38 @@ def test_a_sender_whose_peer_is_killed_does_not_wait_for_gloo(tmp_path: Path, dy
             assert f"rank {dying} is gone: no longer running" in stderr
 
 
+def train_until_killed(board: Board) -> None:
+    """Buffers, which rank 0 sends before each forward, and gradients in small messages."""
+    looks, rank = count_looks(), idist.get_rank()
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(cuts.FEATURES, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double())
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.01), cuts.forward)
+
+    @trainer.on(Events.ITERATION_COMPLETED(once=3))
+    def tell() -> None:
+        until(looks, "its thread has begun to look at the board")
+        board.write(f"trains.{rank}")
+
+    trainer.run(cuts.cut(cuts.samples(), [8]) * 100_000, max_epochs=1)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("victim", "world_size"), [(0, 2), (1, 2), (2, 3)])
+def test_killed_beside_ranks_that_stand_still_for_a_moment(tmp_path: Path, victim: int, world_size: int) -> None:
+    """On a busy machine the others often have half a message written then: they end in time and name the rank."""
+    others = [rank for rank in range(world_size) if rank != victim]
+    for number in range(20):
+        with Group(tmp_path / str(number), train_until_killed, world_size=world_size, tcp=True) as group:
+            for rank in range(world_size):
+                group.board.wait_for(f"trains.{rank}")
+            group.send(signal.SIGSTOP, *others)
+            until(lambda: {_state_of(group.processes[rank].pid) for rank in others} == {"T"}, "they stand still")
+            group.send(signal.SIGKILL, victim)
+            group.processes[victim].join()
+            group.send(signal.SIGCONT, *others)
+            assert [group.status(rank, 60.0) for rank in others] == [1] * len(others)
+            assert all(re.search(f"rank {victim}.* is gone", group.stderr(rank)) for rank in others)
+
+
 LAUNCHED = """
 import os, signal
 import ignite.distributed as idist

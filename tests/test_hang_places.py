@@ -15,7 +15,7 @@ from ignite.engine import Events
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import cuts
@@ -69,7 +69,7 @@ def hang(board: Board, way: str, place: str) -> None:
 
     def spread(tensor: Tensor) -> Tensor:
         """Functional collectives, as a layer has whose weights are divided over the ranks."""
-        return distribute_tensor(tensor, init_device_mesh("cpu", (2,)), [Shard(0)]).full_tensor()
+        return DTensor.from_local(tensor, init_device_mesh("cpu", (2,)), [Shard(0)]).full_tensor()
 
     trainer, model = make(way, forward)
     trainer.add_event_handler(Events.ITERATION_STARTED(once=3), here, "handler")

@@ -85,6 +85,7 @@ def verdict_of(
     """
     watch = watch_of(reports, since.get("moved", 0.0))
     watch._rank, watch._timeout, watch._first_timeout, watch._first_update = 0, limit, 3 * limit, 2
+    watch._interval = since.get("interval", 1.0)
     watch._standstill, watch._messages = standstill, SimpleNamespace(host="rank 0") if store else None
     watch._heard = [100.0 - silent for silent in since.get("silent", [0.0] * len(reports))]
     watch._moved, watch._answered = 100.0 - since.get("moved", 0.0), 100.0 - since.get("answered", 0.0)
@@ -95,7 +96,8 @@ BOTH, APART, BUSY = [report(WAITS)] * 2, [report(WAITS), report(AT_WORK)], [repo
 FIRST, SECOND = ([report(WAITS, update=update), report(AT_WORK, update=update)] for update in (2, 3))
 
 LONG = 61.0
-WAITS_FOR_LONG, BUSY_FOR_LONG = ([report(place, update=2), report(WAITS, update=2)] for place in (WAITS, AT_WORK))
+WAITS_FOR_LONG, BUSY_FOR_LONG = ([report(place), report(WAITS)] for place in (WAITS, AT_WORK))
+FIRST_FOR_LONG = [report(WAITS, update=2)] * 2
 
 
 HANGS: dict[str, tuple[list[Any], dict[str, Any], str]] = {
@@ -110,11 +112,18 @@ HANGS: dict[str, tuple[list[Any], dict[str, Any], str]] = {
     "first update for too long": (FIRST, {"silent": [0.0, 3 * LIMIT + 1]}, "rank 1 is silent for more than 30 s; "),
     "second update": (SECOND, {"silent": [0.0, LIMIT + 1]}, "rank 1 is silent for more than 10 s; "),
     "before the first look": ([None, None], {"silent": [0.0, 3 * LIMIT]}, ""),
-    "silent, and none waits": (BUSY_FOR_LONG, {"silent": [0.0, LONG], "moved": LONG}, ""),
+    "silent for long, and none waits": (BUSY_FOR_LONG, {"silent": [0.0, LONG], "moved": LONG}, ""),
     "silent for another": (WAITS_FOR_LONG, {"silent": [0.0, LONG], "moved": LONG}, "rank 1 is silent for more than 60 s; "),
+    "silent for another in the first update": (FIRST_FOR_LONG, {"silent": [0.0, LONG], "moved": 3 * LONG}, ""),
+    "silent for another for three times as long": (
+        FIRST_FOR_LONG,
+        {"silent": [0.0, 3 * LONG], "moved": 3 * LONG},
+        "rank 1 is silent for more than 180 s; ",
+    ),
+    "silent for another among many": (WAITS_FOR_LONG, {"silent": [0.0, LONG], "moved": 3 * LONG, "interval": 8.0}, ""),
     "silent for another, late": (WAITS_FOR_LONG, {"silent": [0.0, 60.0], "moved": LONG}, ""),
-    "silent, who has just come": (WAITS_FOR_LONG, {"silent": [0.0, LONG], "moved": 60.0}, ""),
-    "store silent": (
+    "silent for another that has just come": (WAITS_FOR_LONG, {"silent": [0.0, LONG], "moved": 60.0}, ""),
+    "store silent for another": (
         WAITS_FOR_LONG,
         {"answered": LONG, "moved": LONG},
         "the store at which the ranks met has not answered for ",
@@ -136,7 +145,7 @@ HANGS: dict[str, tuple[list[Any], dict[str, Any], str]] = {
 def test_what_is_found_to_hang(case: str) -> None:
     """A rank that is silent, a store that does not answer, ranks that stand apart; each after more than the limit."""
     reports, since, expected = HANGS[case]
-    limit = 10 * LIMIT if LONG in (since.get("moved"), *since.get("silent", [])) else LIMIT
+    limit = 10 * LIMIT if "another" in case or "for long" in case else LIMIT
     found = verdict_of(reports, limit=limit, **since)
     assert found.startswith(expected) if expected else found == ""
 
