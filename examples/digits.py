@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from typer import Option
 
-from ignite_train import ForwardOutput, ShardedSampler, create_evaluator, create_supervised_trainer, tune
+from ignite_train import ForwardOutput, ShardedSampler, Trainer, create_evaluator, create_supervised_trainer, tune
 from ignite_train.handlers import ProgressLog, TensorBoard, TrainingMetrics, Validation
 from launching import launch, number_of_processes
 
@@ -42,6 +42,28 @@ def build_model() -> nn.Module:
         *(nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
         *(nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
         *(nn.Flatten(), nn.Linear(64 * 2 * 2, 10)),
+    )
+
+
+def make_trainer(
+    gradient_accumulation_steps: int = 1,
+    *,
+    fused: bool | None = None,
+    channels_last: bool = False,
+    compile: bool = False,  # noqa: A002  # torch's name for it
+) -> Trainer:
+    """Model, optimizer and trainer; `tune` tries other values of the parameters."""
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    model = build_model().to(idist.device(), memory_format=layout)
+    if idist.get_world_size() > 1:
+        model = idist.auto_model(model)
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3, fused=fused)
+    return create_supervised_trainer(
+        model,
+        optimizer,
+        nn.CrossEntropyLoss(),
+        gradient_accumulation_steps=gradient_accumulation_steps,
+        compile=compile,
     )
 
 
@@ -70,24 +92,19 @@ def train(_local_rank: int, epochs: int, batch_size: int, seed: int, log_dir: st
     """The run, or the search for its fastest settings: what each process does."""
     processes = idist.get_world_size()
     torch.set_num_threads(1)  # the operations are too small for threads to share
-    torch.manual_seed(seed)
-    model = build_model().to(idist.device())
-    if processes > 1:
-        model = idist.auto_model(model)
-    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-
     train_set, test_set = read_digits()
     sampler = ShardedSampler(train_set, shuffle=True, seed=seed)
     loader = DataLoader(train_set, batch_size=max(1, batch_size // processes), sampler=sampler)
     test_loader = DataLoader(test_set, batch_size=128, sampler=ShardedSampler(test_set, shuffle=False))
 
-    trainer = create_supervised_trainer(model, optimizer, nn.CrossEntropyLoss())
+    torch.manual_seed(seed)
     if tuning_seconds:
-        found = tune(trainer, loader, seconds=tuning_seconds)
+        found = tune(make_trainer, loader, seconds=tuning_seconds)
         if idist.get_rank() == 0:
             print(found)
         return
-    evaluator = create_evaluator(model, test_forward)
+    trainer = make_trainer()
+    evaluator = create_evaluator(trainer.model, test_forward)
     TrainingMetrics().attach(trainer, Events.EPOCH_COMPLETED)
     ProgressLog().attach(trainer, Events.EPOCH_COMPLETED(every=5))
     Validation(evaluator, test_loader, score="accuracy").attach(trainer, Events.COMPLETED)

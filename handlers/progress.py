@@ -393,7 +393,7 @@ def _print(line: str) -> None:
 
 def _table(trainer: Trainer) -> Iterator[tuple[str, str]]:
     """What the handlers of the run know at its end."""
-    handlers, saver = [*stateful_handlers(trainer).values()], trainer._checkpoint
+    handlers, saver = [*stateful_handlers(trainer).values()], trainer.checkpoint
     for timer in (handler for handler in handlers if isinstance(handler, _KnowsTheTime)):
         seconds = timer.seconds_by_section
         shares = {name: value / (sum(seconds.values()) or 1.0) for name, value in seconds.items()}

@@ -32,10 +32,10 @@ from ignite_train.model.precision import PrecisionName
 from ignite_train.model.warm_up_schedule import WarmUpSchedule
 from ignite_train.ranks.messages import Piggyback
 from ignite_train.state import TrainState, UpdateOutput
+from ignite_train.tools.tune import tune
+from ignite_train.tools.tuned import Tuned
 from ignite_train.traffic import Counted, Traffic, count_traffic
 from ignite_train.trainer import Trainer
-from ignite_train.tuning.tune import tune
-from ignite_train.tuning.tuned import Tuned
 from ignite_train.update.attach_metric import attach_metric
 from ignite_train.update.loss_declaration import LossDeclarationWarning
 from ignite_train.update.loss_scaling import (

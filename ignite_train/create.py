@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from functools import partial, wraps
-from inspect import signature
 from typing import Any, Literal, ParamSpec
 
 import numpy as np
@@ -45,7 +44,7 @@ from ignite_train.ranks.reduction import Reduction
 from ignite_train.ranks.statistics import Statistics
 from ignite_train.ranks.wrapping import reduction_for
 from ignite_train.state import TrainState, UpdateOutput
-from ignite_train.trainer import Creation, OutputTransform, Trainer
+from ignite_train.trainer import OutputTransform, Trainer
 from ignite_train.update.compilation import Compile, compile_in_place, of_model, of_update, why_no_graph
 from ignite_train.update.compiled_update import CompiledUpdate, say_why_not_compiled
 from ignite_train.update.gradient_loggers import warn_of_gradient_loggers
@@ -65,25 +64,20 @@ _Parameters = ParamSpec("_Parameters")
 _RARE = frozenset(field.name for field in fields(UpdateOptions))
 
 
-def _factory(create: Callable[_Parameters, Trainer]) -> Callable[_Parameters, Trainer]:
-    """Has the trainer know how it was made, and a rare setting that is passed as an argument answered with where it belongs."""
-    parameters = signature(create)
+def _refuses_rare_settings(create: Callable[_Parameters, Trainer]) -> Callable[_Parameters, Trainer]:
+    """Answers a rare setting that is passed as an argument with where it belongs."""
 
     @wraps(create)
     def checked(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> Trainer:
         misplaced = next((name for name in kwargs if name in _RARE), None)
         if misplaced is not None:
             raise TypeError(f"{create.__name__} takes {misplaced} in its options: pass options=UpdateOptions({misplaced}=...)")
-        trainer = create(*args, **kwargs)
-        given = parameters.bind(*args, **kwargs)
-        given.apply_defaults()
-        trainer._creation = Creation(checked, given.arguments)
-        return trainer
+        return create(*args, **kwargs)
 
     return checked
 
 
-@_factory
+@_refuses_rare_settings
 def create_trainer(
     model: nn.Module,
     optimizer: OneOrSeveralOptimizers,
@@ -234,7 +228,7 @@ def _complete(trainer: Trainer, update: Update, model: nn.Module, options: Updat
     refuse_sparse_gradients(trainer, model)
 
 
-@_factory
+@_refuses_rare_settings
 def create_supervised_trainer(
     model: nn.Module,
     optimizer: OneOrSeveralOptimizers,

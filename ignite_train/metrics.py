@@ -54,8 +54,8 @@ _logger = logging.getLogger(__name__)
 
 # Words of a score's name. A word that stands in names of both kinds ("rate", "score", "likelihood") is in neither.
 _LOWER_IS_BETTER = (
-    "loss losses error errors err perplexity ppl nll mae mse rmse msle mape wer cer ter eer bpb bpc bce crossentropy entropy "
-    "distance divergence fid kid lpips regret cost latency hamming brier ece"
+    "loss losses error errors err perplexity ppl nll mae mse rmse msle mape wer cer ter eer bits bpb bpc bce crossentropy "
+    "entropy distance divergence fid kid lpips regret cost latency hamming brier ece"
 )
 _HIGHER_IS_BETTER = (
     "accuracy accuracies acc bleu chrf rouge meteor f1 fbeta auc auroc auprc roc ap map precision recall sensitivity "

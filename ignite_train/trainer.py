@@ -8,11 +8,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import MethodType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from ignite.engine import Events, RemovableEventHandle
 from ignite.engine import State as IgniteState
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ignite_train.arguments import check_state_dict, describe, positive_int
@@ -30,11 +31,12 @@ from ignite_train.loop.loop import Batches
 from ignite_train.loop.progress import run_progress
 from ignite_train.loop.sections import Sections
 from ignite_train.loop.session_loop import SessionLoop
+from ignite_train.model.optimizers import parts_as_optimizers
 from ignite_train.ranks import collectives
 from ignite_train.ranks.messages import Outgoing, Piggyback, RankRequests
 from ignite_train.state import TrainState, UpdateOutput
 
-__all__ = ["Creation", "DefaultHandler", "OutputTransform", "Process", "Trainer"]
+__all__ = ["DefaultHandler", "OutputTransform", "Process", "Trainer"]
 
 _COUNTERS = ("iteration", "num_steps", "num_skipped", "num_micro_batches")
 _LIMITS = ("epoch_length", "max_epochs", "max_iters")
@@ -63,24 +65,6 @@ class Process(Protocol):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes it over."""
-
-
-class Creation(NamedTuple):
-    """How a trainer was made, so that another one can be made of copies.
-
-    Attributes:
-        function: `create_trainer` or `create_supervised_trainer`.
-        arguments: all of its arguments, by name.
-    """
-
-    function: Callable[..., Trainer]
-    arguments: Mapping[str, Any]
-
-    @property
-    def accumulation_argument(self) -> str:
-        """What the function calls the micro-batches to an update."""
-        names = ("accumulation_steps", "gradient_accumulation_steps")
-        return next(name for name in names if name in self.arguments)
 
 
 class DefaultHandler(Protocol):
@@ -124,7 +108,6 @@ class Trainer(SessionLoop):
         self._description = dict(settings or {})
         self._max_micro_batches: int | None = None  # of the rank that has the most in this update; None if unknown
         self._resume_with: Callable[[str | Path], AbstractContextManager[None]] | None = None  # of a `Checkpoint`
-        self._creation: Creation | None = None
         self._defaults: list[DefaultHandler] = []  # attached by default and not by the user
         self._update, self._grouping = update, grouping
         self._output_transform = output_transform
@@ -138,6 +121,24 @@ class Trainer(SessionLoop):
         self._fetched = FetchedGroup()  # for the update that begins next
         self._kept: tuple[Any, MicroBatchPass] | None = None  # what the latest run left open: data and its pass
         self.register_events(*TrainEvents, event_to_attr=EVENT_COUNTERS)
+
+    @property
+    def model(self) -> nn.Module:
+        """The model that is trained, with its wrapper."""
+        model = self._stateful_parts["model"]
+        assert isinstance(model, nn.Module)  # noqa: S101  # `create_trainer` has checked it
+        return model
+
+    @property
+    def optimizers(self) -> Mapping[str, Optimizer]:
+        """The optimizers by the names that they were given, or the only one as `"optimizer"`."""
+        found = parts_as_optimizers(self._stateful_parts)
+        return {"optimizer": found} if isinstance(found, Optimizer) else found
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """How the trainer was made, in plain types: accumulation steps, limit of the norm, precision, reduction, seed."""
+        return self._description
 
     def __repr__(self) -> str:
         parts = [type(part).__name__ for part in self._stateful_parts.values()]
@@ -309,7 +310,7 @@ class Trainer(SessionLoop):
         )
 
     @property
-    def _checkpoint(self) -> object:
+    def checkpoint(self) -> object:
         """The handler that saves and resumes this run; None if there is none."""
         return self._resume_with.__self__ if isinstance(self._resume_with, MethodType) else None
 

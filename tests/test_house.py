@@ -37,7 +37,7 @@ ROWS = (
     ("handlers",),
     ("protection",),  # attaches handlers by default, and so may import them
     ("create", "defaults", "plot"),
-    ("tuning",),  # makes trainers again
+    ("tools",),  # beside the core, which imports none of them
 )
 VOCABULARY = ("arguments", "carried", "errors", "events", "forward", "metrics", "state", "traffic")
 # Files whose public names do not contain the name of the file: each is a collection, and is called what it collects.

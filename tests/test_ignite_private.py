@@ -168,7 +168,7 @@ PARTS: dict[str, tuple[str, str, Callable[[], bool]]] = {
     "_predictions": (r'"_predictions"', "evaluation/uneven_metrics.py", predictions),
     "_num_classes": (r'"_num_classes"', "evaluation/uneven_metrics.py", learnt_by_classification),
     "_device": (r"metric\._device\b", "evaluation/uneven_metrics.py", device_of_a_metric),
-    "_model": (r"\b_SerialModel\b|\b_need_to_sync\b", "tuning/alone.py", computation_model),
+    "_model": (r"\b_SerialModel\b|\b_need_to_sync\b", "tools/trial.py", computation_model),
     "_prepare_batch": (r"import .*\b_prepare_batch\b", "create.py", prepare_batch),
 }
 

@@ -7,7 +7,6 @@ import inspect
 import logging
 import types
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from enum import IntEnum
 from typing import Any, Protocol, runtime_checkable
@@ -146,10 +145,6 @@ class Dispatcher(Engine):
     def _entries(self, event: Any) -> tuple[Any, ...]:
         """The handlers of `event` as Ignite stores them, for `call`."""
         return tuple(self._event_handlers.get(event, ()))
-
-    def _set_handlers_aside(self) -> None:
-        """Leaves the engine without handlers, until the caller puts its attributes back."""
-        self._event_handlers = defaultdict(list, {event: [] for event in self._event_handlers})
 
     def fire_event(self, event_name: Any) -> None:
         """Calls the handlers of `event_name`; without handlers it costs one look-up."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import cycle, islice
 from typing import Any, Protocol, runtime_checkable
 
@@ -14,7 +14,7 @@ from ignite_train.arguments import describe
 from ignite_train.data.resumable_loader import ResumableLoader
 from ignite_train.data.samplers import HasEpoch
 from ignite_train.loop.dispatch import Stateful
-from ignite_train.tuning.settings import Settings
+from ignite_train.tools.tuned import Settings
 
 __all__ = ["FixedSamples"]
 
@@ -31,8 +31,9 @@ class FixedSamples:
 
     Args:
         loader: the user's; no pass over it is begun unless its micro-batches are fetched.
-        accumulation_steps: its micro-batches to an update.
         updates: how many.
+        steps_name: the setting that says how many micro-batches are an update; None: one.
+        settings: the present settings.
 
     Raises:
         TypeError: the loader is an iterator, which cannot be read without moving it.
@@ -45,13 +46,20 @@ class FixedSamples:
         why_fixed: why `micro_batch` or `workers` is None, by their names.
     """
 
-    def __init__(self, loader: Iterable[Any], accumulation_steps: int, updates: int) -> None:
-        self._loader, self.updates = loader, updates
+    def __init__(
+        self, loader: Iterable[Any], updates: int, steps_name: str | None = None, settings: Mapping[str, Any] | None = None
+    ) -> None:
+        self._loader, self.updates, self._steps_name = loader, updates, steps_name
         self._keys: list[Any] = []  # of the samples in their order, or of each micro-batch where its size is fixed
         self._fetched: list[Any] = []
         self.micro_batch: int | None = None
         self.workers: int | None = None
         self.why_fixed: dict[str, str] = {}
+        if steps_name is None:
+            self.why_fixed["micro_batch"] = "make_trainer has no parameter accumulation_steps"
+        elif not isinstance((settings or {})[steps_name], int):
+            self.why_fixed["micro_batch"] = f"{steps_name} is not one number"
+        accumulation_steps = self.accumulation_steps(settings or {})
         number, kind = accumulation_steps * updates, type(loader).__name__
         if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
             self._fetched = _first(_fetch(loader, min(number, _MOST_FETCHED * accumulation_steps)), number)
@@ -69,11 +77,16 @@ class FixedSamples:
             number *= self.micro_batch
             self._keys = _first(iter(_copy_of(loader.sampler, loader)), number)
 
+    def accumulation_steps(self, settings: Settings) -> int:
+        """Returns the micro-batches to an update with these settings; 1 where they are not one number."""
+        steps = 1 if self._steps_name is None else settings[self._steps_name]
+        return steps if isinstance(steps, int) else 1
+
     def loader(self, settings: Settings) -> Iterable[Any]:
         """All samples in the micro-batches of `settings`; a pass over it can be made any number of times."""
         if not isinstance(self._loader, DataLoader) or self._fetched:
             return self._fetched
-        size, workers, loader = settings.micro_batch, settings.workers or 0, self._loader
+        size, workers, loader = settings["micro_batch"], settings["workers"] or 0, self._loader
         batches = self._keys if size is None else [self._keys[at : at + size] for at in range(0, len(self._keys), size)]
         dataset: Any = loader.dataset
         return DataLoader(

@@ -1,0 +1,349 @@
+"""tune: finding the fastest settings for a user's own model and data."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.parallel import DistributedDataParallel
+
+from ignite_train.arguments import describe, did_you_mean, positive_int, real_number
+from ignite_train.model.random_state import (
+    capture_random_state,
+    generators_within,
+    get_generator_state,
+    restore_random_state,
+    set_generator_state,
+)
+from ignite_train.ranks import collectives
+from ignite_train.tools.fixed_samples import FixedSamples
+from ignite_train.tools.search import Dimension, Search
+from ignite_train.tools.trial import Trial, TrialError
+from ignite_train.tools.tuned import Settings, Tuned, changed_settings, label
+from ignite_train.trainer import Trainer
+
+__all__ = ["tune"]
+
+_WINDOW = 1 / 100  # of the time in all: at most 5 rounds of two windows for each candidate, and 9 at the end
+_LONGEST_WINDOW = 1.0  # seconds
+_FIRST_UPDATES, _MOST_UPDATES = 3, 1000
+_PATIENCE = 3.0  # windows of the present settings, after which one of another candidate ends
+_SEARCH = 0.8  # of the time is for the search, the rest for the last race
+_STEP = 1.5  # one size of micro-batches is at least this many times the one before
+_ACCUMULATION = ("accumulation_steps", "gradient_accumulation_steps")
+_USUAL: Mapping[str, tuple[Any, ...]] = {"fused": (False, True), "channels_last": (False, True), "compile": (False, True)}
+_TOLERANCES = {"fp32": 1e-3, "bf16": 3e-2, "fp16": 1e-2}
+
+
+def tune(
+    make_trainer: Callable[..., Trainer],
+    loader: Iterable[Any],
+    *,
+    seconds: float = 60.0,
+    values: Mapping[str, Iterable[Any]] | None = None,
+) -> Tuned:
+    """Measures which settings compute the updates of a training fastest, and says what to write to have them.
+
+    `make_trainer` is a function of yours that makes model, optimizer and trainer. Its parameters are the settings that can
+    be varied, and their defaults are the present ones. These have usual values: `accumulation_steps` (or
+    `gradient_accumulation_steps`), `fused`, `channels_last` and `compile`; any other needs `values`. Beside them the threads of
+    torch and, in copies of the loader, the size of micro-batches and the worker processes are varied. The samples of an update
+    stay the same: it is cut into larger or smaller micro-batches, and accumulated over fewer or more of them.
+
+    One setting is varied after another. Each candidate is measured in turn with the fastest settings so far, on the same
+    samples and from the same random numbers, and is faster if it is so by more than 2 % in three quarters of the rounds. The
+    winner is measured once more beside the present settings, and that is the gain that is reported. A candidate that raises,
+    because there is too little memory for example, is a row of the table.
+
+    Afterwards random numbers, torch's threads and the loader's generators are what they were, also after an exception or
+    Ctrl-C. What the function shares with the program, such as a teacher with buffers, is not put back. The handlers that it
+    attaches run in the measurement: leave out those that write or evaluate. At most two of its trainers are in memory at a
+    time.
+
+    On several ranks each measures for itself, as if it were the only process, and the slowest counts. All ranks call it alike.
+
+    Args:
+        make_trainer: returns a new trainer, by `create_trainer` or `create_supervised_trainer`.
+        loader: of the training. Micro-batches can be cut and workers varied if it is a DataLoader over a map-style dataset; a
+            `batch_sampler` of your own fixes the micro-batches.
+        seconds: how long to search, roughly: the first window of a candidate, with what it compiles, is not interrupted.
+        values: what to try in place of the usual values, by name, such as `{"threads": [1, 2], "width": [64, 128]}`; an empty
+            list leaves a setting alone. Names are parameters of `make_trainer`, threads, micro_batch and workers.
+
+    Returns:
+        What was measured; `print` shows a table.
+
+    Raises:
+        TypeError: an argument is of the wrong type, a parameter of `make_trainer` has no default, or the loader is an iterator.
+        ValueError: a value is out of range, or the loader is empty, or the ranks have different settings.
+        RuntimeError: the present settings cannot be measured, or forward or the model have collectives of their own.
+
+    Example:
+        >>> import torch
+        >>> from ignite_train import create_trainer, tune
+        >>> def make_trainer(accumulation_steps=4, fused=None):
+        ...     model = torch.nn.Linear(64, 1)
+        ...     optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
+        ...     forward = lambda model, x: model(x).square().mean()
+        ...     return create_trainer(model, optimizer, forward, accumulation_steps=accumulation_steps)
+        >>> loader = torch.utils.data.DataLoader(torch.randn(512, 64), batch_size=8, shuffle=True)
+        >>> found = tune(make_trainer, loader, seconds=0.5, values={"workers": [], "threads": []})
+        >>> found.present["micro_batch"], found.fastest["micro_batch"] * found.fastest["accumulation_steps"]
+        (8, 32)
+    """
+    arguments, started = _defaults(make_trainer), perf_counter()
+    seconds = real_number("seconds", seconds, above=0)
+    with _put_back(loader) as random_state:
+        trials = _Trials(make_trainer, arguments, loader, random_state)
+        chosen, left_alone = trials.dimensions({} if values is None else values)
+        trials.fill_windows(min(_LONGEST_WINDOW, _WINDOW * seconds))
+        search = Search(trials, trials.present, lambda: collectives.largest(perf_counter() - started)[0] > _SEARCH * seconds)
+        search(chosen)
+    found = search.last_race if search.fastest != trials.present else None
+    return Tuned(
+        present=trials.present,
+        fastest=search.fastest,
+        gain=1.0 if found is None else sorted(found.ratios)[len(found.ratios) // 2],
+        gain_quartiles=(1.0, 1.0) if found is None else found.quartiles,
+        line=_line(changed_settings(search.fastest, trials.present), type(loader).__name__),
+        rows=tuple(search.rows),
+        warnings=tuple(trials.warnings),
+        left_alone=left_alone,
+        num_unmeasured=search.num_unmeasured,
+    )
+
+
+class _Trials:
+    """Makes trials on the same samples, from the same random numbers, and compares their first updates.
+
+    Args:
+        make_trainer: the user's function.
+        arguments: its parameters, and their defaults.
+        loader: the user's.
+        random_state: with which each trial begins.
+
+    Attributes:
+        present: the settings of the program.
+        warnings: what is not the same under other settings.
+    """
+
+    def __init__(
+        self, make_trainer: Callable[..., Trainer], arguments: Mapping[str, Any], loader: Iterable[Any], random_state: Any
+    ) -> None:
+        self._make_trainer, self._arguments, self._loader, self._random_state = make_trainer, arguments, loader, random_state
+        self._steps_name = next((name for name in _ACCUMULATION if name in arguments), None)
+        self._samples = FixedSamples(loader, _FIRST_UPDATES, self._steps_name, arguments)
+        self.present: Settings = {
+            "micro_batch": self._samples.micro_batch,
+            **arguments,
+            "threads": torch.get_num_threads(),
+            "workers": self._samples.workers,
+        }
+        self.warnings: list[str] = []
+        self._patience = math.inf
+        self._first: Trial | None = None  # with the present settings
+        self._draws = self._on_cpu = True
+        self._precision = "fp32"
+
+    def __call__(self, settings: Settings) -> Trial:
+        """Makes a trial of these settings. Collective."""
+        restore_random_state(self._random_state)
+        trial = Trial(self._make_trainer, settings, self._arguments, self._samples, patience=self._patience)
+        if self._first is None:
+            self._first = trial
+        elif not self._draws:
+            self._compare(trial, self._first)
+        return trial
+
+    def dimensions(self, given: Any) -> tuple[list[Dimension], dict[str, str]]:
+        """What to vary, in the order in which it is searched, and why the other settings are left alone. Collective.
+
+        Compiling is last, since it costs most. The dimensions are those of rank 0, so that all ranks measure the same.
+        """
+        if not isinstance(given, Mapping):
+            raise TypeError(f'values must be a mapping such as {{"threads": [1, 2]}}, got {describe(given)}')
+        usual: dict[str, tuple[Any, ...]] = {"threads": _powers(), "micro_batch": self._sizes(), "workers": (0, *_powers())}
+        usual |= {name: _USUAL.get(name, ()) for name in sorted(self._arguments, key=lambda name: name == "compile")}
+        for name in given:
+            if name not in usual:
+                raise ValueError(f"values must have keys among {', '.join(usual)}, got {name!r}{did_you_mean(name, usual)}")
+        found, left_alone = [], {}
+        for name in sorted(usual, key=lambda name: name == "compile"):
+            values = _listed(name, given.get(name, usual[name]))
+            now = self.present[name]
+            others = [value for value in values if value != now and not (now is None and value is False)]
+            if name in self._samples.why_fixed:
+                left_alone[name] = self._samples.why_fixed[name]
+            elif not others:
+                left_alone[name] = "left out by values" if name in given else "there is no other usual value"
+            else:
+                is_ordered = name in ("micro_batch", "threads", "workers")
+                every = tuple(sorted([now, *others]) if is_ordered else [now, *others])
+                found.append(Dimension(name, every, is_ordered, self._changed(name)))
+        left_alone.pop(self._steps_name or "", None)  # it follows the size of micro-batches
+        return self._agreed(found), left_alone
+
+    def fill_windows(self, seconds: float) -> None:
+        """Takes as many samples as the present settings compute in a window of this length. Collective.
+
+        Raises:
+            RuntimeError: the present settings cannot be measured, or forward or the model have collectives of their own.
+        """
+        try:
+            trial = self(self.present)
+            try:
+                taken, begun = trial.seconds(), collectives.any_rank(trial.num_collectives)
+                self._look_at(trial)
+            finally:
+                trial.close()
+        except TrialError as error:
+            raise RuntimeError(f"the present settings cannot be measured: {error}") from error
+        if begun:
+            raise RuntimeError(
+                "tune needs a model and a forward without collectives of their own, such as SyncBatchNorm's: a candidate that "
+                "fails on one rank would leave the others waiting; tune in a single process"
+            )
+        self._first = None  # what it was trained on is not what the others are
+        self._patience = _PATIENCE * max(seconds, 2 * taken)
+        updates = 1 + min(_MOST_UPDATES, max(2, round(seconds / max(taken, 1e-9))))
+        updates = int(collectives.largest(updates)[0])
+        self._samples = FixedSamples(self._loader, updates, self._steps_name, self._arguments)
+
+    def _look_at(self, trial: Trial) -> None:
+        """Notes what of the model depends on how an update is cut into micro-batches."""
+        assert trial.trainer is not None  # noqa: S101  # it is not closed
+        model = trial.trainer.model
+        if isinstance(model, DistributedDataParallel) or any(isinstance(module, FSDPModule) for module in model.modules()):
+            raise RuntimeError(
+                "make_trainer must leave the model without DistributedDataParallel and fully_shard, since tune measures each "
+                "rank alone; use idist.auto_model, which does, or tune a smaller model of the same kind"
+            )
+        self._precision = str(trial.trainer.config["precision"])
+        self._draws = any(isinstance(module, _DropoutNd) and module.p > 0 for module in model.modules())
+        norms = [name for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
+        if norms and "micro_batch" not in self._samples.why_fixed:
+            named = f"{norms[0]!r} and {len(norms) - 1} more" if len(norms) > 1 else repr(norms[0])
+            self.warnings.append(
+                f"{named}: BatchNorm takes mean and variance from a micro-batch, so that another size trains another model"
+            )
+        if self._draws:
+            self.warnings.append("dropout draws other numbers for another cut; so first updates are not compared")
+
+    def _compare(self, trial: Trial, first: Trial) -> None:
+        """Warns of settings with which the first update of the same samples, from the same weights, came out otherwise."""
+        for what, before in first.first_update.items():
+            after = trial.first_update[what]
+            if abs(after - before) > _TOLERANCES[self._precision] * max(abs(before), 1e-6):
+                changes = label(changed_settings(trial.settings, first.settings))
+                self.warnings.append(f"{changes}: the {what} of the same update is {after:.4g} in place of {before:.4g}")
+                return
+
+    def _changed(self, name: str) -> Callable[[Settings, Any], Settings]:
+        def change(settings: Settings, value: Any) -> Settings:
+            changed = {**settings, name: value}
+            if name == "micro_batch" and self._steps_name is not None:
+                changed[self._steps_name] = settings["micro_batch"] * settings[self._steps_name] // value
+            return changed
+
+        return change
+
+    def _sizes(self) -> tuple[int, ...]:
+        """Sizes of micro-batches that divide the samples of an update, above and below the present one."""
+        now = self._samples.micro_batch
+        if now is None or "micro_batch" in self._samples.why_fixed:
+            return ()
+        total = now * self._samples.accumulation_steps(self.present)
+        divisors = [size for size in range(1, total + 1) if total % size == 0]
+        above, below = [now], [now]
+        for size in divisors:
+            if size >= above[-1] * _STEP:
+                above.append(size)
+        for size in reversed(divisors):
+            if size * _STEP <= below[-1]:
+                below.append(size)
+        return (*reversed(below[1:]), *above)
+
+    def _agreed(self, found: list[Dimension]) -> list[Dimension]:
+        """The dimensions, if the settings of all ranks are the same; of each the values of rank 0."""
+        mine = (label(self.present), [(dimension.name, dimension.values) for dimension in found])
+        everyones = collectives.gather_objects(mine)
+        for rank, (settings, _) in enumerate(everyones):
+            if settings != everyones[0][0]:
+                raise ValueError(
+                    f"settings must be the same on all ranks, got {everyones[0][0]} on rank 0, {settings} on rank {rank}"
+                )
+        by_name = {dimension.name: dimension for dimension in found}
+        return [by_name[name]._replace(values=values) for name, values in everyones[0][1]]
+
+
+def _defaults(make_trainer: Any) -> dict[str, Any]:
+    """The parameters of the user's function and their defaults."""
+    if isinstance(make_trainer, Trainer):
+        raise TypeError(
+            "make_trainer must be a function that makes a new trainer, got a Trainer; write "
+            "def make_trainer(accumulation_steps=1, fused=None): ... return create_trainer(...)"
+        )
+    if not callable(make_trainer):
+        raise TypeError(f"make_trainer must be a function that makes a new trainer, got {describe(make_trainer)}")
+    found = {}
+    for name, parameter in inspect.signature(make_trainer).parameters.items():
+        if parameter.default is parameter.empty:
+            raise TypeError(f"make_trainer must have a default for each parameter, got {name!r} without one; write {name}=...")
+        found[name] = parameter.default
+    return found
+
+
+def _listed(name: str, values: Any) -> list[Any]:
+    if not isinstance(values, Iterable) or isinstance(values, (str, bytes, Mapping)):
+        raise TypeError(f"values[{name!r}] must be a list of values, got {describe(values)}")
+    listed = list(values)
+    if name in ("micro_batch", "threads"):
+        return [positive_int(f"values[{name!r}]", value) for value in listed]
+    return listed
+
+
+def _line(changes: Mapping[str, Any], loader: str) -> str:
+    """What to write to have these settings: in the loader, in the arguments of the function, and for torch."""
+    of_loader = {"micro_batch": "batch_size", "workers": "num_workers"}
+    parts = [f"torch.set_num_threads({value})" for key, value in changes.items() if key == "threads"]
+    for name, known in (("make_trainer", None), (loader, of_loader)):
+        taken = {
+            (known or {}).get(key, key): value
+            for key, value in changes.items()
+            if (key in of_loader) == (known is not None) and key != "threads"
+        }
+        if taken:
+            parts.append(
+                f"{name}({'' if known is None else '..., '}{', '.join(f'{key}={value!r}' for key, value in taken.items())})"
+            )
+    return "; ".join(parts)
+
+
+def _powers() -> tuple[int, ...]:
+    """Powers of 2 up to the processors that this process may use, and their number."""
+    number = len(os.sched_getaffinity(0)) if "sched_getaffinity" in dir(os) else os.cpu_count() or 1
+    return tuple(dict.fromkeys([*(1 << exponent for exponent in range(number.bit_length())), number]))
+
+
+@contextmanager
+def _put_back(loader: Any) -> Iterator[Any]:
+    """Puts random numbers, torch's threads and the generators of the loader back at the end of this `with`."""
+    threads, random_state = torch.get_num_threads(), capture_random_state()
+    generators = [(generator, get_generator_state(generator)) for generator in generators_within(loader).values()]
+    try:
+        yield random_state
+    finally:
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
+        for generator, state in generators:
+            set_generator_state(generator, state)
+        restore_random_state(random_state)
