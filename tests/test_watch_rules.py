@@ -575,11 +575,12 @@ def test_of_several_failures_one_is_the_first(monkeypatch: pytest.MonkeyPatch, f
     ("rank", "how", "level", "gone"),
     [
         (1, "killed", "ERROR", "rank 0, which hosts the store, is gone"),
+        (1, "told", "ERROR", "rank 0, which hosts the store, is gone"),
         (1, "ended", "INFO", ""),
         (1, "over", "INFO", ""),
         (0, "closed", "WARNING", ""),
     ],
-    ids=["of another", "of one that has ended", "at the end of a good run", "its own"],
+    ids=["of another", "after it has told a failure", "of one that has ended", "at the end of a good run", "its own"],
 )
 def test_a_store_that_is_lost_is_the_end_of_its_host(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, rank: int, how: str, level: str, gone: str
@@ -589,11 +590,13 @@ def test_a_store_that_is_lost_is_the_end_of_its_host(
     watch._host_ended, ended = how == "ended", []
     if how == "over":
         watch._over.set()
-    watch._processes, watch._ends_by_itself, watch._insist = {"process of 0": ["dead"]}, lambda: False, lambda: ended.append(1)
+    watch._cause = failure_board.PeerFailureError(0, 5, "KeyError: 3") if how == "told" else None
+    watch._processes = {"process of 0": ["dead"] if how != "told" else []}
+    watch._ends_by_itself, watch._insist = lambda: False, lambda: ended.append(1)
     caplog.set_level(logging.INFO)
     watch._lose_store(RuntimeError("connection reset"))
     (record,) = caplog.records
-    assert (record.levelname, watch.gone, ended) == (level, gone, [1] * (how == "killed"))
+    assert (record.levelname, watch.gone, ended) == (level, gone, [1] * (how in ("killed", "told")))
     text = gone or "the store at which the ranks met has ended"
     assert record.getMessage() == f"{text}; rank {rank} no longer notices failures of other ranks: connection reset"
 
