@@ -25,13 +25,13 @@ from test_failures import TIMEOUT, Board, Clock, Group, Loader, loop_for_ever, s
 from tiers import nightly, slow
 from update_options import with_options
 
-WAYS = ("buffers", "static graph", "fsdp", "dtensor", "replicas")
+WAYS = ("buffers", "static graph", "fsdp", "dtensor", "handle", "replicas")
 PLACES = ("loader", "handler", "forward", "backward", "evaluator", "save", "last save")
 IN_THE_GATE = {("buffers", "loader"), ("replicas", "save")}
 COVERING = {
     *(("buffers", place) for place in ("handler", "forward", "evaluator", "save")),
     *(("static graph", "loader"), ("static graph", "backward"), ("fsdp", "handler"), ("fsdp", "last save")),
-    *(("dtensor", "loader"), ("dtensor", "evaluator"), ("replicas", "forward"), ("replicas", "backward")),
+    *(("dtensor", "loader"), ("dtensor", "evaluator"), ("handle", "loader"), ("replicas", "forward"), ("replicas", "backward")),
 }
 
 
@@ -44,7 +44,7 @@ def make(way: str, forward: Callable[..., Any]) -> tuple[Trainer, nn.Module]:
     if way == "fsdp":
         fully_shard(model, mesh=init_device_mesh("cpu", (idist.get_world_size(),)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    options: dict[str, Any] = {"reduction": "explicit"} if way in ("dtensor", "replicas") else {}
+    options: dict[str, Any] = {"reduction": "explicit"} if way in ("dtensor", "handle", "replicas") else {}
     return create_trainer(model, optimizer, forward, **with_options(protect=False, **options)), model
 
 
@@ -62,6 +62,9 @@ def hang(board: Board, way: str, place: str) -> None:
         here("forward" if model.training else "evaluator", when=third)
         if way == "dtensor":
             spread(micro_batch[0])
+        if way == "handle":
+            handle = torch.distributed.all_reduce(torch.zeros(3), async_op=True)
+            handle.wait()
         output = cuts.forward(model, micro_batch)
         if model.training and third:
             output.loss.register_hook(lambda _gradient: here("backward"))

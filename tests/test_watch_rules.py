@@ -352,6 +352,24 @@ def test_where_a_rank_waits_is_seen_through_the_frames_of_torch(monkeypatch: pyt
 
 
 @pytest.mark.parametrize(
+    ("line", "modules", "expected"),
+    [
+        ("    handle.wait()", ["model"], ("stand (model.py:12)", True)),
+        ("    event.wait()", ["threading", "model"], ("stand (threading.py:12)", False)),
+        ("    waits = queue.get()", ["model"], ("stand (model.py:12)", False)),
+    ],
+    ids=["a handle of torch", "an event of Python", "neither"],
+)
+def test_a_script_that_waits_for_a_handle_waits_for_ranks(
+    monkeypatch: pytest.MonkeyPatch, line: str, modules: list[str], expected: Any
+) -> None:
+    """That method has no frame; what else is called so has one."""
+    monkeypatch.setattr(whereabouts.linecache, "getline", lambda _file, _number: line)
+    monkeypatch.setattr(whereabouts, "_frame_of", {123: frames(*modules)}.get)
+    assert whereabouts.find_whereabouts(123) == expected
+
+
+@pytest.mark.parametrize(
     ("writing", "expected"),
     [
         (frames("torch.distributed.c10d", "disk"), ("stand (c10d.py:12)", True)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import linecache
 import sys
 import threading
 from collections.abc import Iterator
@@ -78,7 +79,7 @@ def _top_of(frame: FrameType) -> Iterator[FrameType]:
 
 
 def _place(frame: FrameType) -> Whereabouts:
-    waiting = next((each for each in _top_of(frame) if _waits(each)), None)
+    waiting = frame if _awaits_handle(frame) else next((each for each in _top_of(frame) if _waits(each)), None)
     place = waiting or frame
     file = Path(place.f_code.co_filename).name
     return Whereabouts(f"{place.f_code.co_name} ({file}:{place.f_lineno})", waits=waiting is not None)
@@ -90,6 +91,12 @@ def _waits(frame: FrameType) -> bool:
         return True
     places = (_module(frame) + ".").startswith(tuple(place + "." for place in _WAITING_PLACES_OF_TORCH))
     return places and frame.f_code.co_name not in _PASSED_THROUGH
+
+
+def _awaits_handle(frame: FrameType) -> bool:
+    """Whether a script calls `wait` of a collective that it has begun. That method has no frame; those of Python have."""
+    is_script = _module(frame).partition(".")[0] not in _NOT_A_PLACE
+    return is_script and ".wait(" in linecache.getline(frame.f_code.co_filename, frame.f_lineno)
 
 
 def _module(frame: FrameType) -> str:
