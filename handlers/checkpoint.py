@@ -240,7 +240,7 @@ class Checkpoint(Handler):
             raise ValueError(f"best={self.cadence.best!r} needs an evaluator; pass attach(trainer, evaluator=...)")
         if self.cadence.best is not None:  # so that the score in a manifest can be read without the script
             mode = "min" if self.saver.retention.lower_is_better else "max"
-            trainer._description["best"] = {"metric": self.cadence.best, "mode": mode}
+            trainer.config["best"] = {"metric": self.cadence.best, "mode": mode}
         run = SavedRun(trainer, self.to_save, evaluator)
         run.refuse_odd_optimizers()
         self._run = run
@@ -356,7 +356,7 @@ class Checkpoint(Handler):
         self._attached()[1].put_back_objects()  # where the run was stopped before its epoch was continued
         if self.cadence.is_due_at_end(self._moment()):
             self._save(is_last=True)
-        with self._attached()[0].trainer._within("checkpoint"):
+        with self._attached()[0].trainer.section("checkpoint"):
             self.saver.wait(is_last=True)
 
     def _stop(self) -> None:
@@ -385,7 +385,7 @@ class Checkpoint(Handler):
     def _save(self, *, is_last: bool = False) -> None:
         started = time.monotonic()
         run, _ = self._attached()
-        with run.trainer._within("checkpoint"):
+        with run.trainer.section("checkpoint"):
             for trainer in (run.trainer, *run.trainers.values()):
                 trainer.verify_ranks()  # a state on which the ranks do not agree must not be saved
             self.saver.save(self._capture(), self._manifest(run.trainer), is_last=is_last)
@@ -412,7 +412,7 @@ class Checkpoint(Handler):
             serial=0,
             world_size=collectives.world_size(),
             score=None if score is None or not math.isfinite(score) else score,
-            config=plain_config(self.config, trainer._description),
+            config=plain_config(self.config, trainer.config),
             versions=versions(),
             files={},
         )

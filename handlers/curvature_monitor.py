@@ -91,7 +91,7 @@ class CurvatureMonitor(Handler):
         Raises:
             TypeError: its model is sharded.
         """
-        model = trainer._stateful_parts["model"]
+        model = trainer.model
         assert isinstance(model, nn.Module)  # noqa: S101  # for the type
         self._model = unwrap(model)
         if any(isinstance(module, FSDPModule) for module in self._model.modules()):

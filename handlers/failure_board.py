@@ -112,7 +112,7 @@ class FailureBoard(Handler):
 
         A failure is written before handlers of EXCEPTION_RAISED that were attached earlier.
         """
-        trainer._replace_default(self)
+        trainer.replace_default(self)
         trainer.on_enter.append(self._start)
         trainer.on_exit.append(self._finish)
         trainer.prepend_event_handler(Events.EXCEPTION_RAISED, self._fail)

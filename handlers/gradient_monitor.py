@@ -121,7 +121,7 @@ class GradientMonitor(Handler):
         self._handles, self._weights, self._found, self._parameters = [], [], [], []
 
     def _before_step(self, trainer: Trainer) -> None:
-        model = trainer._stateful_parts["model"]
+        model = trainer.model
         assert isinstance(model, nn.Module)  # noqa: S101  # create_trainer passes a module
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad and p.is_floating_point()]
         self._layers = [self._layer(name) for name, _ in named]

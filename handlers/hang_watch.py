@@ -101,7 +101,7 @@ class HangWatch(Handler):
     def attach(self, trainer: Trainer, *, evaluator: Engine | None = None) -> None:
         """Watches each run of `trainer` from STARTED until it is over; micro-batches of `evaluator` count as progress."""
         self._evaluator = evaluator
-        trainer._replace_default(self)
+        trainer.replace_default(self)
         trainer.on_enter.append(self._start)
         trainer.on_exit.append(self._finish)
 

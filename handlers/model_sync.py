@@ -67,12 +67,12 @@ class ModelSync(Handler):
         """
         if not isinstance(evaluator, Engine) or isinstance(evaluator, Trainer):
             raise TypeError(f"evaluator must be what create_evaluator returned, got {describe(evaluator)}")
-        if self.with_weights and trainer._description["reduction"] == "local":
+        if self.with_weights and trainer.config["reduction"] == "local":
             raise ValueError(
                 "with_weights must be False with reduction='local', got True: it would end what the other replicas have "
                 "learnt; evaluate after an outer step of OuterOptimizer"
             )
-        model: Any = trainer._stateful_parts["model"]
+        model: Any = trainer.model
         self._model = model
         if isinstance(evaluator, Evaluator):
             evaluator.on_enter.insert(0, lambda _: self())

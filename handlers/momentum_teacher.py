@@ -92,7 +92,7 @@ class MomentumTeacher(Handler):
                 f"teacher must have the parameters of student, sharded alike, got a difference in {wrong[0]!r}; make it with "
                 "copy.deepcopy(student)"
             )
-        trained = {id(parameter) for parameter in stepped_parameters(trainer._stateful_parts)}
+        trained = {id(parameter) for parameter in stepped_parameters(trainer.optimizers)}
         if any(id(parameter) in trained for parameter in self.teacher.parameters()):
             raise ValueError(
                 "teacher must not be trained, got one with parameters of the optimizer; pass a deepcopy of student"

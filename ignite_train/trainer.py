@@ -103,7 +103,7 @@ class Trainer(SessionLoop):
         self._before_norm: list[Callable[[Trainer], None]] = []  # called after an update's last backward, on every rank
         self._after_update: list[Callable[[Trainer], None]] = []  # called when an update is counted, before its last events
         self._on_record: list[Callable[[UpdateOutput], None]] = []  # called after that with its record
-        self._ranks_are_alike = True  # False while replicas that train locally differ
+        self.replicas_are_equal = True  # False while replicas that train locally differ
         self._stateful_parts: dict[str, Stateful] = dict(parts or {})
         self._description = dict(settings or {})
         self._max_micro_batches: int | None = None  # of the rank that has the most in this update; None if unknown
@@ -136,8 +136,11 @@ class Trainer(SessionLoop):
         return {"optimizer": found} if isinstance(found, Optimizer) else found
 
     @property
-    def config(self) -> Mapping[str, Any]:
-        """How the trainer was made, in plain types: accumulation steps, limit of the norm, precision, reduction, seed."""
+    def config(self) -> dict[str, Any]:
+        """How the trainer was made, in plain types: accumulation steps, limit of the norm, precision, reduction, seed.
+
+        It stands in each checkpoint and in TensorBoard. A handler may add what it was made with.
+        """
         return self._description
 
     def __repr__(self) -> str:
@@ -409,8 +412,9 @@ class Trainer(SessionLoop):
             )
         self.fire_event(TrainEvents.STEP_SKIPPED)
 
-    def _measured(self) -> Sections:
-        """The sections of this trainer's runs, measured from here on."""
+    @property
+    def sections(self) -> Sections:
+        """How the time of this trainer's runs divides into sections, measured from the first time that this is asked for."""
         if self._sections is None:
             self._sections = sections = Sections()
             self._begin_section = sections.switch
@@ -418,8 +422,8 @@ class Trainer(SessionLoop):
             self.on_exit.append(lambda: sections.switch(None))
         return self._sections
 
-    def _within(self, section: str) -> AbstractContextManager[None]:
-        """The `with` of a section of the run."""
+    def section(self, section: str) -> AbstractContextManager[None]:
+        """A `with` whose time is that of a section of the run, such as `"evaluation"`, if anything measures sections."""
         return nullcontext() if self._sections is None else self._sections.within(section)
 
     def verify_ranks(self) -> None:
@@ -431,7 +435,7 @@ class Trainer(SessionLoop):
         for piggyback in self.piggybacks:
             piggyback.settle()
 
-    def _replace_default(self, handler: object) -> None:
+    def replace_default(self, handler: object) -> None:
         """Takes off the default handler of the same kind. A handler that can be a default calls it when it is attached."""
         for default in [default for default in self._defaults if isinstance(handler, type(default))]:
             self._defaults.remove(default)

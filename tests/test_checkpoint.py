@@ -199,7 +199,7 @@ def test_the_end_is_saved_though_an_earlier_run_came_as_far(tmp_path: Path) -> N
     Checkpoint(tmp_path, every=100, keep=9).attach(trainer)
     trainer.run(LOADER, max_iters=2)
     trainer.run(LOADER, max_iters=4)
-    optimizer: Any = trainer._stateful_parts["optimizer"]
+    optimizer: Any = trainer.optimizers["optimizer"]
     trainer.add_event_handler(Events.ITERATION_STARTED, lambda: optimizer.param_groups[0].update(lr=0.5))
     trainer.run(LOADER, max_iters=4, resume=tmp_path / "update-00000002")
     assert [path.name for path in sorted(tmp_path.glob("update-*"))] == ["update-00000002", "update-00000004.1"]
@@ -350,7 +350,7 @@ def test_updates_on_demand_are_not_taken_back(tmp_path: Path) -> None:
 
 def refusal(directory: Path, trainer: Trainer, **options: Any) -> str:
     """Why a fresh trainer cannot resume there; its weights have not changed."""
-    model = trainer._stateful_parts["model"]
+    model = trainer.model
     before = {name: value.clone() for name, value in model.state_dict().items()}
     Checkpoint(directory, **options).attach(trainer)
     with pytest.raises(CheckpointError) as error:
@@ -610,7 +610,7 @@ def test_schedules_with_nested_state(schedule: Any, tmp_path: Path) -> None:
         rates: list[Any] = []
         for limit in limits:
             trainer, _ = make()
-            LearningRateSchedule(schedule(trainer._stateful_parts["optimizer"])).attach(trainer)
+            LearningRateSchedule(schedule(trainer.optimizers["optimizer"])).attach(trainer)
             trainer.add_event_handler(
                 Events.ITERATION_COMPLETED, lambda engine: rates.append(engine.state.output.learning_rates)
             )
@@ -853,7 +853,7 @@ def test_the_run_itself_among_the_additional_objects(stop: int, tmp_path: Path) 
                 TrainEvents.MICRO_BATCH_STARTED,
                 lambda: seen[-1].append(trainer.state.num_micro_batches),  # noqa: B023
             )
-            to_save = {"trainer": trainer, "model": model, "optimizer": trainer._stateful_parts["optimizer"]}
+            to_save = {"trainer": trainer, "model": model, "optimizer": trainer.optimizers["optimizer"]}
             Checkpoint(directory, to_save=to_save).attach(trainer)
             trainer.run(LOADER[:4], max_iters=limit)
         return model.weight.tolist()

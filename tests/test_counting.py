@@ -203,7 +203,7 @@ def of_a_rank(reduction: str, handlers: str, accelerator: bool) -> tuple[list[in
         wrap: Any = DistributedDataParallel if reduction in ("ddp", "auto") else lambda model: model
         trainer = trainer_with(wrap, handlers, 0.01, reduction=reduction)
         if handlers == "all":
-            StateConsistency(trainer._stateful_parts["model"], trainer._stateful_parts["optimizer"]).attach(
+            StateConsistency(trainer.model, trainer.optimizers["optimizer"]).attach(
                 trainer, Events.ITERATION_COMPLETED(every=100)
             )
         return traffic_of(trainer)

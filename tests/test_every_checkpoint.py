@@ -422,7 +422,7 @@ def test_workers_of_a_validation_that_are_started_again_leave_no_trace(tmp_path:
 def _validate_in_a_worker(opened: list[Any], trainer: Trainer) -> None:
     held_out = DataLoader(Numbers(), batch_size=4, num_workers=1, persistent_workers=True)
     opened.append(held_out)
-    model = trainer._stateful_parts["model"]
+    model = trainer.model
     assert isinstance(model, nn.Module)
     Validation(create_evaluator(model, lambda model, x: ForwardOutput(x.sum().float(), 1)), held_out).attach(trainer)
 

@@ -222,7 +222,7 @@ def fail_on_one_rank(board: Board, site: str, failing: int, reduction: str, prot
     trainer = make(reduction, forward)
     first = next(iter(trainer._update.model.parameters()))  # type: ignore[attr-defined]
     first.register_hook(lambda _gradient: boom("backward"))
-    trainer._stateful_parts["optimizer"].register_step_pre_hook(lambda *_: boom("step"))  # type: ignore[attr-defined]
+    trainer.optimizers["optimizer"].register_step_pre_hook(lambda *_: boom("step"))  # type: ignore[attr-defined]
     if protected:
         FailureBoard().attach(trainer)
     for name, event in EVENTS.items():

@@ -75,7 +75,7 @@ def note(engine: Engine, *events: Any) -> list[tuple[str, int, int]]:
 
 
 def weight(trainer: Trainer) -> float:
-    return trainer._stateful_parts["model"].weight.item()
+    return trainer.model.weight.item()
 
 
 # --- batches ---------------------------------------------------------------------------------------------------------------
@@ -172,7 +172,7 @@ def test_checkpoints_of_ignites_are_numbered_by_the_step(tmp_path):
     """`global_step_from_engine` on STEP_COMPLETED gives the step; the epoch, which it gave before, overwrote files."""
     trainer, _ = make()
     saver = IgniteCheckpoint(
-        {"model": trainer._stateful_parts["model"]},
+        {"model": trainer.model},
         DiskSaver(str(tmp_path), require_empty=False),
         n_saved=None,
         global_step_transform=global_step_from_engine(trainer),

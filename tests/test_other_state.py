@@ -101,7 +101,7 @@ def refusal(trainer: Trainer) -> str:
     """Why it cannot resume; nothing of it has changed."""
 
     def state() -> Any:
-        parts = [trainer._stateful_parts["model"], trainer._stateful_parts["optimizer"], trainer]
+        parts = [trainer.model, trainer.optimizers["optimizer"], trainer]
         return bit_by_bit([*(part.state_dict() for part in parts), torch.get_rng_state()])
 
     before = state()
@@ -337,7 +337,7 @@ def test_sgd_may_have_no_momentum_yet(value: Any, says: str, tmp_path: Path) -> 
 def test_a_number_that_another_torch_keeps_is_taken(value: Any, says: str, tmp_path: Path) -> None:
     """A single number of any name beside the moments; what has another shape than the parameter is refused."""
     trainer = build(tmp_path)
-    state = trainer._stateful_parts["optimizer"].state
+    state = trainer.optimizers["optimizer"].state
     trainer.add_event_handler(
         Events.ITERATION_COMPLETED, lambda: [entry.update(new=copy.copy(value)) for entry in state.values()]
     )
@@ -347,7 +347,7 @@ def test_a_number_that_another_torch_keeps_is_taken(value: Any, says: str, tmp_p
         assert says in refusal(again)
         return
     again.run(LOADER, max_iters=3)
-    assert [float(entry["new"]) for entry in again._stateful_parts["optimizer"].state.values()] == [3.0] * 6
+    assert [float(entry["new"]) for entry in again.optimizers["optimizer"].state.values()] == [3.0] * 6
 
 
 class WithRows(torch.optim.AdamW):
@@ -366,7 +366,7 @@ def test_what_a_class_of_the_user_adds_to_one_of_torch_is_taken(tmp_path: Path) 
     saved(tmp_path, optimizer)
     trainer = build(tmp_path, optimizer)
     trainer.run(LOADER, max_iters=3)
-    assert [len(state["rows"]) for state in trainer._stateful_parts["optimizer"].state.values()] == [8, 8, 8, 8, 2, 2]
+    assert [len(state["rows"]) for state in trainer.optimizers["optimizer"].state.values()] == [8, 8, 8, 8, 2, 2]
     forge(tmp_path, lambda index, data: replace_tensor(index, data, MOMENT, torch.zeros(1)))
     assert "exp_avg of 0.weight has shape (1,) and not (8, 8)" in refusal(build(tmp_path, optimizer))
 
@@ -560,7 +560,7 @@ def test_of_two_of_one_shape_none_is_the_odd_one(tmp_path: Path) -> None:
     saved(tmp_path, optimizer)
     trainer = build(tmp_path, optimizer)
     trainer.run(LOADER, max_iters=3)
-    assert [float(state["kept"].max()) for state in trainer._stateful_parts["optimizer"].state.values()] == [3.0] * 6
+    assert [float(state["kept"].max()) for state in trainer.optimizers["optimizer"].state.values()] == [3.0] * 6
 
 
 # --- options ---
@@ -577,7 +577,7 @@ def test_what_the_script_sets_in_another_way_is_listed(tmp_path: Path, caplog: A
         caplog.clear()
         trainer = build(tmp_path, other)
         trainer.run(LOADER, max_iters=updates)
-        group = trainer._stateful_parts["optimizer"].param_groups[0]
+        group = trainer.optimizers["optimizer"].param_groups[0]
         assert (group["lr"], group["amsgrad"]) == (0.01, False)
         (line,) = [line for line in logged(caplog) if "resuming from" in line]
         assert "changed since: optimizer.lr: 0.01 -> 0.5 (the checkpoint's is used; script_wins=('lr',) takes the " in line
@@ -610,7 +610,7 @@ def test_options_that_are_not_numbers_are_kept(tmp_path: Path, caplog: Any) -> N
     saved(tmp_path, optimizer(0.5, torch.float16))
     trainer = build(tmp_path, optimizer(0.25, torch.float64))
     trainer.run(LOADER, max_iters=3)
-    group = trainer._stateful_parts["optimizer"].param_groups[0]
+    group = trainer.optimizers["optimizer"].param_groups[0]
     assert (group["scales"].tolist(), group["levels"][0].tolist(), group["dtype"]) == ([0.5, 0.5], [0.5, 0.5], torch.float16)
     (line,) = [line for line in logged(caplog) if "resuming from" in line]
     assert "optimizer.betas: [0.5] -> [0.25] (the checkpoint's" in line
@@ -627,7 +627,7 @@ def test_what_is_frozen_now_and_was_not_is_listed(part: Any, names: str, tmp_pat
 
     def run(updates: int, frozen: int) -> list[str]:
         trainer = build(tmp_path)
-        model: Any = trainer._stateful_parts["model"]
+        model: Any = trainer.model
         trainer.add_event_handler(Events.ITERATION_STARTED(once=2), lambda: part(model[frozen]).requires_grad_(False))
         caplog.clear()
         trainer.run(LOADER, max_iters=updates)
@@ -643,7 +643,7 @@ def test_what_the_script_freezes_now_is_listed(tmp_path: Path, caplog: Any) -> N
     saved(tmp_path)
     caplog.clear()
     trainer = build(tmp_path)
-    model: Any = trainer._stateful_parts["model"]
+    model: Any = trainer.model
     model[1].requires_grad_(False)
     trainer.run(LOADER, max_iters=3)
     (line,) = [line for line in logged(caplog) if "requires_grad" in line]
@@ -705,7 +705,7 @@ def test_the_script_wins_where_it_is_told_to(tmp_path: Path, caplog: Any) -> Non
         caplog.clear()
         trainer = build(tmp_path, other, script_wins=("lr", "weight_decay"))
         trainer.run(LOADER, max_iters=updates)
-        group = trainer._stateful_parts["optimizer"].param_groups[0]
+        group = trainer.optimizers["optimizer"].param_groups[0]
         assert (group["lr"], group["weight_decay"], group["eps"]) == (0.5, 0.25, 1e-8)
         (line,) = [line for line in logged(caplog) if "resuming from" in line]
         assert ("optimizer.lr: 0.01 -> 0.5 (the script's is used)" in line) == changed
@@ -987,9 +987,7 @@ def sharded_by_zero(directory: str, updates: int, seed: int) -> Any:
         Checkpoint(directory, every=1).attach(trainer)
     trainer.run(LOADER, max_iters=updates)
     moments = optimizer.optim.state_dict()["state"]
-    return bit_by_bit([*trainer._stateful_parts["model"].state_dict().values()]), bit_by_bit(
-        {key: moments[key] for key in sorted(moments)}
-    )
+    return bit_by_bit([*trainer.model.state_dict().values()]), bit_by_bit({key: moments[key] for key in sorted(moments)})
 
 
 @pytest.mark.slow
@@ -1294,7 +1292,7 @@ from test_other_state import LOADER, adamw, build, net
 from ignite_train import CheckpointError
 from ignite_train.checkpoint import inspection as checkpoint
 trainer = build(Path({directory!r}))
-trainer._stateful_parts["optimizer"].zero_grad()
+trainer.optimizers["optimizer"].zero_grad()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 try:
     {action}

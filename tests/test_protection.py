@@ -161,7 +161,7 @@ def replace(when: str) -> Any:
     if when == "after a run":
         trainer.run(loader(), max_epochs=1)
     own: list[Any] = [
-        StateConsistency(module, trainer._stateful_parts["optimizer"]),
+        StateConsistency(module, trainer.optimizers["optimizer"]),
         GradNormConsistency(),
         OwnWatch(50),
         FailureBoard(),
@@ -248,7 +248,7 @@ def test_buffers_of_a_ranks_own_are_no_false_alarm(way: Way) -> None:
 
 def train_with_divided_state(settings: dict[str, Any]) -> Any:
     trainer, module = make("ddp", protect={"state_consistency": {"every": 1, **settings}})
-    state = trainer._stateful_parts["optimizer"].state  # type: ignore[attr-defined]
+    state = trainer.optimizers["optimizer"].state  # type: ignore[attr-defined]
     trainer.add_event_handler(
         TrainEvents.STEP_COMPLETED(once=1), lambda: state[module.weight].update(own=torch.tensor(idist.get_rank()))
     )

@@ -632,7 +632,7 @@ def test_a_signal_during_a_fetch_changes_no_bit(stop: Callable[[Trainer], None],
             trainer.run(loader, max_epochs=2)
         finally:
             signal.signal(signal.SIGUSR1, before)
-        return seen, bit_by_bit(trainer._stateful_parts["model"].state_dict())
+        return seen, bit_by_bit(trainer.model.state_dict())
 
     whole = train(0)
     assert [at for at in range(1, 13) if train(at) != whole] == []

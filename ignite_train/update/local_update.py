@@ -151,7 +151,7 @@ class LocalUpdate(Update):
     def _finish(self, output: UpdateOutput) -> None:
         super()._finish(replace(output, skipped_reason=self._own.decision.skipped_reason))
         if output.applied:
-            self._trainer._ranks_are_alike = False
+            self._trainer.replicas_are_equal = False
         if not self._trainer._after_update and not self._is_warned:
             self._is_warned = True
             logging.getLogger("ignite_train").warning(
