@@ -96,8 +96,11 @@ class SealedMessages:
         return self._unseal(name, self._store.compare_set(name, _ABSENT, _ABSENT))  # the one read of a store that never waits
 
     def read_all(self, names: Iterable[str]) -> dict[str, Any]:
-        """The values that ranks have left under these names; one request to the store, and one for each that is missing."""
-        there = [name for name in names if name in self._there or self.has(name)]
+        """The values that ranks have left under these names; two requests to the store, one for each name if one is missing."""
+        names = list(names)
+        new = [name for name in names if name not in self._there]
+        all_there = not new or self._store.check(new)
+        there = names if all_there else [name for name in names if name in self._there or self.has(name)]
         self._there.update(there)
         records = self._store.multi_get(there) if there else []
         values = {name: self._unseal(name, record) for name, record in zip(there, records, strict=True)}
