@@ -25,7 +25,7 @@ from ignite_train.checkpoint.manifest import Manifest, seal
 from ignite_train.checkpoint.resume import Resumption, log_how_exact
 from ignite_train.checkpoint.retention import Retention
 from ignite_train.checkpoint.run_objects import SavedRun, checked_objects
-from ignite_train.checkpoint.run_state import restore_model
+from ignite_train.checkpoint.run_state import check_contents, restore_model
 from ignite_train.checkpoint.state_rules import StateRules
 from ignite_train.checkpoint.writer import GIVE_UP_AFTER, CheckpointWriter
 from ignite_train.errors import CheckpointError
@@ -46,7 +46,7 @@ class BestCheckpoint(NamedTuple):
 
 
 _logger = logging.getLogger(__name__)
-_EMPTY = {"dict": []}  # the tree of an empty state_dict
+_EMPTY: dict[str, list[Any]] = {"dict": []}  # the tree of an empty state_dict
 _PATIENCE_SECONDS = 30.0  # for a save in flight, when the run breaks off
 
 
@@ -63,16 +63,18 @@ class Checkpoint(Handler):
     memory of the host, which stays reserved; a thread does the rest, one save at a time. An error of a save is raised at the
     next save or at the end of the run, on all ranks.
 
-    Any number of ranks can read what another number wrote. A rank that did not exist then takes over the state of rank 0, with
-    other random numbers. In the middle of an epoch that needs a `ResumableLoader`, and each sample is still used once. What a
-    loader may not repeat exactly is logged when the run starts. Models sharded by `fully_shard` are written in shards and can
-    be read with any other sharding, or unsharded.
+    Any number of ranks can read what another number wrote, unless an optimizer or an object of `to_save` differs between the
+    ranks, as a distributed Muon does: then each rank has its own back, on as many ranks. A rank that did not exist takes over
+    the state of rank 0, with other random numbers. In the middle of an epoch that needs a `ResumableLoader`, and each sample
+    is still used once. What a loader may not repeat exactly is logged when the run starts. Models sharded by `fully_shard` are
+    written in shards and can be read with any other sharding, or unsharded.
 
     Nothing in a checkpoint is executed when it is read: it holds numbers, strings and tensors, and no pickle. A run holds its
     directory: a second run there is refused while the first is alive. All machines of a run must see the same files in it.
 
     When a run starts, a save without the tensors is tried, so that a state that cannot be stored, or a directory that cannot be
-    written to, is found before the first batch.
+    written to, is found before the first batch. After the first step, when the optimizer has a state, the state is tried once
+    more, and looked at as a resumed run would.
 
     Args:
         directory: where the checkpoints of this run are written.
@@ -87,9 +89,9 @@ class Checkpoint(Handler):
         mode: whether the best is the `"min"` or the `"max"`; None: the words of its name decide, such as loss, error and
             perplexity, or accuracy, bleu, f1 and auc, and the log says how.
         keep_best: how many of the best checkpoints stay.
-        to_save: more objects with `state_dict` and `load_state_dict`, by name. They must be equal on all ranks, since rank 0
-            writes them; but the buffers of a module may differ. Of another trainer its model, its optimizers and its handlers
-            are saved too, and what belongs to each rank is written by each.
+        to_save: more objects with `state_dict` and `load_state_dict`, by name. Rank 0 writes what is equal on all ranks, and
+            where the ranks differ each writes its own. Of another trainer its model, its optimizers and its handlers are saved
+            too, and what belongs to each rank is written by each.
         config: plain values of the script. When the run resumes, the log lists which of them have changed.
         asynchronous: False writes each checkpoint before training continues.
         on_error: what happens when a save fails: `"raise"`, or `"warn"` and train on. The older checkpoints stay in both cases.
@@ -127,6 +129,8 @@ class Checkpoint(Handler):
         >>> checkpoint.latest.name
         'update-00000004'
     """
+
+    is_collective = True
 
     def __init__(
         self,
@@ -176,6 +180,7 @@ class Checkpoint(Handler):
         self._resumption: Resumption | None = None
         self._is_running = self._has_warned = False
         self._empty: set[str] = set()  # names in `to_save` that a warning was given for
+        self._untried_until = math.inf  # the number of steps after which the state is tried once more
 
     def __repr__(self) -> str:
         latest = "" if self.latest is None else f", latest={self.latest.name!r}"
@@ -245,12 +250,14 @@ class Checkpoint(Handler):
             raise ValueError(f"best={self.cadence.best!r} needs an evaluator; pass attach(trainer, evaluator=...)")
         if self.cadence.best is not None:  # so that the score in a manifest can be read without the script
             mode = "min" if self.saver.retention.lower_is_better else "max"
-            trainer._description["best"] = {"metric": self.cadence.best, "mode": mode}
+            trainer.config["best"] = {"metric": self.cadence.best, "mode": mode}
         run = SavedRun(trainer, self.to_save, evaluator)
         run.refuse_odd_optimizers()
         self._run = run
         self._resumption = Resumption(run, self._rules, self.saver, self.config, self.on_changed_data)
         self._follow_evaluations()
+        for one in (trainer, *run.trainers.values()):
+            one.mark_everything()
         trainer._resume_with = self._resuming
         if self.cadence.every_seconds is not None:
             trainer.piggybacks.append(self.cadence)
@@ -336,6 +343,7 @@ class Checkpoint(Handler):
         """After all other handlers of STARTED: an error that each save would meet is found before the first batch."""
         seal(self._manifest(trainer))
         self.saver.try_out(self._capture())
+        self._untried_until = trainer.state.num_steps  # an optimizer has no state before its first step
 
     # --- when the run is saved --------------------------------------------------------------------------------------------
 
@@ -348,6 +356,10 @@ class Checkpoint(Handler):
         self.cadence.note_evaluation(run.trainer.state.iteration, evaluator.state.metrics)
 
     def _after_update(self, trainer: Trainer) -> None:
+        if trainer.state.num_steps > self._untried_until:
+            self._untried_until = math.inf
+            contents, run = self._capture(), self._attached()[0]
+            self.saver.try_reading(lambda: check_contents(contents, run, self._rules))
         is_last = trainer.should_terminate  # then the handlers of the end come next, and they save
         if not is_last and self.cadence.is_due_after_update(trainer.state.iteration):
             self._save()
@@ -361,7 +373,7 @@ class Checkpoint(Handler):
         self._attached()[1].put_back_objects()  # where the run was stopped before its epoch was continued
         if self.cadence.is_due_at_end(self._moment()):
             self._save(is_last=True)
-        with self._attached()[0].trainer._within("checkpoint"):
+        with self._attached()[0].trainer.section("checkpoint"):
             self.saver.wait(is_last=True)
 
     def _stop(self) -> None:
@@ -393,9 +405,10 @@ class Checkpoint(Handler):
     def _save(self, *, is_last: bool = False) -> None:
         started = time.monotonic()
         run, _ = self._attached()
-        with run.trainer._within("checkpoint"):
+        with run.trainer.section("checkpoint"):
             for trainer in (run.trainer, *run.trainers.values()):
                 trainer.verify_ranks()  # a state on which the ranks do not agree must not be saved
+                trainer.warn_if_spoilt()
             self.saver.save(self._capture(), self._manifest(run.trainer), is_last=is_last)
         self.cadence.note_save(self._moment(), run.trainer.state.iteration, started)
         self.held_seconds = time.monotonic() - started
@@ -433,7 +446,7 @@ class Checkpoint(Handler):
             serial=0,
             world_size=collectives.world_size(),
             score=None if score is None or not math.isfinite(score) else score,
-            config=plain_config(self.config, trainer._description),
+            config=plain_config(self.config, trainer.config),
             versions=versions(),
             files={},
         )

@@ -14,9 +14,8 @@ from ignite_train.arguments import describe, positive_int, real_number
 from ignite_train.device.to_device import ToDevice
 from ignite_train.forward import BoundForward, Forward, as_forward_output, bind_forward
 from ignite_train.handler import Handler
+from ignite_train.model.forward_state import ForwardState
 from ignite_train.model.micro_batch_rollback import writing_error, written_into
-from ignite_train.model.modules_used import modules_used
-from ignite_train.model.replay import SideEffects
 from ignite_train.ranks import collectives
 from ignite_train.ranks.wrapping import unwrap
 from ignite_train.trainer import Trainer
@@ -34,8 +33,9 @@ class CurvatureMonitor(Handler):
     The power iteration (G. Golub and C. Van Loan, Matrix Computations, 7.3) repeats v ← Hv / ‖Hv‖ from a random v, with
     λ = vᵀHv, until ‖Hv - λv‖ ≤ `tolerance` · |λ|: some eigenvalue is then that close to λ. Each step of it costs a forward and
     two backwards of the group, reads of the device, and on several ranks an all-reduce of the size of the block. Between two
-    looks it does nothing. Random state, buffers, those of other modules that forward uses too, and `state.carried` are put
-    back, and each step sees the same dropout masks, so that a run with it has the bits of one without.
+    looks it does nothing. What forward changes is put back: random state, also of generators that it or a module
+    holds; buffers and attributes of modules; parameters that it moves; `state.carried`. So each step sees the same dropout
+    masks, and a run with it has the bits of one without. What forward keeps outside of the modules is not put back.
 
     Forward runs without autocast, without `torch.compile` and without the wrapper. It must be differentiable twice: fused
     attention is not, so use `torch.nn.attention.sdpa_kernel(SDPBackend.MATH)` in it. Sharded models are refused. All ranks
@@ -66,6 +66,8 @@ class CurvatureMonitor(Handler):
         {'curvature/model': 18.0}
     """
 
+    is_collective = True
+
     def __init__(
         self,
         forward: Forward,
@@ -91,7 +93,7 @@ class CurvatureMonitor(Handler):
         Raises:
             TypeError: its model is sharded.
         """
-        model = trainer._stateful_parts["model"]
+        model = trainer.model
         assert isinstance(model, nn.Module)  # noqa: S101  # for the type
         self._model = unwrap(model)
         if any(isinstance(module, FSDPModule) for module in self._model.modules()):
@@ -99,6 +101,7 @@ class CurvatureMonitor(Handler):
         if self._blocks is None:
             self._blocks = {"model": _trainable("model", self._model)}
         self._transfer = ToDevice(next(self._model.parameters()).device)
+        self._forward_state = ForwardState(self._model, trainer.state.carried, self._forward)
         self._bound: BoundForward = bind_forward(self._forward, lambda: trainer.state)
         return trainer.prepend_event_handler(Events.ITERATION_COMPLETED(every=self.every), self)  # before loggers
 
@@ -108,7 +111,6 @@ class CurvatureMonitor(Handler):
         Raises:
             ValueError: forward writes into its micro-batch.
         """
-        self._modules = nn.ModuleList([self._model, *modules_used([self._forward])])
         for name, parameters in (self._blocks or {}).items():
             value = self._largest_eigenvalue(trainer, parameters)
             trainer.state.metrics.pop(f"curvature/{name}", None)
@@ -131,7 +133,7 @@ class CurvatureMonitor(Handler):
 
     def _times_hessian(self, trainer: Trainer, parameters: Sequence[nn.Parameter], direction: Tensor) -> Tensor:
         """Hv of the mean loss over the micro-batches of all ranks; leaves no trace."""
-        state, side_effects = trainer.state, SideEffects(self._modules, trainer.state.carried)
+        state, before = trainer.state, self._forward_state.mark()
         total, sample_size = torch.zeros_like(direction), 0.0
         try:
             for index, micro_batch in enumerate(state.batch):
@@ -146,7 +148,7 @@ class CurvatureMonitor(Handler):
                 _add_product(total, output.loss, parameters, direction)
         finally:
             state.micro_batch_in_group = None
-            side_effects.undo()
+            self._forward_state.put_back(before)
         if (work := collectives.start_sum(total)) is not None:
             work.wait()
         return total / collectives.total([sample_size])[0]  # NaN without samples

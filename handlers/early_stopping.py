@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from ignite.engine import Engine, Events
+from ignite.engine import Engine
 
 from ignite_train.arguments import positive_int, real_number
 from ignite_train.handler import ScoreHandler
@@ -83,7 +83,7 @@ class EarlyStopping(ScoreHandler):
     def attach(self, trainer: Trainer) -> None:
         """Ends the runs of `trainer`."""
         super().attach(trainer)
-        trainer.add_event_handler(Events.STARTED, self._end_if_due)
+        trainer.on_enter.append(self._end_if_due)
 
     def on_score(self, trainer: Trainer, score: float) -> None:
         """Counts the evaluation."""

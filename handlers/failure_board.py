@@ -1,10 +1,11 @@
-"""When one rank raises, all ranks stop within seconds, naming the cause."""
+"""When one rank raises or is killed, all ranks stop within seconds, naming the cause."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
+from functools import partial
 
 from ignite.engine import Events
 
@@ -12,8 +13,10 @@ from ignite_train.arguments import named_ranks
 from ignite_train.errors import TrainingError
 from ignite_train.events import TrainEvents
 from ignite_train.handler import Handler
+from ignite_train.handler.start_description import start_description
 from ignite_train.ranks import collectives
 from ignite_train.ranks.sealed_messages import SealedMessages
+from ignite_train.ranks.whereabouts import find_whereabouts
 from ignite_train.trainer import Trainer
 
 __all__ = ["FailureBoard", "PeerFailureError"]
@@ -22,6 +25,8 @@ _logger = logging.getLogger(__name__)
 _POLL_SECONDS = 0.25  # between two looks at the board
 _PATIENCE_SECONDS = 1.0  # for the main thread to end the run by itself
 _PARTS = 10  # of that second
+_LONG_WAIT_SECONDS = 60.0  # in one collective, after which one that lost the store is taken for lost too
+_DEATH = "its process is no longer running"
 _ROLL_CALL_SECONDS = 2.0  # for the other ranks to answer
 _LONGEST_MESSAGE = 2000  # characters of an exception's message
 _SAFE_POINTS = (
@@ -53,7 +58,7 @@ class PeerFailureError(TrainingError, RuntimeError):
 
 
 class FailureBoard(Handler):
-    """Ends all ranks within about two seconds, with a line that names the cause, when one of them raises in `trainer.run`.
+    """Ends all ranks within seconds, with a line that names the cause, when one of them raises in `trainer.run` or is killed.
 
     Without it the other ranks wait in their next collective until its timeout (10 or 30 minutes), or until the failed process
     ends and a connection breaks. All ranks attach it alike: STARTED is collective. In a single process it does nothing.
@@ -72,14 +77,18 @@ class FailureBoard(Handler):
     - a main thread that does neither within a second waits in a collective, or is busy elsewhere. A wait in gloo cannot be
       interrupted, so the process ends with status 1: logs are flushed, but no `finally` and no `atexit` runs.
 
-    A process that is killed writes nothing. Its connections break, so that another rank fails, and each rank that fails or
-    learns of it waits for the answers of the others. A rank that does not answer is named, in the log and in a note on the
-    exception: at once as `rank 1 is gone: no longer running` if its process is on the same machine and can be looked up,
-    otherwise as `rank 1 is gone or standing still: no answer came within 2 s`. If the process that holds the store was killed,
-    which is rank 0's unless the ranks met in a file or torchrun started them, no rank can answer, and the line is
-    `rank 0, which hosts the store, is gone`. A rank whose run ended normally is not named. A
-    launcher that sends SIGTERM to the other ranks at once, as `idist.Parallel` and torchrun do, leaves no time for that and
-    names the rank itself; with `StopOnSignal` attached both happen.
+    A process that is killed writes nothing. Most often its connections break, so that another rank fails. But gloo does not
+    wake a thread whose message to that process is half written, so each rank also looks up the processes on its own machine,
+    four times a second. If one is gone in the middle of its run, and the main thread has not come out within a second, the
+    board says `rank 1 failed at update 5: its process is no longer running`, with the update of the rank that found it. Each
+    rank that fails or learns of a failure waits for the answers of the others. A rank that does not answer is named, in the log
+    and in a note on the exception: at once as `rank 1 is gone: no longer running` if its process is on the same machine and can
+    be looked up, otherwise as `rank 1 is gone or standing still: no answer came within 2 s`. If the process that holds the
+    store was killed, which is rank 0's unless the ranks met in a file or torchrun started them, no rank can answer, and the
+    line is `rank 0, which hosts the store, is gone`; the others end then too, but for one that cannot look up that process,
+    because it ran on another machine: it ends when its main thread has stood in one collective for a minute. A rank whose run
+    ended normally is not named. A launcher that sends SIGTERM to the other ranks at once, as `idist.Parallel` and torchrun do,
+    leaves no time for that and names the rank itself; with `StopOnSignal` attached both happen.
 
     The messages carry a code that only these ranks can make, see `ignite_train.ranks.sealed_messages`. An error raised
     before STARTED, such as a wrong argument on one rank alone, is not noticed. Tried with gloo over a file, over TCP and under
@@ -97,6 +106,8 @@ class FailureBoard(Handler):
         4
     """
 
+    is_collective = True
+
     def __init__(self) -> None:
         self._watch: _Watch | None = None
 
@@ -105,7 +116,7 @@ class FailureBoard(Handler):
 
         A failure is written before handlers of EXCEPTION_RAISED that were attached earlier.
         """
-        trainer._replace_default(self)
+        trainer.replace_default(self)
         trainer.on_enter.append(self._start)
         trainer.on_exit.append(self._finish)
         trainer.prepend_event_handler(Events.EXCEPTION_RAISED, self._fail)
@@ -115,7 +126,7 @@ class FailureBoard(Handler):
         trainer.on_enter.remove(self._start)
 
     def _start(self, trainer: Trainer) -> None:
-        messages = SealedMessages.start()
+        messages = SealedMessages.start(partial(start_description, trainer))
         if messages is not None:
             self._watch = _Watch(trainer, messages)
             self._watch.start()
@@ -167,6 +178,9 @@ class _Watch(threading.Thread):
         self._error: str | None = None  # of this rank
         self._cause: PeerFailureError | None = None
         self._host_ended = False
+        self._main = threading.get_ident()
+        self._running = self._others  # the ranks of which it is not known that their run has ended
+        self._processes: dict[str, list[str]] = {}  # what was read of them so far, by its name in the store
         self.gone = ""
 
     def end(self, error: str | None = None) -> PeerFailureError | None:
@@ -191,7 +205,8 @@ class _Watch(threading.Thread):
         try:
             self._messages.write(f"process of {self._rank}", collectives.own_process())
             while not self._over.wait(_POLL_SECONDS):
-                if self._messages.has("first" if self._host_ended else "news") and self._read():
+                is_news = self._messages.has("first" if self._host_ended else "news")
+                if (is_news and self._read()) or self._find_death():
                     self._insist()
                     return
             if self._error is None:
@@ -229,21 +244,40 @@ class _Watch(threading.Thread):
             self._learn(first)
         return first is not None
 
+    def _find_death(self) -> bool:
+        """Whether another rank was killed in its run, and the main thread has not come out of it by itself.
+
+        Gloo does not wake a thread that only sends when the process to which it sends is gone.
+        """
+        dead = self._dead(self._running)  # before the ends are read: what a rank wrote before it died counts
+        ended = {rank for rank in dead if self._messages.read(f"ended by {rank}")}
+        self._running = [rank for rank in self._running if rank not in ended]
+        if dead == ended or self._ends_by_itself():
+            return False
+        first = self._messages.write_once("first", [min(dead - ended), self._trainer.state.iteration, _DEATH])
+        self._messages.write("news", value=True)
+        self._learn(first)
+        return True
+
     def _learn(self, first: tuple[int, int, str]) -> None:
         self._cause = PeerFailureError(*first)
         _logger.error(f"{self._cause} (rank {self._rank} was at update {self._trainer.state.iteration})")
         self._answer("first heard")
 
     def _insist(self) -> None:
-        """Gives the main thread a second to end the run, and then ends the process.
+        """Gives the main thread a second to end the run, and then ends the process."""
+        self._trainer.add_event_handler(_SAFE_POINTS, self._raise)
+        self._call_roll()
+        if not self._ends_by_itself():
+            _logger.error(f"rank {self._rank} ends now: most likely it waits for the rank that failed")
+            collectives.end_process(1)
+
+    def _ends_by_itself(self) -> bool:
+        """Whether the main thread ends the run within a second.
 
         The second consists of parts, so that a process that stands still in one of them, as on a busy machine, has the others.
         """
-        self._trainer.add_event_handler(_SAFE_POINTS, self._raise)
-        self._call_roll()
-        if not any(self._over.wait(_PATIENCE_SECONDS / _PARTS) for _ in range(_PARTS)):
-            _logger.error(f"rank {self._rank} ends now: most likely it waits for the rank that failed")
-            collectives.end_process(1)
+        return any(self._over.wait(_PATIENCE_SECONDS / _PARTS) for _ in range(_PARTS))
 
     # --- which ranks are still running ---
 
@@ -264,8 +298,10 @@ class _Watch(threading.Thread):
 
     def _dead(self, ranks: list[int]) -> set[int]:
         """Those of `ranks` whose processes are known to have ended."""
-        processes = self._messages.read_all(f"process of {rank}" for rank in ranks)
-        return {rank for rank in ranks if collectives.has_ended(processes.get(f"process of {rank}", []))}
+        names = {rank: f"process of {rank}" for rank in ranks}
+        if not self._processes.keys() >= {*names.values()}:
+            self._processes |= self._messages.read_all(name for name in names.values() if name not in self._processes)
+        return {rank for rank, name in names.items() if collectives.has_ended(self._processes.get(name, []))}
 
     def _call_roll(self) -> None:
         """Waits for the answers of all ranks to the first failure, and says which are gone."""
@@ -291,12 +327,35 @@ class _Watch(threading.Thread):
             self._missing("roll called", [rank for rank in self._others if rank not in missing])
 
     def _lose_store(self, error: RuntimeError) -> None:
+        """Says so, and ends the run if the process that held the store was killed: no other rank can report that."""
         consequence = f"rank {self._rank} no longer notices failures of other ranks: {error}"
-        if self._host_ended or self._rank == self._messages.host_rank:
-            _logger.warning(f"the store at which the ranks met has ended; {consequence}")
-        else:
-            self.gone = f"{self._messages.host}, which hosts the store, is gone"
-            _logger.error(f"{self.gone}; {consequence}")
+        has_ended_well = self._over.is_set() and self._error is None
+        if self._host_ended or has_ended_well or self._rank == self._messages.host_rank:
+            level = logging.WARNING if self._rank == self._messages.host_rank else logging.INFO
+            _logger.log(level, f"the store at which the ranks met has ended; {consequence}")
+            return
+        self.gone = f"{self._messages.host}, which hosts the store, is gone"
+        _logger.error(f"{self.gone}; {consequence}")
+        host = self._messages.host_rank
+        if self._cause is None and host is not None and self._host_is_lost(host):
+            self._cause = PeerFailureError(host, self._trainer.state.iteration, _DEATH)
+        if self._cause is not None:
+            self._insist()
+
+    def _host_is_lost(self, host: int) -> bool:
+        """Waits for the end of this rank's run; True if it cannot end by itself.
+
+        A process on the same machine can be looked up. One on another may live though its connection broke: it is taken for
+        lost where the main thread does not come out of a collective either.
+        """
+        process, place, waited = self._processes.get(f"process of {host}", []), None, 0.0
+        while not (ended := collectives.has_ended(process)) and waited < _LONG_WAIT_SECONDS:
+            if self._over.wait(_POLL_SECONDS):
+                return False
+            stands, before = find_whereabouts(self._main), place
+            place = (stands, self._trainer.state.num_micro_batches, collectives.collectives_begun())
+            waited = waited + _POLL_SECONDS if stands.waits and place == before else 0.0
+        return not (ended and self._ends_by_itself())
 
     def _raise(self) -> None:
         if self._cause is not None:

@@ -71,7 +71,7 @@ class Freeze(Handler):
         Raises:
             ValueError: none of them is trained, or no other parameter is.
         """
-        trained = [parameter for parameter in stepped_parameters(trainer._stateful_parts) if parameter.requires_grad]
+        trained = [parameter for parameter in stepped_parameters(trainer.optimizers) if parameter.requires_grad]
         own = self._module.parameters() if isinstance(self._module, nn.Module) else self._module
         chosen = {id(parameter) for parameter in own}
         self._parameters = [parameter for parameter in trained if id(parameter) in chosen]

@@ -78,6 +78,8 @@ class GradientMonitor(Handler):
          'update_ratio/0', 'update_ratio/1']
     """
 
+    is_collective = True
+
     def __init__(self, every: int = 100, *, depth: int | None = None, with_histograms: bool = False) -> None:
         self.every = positive_int("every", every)
         self.depth = None if depth is None else positive_int("depth", depth)
@@ -121,7 +123,7 @@ class GradientMonitor(Handler):
         self._handles, self._weights, self._found, self._parameters = [], [], [], []
 
     def _before_step(self, trainer: Trainer) -> None:
-        model = trainer._stateful_parts["model"]
+        model = trainer.model
         assert isinstance(model, nn.Module)  # noqa: S101  # create_trainer passes a module
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad and p.is_floating_point()]
         self._layers = [self._layer(name) for name, _ in named]

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import faulthandler
-import gc
 import logging
 import math
-import sys
 import threading
 import time
+from functools import partial
 from itertools import count
-from pathlib import Path
-from types import FrameType
 from typing import NamedTuple
 
 from ignite.engine import Engine
 
 from ignite_train.arguments import named_ranks, real_number
 from ignite_train.handler import Handler
+from ignite_train.handler.start_description import start_description
 from ignite_train.ranks import collectives
 from ignite_train.ranks.sealed_messages import SealedMessages
+from ignite_train.ranks.whereabouts import find_whereabouts
 from ignite_train.trainer import Trainer
 
 __all__ = ["HangWatch"]
@@ -27,9 +26,7 @@ __all__ = ["HangWatch"]
 _logger = logging.getLogger(__name__)
 _STDERR = 2
 _PATIENCE_SECONDS = 2.0  # to wait for a store that does not answer, or for ranks that have not told the finding
-
-_MARK = "_WAITS_FOR_RANKS"  # a name that is true in each file of this library that waits for other ranks
-_WAITING_PLACES_OF_TORCH = ("torch/distributed/", "torch/autograd/graph.py")
+_SILENCE_SECONDS = 60.0  # of a rank for which another waits in a collective
 
 
 class HangWatch(Handler):
@@ -39,14 +36,17 @@ class HangWatch(Handler):
     counters about once a second and writes them to the store at which the ranks met. With several ranks it acts in two cases
     only:
 
-    - A rank has been silent for `timeout_seconds`: its process is stopped, or runs code that does not release Python's lock.
+    - A rank has been silent for `timeout_seconds`, or for 60 seconds while another waits for it in a collective (180 by default
+      in the first update, more with over 480 ranks): its machine is gone, its process is stopped, or it runs code that does not
+      release Python's lock.
     - No rank has begun an update, a micro-batch or a collective for `timeout_seconds`, a rank has waited at one place in a
       collective or in backward for as long, and the ranks stand at different places: another rank does not wait, waits
       elsewhere, is in another update, or has left the run.
 
     So a validation, a save or a rollout that all ranks do at the same time may take any time. One that a single rank does while
-    the others wait for it in a collective must end within `timeout_seconds`. If no rank makes progress and none waits for
-    another, nothing happens, unless `standstill_seconds` is given.
+    the others wait for it in a collective must end within `timeout_seconds`. A rank that waits for the thread that writes a
+    checkpoint stands where that thread does: so one whose disk hangs is named while the others wait for it. If no rank makes
+    progress and none waits for another, nothing happens, unless `standstill_seconds` is given.
 
     When it acts, every rank that is still running
 
@@ -82,6 +82,8 @@ class HangWatch(Handler):
         4
     """
 
+    is_collective = True
+
     def __init__(
         self,
         timeout_seconds: float = 600.0,
@@ -103,7 +105,7 @@ class HangWatch(Handler):
     def attach(self, trainer: Trainer, *, evaluator: Engine | None = None) -> None:
         """Watches each run of `trainer` from STARTED until it is over; micro-batches of `evaluator` count as progress."""
         self._evaluator = evaluator
-        trainer._replace_default(self)
+        trainer.replace_default(self)
         trainer.on_enter.append(self._start)
         trainer.on_exit.append(self._finish)
 
@@ -132,7 +134,7 @@ class _Report(NamedTuple):
         evaluated: micro-batches of the running evaluation.
         collectives: collectives begun so far, in all process groups.
         waits: whether its main thread is at a place where it waits for other ranks.
-        where: function, file and line of its main thread.
+        where: function, file and line of its main thread, or of the thread for which that one waits.
         over: whether its run has ended.
         has_told: whether it knows that the training hangs, and has written its stacks.
     """
@@ -156,28 +158,6 @@ class _Report(NamedTuple):
     def place(self) -> tuple[int, str]:
         """Where the rank stands. All ranks that do not wait for others count as at work, wherever they are."""
         return self.update, self.where if self.waits else "at work"
-
-
-def _frame_of(thread: int) -> FrameType | None:
-    """The frame in which the thread of this number is.
-
-    Some versions of Python 3.11 and 3.12 hold the lock on their list of threads while they make the frames. Making one may
-    start a garbage collection, and a finaliser may let another thread run. If that thread starts a thread, it waits forever for
-    the same lock (python/cpython#106883). So the collector pauses meanwhile.
-    """
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        return sys._current_frames().get(thread)
-    finally:
-        if collects:
-            gc.enable()
-
-
-def _waits(frame: FrameType) -> bool:
-    """Whether code waits for other ranks here."""
-    file = Path(frame.f_code.co_filename).as_posix()
-    return _MARK in frame.f_globals or any(place in file for place in _WAITING_PLACES_OF_TORCH)
 
 
 class _Watch:
@@ -205,7 +185,7 @@ class _Watch:
         self._arrived = [0.0] * world_size  # where each rank stands
         self._reports: list[_Report | None] = [None] * world_size
         self._verdict, self._has_told = "", False
-        self._messages = SealedMessages.start()
+        self._messages = SealedMessages.start(partial(start_description, trainer))
         self._threads = [threading.Thread(target=work, name="HangWatch", daemon=True) for work in (self._talk, self._judge)]
         for thread in self._threads:
             thread.start()
@@ -226,8 +206,9 @@ class _Watch:
             try:
                 self._exchange()
             except RuntimeError as error:  # the store is gone, most likely with the process that hosted it
-                host = "" if self._messages is None else f"{self._messages.host}, which hosts the store, has ended; "
-                _logger.warning(f"{host}rank {self._rank} watches only itself from now on: {error}")
+                if not over and self._messages is not None:  # whether it was killed is for FailureBoard to say
+                    host = f"{self._messages.host}, which hosts the store, has ended"
+                    _logger.info(f"{host}; rank {self._rank} watches only itself from now on: {error}")
                 self._messages = None
             if over:
                 return
@@ -235,11 +216,7 @@ class _Watch:
 
     def _look(self, beat: int, *, over: bool) -> _Report:
         state, evaluator = self._trainer.state, self._evaluator
-        frame, waits, where = _frame_of(self._main), False, "nowhere"
-        if frame is not None:
-            code = frame.f_code
-            waits = _waits(frame)
-            where = f"{code.co_name} ({Path(code.co_filename).name}:{frame.f_lineno})"
+        where, waits = find_whereabouts(self._main)
         evaluated = 0 if evaluator is None else evaluator.state.iteration
         begun = collectives.collectives_begun()
         return _Report(beat, state.iteration, state.num_micro_batches, evaluated, begun, waits, where, over, self._has_told)
@@ -283,24 +260,31 @@ class _Watch:
     def _find_hang(self) -> str:
         own = self._reports[self._rank]
         limit = self._first_timeout if own is None or own.update <= self._first_update else self._timeout
+        patience = self._patience_with_silence(own, limit)
         messages = self._messages
         if messages is None:
             known = [self._rank]
-        elif self._clock - self._answered > limit:
+        elif self._clock - self._answered > patience:
             return (
                 f"the store at which the ranks met has not answered for {self._clock - self._answered:.1f} s: its host, "
                 f"{messages.host}, is stopped or cannot be reached"
             )
         else:
             known = [rank for rank, report in enumerate(self._reports) if report is None or not report.over]
-        silent = [rank for rank in known if self._clock - self._heard[rank] > limit]
+        silent = [rank for rank in known if self._clock - self._heard[rank] > patience]
         if silent:
-            return f"{named_ranks(silent, 'is', 'are')} silent for more than {limit:g} s; {self._places()}"
+            return f"{named_ranks(silent, 'is', 'are')} silent for more than {patience:g} s; {self._places()}"
         if not self._waits_in_vain(known, limit):
             limit = math.inf if self._standstill is None else max(limit, self._standstill)
         if self._clock - self._moved > limit:
             return f"no rank has moved for more than {limit:g} s; {self._behind(known)}; {self._places()}"
         return ""
+
+    def _patience_with_silence(self, own: _Report | None, limit: float) -> float:
+        """For how long another rank may be silent: a shorter time once this rank has waited for it as long in a collective."""
+        waited = self._clock - self._arrived[self._rank] if own is not None and own.waits else 0.0
+        shorter = max(_SILENCE_SECONDS, 8 * self._interval) * limit / self._timeout
+        return min(limit, shorter) if waited > shorter else limit
 
     def _waits_in_vain(self, known: list[int], limit: float) -> bool:
         """Whether a rank has waited at one place for longer than `limit`, and another is not there."""

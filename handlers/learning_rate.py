@@ -87,7 +87,7 @@ class LearningRateSchedule(Handler):
                 `OneCycleLR`, which cannot be stepped as often as the run will do it.
         """
         self._refuse_a_second(trainer)
-        if not are_of(trainer._stateful_parts, self.scheduler.optimizer):
+        if not are_of(trainer.optimizers, self.scheduler.optimizer):
             raise ValueError(
                 f"scheduler must be of the trainer's optimizer, got a {type(self.scheduler).__name__} of another "
                 f"{type(self.scheduler.optimizer).__name__}; build it with the optimizer that create_trainer was given"

@@ -58,12 +58,12 @@ class MinLearningRate(Handler):
         Raises:
             ValueError: `optimizer` is not that of `trainer`.
         """
-        if not are_of(trainer._stateful_parts, self.optimizer):
+        if not are_of(trainer.optimizers, self.optimizer):
             raise ValueError(
                 f"optimizer must be the trainer's, got another {type(self.optimizer).__name__}; pass the one that "
                 "create_trainer was given"
             )
-        trainer.add_event_handler(Events.STARTED, self)
+        trainer.on_enter.append(self)
         return trainer.add_event_handler(event, self)
 
     def __call__(self, trainer: Trainer) -> None:

@@ -53,6 +53,8 @@ class ModelSync(Handler):
         >>> state = trainer.run([torch.randn(8, 3)] * 4, max_epochs=2)
     """
 
+    is_collective = True
+
     def __init__(self, statistics: Literal["mean", "first"] = "mean", *, with_weights: bool = False) -> None:
         self.statistics = one_of("statistics", statistics, ("mean", "first"))
         self.with_weights = with_weights
@@ -67,12 +69,12 @@ class ModelSync(Handler):
         """
         if not isinstance(evaluator, Engine) or isinstance(evaluator, Trainer):
             raise TypeError(f"evaluator must be what create_evaluator returned, got {describe(evaluator)}")
-        if self.with_weights and trainer._description["reduction"] == "local":
+        if self.with_weights and trainer.config["reduction"] == "local":
             raise ValueError(
                 "with_weights must be False with reduction='local', got True: it would end what the other replicas have "
                 "learnt; evaluate after an outer step of OuterOptimizer"
             )
-        model: Any = trainer._stateful_parts["model"]
+        model: Any = trainer.model
         self._model = model
         if isinstance(evaluator, Evaluator):
             evaluator.on_enter.insert(0, lambda _: self())

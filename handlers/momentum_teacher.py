@@ -67,6 +67,8 @@ class MomentumTeacher(Handler):
         8
     """
 
+    is_collective = True
+
     same_on_all_ranks = True
 
     def __init__(self, teacher: nn.Module, student: nn.Module, momentum: float | Callable[[TrainState], float] = 0.996) -> None:
@@ -92,7 +94,7 @@ class MomentumTeacher(Handler):
                 f"teacher must have the parameters of student, sharded alike, got a difference in {wrong[0]!r}; make it with "
                 "copy.deepcopy(student)"
             )
-        trained = {id(parameter) for parameter in stepped_parameters(trainer._stateful_parts)}
+        trained = {id(parameter) for parameter in stepped_parameters(trainer.optimizers)}
         if any(id(parameter) in trained for parameter in self.teacher.parameters()):
             raise ValueError(
                 "teacher must not be trained, got one with parameters of the optimizer; pass a deepcopy of student"

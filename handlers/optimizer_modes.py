@@ -79,7 +79,7 @@ class OptimizerModes(Handler):
         Raises:
             ValueError: the optimizer is not that of `trainer`, or `evaluator` is None.
         """
-        if not are_of(trainer._stateful_parts, self.optimizer):
+        if not are_of(trainer.optimizers, self.optimizer):
             raise ValueError(f"optimizer must be the trainer's, got another {type(self.optimizer).__name__}")
         if not isinstance(evaluator, Evaluator):
             raise TypeError(f"evaluator must be what create_evaluator returned, got {describe(evaluator)}")

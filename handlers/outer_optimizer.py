@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 from ignite_train.arguments import check_same_model, check_state_dict, describe, one_of, positive_int
 from ignite_train.errors import NonFiniteError
 from ignite_train.handler import Handler
-from ignite_train.model.optimizers import load_optimizer_state, parts_as_optimizers
+from ignite_train.model.optimizers import load_optimizer_state
 from ignite_train.ranks import collectives
-from ignite_train.ranks.mean_over_ranks import mean_over_ranks
+from ignite_train.ranks.buckets import mean_over_ranks
 from ignite_train.trainer import Trainer
 
 __all__ = ["OuterOptimizer"]
@@ -86,6 +86,8 @@ class OuterOptimizer(Handler):
         3
     """
 
+    is_collective = True
+
     same_on_all_ranks = True
 
     def __init__(
@@ -115,17 +117,15 @@ class OuterOptimizer(Handler):
             ValueError: there are several ranks and their gradients are reduced in each update; or the outer optimizer does not
                 have the parameters that are trained; or `trainer` has an outer optimizer already.
         """
-        parts: Mapping[str, Any] = trainer._stateful_parts
-        if collectives.world_size() > 1 and trainer._description["reduction"] != "local":
+        if collectives.world_size() > 1 and trainer.config["reduction"] != "local":
             raise ValueError(
                 "OuterOptimizer needs replicas that train on their own, got a trainer that reduces gradients in each update; "
                 "pass the plain model and options=UpdateOptions(reduction='local') to create_trainer"
             )
         if trainer._after_update:
             raise ValueError("trainer must have one OuterOptimizer at most, got a second one; attach it once")
-        inner = parts_as_optimizers(parts)
-        self._inside = [inner] if isinstance(inner, Optimizer) else [*inner.values()]
-        self._take_parameters(parts["model"])
+        self._inside = [*trainer.optimizers.values()]
+        self._take_parameters(trainer.model)
         self._keep_weights()
         trainer._after_update.append(self._count)
         trainer.add_event_handler(Events.COMPLETED, self._warn_of_rest)
@@ -216,7 +216,7 @@ class OuterOptimizer(Handler):
 
     def _warn_of_rest(self, trainer: Trainer) -> None:
         """Says at the end of a run that the replicas are not equal: what uses the model then takes one of them."""
-        if self._num_updates and collectives.world_size() > 1 and not trainer._ranks_are_alike:
+        if self._num_updates and collectives.world_size() > 1 and not trainer.replicas_are_equal:
             _logger.warning(
                 f"the run has ended {self._num_updates} updates after an outer step: each rank has weights of its own; end "
                 "at an outer step before the model is used"
@@ -255,7 +255,7 @@ class OuterOptimizer(Handler):
                 parameter.grad = gradient
         for parameter, weight in zip(parameters, weights, strict=True):
             weight.copy_(parameter)
-        self._num_updates, trainer._ranks_are_alike = 0, True
+        self._num_updates, trainer.replicas_are_equal = 0, True
         self.num_outer_steps += 1
 
     def _step_along(
@@ -273,9 +273,9 @@ class OuterOptimizer(Handler):
 
 
 class _Replica:
-    """Has in the checkpoints what is each rank's own: the state of the optimizers inside and, between outer steps, the weights.
+    """Has in the checkpoints the weights of this rank between outer steps; those of rank 0 are the model of the run.
 
-    Those of rank 0 are the model and the optimizers of the run, which each checkpoint has.
+    The optimizers inside, whose state differs between the ranks, are written by each rank as any such state is.
     """
 
     def __init__(self, outer: OuterOptimizer, trainer: Trainer) -> None:
@@ -288,10 +288,9 @@ class _Replica:
         state: dict[str, Any] = {"num_updates": self._outer._num_updates, "num_ranks": collectives.world_size()}
         if collectives.is_main_rank():
             return state
-        own = {"optimizers": [optimizer.state_dict() for optimizer in self._outer._inside]}
         if self._outer._num_updates:
-            own["weights"] = {name: value.detach() for name, value in self._outer._parameters.items()}  # type: ignore[assignment]
-        return state | own
+            state["weights"] = {name: value.detach() for name, value in self._outer._parameters.items()}
+        return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         num_updates, num_ranks = state_dict["num_updates"], state_dict["num_ranks"]
@@ -300,9 +299,7 @@ class _Replica:
                 f"the checkpoint was written {num_updates} updates after an outer step, by {num_ranks} replicas that differ, "
                 f"and this run has {collectives.world_size()}; use {num_ranks} ranks, or a checkpoint of an outer step"
             )
-        self._outer._num_updates, self._trainer._ranks_are_alike = num_updates, num_updates == 0
-        for optimizer, state in zip(self._outer._inside, state_dict.get("optimizers", ()), strict=False):
-            load_optimizer_state(optimizer, state)
+        self._outer._num_updates, self._trainer.replicas_are_equal = num_updates, num_updates == 0
         with torch.no_grad():
             for name, value in state_dict.get("weights", {}).items():
                 self._outer._parameters[name].copy_(value)

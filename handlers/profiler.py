@@ -91,7 +91,7 @@ class Profiler(Handler):
         """Profiles the updates of `trainer`, on the chosen ranks. All ranks may call it."""
         if collectives.rank() not in self.ranks:
             return None
-        self._sections = trainer._measured()
+        self._sections = trainer.sections
         trainer.on_enter.append(self._begin)
         trainer.on_exit.append(self._stop)
         return trainer.append_event_handler(Events.ITERATION_COMPLETED, self)

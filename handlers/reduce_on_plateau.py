@@ -85,7 +85,7 @@ class ReduceOnPlateau(ScoreHandler):
         Raises:
             ValueError: the scheduler is of another optimizer than that of `trainer`.
         """
-        if not are_of(trainer._stateful_parts, self.scheduler.optimizer):
+        if not are_of(trainer.optimizers, self.scheduler.optimizer):
             raise ValueError(
                 f"scheduler must be of the trainer's optimizer, got one of another {type(self.scheduler.optimizer).__name__}; "
                 "build it with the optimizer that create_trainer was given"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import hashlib
 import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -23,15 +21,14 @@ from ignite_train.arguments import did_you_mean, named_ranks
 from ignite_train.errors import TrainingError
 from ignite_train.events import Event, every
 from ignite_train.handler import PiggybackHandler
-from ignite_train.model.memory_layout import as_bytes
 from ignite_train.model.optimizers import OneOrSeveralOptimizers, as_optimizers
+from ignite_train.model.tensor_digests import content_digest, tensor_digests
 from ignite_train.ranks import collectives
 from ignite_train.trainer import Trainer
 
-__all__ = ["StateConsistency", "StateMismatchError", "tensor_digests"]
+__all__ = ["StateConsistency", "StateMismatchError"]
 
 _COUNTERS = ("num_steps", "num_skipped", "iteration", "epoch")  # micro_batch counts what one rank had
-_COLUMNS = 257  # prime, so that what repeats in a tensor does not fall into one column
 _WORDS = 4  # of 16 bits: a digest of 64
 _NAMED = 5  # tensors and values in the message
 
@@ -191,7 +188,7 @@ class StateConsistency(PiggybackHandler):
 
     def __call__(self, trainer: Trainer) -> None:
         """Takes the digest, unless replicas that train locally differ now. Synchronises with the device."""
-        if collectives.world_size() > 1 and trainer._ranks_are_alike:
+        if collectives.world_size() > 1 and trainer.replicas_are_equal:
             self._due = self._check(trainer)
 
     def payload(self) -> Sequence[float]:
@@ -274,7 +271,9 @@ class StateConsistency(PiggybackHandler):
         copied = {name: value for name, value in shards.items() if _shard_of(value) == shard}  # the others have other meshes
         state = {name: value for name, value in state.items() if name not in shards}
         state |= {name: value.to_local() for name, value in copied.items()}
-        digests = {name: _hash(name, repr(value).encode()) for name, value in state.items() if not isinstance(value, Tensor)}
+        digests = {
+            name: content_digest(name, repr(value).encode()) for name, value in state.items() if not isinstance(value, Tensor)
+        }
         by_device: dict[torch.device, dict[str, Tensor]] = {}
         for name, value in state.items():
             if isinstance(value, Tensor):
@@ -358,45 +357,3 @@ def _outside(digests: Sequence[int], ranks: Sequence[int]) -> list[int] | None:
 def _words(digest: int) -> list[float]:
     """Its lowest 64 bits in four numbers."""
     return [float(digest >> 16 * place & 0xFFFF) for place in range(_WORDS)]
-
-
-def tensor_digests(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Digests of 64 bits of the name and content of each tensor. All must be on one device; one transfer to the host."""
-    parts = {name: _column_sums(tensor.detach()) for name, tensor in tensors.items()}
-    numbers = torch.cat([part for several in parts.values() for part in several]).cpu()  # sync
-    content = memoryview(ctypes.string_at(numbers.data_ptr(), numbers.nbytes))
-    digests, start = {}, 0
-    for name, several in parts.items():
-        end = start + sum(part.nbytes for part in several)
-        tensor = tensors[name]
-        digests[name] = _hash(f"{name} {tensor.dtype} {tuple(tensor.shape)}", content[start:end])
-        start = end
-    return digests
-
-
-def _column_sums(tensor: Tensor) -> list[Tensor]:
-    """A few int64 numbers, computed in one pass, of which at least one changes when a single bit of the tensor flips.
-
-    The bytes are arranged in rows of int64 words, and the columns are summed modulo 2^64. A flipped sign of a float64 adds
-    2^63 to a column, so that two of them in one column cancel: hence short rows, and an odd number of them, so that flipping
-    all signs does not cancel. The rest, less than two rows and less than one word, is not summed.
-    """
-    tensor = (tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor).contiguous()
-    data = as_bytes(tensor)
-    if data.storage_offset() % 8:
-        data = data.clone()
-    whole = len(data) // 8 * 8
-    words, rest = data[:whole].view(torch.int64), data[whole:].long()
-    rows = len(words) // _COLUMNS
-    rows -= rows % 2 == 0
-    if rows < 3:
-        return [words, rest]
-    cut = rows * _COLUMNS
-    return [words[:cut].view(rows, _COLUMNS).sum(0), words[cut:], rest]
-
-
-def _hash(name: str, content: bytes | memoryview) -> int:
-    """A hash of 64 bits of a name and its content."""
-    hasher = hashlib.blake2b(f"{name}\0".encode(), digest_size=8)
-    hasher.update(content)
-    return int.from_bytes(hasher.digest())

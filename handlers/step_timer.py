@@ -114,8 +114,8 @@ class StepTimer(PiggybackHandler):
     def attach(self, trainer: Trainer, event: Event = every(50, Events.ITERATION_COMPLETED)) -> RemovableEventHandle:
         """Measures each update. At `event` an interval ends, and the ranks tell one another their means."""
         self.payload_size = len(SECTIONS) * collectives.world_size()
-        self._sections = sections = trainer._measured()
-        make_event = event_maker(next(trainer._stateful_parts["model"].parameters()).device)  # type: ignore[attr-defined]
+        self._sections = sections = trainer.sections
+        make_event = event_maker(next(trainer.model.parameters()).device)
         if make_event is not None:
             self._on_device = EventTimes(make_event)
             sections.listeners.append(self._mark_on_device)

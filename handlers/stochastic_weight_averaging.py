@@ -78,13 +78,13 @@ class StochasticWeightAveraging(AveragingHandler):
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
         """As `ModelEMA.swapped_in`."""
-        self._begin_average()
+        self.begin_average()
         with super().swapped_in():
             yield
 
     def state_dict(self) -> dict[str, Any]:
         """As `ModelEMA.state_dict`."""
-        self._begin_average()
+        self.begin_average()
         return super().state_dict()
 
     def decay_in(self, number: int) -> float:

@@ -271,7 +271,7 @@ class TensorBoard(RecordingHandler):
         """The tabs "text" and "hparams"."""
         from torch.utils.tensorboard.summary import hparams, text
 
-        settings = {**dict(_flat("", self.config)), **dict(_flat("trainer", trainer._description))}
+        settings = {**dict(_flat("", self.config)), **dict(_flat("trainer", trainer.config))}
         environment = {**versions(), "ranks": collectives.world_size(), "command": " ".join(sys.argv)}
         for tag, entries in (("config", settings), ("environment", environment)):
             table = "".join(f"| {name} | `{value}` |\n" for name, value in entries.items())
@@ -364,7 +364,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 def _weights_of(trainer: Trainer) -> dict[str, Tensor]:
     """The weights that are trained, by name; of a sharded one this rank's shard."""
-    model: Any = trainer._stateful_parts["model"]
+    model: Any = trainer.model
     return {name: _local(weight.detach()) for name, weight in unwrap(model).named_parameters() if weight.requires_grad}
 
 

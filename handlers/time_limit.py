@@ -56,7 +56,7 @@ class TimeLimit(Handler):
         """Checks the clock at `event`, and before the first update."""
         trainer.on_enter.append(self._start)
         trainer.on_exit.append(partial(self._stop, id(trainer)))
-        trainer.add_event_handler(Events.STARTED, self)
+        trainer.on_enter.append(self)
         return trainer.add_event_handler(event, self)
 
     def __call__(self, trainer: Trainer) -> None:

@@ -147,7 +147,7 @@ class TrainingMetrics(Handler):
             event: the end of each interval.
             evaluator: whose time is `"evaluation_seconds"`, wherever it is run; for more of them see `watch`.
         """
-        self._sections = trainer._measured()
+        self._sections = trainer.sections
         self._until_interval = self._sections.seconds()
         trainer._on_record.append(self._note)
         trainer.prepend_event_handler(Events.COMPLETED, self)
@@ -180,7 +180,7 @@ class TrainingMetrics(Handler):
         self._publish_speed(metrics, seconds, by_section)
         self._publish_progress(metrics, trainer, seconds, by_section)
         if self.memory:
-            metrics |= _memory(next(trainer._stateful_parts["model"].parameters()).device)  # type: ignore[attr-defined]
+            metrics |= _memory(next(trainer.model.parameters()).device)
         self._totals = {**by_section, "updates": self._totals["updates"] + self._sums["updates"]}
         self._reset(now)
 

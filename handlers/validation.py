@@ -64,6 +64,8 @@ class Validation(Handler):
         (['loss'], True)
     """
 
+    is_collective = True
+
     def __init__(
         self,
         evaluator: Engine,
@@ -103,7 +105,7 @@ class Validation(Handler):
         update = trainer.state.iteration
         if update == self._latest_update:
             return
-        with trainer._within("evaluation"):
+        with trainer.section("evaluation"):
             score = self._score_in(self._evaluate())
         if math.isnan(score):
             _logger.warning(f"update {update}: the validation's {self.score} is NaN; the best so far stays {self.best}")
@@ -130,7 +132,7 @@ class Validation(Handler):
             return
         evaluator, before = self.evaluator, self.evaluator.state
         add = evaluator.append_event_handler if isinstance(evaluator, Dispatcher) else evaluator.add_event_handler
-        with trainer._within("evaluation"), add(Events.EPOCH_COMPLETED, self._skip_completed):
+        with trainer.section("evaluation"), add(Events.EPOCH_COMPLETED, self._skip_completed):
             self._score_in(self._evaluate(epoch_length=self.sanity))
         evaluator.state = before
 

@@ -26,6 +26,7 @@ from ignite_train.evaluation.evaluator import Evaluator, create_evaluator
 from ignite_train.events import TrainEvents
 from ignite_train.forward import Forward, ForwardOutput
 from ignite_train.model.deterministic import deterministic
+from ignite_train.model.loss_declaration import LossDeclarationWarning
 from ignite_train.model.model_summary import ModelSummary, model_summary
 from ignite_train.model.parameter_groups import parameter_groups
 from ignite_train.model.precision import PrecisionName
@@ -37,7 +38,6 @@ from ignite_train.tools.tuned import Tuned
 from ignite_train.traffic import Counted, Traffic, count_traffic
 from ignite_train.trainer import Trainer
 from ignite_train.update.attach_metric import attach_metric
-from ignite_train.update.loss_declaration import LossDeclarationWarning
 from ignite_train.update.loss_scaling import (
     DeepSpeedLossScaling,
     FairseqLossScaling,

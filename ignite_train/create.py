@@ -21,7 +21,7 @@ from ignite_train.carried import Carried
 from ignite_train.data.grouping import AccumulationSteps, MicroBatchGrouping
 from ignite_train.device.to_device import ToDevice
 from ignite_train.events import TrainEvents
-from ignite_train.forward import Forward, ForwardOutput, bind_forward
+from ignite_train.forward import BoundForward, Forward, ForwardOutput, bind_forward
 from ignite_train.model.compiled_step import CompiledStep
 from ignite_train.model.gradients import Gradients, PartedGradients
 from ignite_train.model.learning_rates import LearningRates
@@ -35,21 +35,23 @@ from ignite_train.model.optimizers import (
 from ignite_train.model.precision import Precision, PrecisionName
 from ignite_train.model.seeding import Seeding
 from ignite_train.model.sparse_parameters import check_sparse_parameters
+from ignite_train.model.step_watch import StepWatch
 from ignite_train.model.stepping import Stepping, SteppingTogether
 from ignite_train.protection import Protect, protect_ranks
 from ignite_train.ranks import collectives
-from ignite_train.ranks.local_reduction import LocalReduction
 from ignite_train.ranks.placeholder_reduction import PlaceholderReduction
 from ignite_train.ranks.reduction import Reduction
+from ignite_train.ranks.replicas import LocalReduction
 from ignite_train.ranks.statistics import Statistics
 from ignite_train.ranks.wrapping import reduction_for
 from ignite_train.state import TrainState, UpdateOutput
 from ignite_train.trainer import OutputTransform, Trainer
 from ignite_train.update.compilation import Compile, compile_in_place, of_model, of_update, why_no_graph
 from ignite_train.update.compiled_update import CompiledUpdate, say_why_not_compiled
+from ignite_train.update.eval_mode import warn_of_eval_mode
 from ignite_train.update.gradient_loggers import warn_of_gradient_loggers
+from ignite_train.update.idle_run import warn_of_idle_run
 from ignite_train.update.local_update import LocalUpdate
-from ignite_train.update.loss_declaration import warn_of_misdeclared_loss
 from ignite_train.update.loss_scaling import LossScaling, NoLossScaling, TorchLossScaling
 from ignite_train.update.norm_limits import NormLimits
 from ignite_train.update.options import UpdateOptions
@@ -180,14 +182,14 @@ def create_trainer(
         learning_rates=rates,
         stepping=stepping,
         queued_step=QueuedStep(gradients, statistics, stepping, rates, reduction.divisor, limit, normalize=options.normalize),
-        recovery=_recovery(options.on_out_of_memory, reduction, gradients, statistics, carried),
+        recovery=_recovery(options.on_out_of_memory, reduction, gradients, statistics, carried, bound),
         carried=carried,
         max_grad_norm=limit,
         norm_limits=_norm_limits_of(limits, gradients, reduction),
         options=options,
         seeding=_seeding(seed, device),
     )
-    parts = {"model": reduction.module, **optimizers_as_parts(optimizers, with_inner=bool(options.closure))}
+    parts = {"model": reduction.module, **optimizers_as_parts(optimizers)}
     description = _description(accumulation_steps, max_grad_norm, precision, options.reduction, seed)
     trainer = Trainer(update, _grouping(accumulation_steps, options, model), parts, description, state, output_transform)
     _complete(trainer, update, model, options)
@@ -223,9 +225,10 @@ def _complete(trainer: Trainer, update: Update, model: nn.Module, options: Updat
     if isinstance(update, LocalUpdate):
         update.join(trainer)
     warn_of_gradient_loggers(trainer, keeps_gradients=options.keep_gradients)
-    if not isinstance(update, CompiledUpdate):  # which looks at it itself
-        warn_of_misdeclared_loss(trainer)
     refuse_sparse_gradients(trainer, model)
+    if options.train_mode:
+        warn_of_eval_mode(trainer, update.reduction.module)
+    warn_of_idle_run(trainer)
 
 
 @_refuses_rare_settings
@@ -453,12 +456,13 @@ def _norm_limits(max_grad_norm: Any, optimizers: Optimizer | Optimizers) -> tupl
 def _gradients_and_stepping(
     module: nn.Module, optimizers: Optimizer | Optimizers, limits: Mapping[str, float], options: UpdateOptions
 ) -> tuple[Gradients, Stepping | SteppingTogether]:
+    watch = StepWatch(optimizers)
     if isinstance(optimizers, Optimizer):
         gradients = Gradients(module, optimizers)
-        return gradients, Stepping(optimizers, gradients, takes_closure=bool(options.closure))
+        return gradients, Stepping(optimizers, gradients, watch, takes_closure=bool(options.closure))
     together = PartedGradients(module, optimizers)
-    steps = [(Stepping(optimizers.named[name], part), part) for name, part in together.parts.items()]
-    return together, SteppingTogether(steps, limits_each=bool(limits))
+    steps = [(Stepping(optimizers.named[name], part, watch), part) for name, part in together.parts.items()]
+    return together, SteppingTogether(steps, watch, limits_each=bool(limits))
 
 
 def _norm_limits_of(limits: Mapping[str, float], gradients: Gradients, reduction: Reduction) -> NormLimits | None:
@@ -492,7 +496,12 @@ def _seeding(seed: Any, device: torch.device) -> Seeding | None:
 
 
 def _recovery(
-    on_out_of_memory: str, reduction: Reduction, gradients: Gradients, statistics: Statistics, carried: Carried
+    on_out_of_memory: str,
+    reduction: Reduction,
+    gradients: Gradients,
+    statistics: Statistics,
+    carried: Carried,
+    forward: BoundForward,
 ) -> Recovery:
     if on_out_of_memory == "raise":
         return RaiseOutOfMemory()
@@ -509,7 +518,12 @@ def _recovery(
         )
     split = on_out_of_memory == "split"
     return RecoverFromOutOfMemory(
-        split=split, module=reduction.module, gradients=gradients, statistics=statistics, carried=carried
+        split=split,
+        module=reduction.module,
+        gradients=gradients,
+        statistics=statistics,
+        carried=carried,
+        forward=forward,
     )
 
 
@@ -543,6 +557,12 @@ def _loss_scaling(loss_scaling: Any, precision: PrecisionName) -> LossScaling:
 
 
 def _check_combinations(options: UpdateOptions, limits: Mapping[str, float], *, compiled: bool) -> None:
+    retains = options.retain_graph and not options.compiled_autograd
+    if compiled and retains and torch._functorch.config.donated_buffer:
+        raise ValueError(
+            "retain_graph must be False with compile: backward of compiled code writes into what it has read; leave it out, or "
+            "set torch._functorch.config.donated_buffer = False before"
+        )
     _check_second_order(options, compiled=compiled)
     _check_local(options, limits)
 

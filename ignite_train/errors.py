@@ -8,7 +8,7 @@ A caller's mistake that is known before the first batch is a plain `ValueError` 
     ├── SparseGradientError    (ValueError)          backward left a sparse gradient
     ├── UnlikeParametersError  (RuntimeError)        sharded, and the ranks have used different parameters
     ├── LearningRateError      (ValueError)          a learning rate is NaN or infinite
-    ├── GradientAccessError    (RuntimeError)        gradients were asked for outside of GRADIENTS_READY
+    ├── GradientAccessError    (RuntimeError)        gradients were asked for, or changed, where they are a sum
     ├── CheckpointError        (RuntimeError)        a checkpoint could not be written, found or read
     │   ├── DamagedCheckpointError                   a file is missing, cut short or altered
     │   ├── CheckpointFormatError                    a newer version of this library wrote the checkpoint
@@ -111,7 +111,7 @@ class LearningRateError(TrainingError, ValueError):
 
 
 class GradientAccessError(TrainingError, RuntimeError):
-    """Gradients were asked for outside of GRADIENTS_READY, where they are not complete."""
+    """A handler has asked for gradients, changed them or stepped along them where they are not those of the update."""
 
 
 class CheckpointError(TrainingError, RuntimeError):

@@ -22,8 +22,9 @@ class TrainEvents(EventEnum):
     ``FORWARD_COMPLETED``    ``num_micro_batches``  ``state.forward_output`` is known, no backward yet
     ``BACKWARD_COMPLETED``   ``num_micro_batches``  this micro-batch's gradients are added (times the loss scale, local)
     ``GRADIENTS_REDUCED``    ``iteration``          ``.grad`` of each parameter is the mean gradient, over ranks too, and may be
-                                                    changed in place; its norm is taken after this event. Not fired if the
-                                                    update is skipped. Costs a pass over memory if it has a handler
+                                                    changed in place; its norm is taken after this event, and the update
+                                                    skipped if that is not finite. Not fired without samples, and if the loss
+                                                    scale has overflowed. Costs a pass over memory if it has a handler
     ``OUT_OF_MEMORY``        ``iteration``          a micro-batch was dropped or split on some rank; not fired otherwise
     ``GRADIENTS_READY``      ``iteration``          reduced over ranks, norm known in ``state.update_output``, not yet clipped;
                                                     read them with ``trainer.gradients()``

@@ -23,6 +23,7 @@ __all__ = [
     "as_forward_output",
     "bind_forward",
     "is_declared",
+    "refuse_fraction",
 ]
 
 _CONTRACT = "return ForwardOutput(loss, sample_size=..., logs={...}), (loss, sample_size) or a scalar mean loss"
@@ -69,7 +70,8 @@ BoundForward = Callable[[nn.Module, Any], ForwardOutput | tuple[Any, ...] | Tens
 
 Forward = BoundForward | Callable[[nn.Module, Any, Any], ForwardOutput | tuple[Any, ...] | Tensor]
 """`forward(model, micro_batch)` or `forward(model, micro_batch, state)`, with the state of the engine that calls it. Returns
-a `ForwardOutput`, a plain tuple of its fields, or a scalar: a mean loss of weight 1."""
+a `ForwardOutput`, a plain tuple of its fields, or a scalar: a mean loss of weight 1. The second of a plain pair must be a whole
+number, since an accuracy or another loss may have been meant."""
 
 _CALLS = "forward(model, micro_batch) or forward(model, micro_batch, state)"
 
@@ -124,8 +126,12 @@ def as_forward_output(returned: Any) -> ForwardOutput:
     """
     if isinstance(returned, Tensor):
         output = ForwardOutput(returned)
+    elif type(returned) is ForwardOutput:
+        output = returned
     elif isinstance(returned, tuple) and 1 <= len(returned) <= 4:
-        output = returned if type(returned) is ForwardOutput else ForwardOutput(*returned)
+        output = ForwardOutput(*returned)
+        if len(returned) == 2 and type(returned[1]) is float:
+            refuse_fraction(returned[1])
     else:
         raise ForwardContractError(f"forward returned {_describe(returned)}; {_CONTRACT}")
     loss, sample_size, logs, _ = output
@@ -142,7 +148,7 @@ def as_forward_output(returned: Any) -> ForwardOutput:
         )
     is_plain = type(sample_size) in _PLAIN_NUMBERS
     if not is_plain:
-        _check_number("sample_size", sample_size)
+        _check_size(sample_size)
     if (is_plain or not isinstance(sample_size, Tensor)) and not 0 <= sample_size < math.inf:
         raise ForwardContractError(f"sample_size must be finite and at least 0, forward returned {sample_size!r}")
     if not isinstance(logs, (dict, Mapping)):  # a dict is told apart faster than any mapping
@@ -155,6 +161,29 @@ def as_forward_output(returned: Any) -> ForwardOutput:
         else:
             _check_number(f"logs[{name!r}]", value)
     return output if loss.dim() == 0 else output._replace(loss=loss.reshape(()))
+
+
+def _check_size(size: Any) -> None:
+    _check_number("sample_size", size)
+    if isinstance(size, Tensor) and size.requires_grad:
+        raise ForwardContractError(
+            "sample_size must not have a graph, forward returned one that requires grad; a second loss is added to the first, "
+            f"as in loss + aux_loss; {_CONTRACT}"
+        )
+
+
+def refuse_fraction(size: float) -> None:
+    """Checks the second of a plain pair `(loss, size)`.
+
+    Raises:
+        ForwardContractError: it is a fraction, as an accuracy is that stands where the sample size belongs.
+    """
+    if size % 1 != 0 and math.isfinite(size):
+        raise ForwardContractError(
+            f"forward returned the pair (loss, {size:.4g}), whose second is taken for sample_size and is no number of samples; "
+            "return the mean loss alone, and other numbers as sums in ForwardOutput(loss, sample_size=..., logs={...}), which "
+            "takes any weight"
+        )
 
 
 def _check_name(name: Any) -> None:

@@ -36,7 +36,7 @@ def protect_ranks(trainer: Trainer, protect: Protect, model: nn.Module) -> Train
     """Attaches the handlers that `protect` asks for; none of them in a single process.
 
     Args:
-        trainer: the trainer; its `_stateful_parts` have the model and the optimizers.
+        trainer: the trainer; it knows the model and the optimizers.
         protect: see `create_trainer`.
         model: the model with its wrapper. If some of its parameters are each rank's own by design, norms and states are
             compared only if `protect` names the check.
@@ -59,7 +59,7 @@ def protect_ranks(trainer: Trainer, protect: Protect, model: nn.Module) -> Train
             "GradNormConsistency and StateConsistency are left out unless protect names them: DistributedDataParallel ignores "
             f"{own[0]!r} and {len(own) - 1} more parameters, which may differ between the ranks"
         )
-    if trainer._description["reduction"] == "local" and not (isinstance(protect, Mapping) and protect.get(_CHECKS[0])):
+    if trainer.config["reduction"] == "local" and not (isinstance(protect, Mapping) and protect.get(_CHECKS[0])):
         chosen.pop(_CHECKS[0], None)  # each rank has a norm of its own
     handlers = [_make(trainer, name, settings) for name, settings in chosen.items()]
     for handler, where in handlers if collectives.world_size() > 1 else ():
@@ -97,13 +97,12 @@ def _make(trainer: Trainer, name: str, settings: dict[str, Any]) -> tuple[Any, t
         return kinds[name](**settings), ()
     _check_settings(name, settings, ["every", *_parameters(StateConsistency)])
     every = positive_int("protect['state_consistency']['every']", settings.pop("every", _EVERY))
-    parts: Mapping[str, Any] = trainer._stateful_parts
-    model, optimizer = parts["model"], parts_as_optimizers(parts)
+    model, optimizer = trainer.model, parts_as_optimizers(trainer.optimizers)
     # Without buffers, which a layer may fill from the data of its rank, and without what an optimizer may divide over the
     # ranks: what differs there and matters moves the parameters apart, and by default there must be no false alarm.
     usual: dict[str, Any] = {"own_buffers": [buffer for buffer, _ in model.named_buffers()], "optimizer_state": False}
     handler = StateConsistency(model, optimizer, **(usual | settings))
-    if trainer._description["reduction"] == "local":  # it looks where the replicas are equal, which is rare
+    if trainer.config["reduction"] == "local":  # it looks where the replicas are equal, which is rare
         return handler, (Events.ITERATION_COMPLETED,)
     return handler, (Events.ITERATION_COMPLETED(event_filter=_FirstAndEvery(_FIRST_UPDATES, every)),)
 

@@ -19,7 +19,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from ignite_train.arguments import check_state_dict, describe, positive_int
 from ignite_train.carried import Carried
 from ignite_train.data.arriving_group import ArrivingGroup
-from ignite_train.data.fetched_group import FetchedGroup
 from ignite_train.data.grouping import MicroBatchGrouping, MicroBatchPass
 from ignite_train.data.stream import Stream
 from ignite_train.events import EVENT_COUNTERS, TrainEvents
@@ -32,6 +31,7 @@ from ignite_train.loop.progress import run_progress
 from ignite_train.loop.sections import Sections
 from ignite_train.loop.session_loop import SessionLoop
 from ignite_train.model.optimizers import parts_as_optimizers
+from ignite_train.model.precision import refuse_cached_autocast
 from ignite_train.ranks import collectives
 from ignite_train.ranks.messages import Outgoing, Piggyback, RankRequests
 from ignite_train.state import TrainState, UpdateOutput
@@ -40,7 +40,6 @@ __all__ = ["DefaultHandler", "OutputTransform", "Process", "Trainer"]
 
 _COUNTERS = ("iteration", "num_steps", "num_skipped", "num_micro_batches")
 _LIMITS = ("epoch_length", "max_epochs", "max_iters")
-_MAY_STOP_BEFORE = (Events.GET_BATCH_COMPLETED, Events.ITERATION_STARTED)  # an update that was fetched
 _STEP_COMPLETED, _GRADIENTS_REDUCED = TrainEvents.STEP_COMPLETED, TrainEvents.GRADIENTS_REDUCED
 
 
@@ -59,6 +58,13 @@ class Process(Protocol):
 
     def mean_factor(self) -> float:
         """What `.grad` is multiplied by to be the mean gradient, in GRADIENTS_READY."""
+
+    @property
+    def is_spoilt(self) -> bool:
+        """Whether an update that was broken off has left a trace."""
+
+    def mark_everything(self) -> None:
+        """Remembers in each update what one that is broken off has to put back."""
 
     def state_dict(self) -> dict[str, Any]:
         """What it remembers of the updates before."""
@@ -103,13 +109,14 @@ class Trainer(SessionLoop):
         self._before_norm: list[Callable[[Trainer], None]] = []  # called after an update's last backward, on every rank
         self._after_update: list[Callable[[Trainer], None]] = []  # called when an update is counted, before its last events
         self._on_record: list[Callable[[UpdateOutput], None]] = []  # called after that with its record
-        self._ranks_are_alike = True  # False while replicas that train locally differ
+        self.replicas_are_equal = True  # False while replicas that train locally differ
         self._stateful_parts: dict[str, Stateful] = dict(parts or {})
         self._description = dict(settings or {})
         self._max_micro_batches: int | None = None  # of the rank that has the most in this update; None if unknown
         self._resume_with: Callable[[str | Path], AbstractContextManager[None]] | None = None  # of a `Checkpoint`
         self._defaults: list[DefaultHandler] = []  # attached by default and not by the user
         self._update, self._grouping = update, grouping
+        self._is_spoilt_told = False
         self._output_transform = output_transform
         self._groups: MicroBatchPass | None = None  # of the pass that is running or ran last
         self._pass_is_opened = False  # the pass of the open epoch
@@ -118,7 +125,7 @@ class Trainer(SessionLoop):
         self._stream: Stream | None = None  # with epoch_length: the data of the run
         self._ranks_have_more = True
         self._micro_batches_before = 0  # this update
-        self._fetched = FetchedGroup()  # for the update that begins next
+        self._fetched: Sequence[Any] = ()  # the group of the update that begins next, as it came
         self._kept: tuple[Any, MicroBatchPass] | None = None  # what the latest run left open: data and its pass
         self.register_events(*TrainEvents, event_to_attr=EVENT_COUNTERS)
 
@@ -136,8 +143,11 @@ class Trainer(SessionLoop):
         return {"optimizer": found} if isinstance(found, Optimizer) else found
 
     @property
-    def config(self) -> Mapping[str, Any]:
-        """How the trainer was made, in plain types: accumulation steps, limit of the norm, precision, reduction, seed."""
+    def config(self) -> dict[str, Any]:
+        """How the trainer was made, in plain types: accumulation steps, limit of the norm, precision, reduction, seed.
+
+        It stands in each checkpoint and in TensorBoard. A handler may add what it was made with.
+        """
         return self._description
 
     def __repr__(self) -> str:
@@ -183,6 +193,7 @@ class Trainer(SessionLoop):
             CheckpointError: no checkpoint can be read.
         """
         self._refuse_nested_run()
+        refuse_cached_autocast()
         loader, state = self._as_loader(data), self.state
         self._stream = self._as_stream(loader, epoch_length)
         with self._resuming(resume):
@@ -239,6 +250,7 @@ class Trainer(SessionLoop):
             CheckpointError: no checkpoint can be read.
         """
         self._refuse_nested_run()
+        refuse_cached_autocast()
         with self._resuming(resume):
             self._limit_session(max_iters)
             self._requests, self._stream = RankRequests(), None
@@ -249,9 +261,9 @@ class Trainer(SessionLoop):
         """Does one update on the group that it is given, as `run` does on those that it cuts from a loader.
 
         ITERATION_STARTED, the events of `TrainEvents` and ITERATION_COMPLETED fire, and the counters count; nothing of epochs
-        or loaders fires. All ranks call it equally often. Their lists may differ in length or be empty, where the model is not
-        sharded and forward has no collectives of its own; `uneven="replay"` allows them to differ there too, for one more
-        small collective.
+        or loaders fires. All ranks call it equally often. Their lists may differ in length or be empty. Where the model is
+        sharded, or with `uneven="replay"`, the ranks tell one another how long they are, in one more small collective. A
+        forward with collectives of its own needs `uneven="replay"` for lists that differ.
 
         Call it in a `session`: in a loop of your own, or in a handler of another trainer. Without a session it does the same
         update, but what begins and ends with a run does not take part: handlers of STARTED and COMPLETED, and whatever opens a
@@ -276,7 +288,7 @@ class Trainer(SessionLoop):
         self._max_micro_batches = self._grouping.max_micro_batches_of(micro_batches)
         if self._grouping.none_is_empty:
             micro_batches = [micro_batch for micro_batch in micro_batches if micro_batch is not None]
-        self._fetched, self._micro_batches_before = FetchedGroup(self._sized(micro_batches)), state.num_micro_batches
+        self._fetched, self._micro_batches_before = self._sized(micro_batches), state.num_micro_batches
         self._iterate_on(micro_batches)
         assert state.update_output is not None  # noqa: S101  # each update publishes one
         return state.update_output
@@ -325,9 +337,9 @@ class Trainer(SessionLoop):
     def terminate(self, skip_completed: bool = False, *, agreed: bool = False) -> None:
         """Ends the run on all ranks after the same update.
 
-        In a single process the running update is the last one; a handler of GET_BATCH_* or ITERATION_STARTED ends the run
-        before it, as in Ignite. On several ranks the request travels with the next update's statistics (or the end of the
-        epoch), and that update is the last one, everywhere.
+        Asked for from GET_BATCH_STARTED to ITERATION_COMPLETED, that update is the last one; in STARTED or EPOCH_STARTED, the
+        first one that follows; in EPOCH_COMPLETED, no other one follows. On several ranks the request travels with the next
+        update's statistics (or the end of the epoch), and that update is the last one, everywhere.
 
         Args:
             skip_completed: do not fire COMPLETED.
@@ -339,21 +351,16 @@ class Trainer(SessionLoop):
             self._requests.stop = True
 
     def terminate_epoch(self, skip_epoch_completed: bool = False, *, agreed: bool = False) -> None:
-        """Ends the epoch on all ranks after the same update; as `terminate` does the run.
+        """Ends the epoch on all ranks after the same update; as `terminate` does the run. In EPOCH_COMPLETED it does nothing.
 
         With several ranks, each has read one micro-batch ahead of a loader without a length, which the next epoch does not
         have; a loader that continues where it was needs `epoch_length=` in `run`, which reads nothing ahead.
 
         Raises:
-            RuntimeError: it is called in STARTED or EPOCH_STARTED, where the epoch has no updates yet; or in a session.
+            RuntimeError: it is called in a session.
         """
         if self._session_is_open:
             raise RuntimeError("terminate_epoch was called in a session, which has no epochs; call terminate()")
-        if self._running and not self._epoch_started:
-            raise RuntimeError(
-                "terminate_epoch was called in STARTED or EPOCH_STARTED, before the epoch's first update; call it from "
-                "GET_BATCH_STARTED on, or terminate() to end the run"
-            )
         if agreed or collectives.world_size() == 1:
             super().terminate_epoch(skip_epoch_completed)
         else:
@@ -369,6 +376,24 @@ class Trainer(SessionLoop):
         else:
             self._requests.interrupt = True
 
+    def mark_everything(self) -> None:
+        """Has each update remember buffers and random state, so that one that an exception breaks off leaves no trace.
+
+        Without this they are remembered only where a setting of the trainer needs it. `Checkpoint` calls it, so that a run that
+        continues after an exception saves what one without the exception would.
+        """
+        self._update.mark_everything()
+
+    def warn_if_spoilt(self) -> None:
+        """Warns once if an update that an exception broke off has left a trace in buffers, which were not remembered."""
+        if self._update.is_spoilt and not self._is_spoilt_told:
+            self._is_spoilt_told = True
+            self.logger.warning(
+                "an update that an exception broke off has moved buffers of the model, such as running statistics, and they "
+                "were not put back, since no Checkpoint was attached then; this checkpoint is of a run that is not bitwise the "
+                "one without the exception; attach Checkpoint before the first run"
+            )
+
     def _publish(self, output: UpdateOutput) -> None:
         """Puts the record of an update, and what the output transform makes of it, into the state."""
         self.state.update_output = output
@@ -382,7 +407,7 @@ class Trainer(SessionLoop):
         return output
 
     def _finish_update(self, requests: RankRequests, *, applied: bool) -> None:
-        """Counts an update that has had its effect, fires its last event, and does what the ranks asked for together."""
+        """Fires the last event of an update that has had its effect, and does what the ranks asked for together."""
         if requests.stop:
             self.terminate(agreed=True)
         if requests.stop_epoch:
@@ -390,9 +415,6 @@ class Trainer(SessionLoop):
         if requests.interrupt:
             self.interrupt(agreed=True)
         self._ranks_have_more = requests.more_data > 0
-        self._settled = True
-        self.state.num_steps += applied
-        self.state.num_skipped += not applied
         for callback in self._after_update:
             callback(self)
         state, output = self.state, self.state.update_output
@@ -403,14 +425,16 @@ class Trainer(SessionLoop):
             self.fire_event(_STEP_COMPLETED)
             return
         if state.num_skipped & (state.num_skipped - 1) == 0:  # the 1st, 2nd, 4th, 8th, ...
+            numbers = f"gradient norm {output.grad_norm:g}, loss scale {output.loss_scale:g}"
+            what = numbers if output.sample_size else "the sample sizes of all ranks add up to 0"
             self.logger.warning(
-                f"update {state.iteration} was skipped ({output.skipped_reason}): gradient norm {output.grad_norm:g}, "
-                f"loss scale {output.loss_scale:g}; skipped so far: {state.num_skipped}"
+                f"update {state.iteration} was skipped ({output.skipped_reason}): {what}; skipped so far: {state.num_skipped}"
             )
         self.fire_event(TrainEvents.STEP_SKIPPED)
 
-    def _measured(self) -> Sections:
-        """The sections of this trainer's runs, measured from here on."""
+    @property
+    def sections(self) -> Sections:
+        """How the time of this trainer's runs divides into sections, measured from the first time that this is asked for."""
         if self._sections is None:
             self._sections = sections = Sections()
             self._begin_section = sections.switch
@@ -418,8 +442,8 @@ class Trainer(SessionLoop):
             self.on_exit.append(lambda: sections.switch(None))
         return self._sections
 
-    def _within(self, section: str) -> AbstractContextManager[None]:
-        """The `with` of a section of the run."""
+    def section(self, section: str) -> AbstractContextManager[None]:
+        """A `with` whose time is that of a section of the run, such as `"evaluation"`, if anything measures sections."""
         return nullcontext() if self._sections is None else self._sections.within(section)
 
     def verify_ranks(self) -> None:
@@ -431,7 +455,7 @@ class Trainer(SessionLoop):
         for piggyback in self.piggybacks:
             piggyback.settle()
 
-    def _replace_default(self, handler: object) -> None:
+    def replace_default(self, handler: object) -> None:
         """Takes off the default handler of the same kind. A handler that can be a default calls it when it is attached."""
         for default in [default for default in self._defaults if isinstance(handler, type(default))]:
             self._defaults.remove(default)
@@ -597,7 +621,7 @@ class Trainer(SessionLoop):
 
         Without it a resumed run reads past what was done, in the order in which the loader then gives it.
         """
-        if self._groups is None or (self._kept is not None and self._epoch_iteration == 0):
+        if self._groups is None:
             return self._position
         if self._epoch_open and not self._pass_is_opened:  # the latest pass is that of the epoch before
             return self._groups.position_at_end()
@@ -635,12 +659,10 @@ class Trainer(SessionLoop):
         broken_off = self._pass_is_opened and self._groups is not None and self._groups.reads(source)
         position = self._data_position() if skip or self._groups is None or broken_off else {}
         position = {**position, "on_changed_data": self._on_changed_data} if position else {}
-        if skip == 0 and self._groups is not None and not self._pass_is_opened:
-            self._position = self._groups.position_at_end()
         return self._opened(self._grouping(source, epoch=epoch, first_update=first_update, skip=skip, position=position))
 
     def _opened(self, groups: MicroBatchPass) -> MicroBatchPass:
-        self._groups, self._pass_is_opened, self._fetched = groups, True, FetchedGroup()
+        self._groups, self._pass_is_opened, self._fetched = groups, True, ()
         self._ranks_have_more = groups.length is not None or sum(collectives.everyones(groups.more)) > 0
         return groups
 
@@ -669,46 +691,16 @@ class Trainer(SessionLoop):
         return collectives.any_rank(isinstance(data, Iterator))
 
     def _fetch(self, batches: Any) -> Any:
-        may_stop = any(map(self._has_handlers, _MAY_STOP_BEFORE))
-        random_state = batches.capture_random_state() if may_stop else None
         group = super()._fetch(batches)
-        micro_batches = group if isinstance(group, (list, Sequence)) else None  # or else the pass has ended
+        micro_batches = group if isinstance(group, (list, Sequence)) else ()  # or else the pass has ended
         if self._sections is not None and type(group) is ArrivingGroup:  # an abstract class is asked slowly
             group.waiting = partial(self._sections.within, "data")
         if self._stream is not None and not micro_batches and not batches.num_read:
             refuse_ended_iterator(self.state, self._stream.data)
-        self._sized(() if micro_batches is None else micro_batches)
-        self._fetched = FetchedGroup(micro_batches, random_state)
+        self._fetched = self._sized(micro_batches)
         self._requests.more_data, self._micro_batches_before = batches.more, self.state.num_micro_batches
         self._max_micro_batches = batches.max_micro_batches
         return group
-
-    def _stops_before_iteration(self) -> bool:
-        """Only where the fetch can be undone, because a handler may stop the run here.
-
-        A stop that comes from elsewhere, such as a handler of a signal that arrives during the fetch, comes after the update.
-        """
-        return self._fetched.can_be_undone and super()._stops_before_iteration()
-
-    def _leave_out_iteration(self) -> None:
-        """Leaves no trace of a group that was fetched and not used, or of a pass that was opened and not used.
-
-        So what a dataset or a sampler drew for it is drawn again, the same, when the next run fetches it. What an iterator gave
-        is kept for that run.
-        """
-        if not self._stopping():  # it is the end of the epoch: no run will do this update
-            return
-        assert self._groups is not None  # noqa: S101  # a pass was opened
-        fetched, self._fetched = self._fetched, FetchedGroup()
-        if self._reads_iterator():
-            fetched.give_back(self._groups)
-        elif self._epoch_iteration == 0:
-            self._groups.take_back_opening()
-            if self._stream is not None:  # which may begin anywhere
-                self._position = self._groups.position(0)
-            self._groups, self._pass_is_opened = None, False
-        else:
-            fetched.restore_random_state(self._groups)
 
     def _take_back(self) -> None:
         super()._take_back()
@@ -716,12 +708,13 @@ class Trainer(SessionLoop):
             self._groups.take_back_opening()  # what was drawn for the first group is drawn again, the same
 
     def _close_epoch(self, started: float) -> None:
-        if self._epoch_iteration == 0 and not self.should_terminate_single_epoch:
+        groups = self._groups
+        assert groups is not None  # noqa: S101  # a pass was made
+        if self._epoch_iteration == 0:
             if isinstance(self.state.dataloader, Iterator) and self.state.iteration > 0:
                 refuse_ended_iterator(self.state, self.state.dataloader)
-            raise ValueError(f"data must give at least one micro-batch on some rank, got none in epoch {self.state.epoch}")
-        assert self._groups is not None  # noqa: S101  # a pass was made
-        self._groups.finish()
+            raise groups.no_group_error(self.state.epoch)
+        groups.finish()
         try:
             super()._close_epoch(started)
         finally:  # a handler of EPOCH_COMPLETED may raise an error when the epoch is closed
@@ -730,9 +723,21 @@ class Trainer(SessionLoop):
         self._requests.stop_epoch = False  # what handlers of EPOCH_COMPLETED asked for is done already
 
     def _batch(self) -> Sequence[Any]:
-        """The group of the update that begins: from here on its fetch is not undone."""
-        fetched, self._fetched = self._fetched, FetchedGroup()
-        return self._sized(fetched.replaced_by(self.state.batch))
+        """The group of the update that begins: handlers may have replaced micro-batches, but not changed their number.
+
+        Raises:
+            TypeError: it is not a list, or has another number of micro-batches.
+        """
+        group, fetched, self._fetched = self.state.batch, self._fetched, ()
+        if group is not fetched and isinstance(fetched, ArrivingGroup):
+            fetched = fetched.whole()  # the place in the data is that after it
+        if not isinstance(group, (list, ArrivingGroup)) or len(group) != len(fetched):
+            got = f"{len(group)} of them" if isinstance(group, list) else describe(group)
+            raise TypeError(
+                f"state.batch must be a list of the update's {len(fetched)} micro-batches, got {got}; a handler that "
+                "changes data puts state.batch = [change(micro_batch) for micro_batch in state.batch]"
+            )
+        return self._sized(group)
 
     def _sized(self, group: Sequence[Any]) -> Sequence[Any]:
         """The group, of which the state tells the size."""
@@ -743,11 +748,14 @@ class Trainer(SessionLoop):
     def _epoch_is_over(self, batches: Batches) -> bool:
         return super()._epoch_is_over(batches) or not self._ranks_have_more
 
-    def _stop_between_epochs(self) -> bool:
-        """Between two epochs no update carries the request of one rank to the others."""
-        stop, interrupt = collectives.largest(self._requests.stop, self._requests.interrupt)
-        if stop > 0:
-            self.terminate(agreed=True)
-        if interrupt > 0:
-            self.interrupt(agreed=True)
-        return super()._stop_between_epochs()
+    def _take_up_stops(self, *, between_updates: bool = False) -> None:
+        """Between two epochs, where a run is entered, and in a single process no update carries requests to other ranks."""
+        stop, interrupt = self._requests.stop, self._requests.interrupt
+        if between_updates:
+            stop, interrupt = (number > 0 for number in collectives.largest(stop, interrupt))
+        if between_updates or collectives.world_size() == 1:
+            if stop and not self.should_terminate:
+                self.terminate(agreed=True)
+            if interrupt:
+                self.interrupt(agreed=True)
+        super()._take_up_stops()

@@ -93,8 +93,11 @@ class Stop:
 class Noisy(Dataset[Any]):
     """Samples with random augmentation by all three generators; gives the index too. 52, so that the last update is ragged."""
 
+    def __init__(self, count: int = 52) -> None:
+        self.count = count
+
     def __len__(self) -> int:
-        return 52
+        return self.count
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor, int]:
         noise = torch.randn(6) * random.random() + float(np.random.rand())  # noqa: S311
@@ -124,7 +127,8 @@ def build(job: Job, rank: int) -> tuple[Trainer, Evaluator, Checkpoint, Resumabl
         checkpoint.saver.retention = KeepAll(last=1, best=1, lower_is_better=True, every=None)
     checkpoint.attach(trainer, evaluator=evaluator)
     worker.MP_STATUS_CHECK_INTERVAL = 0.5  # how often a worker looks whether its parent was killed: torch says 5 seconds
-    loader = ResumableLoader(Noisy(), 4, shuffle=True, seed=3, num_workers=job.num_workers)
+    samples = Noisy(54 if job.world_size == 3 else 52)  # BatchNorm needs two in the last micro-batch
+    loader = ResumableLoader(samples, 4, shuffle=True, seed=3, num_workers=job.num_workers)
     if job.grace_seconds is not None:
         StopOnSignal(grace_seconds=job.grace_seconds).attach(trainer)
     return trainer, evaluator, checkpoint, loader, model, optimizer

@@ -42,9 +42,9 @@ from ignite_train.checkpoint.shards import Box, Piece
 from ignite_train.checkpoint.tensor_files import Snapshot
 from ignite_train.device.streams import has_streams
 from ignite_train.handlers import Checkpoint, EmptyCache, ModelEMA, StepTimer, TrainingMetrics
-from ignite_train.handlers.state_consistency import tensor_digests
 from ignite_train.model.random_state import RandomState
 from ignite_train.model.stepping import Stepping
+from ignite_train.model.tensor_digests import tensor_digests
 from ranks import run_ranks
 from update_options import with_options
 
@@ -475,8 +475,8 @@ def test_a_resumed_run_ends_with_the_same_bits(device: torch.device, tmp_path: P
         Checkpoint(place, every=2).attach(trainer)
         torch.manual_seed(seed)  # the accelerator too
         trainer.run(batches(), **until)
-        state = RandomState(device)
-        return bit_by_bit([model.state_dict(), optimizer.state_dict(), state._cpu, state._on_device])
+        generators = [torch.get_rng_state(), *[state for _, _, state in RandomState(device)._on_devices]]
+        return bit_by_bit([model.state_dict(), optimizer.state_dict(), generators])
 
     whole = run(tmp_path / "whole", seed=3, max_epochs=2)
     run(tmp_path / "broken", seed=3, max_iters=UPDATES // 2 + 1)

@@ -243,7 +243,7 @@ def test_waiting_within_an_update_is_time_of_the_data() -> None:
     """And then the forward begins again."""
     _, trainer = make()
     changes: list[tuple[str | None, str | None]] = []
-    trainer._measured().listeners.append(lambda before, after: changes.append((before, after)))
+    trainer.sections.listeners.append(lambda before, after: changes.append((before, after)))
     trainer.run(DataLoader(Numbers(), 2, num_workers=1), max_epochs=1)
     assert ("backward", "data") in changes or ("forward", "data") in changes
 

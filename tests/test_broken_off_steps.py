@@ -142,7 +142,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
     def call(*arguments: Any) -> Any:
         result = ordinary(*arguments)
-        found.append(result[1])
+        found.append(arguments[0]._stepping.watch.moved)
         return result
 
     monkeypatch.setattr(QueuedStep, "__call__", call)

@@ -11,7 +11,7 @@ import ignite.distributed as idist
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SubsetRandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from ignite_train import ResumableLoader, ShardedSampler, TokenBudgetSampler, UpdateOptions, create_trainer
@@ -33,6 +33,22 @@ def plain(samples: int = SAMPLES, batch_size: int = 4, *, shuffle: bool = True, 
 def stateful(samples: int = SAMPLES, batch_size: int = 4, *, shuffle: bool = True) -> Any:
     generator = torch.Generator().manual_seed(2)
     return StatefulDataLoader(torch.arange(samples), batch_size, shuffle=shuffle, generator=generator)
+
+
+def drawn(way: str) -> Any:
+    """A loader whose order comes from a generator of its own, or from that of the process, in one of the ways to write it."""
+    own, data, index = torch.Generator().manual_seed(2), torch.arange(SAMPLES), range(SAMPLES)
+    return {
+        "process": lambda: DataLoader(data, 4, shuffle=True),
+        "loader": lambda: DataLoader(data, 4, shuffle=True, generator=own),
+        "sampler of process": lambda: DataLoader(data, 4, sampler=RandomSampler(index)),
+        "loader beside": lambda: DataLoader(data, 4, sampler=RandomSampler(index), generator=own),
+        "sampler": lambda: DataLoader(data, 4, sampler=RandomSampler(index, generator=own)),
+        "subset of process": lambda: DataLoader(data, 4, sampler=SubsetRandomSampler(index)),
+        "subset": lambda: DataLoader(data, 4, sampler=SubsetRandomSampler(index, own)),
+        "batches of process": lambda: DataLoader(data, batch_sampler=BatchSampler(RandomSampler(index), 4, False)),
+        "batches": lambda: DataLoader(data, batch_sampler=BatchSampler(RandomSampler(index, generator=own), 4, False)),
+    }[way]()
 
 
 def sharded(seed: int, *, shuffle: bool = True) -> Any:
@@ -160,6 +176,72 @@ def test_another_order_is_refused(shuffle: bool, tmp_path: Path) -> None:
     train(tmp_path, sharded(3, shuffle=not shuffle), to=5)
     with pytest.raises(ValueError, match=rf"got shuffle: {not shuffle} -> {shuffle} \(rank 0\)"):
         train(tmp_path, sharded(3, shuffle=shuffle))
+
+
+DRAWN = [
+    ("process", "loader", "process", "generator"),
+    ("process", "sampler", "process", "sampler.generator"),
+    ("process", "loader beside", "process", "generator, process"),
+    ("sampler of process", "sampler", "process", "sampler.generator"),
+    ("subset of process", "subset", "process", "sampler.generator"),
+    ("loader", "sampler", "generator", "sampler.generator"),
+    ("loader beside", "loader", "generator, process", "generator"),
+    ("batches of process", "batches", "process", "batch_sampler.sampler.generator"),
+]
+
+
+@pytest.mark.parametrize("epoch_length", [None, 100], ids=["epoch", "stream"])
+@pytest.mark.parametrize(("one", "other", "source", "another"), DRAWN)
+def test_an_order_from_another_generator_is_refused(
+    one: str, other: str, source: str, another: str, epoch_length: int | None, tmp_path: Path
+) -> None:
+    """To give a loader a generator, or to take it away, changes the order as another seed does."""
+    for number, (before, after, line) in enumerate(
+        ((one, other, f"{source} -> {another}"), (other, one, f"{another} -> {source}"))
+    ):
+        directory = tmp_path / str(number)
+        train(directory, drawn(before), to=5, epoch_length=epoch_length)
+        with pytest.raises(ValueError, match="samples would be missed or used twice") as caught:
+            train(directory, drawn(after), to=6, epoch_length=epoch_length)
+        assert f"got order drawn from: {line} (rank 0)" in str(caught.value)
+
+
+@pytest.mark.parametrize("way", ["process", "loader", "sampler", "loader beside", "subset", "batches"])
+def test_the_same_order_written_again_goes_on(way: str, tmp_path: Path) -> None:
+    """Also where it is written in another way that draws the same."""
+    seen = train(tmp_path, drawn(way), to=5)
+    seen += train(tmp_path, drawn("sampler of process" if way == "process" else way))
+    assert Counter(seen) == Counter(range(SAMPLES))
+
+
+class Noisy(Dataset[Tensor]):
+    """Draws from a generator of its own, or has none."""
+
+    def __init__(self, *, draws: bool) -> None:
+        self.generator = torch.Generator().manual_seed(1) if draws else None
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Tensor:
+        if self.generator is not None:
+            torch.rand(1, generator=self.generator)
+        return torch.tensor(index)
+
+
+@pytest.mark.parametrize("draws", [True, False])
+def test_a_dataset_that_gets_or_loses_its_generator_is_a_warning(draws: bool, tmp_path: Path, caplog: Any) -> None:
+    """The samples are the same; what is drawn for them is not."""
+    seen = train(tmp_path, DataLoader(Noisy(draws=draws), 4), to=5)
+    caplog.clear()
+    seen += train(tmp_path, DataLoader(Noisy(draws=not draws), 4))
+    assert Counter(seen) == Counter(range(SAMPLES))
+    line = (
+        "generators of the dataset: dataset.generator -> none"
+        if draws
+        else "generators of the dataset: none -> dataset.generator"
+    )
+    assert sum(line in message for message in caplog.messages) == 1
 
 
 @pytest.mark.sampled(8)

@@ -290,7 +290,7 @@ def test_the_end_is_saved_though_an_earlier_run_came_as_far(tmp_path: Path) -> N
     Checkpoint(tmp_path, every=100, keep=9).attach(trainer)
     trainer.run(LOADER, max_iters=2)
     trainer.run(LOADER, max_iters=4)
-    optimizer: Any = trainer._stateful_parts["optimizer"]
+    optimizer: Any = trainer.optimizers["optimizer"]
     trainer.add_event_handler(Events.ITERATION_STARTED, lambda: optimizer.param_groups[0].update(lr=0.5))
     trainer.run(LOADER, max_iters=4, resume=tmp_path / "update-00000002")
     assert [path.name for path in sorted(tmp_path.glob("update-*"))] == ["update-00000002", "update-00000004.1"]
@@ -441,7 +441,7 @@ def test_updates_on_demand_are_not_taken_back(tmp_path: Path) -> None:
 
 def refusal(directory: Path, trainer: Trainer, **options: Any) -> str:
     """Why a fresh trainer cannot resume there; its weights have not changed."""
-    model = trainer._stateful_parts["model"]
+    model = trainer.model
     before = {name: value.clone() for name, value in model.state_dict().items()}
     Checkpoint(directory, **options).attach(trainer)
     with pytest.raises(CheckpointError) as error:
@@ -701,7 +701,7 @@ def test_schedules_with_nested_state(schedule: Any, tmp_path: Path) -> None:
         rates: list[Any] = []
         for limit in limits:
             trainer, _ = make()
-            LearningRateSchedule(schedule(trainer._stateful_parts["optimizer"])).attach(trainer)
+            LearningRateSchedule(schedule(trainer.optimizers["optimizer"])).attach(trainer)
             trainer.add_event_handler(
                 Events.ITERATION_COMPLETED, lambda engine: rates.append(engine.state.output.learning_rates)
             )
@@ -944,7 +944,7 @@ def test_the_run_itself_among_the_additional_objects(stop: int, tmp_path: Path) 
                 TrainEvents.MICRO_BATCH_STARTED,
                 lambda: seen[-1].append(trainer.state.num_micro_batches),  # noqa: B023
             )
-            to_save = {"trainer": trainer, "model": model, "optimizer": trainer._stateful_parts["optimizer"]}
+            to_save = {"trainer": trainer, "model": model, "optimizer": trainer.optimizers["optimizer"]}
             Checkpoint(directory, to_save=to_save).attach(trainer)
             trainer.run(LOADER[:4], max_iters=limit)
         return model.weight.tolist()
@@ -1140,7 +1140,7 @@ def test_looking_ahead_is_not_exact_and_said(tmp_path: Path) -> None:
 
 
 def test_a_terminated_epoch_does_not_move_the_next(tmp_path: Path) -> None:
-    """A loader that was to jump and was never asked begins the next epoch at its first sample."""
+    """A loader that has jumped and was not read to its end begins the next epoch at its first sample."""
     trainer, _ = make()
     Checkpoint(tmp_path, every=1).attach(trainer)
     trainer.run(ResumableLoader(PAIRS, 2, shuffle=False), max_iters=4)
@@ -1149,7 +1149,7 @@ def test_a_terminated_epoch_does_not_move_the_next(tmp_path: Path) -> None:
     in_epoch_1 = Events.GET_BATCH_STARTED(event_filter=lambda engine, _: engine.state.epoch == 1)
     fresh.add_event_handler(in_epoch_1, lambda engine: engine.terminate_epoch())
     fresh.run(ResumableLoader(PAIRS, 2, shuffle=False), max_epochs=2)
-    assert fresh.state.iteration == 4 + 6
+    assert fresh.state.iteration == 4 + 1 + 6
 
 
 @pytest.mark.parametrize("uneven", ["all", "shortest"])

@@ -669,3 +669,59 @@ def sharded_message() -> str:
 def test_a_sharded_model_is_refused_in_one_line() -> None:
     """Before anything is computed."""
     assert all("use DistributedDataParallel" in message and "\n" not in message for message in run_ranks(sharded_message))
+
+
+class Ignoring(SGD):
+    """Does not call its closure."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # noqa: ARG002
+        super().step()
+
+
+FUSED: dict[str, Any] = {
+    "ignoring": lambda p: Ignoring(p, lr=0.5, fused=True),
+    "sgd": lambda p: SGD(p, lr=0.5, fused=True),
+    "momentum": lambda p: SGD(p, lr=0.5, momentum=0.5, fused=True),
+    "adamw": lambda p: AdamW(p, lr=0.1, fused=True),
+    "sam": lambda p: Sharpness(p, lr=0.5, fused=True),
+}
+
+
+def stepped_with_fused_kernel(kind: str, what: str, *, closure: bool, fused: bool = True) -> list[Tensor]:
+    """Parameters after two updates in which a fused kernel would go wrong."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(16, 12), nn.Linear(12, 4))
+    if what == "bfloat16":
+        model = model.bfloat16()
+    elif what == "gaps":
+        with torch.no_grad():
+            wide = torch.zeros(12, 32)
+            wide[:, ::2] = model[0].weight
+            model[0].weight = nn.Parameter(wide[:, ::2])
+    optimizer = FUSED[kind](model.parameters())
+    if not fused:
+        optimizer.param_groups[0]["fused"] = None
+    trainer = create_trainer(
+        model, optimizer, lambda m, x: m(x).float().square().mean(), options=UpdateOptions(closure=closure)
+    )
+
+    @trainer.on(TrainEvents.GRADIENTS_REDUCED)
+    def transpose() -> None:
+        for parameter in model.parameters():
+            if what == "strides" and parameter.dim() == 2 and parameter.grad is not None:
+                parameter.grad = parameter.grad.t().contiguous().t()
+
+    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(2), dtype=next(model.parameters()).dtype)
+    trainer.run([x, x * 0.5], max_epochs=1)
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("what", ["bfloat16", "strides", "gaps"])
+@pytest.mark.parametrize("kind", FUSED)
+def test_what_a_fused_kernel_gets_wrong(kind: str, what: str) -> None:
+    """Its step is protected as one without a closure is: kernels are tried, strides are made equal, gaps are left alone."""
+    found = stepped_with_fused_kernel(kind, what, closure=True)
+    expected = stepped_with_fused_kernel(kind, what, closure=kind == "sam", fused=False)
+    tolerance = 2.0**-7 if what == "bfloat16" else 1e-5
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)

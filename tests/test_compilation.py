@@ -281,6 +281,8 @@ def test_what_cannot_be_compiled_is_refused():
     """A misspelt argument, second derivatives and a model that torch would leave as it is are told before the first batch."""
     with pytest.raises(TypeError, match="compile must be a bool or a mapping"):
         make(compile="inductor")
+    with pytest.raises(ValueError, match="retain_graph must be False with compile"):
+        make(compile=True, retain_graph=True)
     with pytest.raises(ValueError, match="create_graph must be False with compile"):
         make(compile=True, create_graph=True)
     model = nn.Linear(4, 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
+import random
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -38,6 +39,7 @@ from ignite_train import (
 )
 from ignite_train.handlers import Checkpoint, Freeze, LearningRateSchedule, TrainingMetrics
 from ignite_train.ranks.messages import Piggyback
+from ignite_train.update.compiled_update import CompiledUpdate
 from ignite_train.update.update_graphs import UpdateGraphs
 from log_messages import messages_from_here
 from ranks import run_ranks
@@ -61,6 +63,17 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.dropout(torch.tanh(self.norm(self.first(x)))))
+
+
+class Tempered(Net):
+    """With a parameter without dimensions, a temperature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) / self.temperature
 
 
 def batches(*sizes: int, dtype: torch.dtype = torch.float64) -> list[Batch]:
@@ -941,6 +954,121 @@ def test_numbers_of_handlers_travel_with_an_update_that_is_skipped():
     assert_alike(*setups)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["AdamW", "AdamW-fused", "SGD-momentum"])
+@pytest.mark.parametrize("net", [Net, Tempered], ids=["net", "tempered"])
+def test_numbers_without_dimensions_are_written_in_float64(net, optimizer):
+    """With float64 for the default dtype the counted steps have none; torch 2.13 loses what a graph writes into those."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        setups = [make(way, OPTIMIZERS[optimizer], net=net) for way in ({"update": True, "backend": "aot_eager"}, False)]
+        for setup in setups:
+            setup.trainer.run(batches(4, 4, 4, 4))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert_alike(*setups)
+    assert isinstance(setups[0].trainer._update, CompiledUpdate) is (net is Net)
+
+
+@pytest.mark.slow
+def test_a_state_that_is_float64_since_it_was_loaded_is_written():
+    """Its step was counted where the default dtype was float64."""
+    setups = []
+    for way in ({"update": True, "backend": "aot_eager"}, False):
+        setup = make(way)
+        saved = copy.deepcopy(setup.optimizer)
+        for parameter in saved.param_groups[0]["params"]:
+            parameter.grad = torch.ones_like(parameter)
+        saved.step()
+        state = saved.state_dict()
+        for one in state["state"].values():
+            one["step"] = one["step"].double()
+        setup.optimizer.load_state_dict(state)
+        setup.trainer.run(batches(4, 4, 4, 4))
+        setups.append(setup)
+    assert is_graph(setups[0])
+    assert_alike(*setups)
+
+
+class Forgetful(compiling.CountingBackend):
+    """Leaves out one of the writes of a graph, the one with this number from its end."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Tensor], **options: Any) -> Any:
+        writes = graph.graph.find_nodes(op="call_method", target="copy_")
+        for write in writes[len(writes) - self.number :][:1]:  # none in a graph of the model alone
+            write.replace_all_uses_with(write.args[0])
+            graph.graph.erase_node(write)
+            graph.recompile()
+        return super().__call__(graph, inputs, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(2, 9))  # the last one counts the steps
+def test_a_graph_that_writes_less_is_not_used(caplog, number):
+    """A parameter, a moment or a number of steps that stays as it was is noticed in the trial."""
+    setups = []
+    for way in ({"update": True, "backend": Forgetful(number)}, False):
+        setups.append(make(way, dtype=torch.float32))
+        setups[-1].trainer.run(batches(4, 4, dtype=torch.float32))
+    (reason,) = reasons(caplog)
+    assert "torch has compiled it wrongly: the " in reason
+    assert_alike(*setups, tolerance=1e-6)
+
+
+def scaled_at_random(model: nn.Module, batch: Batch) -> ForwardOutput:
+    output = summed_loss(model, batch)
+    return output._replace(loss=output.loss * random.uniform(0.5, 2.0))  # noqa: S311
+
+
+class Unscaled(compiling.CountingBackend):
+    """Takes 1 for each number of Python's."""
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Tensor], **options: Any) -> Any:
+        compiled = super().__call__(graph, inputs, **options)
+        return lambda *given: compiled(*[torch.ones_like(x) if x.dim() == 0 and x.device.type == "cpu" else x for x in given])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["eager", Unscaled()], ids=["right", "wrong"])
+def test_a_graph_that_draws_from_pythons_generator_is_compared(caplog, backend):
+    """Torch 2.13's inductor makes other numbers of them than the ones that were drawn."""
+    setups = []
+    for way in ({"update": True, "backend": backend}, False):
+        random.seed(3)
+        setups.append(make(way, forward=scaled_at_random))
+        setups[-1].trainer.run(batches(4, 4, 4))
+    assert_alike(*setups)
+    assert is_graph(setups[0]) is (backend == "eager")
+    assert [("wrongly" in reason) for reason in reasons(caplog)] == [True] * (backend != "eager")
+
+
+@pytest.mark.slow
+def test_hooks_on_saved_tensors_are_called():
+    """They may change values, as compression does; updates within them are made without a graph."""
+    setups = []
+    for way in ({"update": True, "backend": "aot_eager"}, False):
+        setups.append(make(way))
+        setups[-1].trainer.run(batches(4, 4), max_epochs=1)
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: 0.5 * x):
+            setups[-1].trainer.run(batches(4, 4), max_epochs=2)
+        setups[-1].trainer.run(batches(4, 4), max_epochs=3)
+    assert is_graph(setups[0])
+    assert_alike(*setups)
+
+
+@pytest.mark.parametrize("compile", [True, "update"])
+def test_a_buffer_that_compiled_code_cannot_write_to_is_warned_of(caplog, compile):  # noqa: A002
+    """Once, by its name."""
+    model = Tempered()
+    model.register_buffer("seen", torch.zeros((), dtype=torch.float64))
+    create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), summed_loss, compile=compile)
+    assert len([record for record in caplog.records if "the buffer 'seen'" in record.message]) == 1
+
+
 # --- what cannot be a graph ------------------------------------------------------------------------------------------------
 
 
@@ -1007,7 +1135,6 @@ OBSTACLES: dict[str, tuple[dict[str, Any], Callable[[Setup], None] | None, str]]
     "branch": ({"forward": branching_loss}, None, "torch cannot compile it"),
     "out-of-memory": ({"on_out_of_memory": "skip"}, None, "on_out_of_memory is 'skip'"),
     "keep-gradients": ({"keep_gradients": True}, None, "keep_gradients is True"),
-    "retain-graph": ({"retain_graph": True}, None, "retain_graph is True"),
     "closure": ({"closure": True}, None, "closure is True"),
     "optimizer": ({"optimizer": partial(torch.optim.RMSprop, lr=0.01)}, None, "the step of RMSprop is not known"),
     "several": ({"optimizer": halves_of}, None, "several optimizers"),
@@ -1316,3 +1443,23 @@ def test_on_cuda_its_graphs_are_cuda_graphs():
         trainer.run(batches(4, 4, 4, 4, 4, 4, dtype=torch.float32), max_epochs=3)
     assert is_graph(setups[0])
     assert_alike(*setups, tolerance=1e-4)
+
+
+@pytest.mark.parametrize("size", only([1e-40], [1e-40, 1.0, 1e38]))
+def test_a_factor_that_float32_cannot_hold(size: float) -> None:
+    """The mean is that of losses and sample sizes that are not so small."""
+
+    def trained(size: float) -> list[float]:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 1)
+        trainer = create_trainer(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            lambda m, x: ForwardOutput(m(x).square().sum() * size, len(x) * size),
+            max_grad_norm=1.0,
+            compile="update",
+        )
+        trainer.run([torch.ones(2, 3)], max_epochs=1)
+        return [value for parameter in model.parameters() for value in parameter.flatten().tolist()]
+
+    assert trained(size) == pytest.approx(trained(1.0), rel=1e-2)

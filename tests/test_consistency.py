@@ -33,9 +33,10 @@ from ignite_train.handlers import (
     StateConsistency,
     StateMismatchError,
 )
-from ignite_train.handlers.state_consistency import _Check, _Shard, tensor_digests
+from ignite_train.handlers.state_consistency import _Check, _Shard
+from ignite_train.model.tensor_digests import tensor_digests
 from ignite_train.ranks import collectives
-from ignite_train.ranks.pair_message import PairMessage
+from ignite_train.ranks.joint_message import JointMessage
 from ranks import run_ranks
 from tiers import nightly, slow
 from update_options import with_options
@@ -385,17 +386,17 @@ class Broken:
         if idist.get_rank() == 1 and way == "ddp":
             self.job.trainer.add_event_handler(TrainEvents.BACKWARD_COMPLETED, self.change)
         elif idist.get_rank() == 1:
-            self.unpack, PairMessage.unpack = PairMessage.unpack, lambda of, *given: self.change_sum(of, *given)  # type: ignore[method-assign]
+            self.unpack, JointMessage.unpack = JointMessage.unpack, lambda of, *given: self.change_sum(of, *given)  # type: ignore[method-assign]
 
     def change(self) -> None:
         if self.job.trainer.state.iteration in self.updates:
-            self.job.model.weight.grad[0, -1] *= self.factor
+            self.job.model.weight.grad.data[0, -1] *= self.factor  # which torch does not count as a change
             self.job.model.bias.grad = self.job.model.bias.grad if self.factor else None
 
-    def change_sum(self, of: PairMessage, *given: Any) -> None:
+    def change_sum(self, of: JointMessage, *given: Any) -> None:
         self.unpack(of, *given)
         if self.job.trainer.state.iteration in self.updates:
-            self.job.model.weight.grad[0, -1] *= self.factor
+            self.job.model.weight.grad.data[0, -1] *= self.factor  # which torch does not count as a change
 
 
 def break_gradients(way: Way, updates: range, factor: float, every: int, options: dict[str, Any]) -> Any:

@@ -491,7 +491,7 @@ def mismatched(patch: pytest.MonkeyPatch, update: int, what: str) -> tuple[str, 
 
     def disturb() -> None:
         if torch.distributed.get_rank() == 1 and trainer.state.iteration >= update:
-            changed = model.bias.grad if what == "gradient" else model.bias.detach()
+            changed = model.bias.grad.data if what == "gradient" else model.bias.detach()  # not counted as a change
             changed *= 1.5
 
     trainer.add_event_handler(TrainEvents.BACKWARD_COMPLETED, disturb)

@@ -25,6 +25,7 @@ from ignite_train.model.direct_step import DirectStep, is_direct_right
 from ignite_train.model.fused_kernels import is_kernel_right
 from ignite_train.model.gradients import Gradients
 from ignite_train.model.group_tensors import GroupTensors, gather
+from ignite_train.model.step_watch import StepWatch
 from ranks import run_ranks
 from tiers import slow
 
@@ -259,7 +260,7 @@ def made(make: Callable[[Any], Optimizer] = KINDS["adamw"], *, stepped: bool = T
 def direct_step_of(optimizer: Optimizer, gradients: Gradients) -> Callable[[], str | None]:
     """A direct step of it, as `Stepping` makes it."""
     tensors = GroupTensors(gradients)
-    direct = DirectStep(optimizer, gradients, tensors)
+    direct = DirectStep(optimizer, gradients, tensors, StepWatch(optimizer))
 
     def step() -> str | None:
         groups = gather(optimizer)

@@ -88,6 +88,37 @@ def test_no_data_at_all_is_another_error(build: Build, sized: bool) -> None:
         dropped(build, accumulation_steps=2).trainer.run([] if sized else cuts.Unsized([]))  # type: ignore[arg-type]
 
 
+def _without_a_whole_group() -> list[str]:
+    found = []
+    for sized in (True, False):
+        for uneven, numbers in (("all", (0, 2)), ("all", (2, 1)), ("shortest", (5, 2)), ("shortest", (5, 0))):
+            own = [(torch.randn(2, 4), torch.randn(2, 1))] * numbers[idist.get_rank()]
+            options = UpdateOptions(drop_last_group=True, uneven=uneven, reduction="explicit")  # type: ignore[arg-type]
+            model = torch.nn.Linear(4, 1)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            trainer = create_trainer(
+                model,
+                optimizer,
+                lambda model, batch: model(batch[0]).mean(),
+                accumulation_steps=3,
+                options=options,
+                protect=False,
+            )
+            with pytest.raises(ValueError, match="data must") as caught:
+                trainer.run(own if sized else cuts.Unsized(own))
+            found.append(str(caught.value))
+    return found
+
+
+def test_ranks_without_a_whole_group_say_so() -> None:
+    """They have data, so that it would be wrong to say that none of them has; only with "shortest" one rank may have none."""
+    first, second = run_ranks(_without_a_whole_group)
+    assert first == second
+    for message, number in zip([*first[:3], *first[4:7]], [2, 2, 2] * 2, strict=True):
+        assert f"must have a whole group in each epoch for drop_last_group=True, got {number} micro-batches" in message
+    assert all("on every rank for uneven='shortest', got none" in message for message in first[3::4])
+
+
 @pytest.mark.parametrize("stop", [1, 2, 3])
 def test_a_run_that_resumes_drops_the_same(build: Build, micro_batches: list[Batch], tmp_path: Path, stop: int) -> None:
     """Stopped in the middle or after the last whole group of an epoch."""

@@ -9,6 +9,7 @@ import logging
 import math
 import warnings
 import weakref
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -214,8 +215,8 @@ def test_an_epoch_cut_short_is_completed_by_the_next_run():
 @pytest.mark.parametrize(
     ("event", "call", "ends"),
     [
-        (Events.STARTED, "terminate", ["TERMINATE 0/0", "COMPLETED 0/0"]),
-        (Events.EPOCH_STARTED, "terminate", ["EPOCH_STARTED 1/0", "TERMINATE 1/0", "COMPLETED 1/0"]),
+        (Events.STARTED, "terminate", ["EPOCH_STARTED 1/0", "TERMINATE 1/1", "COMPLETED 1/1"]),
+        (Events.EPOCH_STARTED, "terminate", ["EPOCH_STARTED 1/0", "TERMINATE 1/1", "COMPLETED 1/1"]),
         (TrainEvents.FORWARD_COMPLETED(once=4), "terminate", ["EPOCH_STARTED 1/0", "TERMINATE 1/2", "COMPLETED 1/2"]),
         (Events.ITERATION_COMPLETED(once=2), "terminate", ["EPOCH_STARTED 1/0", "TERMINATE 1/2", "COMPLETED 1/2"]),
         (Events.ITERATION_COMPLETED(once=3), "terminate", ["EPOCH_STARTED 1/0", "TERMINATE 1/3", "COMPLETED 1/3"]),
@@ -814,6 +815,24 @@ def test_prepended_handlers_run_first(event, expected):
     handle.remove()
     trainer.run([1.0, 1.0], max_epochs=2)
     assert calls[len(expected) :] == ["added", "added", "last"] * 2
+
+
+def test_an_event_without_handlers_costs_one_look_up():
+    """In the table of handlers, and nothing is called; on the trainer and on the evaluator."""
+    looked: list[Any] = []
+
+    class Table(defaultdict):
+        def get(self, event, *default):
+            looked.append(event)
+            return super().get(event, *default)
+
+    model = nn.Linear(1, 1)
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda model, x: model(x).sum())
+    for engine in (trainer, create_evaluator(model, lambda model, x: model(x).sum())):
+        engine._event_handlers = Table(list, engine._event_handlers)
+        looked.clear()
+        engine.fire_event(Events.ITERATION_COMPLETED)
+        assert looked == [Events.ITERATION_COMPLETED]
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,7 @@ def test_the_best_is_seen_wherever_the_metric_is_published(tmp_path: Path, kind:
     """A handler of COMPLETED that publishes the score may be attached before or after `Checkpoint`."""
     trainer, model = make_trainer()
     evaluator = EVALUATORS[kind](model)
-    checkpoint = Checkpoint(tmp_path, best="late", every=100, keep_best=99)
+    checkpoint = Checkpoint(tmp_path, best="late", mode="min", every=100, keep_best=99)
 
     def publish(engine: Engine) -> None:
         engine.state.metrics["late"] = SCORES[trainer.state.epoch - 1]
@@ -152,7 +152,7 @@ class Run:
             global_step_transform=global_step_from_engine(self.trainer),
         )
         self.evaluator.add_event_handler(Events.COMPLETED, self.best_model)
-        Validation(self.evaluator, DATA, score="score").attach(self.trainer)
+        Validation(self.evaluator, DATA, score="score", mode="min").attach(self.trainer)
         Checkpoint(directory / "run").attach(self.trainer)
 
     def names(self) -> Iterator[str]:
@@ -195,7 +195,7 @@ def test_published_metrics_come_back_where_there_is_nothing_to_do(tmp_path: Path
         more = {**published, "score": value, "matrix": matrix * value, **unstorable}
         evaluator.add_event_handler(Events.EPOCH_COMPLETED, lambda: evaluator.state.metrics.update(more))
         if known_to == "validation":
-            Validation(evaluator, DATA, score="score").attach(trainer)
+            Validation(evaluator, DATA, score="score", mode="min").attach(trainer)
             Checkpoint(tmp_path).attach(trainer)
         else:
             trainer.add_evaluation_handler(Events.EPOCH_COMPLETED, lambda: evaluator.run(DATA))
@@ -220,7 +220,7 @@ def test_evaluators_have_names_of_their_own(tmp_path: Path) -> None:
             scored(evaluator, trainer)
             flat = EarlyStopping(patience, lambda engine, patience=patience: -patience, trainer)
             evaluator.add_event_handler(Events.COMPLETED, flat)
-            Validation(evaluator, DATA, score="score").attach(trainer)
+            Validation(evaluator, DATA, score="score", mode="min").attach(trainer)
             stops.append(flat)
         stops[1].counter = 4 if epochs == 2 else 0
         Checkpoint(tmp_path).attach(trainer)
@@ -265,7 +265,7 @@ def test_an_error_of_a_stock_evaluator_is_raised() -> None:
     evaluator = Engine(step)
     scored(evaluator, trainer)
     ProgressLog("simple").attach(trainer, evaluator=evaluator)
-    validation = Validation(evaluator, DATA, score="score")
+    validation = Validation(evaluator, DATA, score="score", mode="min")
     validation.attach(trainer)
     with pytest.raises(RuntimeError, match="no such file"):
         trainer.run(DATA, max_epochs=1)
@@ -280,7 +280,7 @@ def test_a_score_is_one_number() -> None:
     trainer, model = make_trainer()
     evaluator, value = make_stock(model), [torch.tensor(2.5)]
     evaluator.add_event_handler(Events.COMPLETED, lambda engine: engine.state.metrics.update(score=value[0]))
-    validation = Validation(evaluator, DATA, score="score")
+    validation = Validation(evaluator, DATA, score="score", mode="min")
     validation.attach(trainer)
     trainer.run(DATA, max_epochs=1)
     assert validation.best == 2.5

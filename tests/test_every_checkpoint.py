@@ -373,8 +373,8 @@ def test_goes_on_from_every_update_and_every_epoch(kind: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", ["terminate in GET_BATCH_COMPLETED 1", "interrupt in ITERATION_STARTED 2"])
-def test_goes_on_after_a_fetch_that_was_undone(name: str, tmp_path: Path) -> None:
-    """The dataset draws from a generator of its own; what it drew for the group is drawn again, the same."""
+def test_goes_on_after_a_stop_that_was_asked_for_before_the_update(name: str, tmp_path: Path) -> None:
+    """The dataset draws from a generator of its own; what it drew for that update is not drawn again."""
     check("resumable, augmented", name, tmp_path)
 
 
@@ -422,7 +422,7 @@ def test_workers_of_a_validation_that_are_started_again_leave_no_trace(tmp_path:
 def _validate_in_a_worker(opened: list[Any], trainer: Trainer) -> None:
     held_out = DataLoader(Numbers(), batch_size=4, num_workers=1, persistent_workers=True)
     opened.append(held_out)
-    model = trainer._stateful_parts["model"]
+    model = trainer.model
     assert isinstance(model, nn.Module)
     Validation(create_evaluator(model, lambda model, x: ForwardOutput(x.sum().float(), 1)), held_out).attach(trainer)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import linecache
 import logging
 import logging.handlers
 import os
@@ -36,10 +37,10 @@ import cuts
 import ignite_train
 from ignite_train import ForwardOutput, NonFiniteError, Trainer, TrainEvents, TrainingError, create_evaluator, create_trainer
 from ignite_train.handlers import FailureBoard, HangWatch, PeerFailureError, Validation, failure_board, hang_watch
-from ignite_train.ranks import collectives
+from ignite_train.ranks import collectives, whereabouts
 from ignite_train.ranks.sealed_messages import SealedMessages
 from processes import DEADLINE_SECONDS, Processes, forked
-from tiers import nightly
+from tiers import nightly, slow
 from update_options import with_options
 
 
@@ -221,7 +222,7 @@ def fail_on_one_rank(board: Board, site: str, failing: int, reduction: str, prot
     trainer = make(reduction, forward)
     first = next(iter(trainer._update.model.parameters()))  # type: ignore[attr-defined]
     first.register_hook(lambda _gradient: boom("backward"))
-    trainer._stateful_parts["optimizer"].register_step_pre_hook(lambda *_: boom("step"))  # type: ignore[attr-defined]
+    trainer.optimizers["optimizer"].register_step_pre_hook(lambda *_: boom("step"))  # type: ignore[attr-defined]
     if protected:
         FailureBoard().attach(trainer)
     for name, event in EVENTS.items():
@@ -404,6 +405,83 @@ def test_every_survivor_names_the_rank_that_was_killed(
             assert not re.search(f"rank [^{dying}](, which hosts the store,)? is gone|ranks .* are gone", stderr)
 
 
+def send_to_a_rank_that_dies(board: Board, dying: int) -> None:
+    """It dies while the other sends to it: gloo does not wake a sender whose data is half written when its peer is gone."""
+    looks, trainer = count_looks(), make("explicit")
+    many = torch.zeros(2**24)  # more than the connection holds
+
+    def sends(frame: Any) -> bool:
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+        return frame.f_code.co_name == "send" and "wait()" in line  # after that of `isend`
+
+    def tell(frames: Callable[[], Any], main: int) -> None:
+        until(lambda: sends(frames()[main]), "it waits for gloo")
+        board.write("sends")
+
+    FailureBoard().attach(trainer)
+
+    @trainer.on(Events.ITERATION_COMPLETED(once=2))
+    def send() -> None:
+        until(looks, "its thread has begun to look at the board")
+        if idist.get_rank() == dying:
+            torch.distributed.irecv(many, 1 - dying)
+            board.write(f"ready.{dying}")
+            os.kill(os.getpid(), signal.SIGSTOP)
+        threading.Thread(target=tell, args=[sys._current_frames, threading.get_ident()], daemon=True).start()
+        torch.distributed.send(many, dying)
+
+    trainer.run(cuts.cut(cuts.samples(), [8] * 3), max_epochs=1)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(("dying", "tcp"), [(0, True), (1, True), slow(1, False)], ids=["the host", "of a host", "of a file"])
+def test_a_sender_whose_peer_is_killed_does_not_wait_for_gloo(tmp_path: Path, dying: int, tcp: bool) -> None:
+    """It ends in time, though nobody raises, and names the rank; also if that held the store."""
+    with Group(tmp_path, send_to_a_rank_that_dies, dying, tcp=tcp) as group:
+        for note in (f"ready.{dying}", "sends"):
+            group.board.wait_for(note)
+        group.send(signal.SIGKILL, dying)
+        assert group.status(1 - dying) == 1
+        stderr = group.stderr(1 - dying)
+        if dying == 0:
+            assert "rank 0, which hosts the store, is gone; " in stderr
+        else:
+            assert f"rank {dying} failed at update 2: its process is no longer running" in stderr
+            assert f"rank {dying} is gone: no longer running" in stderr
+
+
+def train_until_killed(board: Board) -> None:
+    """Buffers, which rank 0 sends before each forward, and gradients in small messages."""
+    looks, rank = count_looks(), idist.get_rank()
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(cuts.FEATURES, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double())
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.01), cuts.forward)
+
+    @trainer.on(Events.ITERATION_COMPLETED(once=3))
+    def tell() -> None:
+        until(looks, "its thread has begun to look at the board")
+        board.write(f"trains.{rank}")
+
+    trainer.run(cuts.cut(cuts.samples(), [8]) * 100_000, max_epochs=1)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("victim", "world_size"), [(0, 2), (1, 2), (2, 3)])
+def test_killed_beside_ranks_that_stand_still_for_a_moment(tmp_path: Path, victim: int, world_size: int) -> None:
+    """On a busy machine the others often have half a message written then: they end in time and name the rank."""
+    others = [rank for rank in range(world_size) if rank != victim]
+    for number in range(20):
+        with Group(tmp_path / str(number), train_until_killed, world_size=world_size, tcp=True) as group:
+            for rank in range(world_size):
+                group.board.wait_for(f"trains.{rank}")
+            group.send(signal.SIGSTOP, *others)
+            until(lambda: {_state_of(group.processes[rank].pid) for rank in others} == {"T"}, "they stand still")
+            group.send(signal.SIGKILL, victim)
+            group.processes[victim].join()
+            group.send(signal.SIGCONT, *others)
+            assert [group.status(rank, 60.0) for rank in others] == [1] * len(others)
+            assert all(re.search(f"rank {victim}.* is gone", group.stderr(rank)) for rank in others)
+
+
 LAUNCHED = """
 import os, signal
 import ignite.distributed as idist
@@ -486,6 +564,30 @@ def test_a_rank_that_ended_in_good_order_is_not_called_gone(tmp_path: Path, how:
         assert [group.status(rank) for rank in (0, 1)] == [0, 0]
         assert group.board.read("notes.1") == []
         assert "gone" not in group.stderr()
+
+
+def end_after_the_host(board: Board) -> None:
+    """The process of rank 0 is gone when rank 1 still sits in a handler of COMPLETED, and when it ends."""
+    trainer, failures, watch = make("ddp"), FailureBoard(), HangWatch(timeout_seconds=1.0, first_timeout_seconds=600.0)
+    failures.attach(trainer)
+    watch.attach(trainer)
+
+    @trainer.on(Events.COMPLETED)
+    def save() -> None:
+        if idist.get_rank() == 1:
+            until(lambda: failures._watch and not failures._watch.is_alive(), "the board has noticed that the store is gone")
+            until(lambda: watch._watch and watch._watch._messages is None, "the watch has noticed it")
+
+    trainer.run(cuts.cut(cuts.samples(), [8] * 3), max_epochs=1)
+    os._exit(0)
+
+
+def test_the_end_of_a_good_run_is_no_alarm(tmp_path: Path) -> None:
+    """A rank whose run ends after that of the host of the store says that it watches alone, but not as a warning."""
+    with Group(tmp_path, end_after_the_host, tcp=True) as group:
+        assert [group.status(rank) for rank in (0, 1)] == [0, 0]
+        assert "rank 1 watches only itself from now on" in group.stderr(1)
+        assert re.findall("(WARNING|ERROR) ignite_train.*", group.stderr()) == []
 
 
 def fail_beside_a_stopped_rank(board: Board) -> None:
@@ -676,10 +778,10 @@ def test_each_file_that_waits_for_ranks_is_known_to_the_watch() -> None:
     """So that it blames the rank that has not come, and not the one that waits for it."""
     root = Path(ignite_train.__file__).parent  # of a checkout, or of what is installed
     texts = {path.name: path.read_text("utf-8") for path in root.glob("*/*.py")}
-    marked = {name for name, text in texts.items() if f"\n{hang_watch._MARK} = True" in text}
+    marked = {name for name, text in texts.items() if f"\n{whereabouts._MARK} = True" in text}
     waiting = {path.name for path in root.glob("ranks/*.py") if ".wait()" in texts[path.name]}
     assert len(waiting) > 1
-    assert marked == {*waiting, "to_host.py", "direct_backward.py"}  # in backward DDP waits for the others
+    assert marked == {*waiting, "to_host.py", "bucket_order.py"}  # in whose last call torch exchanges the order
 
 
 def test_the_watches_cost_an_update_nothing() -> None:
@@ -944,7 +1046,7 @@ def test_timeouts_that_are_left_out(arguments: dict[str, Any], expected: tuple[A
 
 LOOKS_WHILE_THREADS_START = """
 import gc, sys, threading, time
-from ignite_train.handlers import hang_watch
+from ignite_train.ranks import whereabouts
 
 class Cycle:
     def __init__(self):
@@ -956,7 +1058,7 @@ class Cycle:
 def look():
     while not over.is_set():
         Cycle()
-        hang_watch._frame_of(threading.main_thread().ident)
+        whereabouts._frame_of(threading.main_thread().ident)
 
 over = threading.Event()
 looking = threading.Thread(target=look, daemon=True)

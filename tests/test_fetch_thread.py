@@ -340,8 +340,29 @@ def test_a_loader_that_writes_over_what_it_gave_is_refused(buffers, accumulation
         return torch.stack(samples, out=memory[next(number) % buffers])
 
     _, trainer = make(accumulation_steps=accumulation_steps)
-    with pytest.raises(ValueError, match="in memory of its own"):
+    with pytest.raises(ValueError, match="memory of its own"):
         trainer.run(loader_of(Quiet(), collate_fn=collate, drop_last=True), max_epochs=1)
+
+
+@pytest.mark.parametrize(("whole", "buffers"), [(False, 3), (True, 4)], ids=["arriving", "whole"])
+def test_what_a_group_holds_is_not_written_over_either(whole, buffers):
+    """The thread reads two ahead of what was taken. A group that arrives holds two at once, and a whole one all three."""
+
+    def refused(buffers: int) -> bool:
+        memory, number = [torch.empty(1, 4) for _ in range(buffers)], count()
+
+        def collate(samples: list[Tensor]) -> Tensor:
+            return torch.stack(samples, out=memory[next(number) % buffers])
+
+        _, trainer = make(accumulation_steps=3, options=UpdateOptions(drop_last_group=whole))
+        loader = loader_of(Quiet(), batch_size=1, collate_fn=collate, drop_last=True, prefetch_factor=2)
+        try:
+            trainer.run(loader, max_epochs=1)
+        except ValueError as error:
+            return "memory of its own" in str(error)
+        return False
+
+    assert (refused(buffers), refused(buffers + 1)) == (True, False)
 
 
 def test_a_generator_that_is_not_seeded_is_refused():

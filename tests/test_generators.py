@@ -12,6 +12,8 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from ignite_train.model.random_state import (
+    NUMPY,
+    PYTHON,
     RandomState,
     capture_random_state,
     check_generators,
@@ -240,18 +242,22 @@ def test_a_draw_on_an_accelerator_is_noticed(accelerators: list[torch.Generator]
     assert not before.has_moved()
 
 
-DRAWS = {"python": random.random, "torch": lambda: torch.rand(())}
+OWN = np.random.default_rng(3)
+DRAWS = {"python": random.random, "numpy": np.random.rand, "own": OWN.random, "torch": lambda: torch.rand(())}
 
 
-@pytest.mark.parametrize("python", [True, False], ids=["python too", "torch only"])
-def test_a_draw_is_noticed(python: bool) -> None:
+@pytest.mark.parametrize("asked", [(PYTHON,), (PYTHON, NUMPY, OWN), ()], ids=["Python too", "all", "torch only"])
+def test_a_draw_is_noticed(asked: tuple[Any, ...]) -> None:
     """Of each generator that was asked about, and of no other; until the state is put back."""
-    before = RandomState(torch.device("cpu"), python=python)
+    before = RandomState(torch.device("cpu"), asked)
     assert not before.has_moved()
+    generators = {"python": PYTHON, "numpy": NUMPY, "own": OWN, "torch": torch.default_generator}
     for name, drawn in DRAWS.items():
         drawn()
-        assert before.has_moved() is (python or name == "torch")
-        assert before.python_has_moved() is (python and name == "python")
+        watched = name == "torch" or generators[name] in asked
+        assert before.has_moved() is watched
+        assert before.moved() == ([generators[name]] if watched else [])
+        assert before.torch_has_moved() is (name == "torch")
         before.restore()
         assert not before.has_moved()
 

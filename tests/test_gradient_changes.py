@@ -289,14 +289,15 @@ def test_gradients_beyond_float32_squares_keep_their_norm(build: Build, micro_ba
     assert output.grad_norm == pytest.approx(2.0**100 * math.sqrt(count), rel=1e-6)
 
 
-def test_an_update_that_is_skipped_has_no_mean_gradient(build: Build, micro_batches: list[Batch]) -> None:
-    """Neither one that is not finite nor one without a sample fires the event."""
-    setup = build(on_nonfinite="skip")
+@pytest.mark.parametrize("scaled", [False, True])
+def test_updates_that_have_no_mean_gradient(build: Build, micro_batches: list[Batch], scaled: bool) -> None:
+    """One without a sample does not fire the event, and none that has overflowed: as with GradScaler, the scale must fall."""
+    setup = build(loss_scaling=TorchLossScaling(init_scale=1024.0)) if scaled else build(on_nonfinite="skip")
     seen = listen(setup.trainer, setup.model)
     bad = (torch.full((2, 4), torch.nan), torch.zeros(2, 1))
     setup.trainer.run([bad, micro_batches[0]], max_epochs=1)
     setup.trainer.update([])
-    assert (len(seen), setup.trainer.state.num_skipped) == (1, 2)
+    assert (len(seen), setup.trainer.state.num_skipped) == (1 if scaled else 2, 2)
 
 
 def test_what_handlers_break_is_noticed(build: Build, micro_batches: list[Batch]) -> None:
@@ -313,6 +314,79 @@ def test_what_handlers_break_is_noticed(build: Build, micro_batches: list[Batch]
     with pytest.raises(NoGradientError, match="a handler of GRADIENTS_REDUCED has dropped all gradients"):
         setup.trainer.update(micro_batches[:1])
     assert setup.contents() == before
+
+
+# --- gradients that are not finite, which a handler repairs ---
+
+
+def repair(model: nn.Module) -> None:
+    """As the training loops of EDM and StyleGAN3 do in each update."""
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        torch.nan_to_num(parameter.grad, nan=0, posinf=1e5, neginf=-1e5, out=parameter.grad)
+
+
+def with_trouble(model: nn.Module, loss: Tensor, update: int) -> Tensor:
+    """In update 2 some gradients are NaN, and in update 3 the loss alone is infinite."""
+    if update == 2:
+        return loss + (0 * model[0].weight[0]).sqrt().sum()
+    return loss + math.inf if update == 3 else loss
+
+
+def repaired_by_hand() -> list[float]:
+    """The loop on all samples of each update at once."""
+    model, start = network(), 0
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for update, sizes in enumerate(SIZES, start=1):
+        count = sum(map(sum, sizes))
+        loss, weight, *_ = cuts.forward(model, cuts.cut(cuts.samples(), [count], start)[0])
+        start += count
+        optimizer.zero_grad()
+        (with_trouble(model, loss, update) / weight).backward()
+        repair(model)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.15)
+        optimizer.step()
+    return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
+
+
+def repaired(way: str) -> tuple[list[float], list[tuple[int, bool]]]:
+    """The same with a handler, on this rank's samples; and of each update whether the loss is finite and it was applied."""
+    model = network()
+    wrapped = DistributedDataParallel(model) if way == "ddp" else model
+
+    def forward(model: nn.Module, micro_batch: Any, state: Any) -> ForwardOutput:
+        output = cuts.forward(model, micro_batch)
+        inner = model.module if isinstance(model, DistributedDataParallel) else model
+        return output._replace(loss=with_trouble(inner, output.loss, state.iteration))
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    options = UpdateOptions(reduction=way)  # type: ignore[arg-type]
+    trainer = create_trainer(wrapped, optimizer, forward, max_grad_norm=0.15, options=options)
+    trainer.add_event_handler(TrainEvents.GRADIENTS_REDUCED, lambda: repair(model))
+    start, records = 0, []
+    rank, ranks = idist.get_rank(), idist.get_world_size()
+    for sizes in SIZES:
+        mine = [size for own in (sizes if ranks == 1 else sizes[rank : rank + 1]) for size in own]
+        before = 0 if ranks == 1 else sum(map(sum, sizes[:rank]))
+        record = trainer.update(cuts.cut(cuts.samples(), mine, start + before))
+        records.append((int(math.isfinite(record.loss)), record.applied))
+        start += sum(map(sum, sizes))
+    return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist(), records
+
+
+def in_both_ways() -> list[Any]:
+    return [repaired(way) for way in ("ddp", "explicit")]
+
+
+@pytest.mark.filterwarnings("ignore:update.. was called without a session")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_repaired_gradients_are_stepped_along_as_by_hand(ranks: int) -> None:
+    """Norm and decision come after the handler. A loss that is not finite does not skip the update then."""
+    outcomes = [repaired("auto")] if ranks == 1 else [one for rank in run_ranks(in_both_ways) for one in rank]
+    expected = repaired_by_hand()
+    for parameters, records in outcomes:
+        assert parameters == pytest.approx(expected, rel=1e-11)
+        assert records == [(1, True), (1, True), (0, True)]
 
 
 # --- a handler on some of the ranks ---

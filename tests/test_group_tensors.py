@@ -171,3 +171,12 @@ def test_a_tensor_in_the_place_of_a_freed_one_is_noticed():
     assert id(state["exp_avg_sq"]) == freed  # as the allocator of CPython has it
 
     assert not tensors.are_known(gather(optimizer))
+
+
+def test_parameters_may_be_swapped():
+    """`torch.utils.swap_tensors` refuses those to which something refers weakly; another memory is noticed."""
+    model, optimizer, tensors = made()
+    torch.utils.swap_tensors(model.weight, nn.Parameter(torch.zeros_like(model.weight)))
+    model.weight.grad = torch.ones_like(model.weight)
+
+    assert not tensors.are_known(gather(optimizer))

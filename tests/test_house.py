@@ -465,7 +465,6 @@ def test_the_way_from_run_to_backward_is_short():
 
     create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), forward).run([torch.ones(1, 1)])
     files = [frame.filename for frame in frames if (ROOT / "ignite_train") in Path(frame.filename).parents]
-    files = [file for file in files if Path(file).name != "direct_backward.py"]  # it is in the place of torch's backward
 
     assert len(files) <= MAX_FRAMES
     assert len(set(files)) <= MAX_FRAME_FILES

@@ -75,7 +75,7 @@ def note(engine: Engine, *events: Any) -> list[tuple[str, int, int]]:
 
 
 def weight(trainer: Trainer) -> float:
-    return trainer._stateful_parts["model"].weight.item()
+    return trainer.model.weight.item()
 
 
 # --- batches ---------------------------------------------------------------------------------------------------------------
@@ -172,7 +172,7 @@ def test_checkpoints_of_ignites_are_numbered_by_the_step(tmp_path):
     """`global_step_from_engine` on STEP_COMPLETED gives the step; the epoch, which it gave before, overwrote files."""
     trainer, _ = make()
     saver = IgniteCheckpoint(
-        {"model": trainer._stateful_parts["model"]},
+        {"model": trainer.model},
         DiskSaver(str(tmp_path), require_empty=False),
         n_saved=None,
         global_step_transform=global_step_from_engine(trainer),
@@ -386,36 +386,6 @@ def test_streams_of_ranks_have_epochs_of_one_length():
 
 
 # --- stopping and continuing -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("call", ["terminate", "interrupt", "terminate_epoch"])
-@pytest.mark.parametrize(
-    "event", [Events.GET_BATCH_STARTED, Events.GET_BATCH_COMPLETED, Events.ITERATION_STARTED], ids=lambda event: event.name
-)
-def test_a_stop_before_the_update_is_met_before_it(event, call):
-    """Asked for before an update, the stop comes before it, as in Ignite; the next run does that update."""
-    results = []
-    for make_engine in (make_stock, make):
-        engine, seen = make_engine()
-        handle = engine.add_event_handler(event(once=3), lambda engine: getattr(engine, call)())
-        engine.run([1.0, 2.0, 3.0, 4.0], max_epochs=1)
-        results.append(flat(seen))
-    assert results[0] == results[1]
-    assert engine.state.iteration == len(results[1])  # Ignite counts an iteration that it did not do
-    if call != "terminate_epoch":
-        handle.remove()
-        engine.run([1.0, 2.0, 3.0, 4.0], max_epochs=1)
-        assert flat(seen) == [1.0, 2.0, 3.0, 4.0]
-
-
-@pytest.mark.parametrize("event", [Events.STARTED, Events.EPOCH_STARTED], ids=["started", "epoch-started"])
-def test_an_epoch_is_not_ended_before_it_began(event):
-    """`terminate_epoch` before the first batch is an error, as in Ignite."""
-    trainer, groups = make()
-    trainer.add_event_handler(event, trainer.terminate_epoch)
-    with pytest.raises(RuntimeError, match="terminate_epoch was called in STARTED or EPOCH_STARTED"):
-        trainer.run([1.0])
-    assert groups == []
 
 
 @pytest.mark.parametrize("call", ["terminate", "interrupt"])

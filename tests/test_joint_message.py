@@ -9,13 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ignite_train import ForwardOutput, UpdateOptions, count_traffic, create_trainer
+from ignite_train import ForwardOutput, UpdateOptions, create_trainer
 from ignite_train.device import to_host
 from ignite_train.ranks import collectives
 from ignite_train.ranks.joint_message import JointMessage
 from ignite_train.ranks.messages import RankRequests
-from ignite_train.ranks.pair_message import PairMessage
-from ignite_train.ranks.small_sum import SmallSum
 from ignite_train.ranks.statistics import Statistics
 from ranks import RanksFailedError, run_ranks
 
@@ -29,7 +27,7 @@ def parameters() -> list[nn.Parameter]:
 
 
 def message_of(owners: list[nn.Parameter]) -> JointMessage:
-    return JointMessage(STATISTICS, len(owners), 0, owners, SmallSum())
+    return JointMessage(STATISTICS, len(owners), 0, owners)
 
 
 def backward(owners: list[nn.Parameter]) -> list[Tensor]:
@@ -83,7 +81,7 @@ def test_what_is_missing_is_zero_and_may_come_back() -> None:
 def test_numbers_about_sparse_gradients_travel_before_the_gradients() -> None:
     """As they are: how many rows each rank has must not be rounded, and those of the update before are written over."""
     owner = nn.Parameter(torch.zeros(1))
-    message = JointMessage(STATISTICS, 1, 2, [owner], SmallSum())
+    message = JointMessage(STATISTICS, 1, 2, [owner])
     for rows in ([0.0, 2.0**52 + 1], [7.0, 0.0]):
         message.pack(STATISTICS, [True], torch.tensor(rows, dtype=torch.float64), [torch.ones(1)])
         assert message.vector.tolist() == [3.0, 0.1, 1.0, *rows, 1.0]
@@ -107,158 +105,17 @@ def test_gradients_that_share_memory_are_told_apart(joined: bool) -> None:
     assert [owner.grad.tolist() for owner in owners if owner.grad is not None] == [[9.0] * 3, [8.0] * (3 - joined)]
 
 
-class Wire:
-    """In place of `SmallSum`, for two messages in one process: `gather` gives what each rank has sent so far."""
-
-    gathers = True
-
-    def __init__(self, rank: int, given: dict[int, Tensor]) -> None:
-        self._rank, self._given = rank, given
-
-    def gather(self, own: Tensor, both: list[Tensor]) -> None:
-        self._given[self._rank] = own.clone()
-        for memory, rank in zip(both, sorted(self._given), strict=False):
-            memory.copy_(self._given[rank])
-
-
-def cross_between(sides: list[list[nn.Parameter]], monkeypatch: pytest.MonkeyPatch) -> list[PairMessage]:
-    """Sends the gradients of both sides to each other, and gives the messages back, unpacked."""
-    given: dict[int, Tensor] = {}
-    messages = []
-    for rank, owners in enumerate(sides):
-        monkeypatch.setattr(collectives, "rank", lambda rank=rank: rank)
-        messages.append(PairMessage(STATISTICS, len(owners), 1, owners, Wire(rank, given)))  # type: ignore[arg-type]
-    exchange(messages, sides)
-    return messages
-
-
-def exchange(messages: list[PairMessage], sides: list[list[nn.Parameter]]) -> None:
-    """Sends what the parameters have now; each message crosses twice, because the first one is sent before the other."""
-    packed = [[owner.grad for owner in owners] for owners in sides]
-    for rank, (message, gradients) in enumerate(zip(messages, packed, strict=True)):
-        here = [gradient is not None for gradient in gradients]
-        message.pack(STATISTICS * (rank + 1), here, torch.ones(1, dtype=torch.float64), gradients)
-        message.cross()
-    for message, gradients in zip(messages, packed, strict=True):
-        message.cross()
-        message.unpack(gradients, (message.flags > 0).tolist())
-
-
-def bits_of(values: Tensor) -> Tensor:
-    """As integers, where each NaN is the same."""
-    kinds = {8: torch.int64, 4: torch.int32, 2: torch.int16}
-    return torch.where(values.isnan(), values.new_zeros(()) / 0, values).view(kinds[values.itemsize])
-
-
-DTYPES = {"float64": torch.int64, "float32": torch.int32, "bfloat16": torch.int16, "float16": torch.int16}
-
-
-@pytest.mark.parametrize("name", DTYPES)
-def test_two_ranks_add_up_what_float64_would(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bit by bit, on both ranks, for any two numbers of the dtype: tiny and huge ones, infinities and NaN."""
-    dtype, kind = getattr(torch, name), DTYPES[name]
-    generator, limits = torch.Generator().manual_seed(3), torch.iinfo(kind)
-    sides = []
-    for _ in range(2):
-        owner = nn.Parameter(torch.zeros(2**14, dtype=dtype))
-        owner.grad = torch.randint(limits.min, limits.max, (2**14,), dtype=kind, generator=generator).view(dtype)
-        sides.append([owner])
-    first, second = [owner.grad.clone() for (owner,) in sides if owner.grad is not None]
-    assert PairMessage.suits(STATISTICS, sides[0], Wire(0, {}))  # type: ignore[arg-type]
-    cross_between(sides, monkeypatch)
-    expected = bits_of((first.double() + second.double()).to(dtype))
-    for (owner,) in sides:
-        assert owner.grad is not None
-        assert torch.equal(bits_of(owner.grad), expected)
-
-
-def test_two_ranks_send_each_other_any_layout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gradients that are missing on one rank or on both, transposed, with gaps, in several dtypes, or in one memory."""
-    sides = [parameters(), parameters()]
-    for rank, owners in enumerate(sides):
-        backward(owners)
-        owners[3].grad = None
-        owners[rank].grad = None
-    sides[0][4].grad = sides[0][2].grad = None
-    memory = torch.arange(1.0, 5.0)
-    for owners in sides:
-        owners += [nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(3))]
-        owners[5].grad, owners[6].grad = memory.clone(), torch.ones(3)
-    sides[0][5].grad, sides[0][6].grad = memory, memory[1:]
-    messages = cross_between(sides, monkeypatch)
-    for message, owners in zip(messages, sides, strict=True):
-        assert message.statistics.tolist() == (3 * STATISTICS).tolist()
-        assert (message.flags.tolist(), message.announced.tolist()) == ([1.0, 1.0, 1.0, 0.0, 1.0, 2.0, 2.0], [2.0])
-        assert owners[3].grad is None
-        found = [owner.grad for owner in owners if owner.grad is not None]
-        values = [[[1.0, 2.0], [3.0, 4.0]], [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]], [1.0, 2.0, 3.0, 4.0], [1.0, 2.0, 3.0]]
-        assert [one.tolist() for one in found] == [*values, [2.0, 4.0, 6.0, 8.0], [3.0, 4.0, 5.0]]
-        assert [one.stride() for one in found] == [(2, 1), (1, 2), (1,), (1,), (1,), (1,)]
-        assert [one.dtype for one in found] == [owner.dtype for owner in owners if owner.grad is not None]
-
-
-def test_two_ranks_send_nothing_of_the_update_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A gradient that is missing in the second update counts as zero, on the other rank too; and it may come back."""
-    sides = [[nn.Parameter(torch.zeros(3))] for _ in range(2)]
-    for (owner,) in sides:
-        owner.grad = torch.ones(3)
-    messages = cross_between(sides, monkeypatch)
-    for values in ((None, 5.0), (None, None), (2.0, 5.0)):
-        for (owner,), value in zip(sides, values, strict=True):
-            owner.grad = None if value is None else torch.full((3,), value)
-        exchange(messages, sides)
-        total = [value for value in values if value is not None]
-        for (owner,), message in zip(sides, messages, strict=True):
-            assert message.flags.tolist() == [len(total)]
-            assert (None if owner.grad is None else owner.grad.tolist()) == ([sum(total)] * 3 if total else None)
-
-
-def test_a_message_may_carry_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_message_may_carry_no_gradient() -> None:
     """Where all parameters are too large for it, or sparse: the statistics cross all the same."""
-    for message in cross_between([[], []], monkeypatch):
-        assert message.statistics.tolist() == (3 * STATISTICS).tolist()
     joint = message_of([])
     joint.pack(STATISTICS, [], None, [])
     joint.unpack([], [])
     assert joint.vector.tolist() == STATISTICS.tolist()
 
 
-def test_a_gradient_of_any_dtype_travels_in_float64() -> None:
-    """Two ranks could not know of each other in which dtype it lies."""
-    owner = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
-    assert PairMessage.suits(STATISTICS, [owner], Wire(0, {}))  # type: ignore[arg-type]
-    owner.grad_dtype = None
-    assert not PairMessage.suits(STATISTICS, [owner], Wire(0, {}))  # type: ignore[arg-type]
-
-
-def _sums() -> list[Any]:
-    """Small vectors and one that is too large to be gathered: summed in both ways, and the names of the collectives."""
-    found: list[Any] = []
-    generator, total = torch.Generator().manual_seed(idist.get_rank()), SmallSum()
-    wide, narrow = torch.float64, torch.float32
-    for length, dtype in ((1, wide), (5000, wide), (300, narrow), (300, wide), (2**15 + 1, wide)):
-        mine = torch.randn(length, generator=generator, dtype=dtype)
-        expected = mine.clone()
-        torch.distributed.all_reduce(expected)
-        with count_traffic("cpu") as traffic:
-            total(mine)
-        found.append((torch.equal(mine, expected), [one.name for one in traffic.collectives], mine[:300].tolist()))
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "small"), [(2, "allgather_"), (3, "allreduce_")], ids=["two", "three"])
-def test_a_small_sum_is_that_of_an_all_reduce(ranks: int, small: str) -> None:
-    """Bit by bit, and the same on all ranks; one collective."""
-    first, *others = run_ranks(_sums, world_size=ranks)
-    assert all(other == first for other in others)
-    assert [equal for equal, _, _ in first] == [True] * 5
-    assert [names for _, names, _ in first] == [[small]] * 4 + [["allreduce_"]]
-
-
 @pytest.mark.parametrize("beside", [-1, 0, 1], ids=str)
 def test_ranks_that_send_more_than_others_are_an_error(beside: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before anything is made of the sums: a gathering accepts a shorter vector of another rank."""
+    """Before anything is made of the sums: a backend may accept a shorter vector of another rank."""
     monkeypatch.setattr(collectives, "world_size", lambda: 2)
     mine, theirs = Statistics(torch.device("cpu")), Statistics(torch.device("cpu"))
     vector, other = mine.pack(RankRequests(), beside=4), theirs.pack(RankRequests(), beside=4 + beside)

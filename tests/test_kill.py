@@ -64,6 +64,14 @@ def test_killed_anywhere_one_process_ends_bitwise_with_any_number_of_workers(
 
 
 @pytest.mark.nightly
+def test_killed_anywhere_three_ranks_end_bitwise(tmp_path: Path, reference: References) -> None:
+    """Sums of three ranks depend on the order in which they are taken, which each start must find again."""
+    toll = endure(jobs(tmp_path, world_size=3), kills(4, seed=4, world_size=3), reference)
+    assert toll.kills == 4
+    assert toll.equal == toll.runs
+
+
+@pytest.mark.nightly
 @pytest.mark.timeout(30_000)
 def test_two_hundred_kills(tmp_path: Path, reference: References) -> None:
     """What docs/reliability.md reports; the loader has workers in each sixth job."""

@@ -145,7 +145,7 @@ def test_an_update_that_is_skipped_is_no_point() -> None:
         model = net()
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         trainer = create_trainer(model, optimizer, mean_loss, loss_scaling=StaticLossScaling(1.0))
-        event = TrainEvents.BACKWARD_COMPLETED(once=3)
+        event = TrainEvents.GRADIENTS_REDUCED(once=3)
         trainer.add_event_handler(event, lambda: model[0].weight.grad.fill_(math.inf))  # type: ignore[union-attr, operator]
         return trainer
 

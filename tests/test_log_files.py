@@ -402,7 +402,7 @@ def test_json_knows_no_nan(tmp_path: Path) -> None:
 def test_a_second_attach_adds_an_evaluator(tmp_path: Path, kind: str) -> None:
     """No line of the training is there twice."""
     trainer, log = make(tmp_path, kind)
-    evaluator = create_evaluator(trainer._stateful_parts["model"], cuts.forward)  # type: ignore[arg-type]
+    evaluator = create_evaluator(trainer.model, cuts.forward)  # type: ignore[arg-type]
     Validation(evaluator, DATA).attach(trainer)
     log.attach(trainer, EVERY, evaluator=evaluator, tag="averaged")
     trainer.run(DATA, max_epochs=1)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
+import copy
+import random
 import warnings
 from collections.abc import Callable
 from typing import Any
 
+import ignite.distributed as idist
+import numpy as np
 import pytest
 import torch
+import torch.distributed.nn.functional as over_ranks
 import torch.nn.functional as F  # noqa: N812  # torch's own name for it
 from torch import Tensor, nn
 
@@ -16,10 +20,12 @@ from ignite_train import (
     ForwardOutput,
     LossDeclarationWarning,
     TrainEvents,
-    count_traffic,
+    UpdateOptions,
+    create_evaluator,
     create_supervised_trainer,
     create_trainer,
 )
+from ranks import run_ranks
 
 SAMPLES, FEATURES, CLASSES, STEPS = 8, 6, 3, 4
 Batch = dict[str, Tensor]
@@ -117,7 +123,7 @@ MEANS: dict[str, Callable[[nn.Module, Batch], Tensor]] = {
     "negative": lambda m, b: -(m(b["x"]).log_softmax(1)[torch.arange(len(b["x"])), b["c"]]).mean(),
     "for-accumulation": lambda m, b: ENTROPY(m(b["x"]), b["c"]) / 4,
     "doubled-precision": lambda m, b: ENTROPY(m(b["x"]), b["c"]).double(),
-    "per-sample-over-lengths": lambda m, b: (per_sample(m, b) / torch.arange(1.0, len(b["x"]) + 1)).mean(),
+    "per-sample-over-lengths": lambda m, b: (per_sample(m, b) / b["mask"].sum(1)).mean(),
     "masked-samples": lambda m, b: (per_sample(m, b) * b["mask"][:, 0]).mean(),
 }
 SUMS: dict[str, Callable[[nn.Module, Batch], Tensor]] = {
@@ -137,15 +143,19 @@ SUMS: dict[str, Callable[[nn.Module, Batch], Tensor]] = {
     "scaled-predictions": lambda m, b: ((m(b["x"]) * torch.tensor(0.01) - b["y"]) ** 2).sum(),
     "of-each-step": lambda m, b: m(b["xs"]).pow(2).sum(-1).sum(),
     "with-decay": lambda m, b: SQUARES(m(b["x"]), b["y"], reduction="sum") + 1e-4 * weight_decay(m),
+    "reciprocals": lambda m, b: (torch.ones(()) / (1 + per_sample(m, b))).sum(),
+    "many-terms": lambda m, b: sum((m(b["x"]) - b["y"]).pow(2).sum() for _ in range(70)),  # type: ignore[dict-item, misc]
 }
 RIGHT_IF_BARE: dict[str, Callable[[nn.Module, Batch], Any]] = {
     "masked-mean": lambda m, b: (token_losses(m, b) * b["mask"]).sum() / b["mask"].sum(),
     "masked-mean-by-a-product": lambda m, b: (token_losses(m, b) * b["mask"]).sum() * (1 / b["mask"].sum()),
     "mask-of-mean-weights": lambda m, b: (token_losses(m, b) * (b["mask"] / b["mask"].sum())).sum(),
     "one-positive": lambda m, b: SQUARES(m(b["x"])[:1], b["y"][:1], reduction="sum") / max(1, 1),
-    "some-positives": lambda m, b: F.smooth_l1_loss(m(b["x"]), b["y"], reduction="sum") / max(1, 2),
-    "normalised-weights": lambda m, b: (per_sample(m, b) * torch.full((len(b["x"]),), 1 / 8)).sum(),
-    "weights-by-a-product": lambda m, b: torch.full((len(b["x"]),), 1 / 8) @ per_sample(m, b),
+    "some-positives": lambda m, b: F.smooth_l1_loss(m(b["x"]), b["y"], reduction="sum") / max(1, int((b["c"] > 0).sum())),
+    "normalised-weights": lambda m, b: (per_sample(m, b) * torch.full((len(b["x"]),), 1 / len(b["x"]))).sum(),
+    "weights-by-a-product": lambda m, b: torch.full((len(b["x"]),), 1 / len(b["x"])) @ per_sample(m, b),
+    "weights-by-place": lambda m, b: (per_sample(m, b) / torch.arange(1.0, len(b["x"]) + 1)).sum(),
+    "pairs": lambda m, b: torch.cdist(m(b["x"]), m(b["x"])).mean(),
     "batchmean": lambda m, b: F.kl_div(m(b["x"]).log_softmax(1), b["y"].softmax(1), reduction="batchmean"),
     "stacked-means": lambda m, b: torch.stack([SQUARES(m(b["x"]), b["y"]), ENTROPY(m(b["x"]), b["c"])]).sum(),
     "summed-means": lambda m, b: sum([SQUARES(m(b["x"]), b["y"]), ENTROPY(m(b["x"]), b["c"])]),
@@ -153,13 +163,11 @@ RIGHT_IF_BARE: dict[str, Callable[[nn.Module, Batch], Any]] = {
     "squares-of-means": lambda m, b: m.hidden(b["x"]).mean(0).pow(2).sum(),  # as many features as samples
     "squares-of-means-of-steps": lambda m, b: m.hidden(b["xs"].repeat(1, 2, 1)).mean(-3).pow(2).sum(),
     "shares": lambda m, b: (per_sample(m, b).square() / per_sample(m, b).sum()).sum(),
-    "reciprocals": lambda m, b: (torch.ones(()) / (1 + per_sample(m, b))).sum(),
     "decay-alone": lambda m, b: m.hidden.weight.pow(2).sum(),  # its first dimension is as large as the micro-batch
     "half-decay-alone": lambda m, b: (0.5 * m.hidden.weight.pow(2)).sum(),
     "mean-and-decay": lambda m, b: ENTROPY(m(b["x"]), b["c"]) + 1e-4 * m.hidden.weight.pow(2).sum(),
     "policy-gradient": lambda m, b: -(m(b["x"]).log_softmax(1)[:, 0] * b["y"][:, 0]).mean(),
     "unknown": lambda m, b: torch.logsumexp(m(b["x"]).flatten(), 0),
-    "more-terms-than-are-read": lambda m, b: sum((m(b["x"]) - b["y"]).pow(2).sum() for _ in range(70)),
     "contrastive": lambda m, b: ENTROPY(m(b["x"]) @ m(b["x"]).T, torch.arange(len(b["x"]))),
     "sum-that-is-meant": lambda m, b: ForwardOutput(per_sample(m, b).sum(), 1),
     "sum-that-is-meant-as-a-tuple": lambda m, b: (per_sample(m, b).sum(), 1),
@@ -230,18 +238,24 @@ def test_a_bare_sum_is_noticed(loss: Any) -> None:
         assert "\n" not in messages[0]
 
 
-@table(SUMS)
-def test_a_function_that_sums_is_noticed_in_a_supervised_trainer(loss: Any) -> None:
-    """It is multiplied by the number of samples, so that the gradient is that much too large."""
-    given = batch()
+def supervised(loss: Callable[[nn.Module, Batch], Tensor], given: Batch) -> None:
+    """Trains with a loss_fn that finds all of the micro-batch in what the model returns."""
     model = Net()
     trainer = create_supervised_trainer(
         model,
         torch.optim.SGD(model.parameters(), lr=1e-6),
-        lambda _prediction, _y: loss(model, given),
+        lambda b, _: loss(model, b),
+        prepare_batch=lambda b, **_: (b, b["c"]),
+        model_fn=lambda _, b: b,
     )
+    trainer.run([given], max_epochs=1)
+
+
+@table(SUMS)
+def test_a_function_that_sums_is_noticed_in_a_supervised_trainer(loss: Any) -> None:
+    """It is multiplied by the number of samples, so that the gradient is that much too large."""
     with pytest.warns(LossDeclarationWarning, match=TOO_LARGE):
-        trainer.run([(given["x"], given["c"])], max_epochs=1)
+        supervised(loss, batch())
 
 
 @table(MEANS)
@@ -285,12 +299,7 @@ def test_a_graph_of_many_paths_is_not_followed_to_its_end(what: str) -> None:
 @table(MEANS)
 def test_a_function_that_averages_is_right_in_a_supervised_trainer(loss: Any) -> None:
     """The trainer multiplies it by the number of samples."""
-    given = batch()
-    model = Net()
-    trainer = create_supervised_trainer(
-        model, torch.optim.SGD(model.parameters(), lr=1e-6), lambda _prediction, _y: loss(model, given)
-    )
-    trainer.run([(given["x"], given["c"])], max_epochs=1)  # a warning would be an error here
+    supervised(loss, batch())  # a warning would be an error here
 
 
 @pytest.mark.sampled(10)
@@ -340,46 +349,208 @@ def test_only_the_first_micro_batch_is_looked_at() -> None:
     assert not trainer._has_handlers(TrainEvents.FORWARD_COMPLETED)
 
 
-def test_a_right_program_is_not_read() -> None:
-    """Neither sample size nor sum of a usual program is read for it, so that nothing waits for an accelerator."""
-    model = Net()
-    trainer = create_trainer(
-        model, torch.optim.SGD(model.parameters(), lr=1e-6), lambda m, b: (SUMS["tokens"](m, b), b["mask"].sum())
-    )
-    reads = []
-    for batches in itertools.repeat([batch()], 2):
-        with count_traffic() as traffic:
-            trainer.run(batches, max_iters=trainer.state.iteration + 1)
-        reads.append(len(traffic.host_reads))
-    assert reads[0] == reads[1]
-
-
-def test_a_graph_with_hooks_on_what_it_saves_is_left_alone() -> None:
-    """They may refuse to unpack here; a look must not end a training."""
-
-    def refuse(_packed: Any) -> Tensor:
-        raise RuntimeError("not now")
-
-    def forward(m: nn.Module, b: Batch) -> ForwardOutput:
-        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda packed: packed):
-            return ForwardOutput(MEANS["squares"](m, b), len(b["x"]))
-
-    assert len(told(forward)) == 1
-
-    def hooked(m: nn.Module, b: Batch) -> ForwardOutput:
-        prediction = m(b["x"])
-        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, refuse):
-            return ForwardOutput(SQUARES(prediction, b["y"]), len(b["x"]))
-
-    with pytest.raises(RuntimeError, match="not now"):  # of backward, which comes after the look
-        told(hooked)
+def mean_with_size(m: nn.Module, b: Batch) -> ForwardOutput:
+    return ForwardOutput(ENTROPY(m(b["x"]), b["c"]), len(b["x"]))
 
 
 def test_mixed_precision_is_seen_through() -> None:
     """Casts change nothing about what was summed."""
     model = Net()
-    trainer = create_trainer(
-        model, torch.optim.SGD(model.parameters(), lr=1e-6), lambda m, b: (MEANS["cross-entropy"](m, b), 8), precision="bf16"
-    )
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=1e-6), mean_with_size, precision="bf16")
     with pytest.warns(LossDeclarationWarning, match=TOO_SMALL):
         trainer.run([batch()], max_epochs=1)
+
+
+# --- logs, and evaluators ---------------------------------------------------------------------------------------------------
+
+LOGS: dict[str, tuple[Callable[[nn.Module, Batch], Any], bool]] = {
+    "accuracy": (lambda m, b: (m(b["x"]).argmax(1) == b["c"]).float().mean(), True),
+    "a mean, read": (lambda m, b: m(b["x"]).square().mean().item(), True),
+    "a largest value": (lambda m, b: m(b["x"]).abs().max(), True),
+    "a count": (lambda m, b: (m(b["x"]).argmax(1) == b["c"]).sum(), False),
+    "a sum": (lambda m, b: m(b["x"]).square().sum(), False),
+    "a pair": (lambda m, b: (m(b["x"]).square().mean() * len(b["x"]), len(b["x"])), False),
+    "the samples": (lambda _, b: len(b["x"]), False),
+    "a constant": (lambda *_: 0.1, False),
+    "a norm of weights": (lambda m, _: m.out.weight.norm(), False),
+    "nothing": (lambda *_: 0, False),
+}
+
+
+@table(LOGS)
+def test_a_log_that_is_a_mean_is_noticed(loss: tuple[Any, bool]) -> None:
+    """It would be divided by the sample size once more; in training and in evaluation."""
+    log, is_wrong = loss
+
+    def forward(m: nn.Module, b: Batch) -> ForwardOutput:
+        return ForwardOutput(
+            SQUARES(m(b["x"]), b["y"], reduction="sum"), len(b["x"]), {"right": len(b["x"]), "mine": log(m, b)}
+        )
+
+    messages = told(forward)
+    assert len(messages) == is_wrong
+    assert told(lambda m, b: ForwardOutput(SQUARES(m(b["x"]), b["y"]), logs={"mine": log(m, b)})) == []
+    if is_wrong:
+        assert messages[0].startswith("logs['mine'] of forward did not grow with the samples")
+        assert "a pair (sum, denominator)" in messages[0]
+        with pytest.warns(LossDeclarationWarning, match="'mine'"):
+            create_evaluator(Net(), forward).run([batch()])
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_an_evaluator_notices_a_mean(training: bool) -> None:
+    """In its first micro-batch, once; and the model is in the mode that it had."""
+    model = Net().train(training)
+    evaluator = create_evaluator(model, mean_with_size)
+    with pytest.warns(LossDeclarationWarning, match="sample_size=8 .* loss and gradient are 8 times too small") as caught:
+        evaluator.run([batch()] * 2)
+    assert len(caught) == 1
+    evaluator.run([batch()])  # a warning would be an error here
+    assert all(module.training == training for module in model.modules())
+    create_evaluator(model, lambda m, b: ForwardOutput(SQUARES(m(b["x"]), b["y"], reduction="sum"), len(b["x"]))).run([batch()])
+    with pytest.warns(LossDeclarationWarning, match=TOO_LARGE):
+        create_evaluator(model, SUMS["squares"]).run([batch()])
+
+
+# --- the trial of forward leaves no trace -----------------------------------------------------------------------------------
+
+
+class Drawing(nn.Module):
+    """Layers that draw numbers, move statistics and count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, CLASSES))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.layers(x + 0.01 * random.random() + 0.01 * float(np.random.rand())) + 0.0 * torch.rand(())  # noqa: S311
+
+
+def test_a_model_that_draws_is_trained_as_by_hand() -> None:
+    """Bit by bit: generators, statistics, attributes and modes are those of a loop without the trial, which sees the mean."""
+    ends = []
+    for by_hand in (True, False):
+        torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)
+        model, data = Drawing(), [batch(), batch(4)]  # whose division is exact
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if by_hand:
+            for one in data:
+                optimizer.zero_grad()
+                (ENTROPY(model(one["x"]), one["c"]) / len(one["x"])).backward()
+                optimizer.step()
+        else:
+            with pytest.warns(LossDeclarationWarning, match=TOO_SMALL):
+                create_trainer(model, optimizer, mean_with_size).run(data)
+        draws = [torch.rand(1).item(), random.random(), np.random.rand()]  # noqa: S311
+        assert all(module.training for module in model.modules())
+        ends.append((model.calls, draws, copy.deepcopy(model.state_dict())))
+    (calls, draws, right), (mine, drawn, state) = ends
+    assert (mine, drawn) == (calls, draws)
+    assert all(torch.equal(state[name], value) for name, value in right.items())
+
+
+class Log:
+    """Holds what its holder may look at."""
+
+    def __init__(self) -> None:
+        self.lines: list[object] = []
+
+
+@pytest.mark.parametrize("make", [lambda: iter(range(9)), lambda: {"log": [object()]}, Log], ids=["iterator", "objects", "log"])
+@pytest.mark.parametrize("place", ["around", "default", "model", "hook"])
+def test_what_could_not_be_put_back_is_not_run(make: Callable[[], Any], place: str) -> None:
+    """Where something is used that is neither a number nor a container of them, forward runs once for each micro-batch."""
+    thing, model = make(), Net()
+
+    class Using(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) if thing else x
+
+    if place == "model":
+        model = Using()
+    if place == "hook":
+        model.register_forward_hook(lambda *_: thing and None)
+    forwards: dict[str, Any] = {
+        "around": lambda m, b: mean_with_size(m, b) if thing else None,
+        "default": lambda m, b, used=thing: mean_with_size(m, b) if used else None,
+    }
+    trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=1e-6), forwards.get(place, mean_with_size))
+    trainer.run([batch()])  # a warning would be an error here
+
+
+def test_plain_containers_are_put_back() -> None:
+    """A list or a counter of numbers is as if the trial had not been."""
+    seen: list[int] = []
+    counts = {"calls": 0}
+
+    def forward(m: nn.Module, b: Batch) -> ForwardOutput:
+        seen.append(len(b["x"]))
+        counts["calls"] += 1
+        return mean_with_size(m, b)
+
+    assert len(told(forward)) == 1
+    assert (seen, counts) == ([SAMPLES] * 2, {"calls": 2})
+    number = 0
+
+    def counting(m: nn.Module, b: Batch) -> ForwardOutput:
+        nonlocal number
+        number += 1
+        return mean_with_size(m, b)
+
+    assert told(counting) == []  # a variable outside could not be put back
+    assert number == 2
+
+
+def test_a_tensor_outside_is_not_written() -> None:
+    """A memory bank counts what training has seen alone: the trial is broken off before it writes."""
+    bank = torch.zeros(SAMPLES)
+
+    def forward(m: nn.Module, b: Batch) -> ForwardOutput:
+        bank[: len(b["x"])] += 1
+        return mean_with_size(m, b)
+
+    assert told(forward) == []
+    assert bank.tolist() == [2.0] * SAMPLES
+
+
+@pytest.mark.parametrize("samples", [2, 3, 4, 5, 6, 7])
+def test_the_logarithm_of_the_number_of_samples_is_no_sum(samples: int) -> None:
+    """A contrastive loss of equal features is log n, which doubles from 2 to 4 samples."""
+
+    def contrastive(m: nn.Module, b: Batch) -> Tensor:
+        features = 0.0 * m(b["x"])
+        return ENTROPY(features @ features.T, torch.arange(len(features)))
+
+    assert told(contrastive, batch(samples)) == []
+
+
+def with_collectives() -> list[Any]:
+    """Trains and evaluates a mean over all ranks, with one collective in each forward; and a plain mean."""
+    found = []
+
+    def forward(m: nn.Module, b: Batch) -> ForwardOutput:
+        loss = ENTROPY(m(b["x"]), b["c"])
+        return ForwardOutput(over_ranks.all_reduce(loss), len(b["x"]))
+
+    for function in (forward, mean_with_size):
+        torch.manual_seed(0)
+        model = idist.auto_model(Net())
+        mine = [batch()] * (2 - idist.get_rank()) if function is mean_with_size else [batch()] * 2
+        trainer = create_trainer(
+            model, torch.optim.SGD(model.parameters(), lr=1e-6), function, options=UpdateOptions(reduction="ddp"), protect=False
+        )
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer.run(mine, max_epochs=1)
+            create_evaluator(model, function).run([batch()])
+        found.append(sum(issubclass(one.category, LossDeclarationWarning) for one in caught))
+    return found
+
+
+def test_a_forward_with_collectives_is_left_alone() -> None:
+    """No rank begins one in the trial; and each rank is told of its own mean, in training and in evaluation."""
+    assert run_ranks(with_collectives) == [[0, 2], [0, 2]]

@@ -7,22 +7,33 @@ import inspect
 import json
 import math
 import random
+from collections.abc import Sequence
 from typing import Any
 
+import ignite.distributed as idist
 import pytest
 import torch
 from ignite.engine import Events
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import mse_loss
 
 from ignite_train import (
     DeepSpeedLossScaling,
     FairseqLossScaling,
+    ForwardOutput,
     GaveUpError,
     LossScaleFloorError,
     NoLossScaling,
     StaticLossScaling,
     TorchLossScaling,
+    UpdateOptions,
+    create_supervised_trainer,
+    create_trainer,
 )
+from ignite_train.traffic import count_traffic
+from ranks import run_ranks
 
 GOOD = [0] * 10
 EARLY = [1, 1, 0, 0, 0, 1, 0, 0, 0, 0]
@@ -99,7 +110,9 @@ def test_the_defaults_are_those_of_the_originals():
     common = {"max_scale": 2.0**24, "on_floor": "raise"}
     parameters = inspect.signature(torch.amp.GradScaler).parameters
     torchs = {name: parameters[name].default for name in ("init_scale", "growth_factor", "backoff_factor", "growth_interval")}
-    assert ours[TorchLossScaling] == torchs | common | {"min_scale": 2.0**-24}
+    # Its first scale is that of a mean, which the size of the first update makes of it.
+    assert torchs["init_scale"] == TorchLossScaling().scale
+    assert ours[TorchLossScaling] == torchs | common | {"min_scale": 2.0**-24, "init_scale": None}
     fairseq = {"init_scale": 128.0, "scale_window": 16384, "tolerance": 0.0, "threshold": None, "min_scale": 1e-4}
     assert ours[FairseqLossScaling] == fairseq | common
     deepspeed = {"init_scale": 65536, "scale_window": 1000, "hysteresis": 2, "consecutive_hysteresis": False, "min_scale": 1.0}
@@ -271,7 +284,7 @@ def test_a_damaged_scale_is_refused(own, scale):
     assert own.state_dict() == before
 
 
-COUNTERS = [(own, name) for own in POLICIES[1:] for name in own.state_dict() if name != "scale"]
+COUNTERS = [(own, name) for own in POLICIES[1:] for name in own.state_dict() if name not in ("scale", "awaits_size")]
 
 
 @pytest.mark.parametrize(("own", "name"), COUNTERS, ids=[f"{type(own).__name__}-{name}" for own, name in COUNTERS])
@@ -401,3 +414,128 @@ def test_giving_up_again_counts_the_same(build, micro_batches):
             trainer.run(micro_batches, max_iters=9)
         assert (raised.value.update, raised.value.in_a_row) == (2, 2)
     assert trainer.state_dict()["update"]["in_a_row"]["was skipped"] == 1
+
+
+# --- the first scale ---
+
+
+def wide_sum(model: nn.Module, x: Tensor) -> ForwardOutput:
+    """A sum over the samples, whose mean has gradients that float16 holds at a scale of 2^16."""
+    return ForwardOutput(0.125 * model(x).float().sum(), len(x))
+
+
+def first_scales(sizes: Sequence[int], steps: int = 1, **arguments: Any) -> list[tuple[float, bool]]:
+    """The loss scale of each update, and whether it was applied."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    trainer = create_trainer(
+        model, torch.optim.SGD(model.parameters(), lr=1e-3), wide_sum, accumulation_steps=steps, precision="fp16", **arguments
+    )
+    found: list[tuple[float, bool]] = []
+
+    def note() -> None:
+        assert trainer.state.update_output is not None
+        found.append((trainer.state.update_output.loss_scale, trainer.state.update_output.applied))
+
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, note)
+    trainer.run([torch.randn(size, 3) for size in sizes], max_epochs=1)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("sizes", "steps", "scale"),
+    [
+        ([1] * 3, 1, 2.0**16),
+        ([64] * 3, 1, 2.0**10),
+        ([65, 64, 64], 1, 2.0**9),
+        ([8192] * 3, 1, 2.0**3),
+        ([16] * 12, 4, 2.0**10),
+        # Samples come in the second update.
+        ([0, 4, 8], 1, 2.0**14),
+    ],
+)
+def test_the_first_scale_is_that_of_a_mean(sizes: list[int], steps: int, scale: float) -> None:
+    """Sums over many samples overflow no more than their mean under GradScaler does."""
+    found = first_scales(sizes, steps)
+    assert [one for one in found if one[1]] == [(scale, True)] * (len(found) - (0 in sizes))
+
+
+@pytest.mark.parametrize("size", [4, 64, 1024])
+def test_no_update_is_lost_that_gradscaler_does_not_lose(size: int) -> None:
+    """Ignite's own arguments, whose means are sums inside, against the loop by hand: of 30 updates up to eleven were lost."""
+
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+        return model, torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    generator = torch.Generator().manual_seed(1)
+    data = [(torch.randn(size, 8, generator=generator), 0.1 * torch.randn(size, 1, generator=generator)) for _ in range(30)]
+    trainer = create_supervised_trainer(*made(), mse_loss, amp_mode="amp", scaler=True)
+    trainer.run(data, max_epochs=1)
+
+    (model, optimizer), scaler, num_skipped = made(), torch.amp.GradScaler("cpu"), 0
+    for x, y in data:
+        with torch.autocast("cpu", torch.float16):
+            loss = mse_loss(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        before = scaler.get_scale()
+        scaler.update()
+        num_skipped += scaler.get_scale() < before
+        optimizer.zero_grad()
+    assert trainer.state.num_skipped == num_skipped < 2
+
+
+def test_the_scale_of_the_user_is_the_first() -> None:
+    """Also where it is that which GradScaler begins with."""
+    assert [scale for scale, _ in first_scales([64] * 2, loss_scaling=TorchLossScaling(2.0**9))] == [2.0**9] * 2
+    assert first_scales([64], loss_scaling=TorchLossScaling(2.0**16)) == [(2.0**16, False)]
+
+
+def test_a_first_scale_that_is_not_known_yet_is_saved_as_such() -> None:
+    """A run that is resumed before its first update finds it then; one that has begun keeps it."""
+    policy, other, third = TorchLossScaling(), TorchLossScaling(), TorchLossScaling(8.0)
+    other.load_state_dict(policy.state_dict())
+    third.load_state_dict(policy.state_dict())
+    assert (other.awaits_size, third.awaits_size) == (True, True)
+    policy.begin(3.0)
+    assert policy.state_dict() == {"scale": 2.0**14, "good_updates": 0}
+    other.load_state_dict(policy.state_dict())
+    assert (other.scale, other.awaits_size) == (2.0**14, False)
+    policy = TorchLossScaling(max_scale=2.0**12, min_scale=2.0**8)
+    assert policy.scale == 2.0**12
+    policy.begin(2.0**20)
+    assert policy.scale == 2.0**8
+
+
+def first_scale_on_ranks(way: str) -> tuple[list[float], list[int]]:
+    """Loss scales and collectives of three updates, of which rank 1 has no data in the first."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    if way == "fsdp":
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    wrapped = nn.parallel.DistributedDataParallel(model) if way == "ddp" else model
+    options = UpdateOptions(reduction="auto" if way == "fsdp" else way)  # type: ignore[arg-type]
+    trainer = create_trainer(wrapped, optimizer, wide_sum, precision="fp16", options=options, protect=False)
+    scales, collectives = [], []
+    with trainer.session():
+        for number in range(4):
+            empty = number == 0 and idist.get_rank() == 1 and way != "fsdp"
+            with count_traffic() as traffic:
+                record = trainer.update([] if empty else [torch.randn(8 + 8 * idist.get_rank(), 3)] * 2)
+            scales.append(record.loss_scale)
+            collectives.append(len(traffic.collectives))
+    return scales, collectives
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["explicit", "ddp", "fsdp", "local"])
+def test_ranks_agree_on_the_first_scale(way: str) -> None:
+    """By one more collective in the first update, and none later; also where a rank has no data then."""
+    (scales, collectives), (others, _) = run_ranks(first_scale_on_ranks, way)
+    size = 2 * (8 + 16 if way == "fsdp" else 8)
+    assert scales == others == [2.0 ** (16 - math.ceil(math.log2(size)))] * 4
+    assert collectives[2] == collectives[3]
+    assert collectives[0] > collectives[3]

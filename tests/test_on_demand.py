@@ -407,6 +407,8 @@ def test_rounds_resume_bitwise_from_their_ends(tmp_path: Path) -> None:
 def on_ranks(way: str, groups: list[list[list[int]]]) -> tuple[list[float], list[float], int]:
     """Weight and bias after the updates, the records, and the micro-batches of this rank; `groups[update][rank]` are sizes."""
     data, model, start = cuts.samples(), cuts.linear(), 0
+    if way == "fsdp":
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     wrapped = DistributedDataParallel(model) if way == "ddp" else model
     optimizer = torch.optim.SGD(model.parameters(), lr=cuts.LEARNING_RATE)
     trainer = create_trainer(wrapped, optimizer, cuts.forward, options=UpdateOptions(reduction=way))  # type: ignore[arg-type]
@@ -417,10 +419,11 @@ def on_ranks(way: str, groups: list[list[list[int]]]) -> tuple[list[float], list
             record = trainer.update(cuts.cut(data, sizes[rank], start + sum(map(sum, sizes[:rank]))))
             kept += [record.loss, record.sample_size, record.grad_norm]
             start += sum(map(sum, sizes))
-    return [*model.weight.flatten().tolist(), model.bias.item()], kept, state.num_micro_batches
+    weight, bias = (p.full_tensor() if way == "fsdp" else p for p in model.parameters())  # type: ignore[attr-defined]
+    return [*weight.flatten().tolist(), bias.item()], kept, state.num_micro_batches
 
 
-@pytest.mark.parametrize("way", ["ddp", "explicit"])
+@pytest.mark.parametrize("way", ["ddp", "explicit", "fsdp"])
 def test_ranks_may_have_lists_of_different_lengths(way: str) -> None:
     """Three updates with ragged, empty and equal groups are weighted least squares over all samples, in float64."""
     groups = [[[2, 3], [1]], [[], [4, 2, 1]], [[3], [3]]]
@@ -469,9 +472,10 @@ def count_both(way: str) -> dict[str, list[str]]:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", ["ddp", "auto", "explicit", "fsdp"])
 def test_it_has_the_collectives_of_an_update_in_a_run(way: str) -> None:
-    """The same operations in the same order, and the same parameters."""
+    """The same operations in the same order, and the same parameters; lists for a sharded model are measured first."""
     for counted in run_ranks(count_both, way):
-        assert counted["session"] == counted["run"] != []
+        measured = ["allreduce_"] if way == "fsdp" else []
+        assert counted["session"] == [*measured, *counted["run"]] != []
         assert counted["session moved"] == counted["run moved"]
 
 

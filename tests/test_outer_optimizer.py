@@ -123,7 +123,7 @@ def make(
 
 
 def weight_of(trainer: Trainer) -> list[float]:
-    model: Any = trainer._stateful_parts["model"]
+    model: Any = trainer.model
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).tolist()
 
 
@@ -145,7 +145,7 @@ def _train(method: str, updates: int, schedule: bool) -> dict[str, Any]:
     trainer, outer = make(method)
     logged = messages_from_here()
     if schedule:
-        optimizer: Any = trainer._stateful_parts["optimizer"]
+        optimizer: Any = trainer.optimizers["optimizer"]
         LearningRateSchedule(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)).attach(trainer, TrainEvents.STEP_COMPLETED)
     records: list[tuple[float, float, dict[str, float]]] = []
 
@@ -272,7 +272,7 @@ def test_resumed_it_divides_by_the_rate_of_the_schedule(tmp_path: Path) -> None:
     rates = [RATE * 0.9**update for update in range(3 * H)]
     for updates in (H + 1, 3 * H):
         trainer, _ = make("slowmo")
-        schedule = torch.optim.lr_scheduler.ExponentialLR(trainer._stateful_parts["optimizer"], 0.9)  # type: ignore[arg-type]
+        schedule = torch.optim.lr_scheduler.ExponentialLR(trainer.optimizers["optimizer"], 0.9)  # type: ignore[arg-type]
         LearningRateSchedule(schedule).attach(trainer, TrainEvents.STEP_COMPLETED)
         Checkpoint(tmp_path).attach(trainer)
         trainer.run(DATA, max_iters=updates)
@@ -301,7 +301,7 @@ def test_what_the_script_sets_in_another_way_is_listed(tmp_path: Path, caplog: p
 def test_a_rate_of_zero_has_no_outer_gradient() -> None:
     """It would become infinite; the weights are still those of before the outer step."""
     trainer, outer = make("slowmo", every=2)
-    optimizer: Any = trainer._stateful_parts["optimizer"]
+    optimizer: Any = trainer.optimizers["optimizer"]
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: float(step == 0))
     LearningRateSchedule(schedule).attach(trainer, TrainEvents.STEP_COMPLETED)
     with pytest.raises(ValueError, match=r"needs learning rates above 0 .* got 0 for 'weight'"):
@@ -584,7 +584,7 @@ def _ended(name: str) -> tuple[str, int]:
 
     @trainer.on(TrainEvents.GRADIENTS_READY(once=2))
     def disturb(trainer: Trainer) -> None:
-        optimizer: Any = trainer._stateful_parts["optimizer"]
+        optimizer: Any = trainer.optimizers["optimizer"]
         if name == "rate":
             optimizer.param_groups[0]["lr"] = math.nan
         if name == "dropped":
@@ -745,15 +745,15 @@ def _differing(when: int) -> str:
 
     @trainer.on(Events.ITERATION_COMPLETED(once=when))
     def spoil(trainer: Trainer) -> None:
-        model: Any = trainer._stateful_parts["model"]
+        model: Any = trainer.model
         with torch.no_grad():
             model.weight.add_(idist.get_rank() * 1e-9)
 
     def late(trainer: Trainer) -> None:
         check(trainer)
 
-    model: Any = trainer._stateful_parts["model"]
-    check = StateConsistency(model, trainer._stateful_parts["optimizer"], optimizer_state=False)  # type: ignore[arg-type]
+    model: Any = trainer.model
+    check = StateConsistency(model, trainer.optimizers["optimizer"], optimizer_state=False)  # type: ignore[arg-type]
     check.attach(trainer)
     trainer.append_event_handler(Events.ITERATION_COMPLETED(once=when), late)
     try:
@@ -796,7 +796,7 @@ def _skipped_by_a_handler() -> list[Any]:
 
     @trainer.on(TrainEvents.GRADIENTS_REDUCED)
     def spoil(trainer: Trainer) -> None:
-        model: Any = trainer._stateful_parts["model"]
+        model: Any = trainer.model
         if idist.get_rank() and trainer.state.iteration == 2:
             model.weight.grad.fill_(float("nan"))
 

@@ -73,7 +73,7 @@ def test_a_trace_has_the_sections_of_the_chosen_updates(tmp_path: Path) -> None:
     shown = [name for name in found if name in ("data", "backward", "reduction", "optimizer", "mine", "update 4")]
     assert shown == ["update 4", "data", "mine", "backward", "reduction", "optimizer"]
     assert found.index("data") < found.index("aten::addmm") < found.index("optimizer")
-    assert trainer._measured().open_range is None
+    assert trainer.sections.open_range is None
     assert not [name for name in names(trace) if name.startswith("ProfilerStep")], "torch counts from 0"
 
 
@@ -96,7 +96,7 @@ def test_it_warms_up_in_the_updates_before(tmp_path: Path, monkeypatch: pytest.M
     start = torch.profiler.profile.start
     monkeypatch.setattr(torch.profiler.profile, "start", lambda self: (begins.append(trainer.state.iteration + 1), start(self)))
     Profiler(tmp_path, updates=range(4, 5), warm_up=warm_up).attach(trainer)
-    trainer._measured().listeners.append(lambda _before, section: heard.add(trainer.state.iteration))
+    trainer.sections.listeners.append(lambda _before, section: heard.add(trainer.state.iteration))
     trainer.run(DATA, max_epochs=1)
     assert begins == [4 - warm_up]
     assert 6 in heard

@@ -44,7 +44,7 @@ from ignite_train.handlers import (
     hang_watch,
 )
 from ignite_train.ranks import collectives, rank_vote
-from ignite_train.ranks.pair_message import PairMessage
+from ignite_train.ranks.joint_message import JointMessage
 from log_messages import messages_from_here
 from processes import DEADLINE_SECONDS
 from ranks import run_ranks
@@ -161,7 +161,7 @@ def replace(when: str) -> Any:
     if when == "after a run":
         trainer.run(loader(), max_epochs=1)
     own: list[Any] = [
-        StateConsistency(module, trainer._stateful_parts["optimizer"]),
+        StateConsistency(module, trainer.optimizers["optimizer"]),
         GradNormConsistency(),
         OwnWatch(50),
         FailureBoard(),
@@ -248,7 +248,7 @@ def test_buffers_of_a_ranks_own_are_no_false_alarm(way: Way) -> None:
 
 def train_with_divided_state(settings: dict[str, Any]) -> Any:
     trainer, module = make("ddp", protect={"state_consistency": {"every": 1, **settings}})
-    state = trainer._stateful_parts["optimizer"].state  # type: ignore[attr-defined]
+    state = trainer.optimizers["optimizer"].state  # type: ignore[attr-defined]
     trainer.add_event_handler(
         TrainEvents.STEP_COMPLETED(once=1), lambda: state[module.weight].update(own=torch.tensor(idist.get_rank()))
     )
@@ -415,15 +415,15 @@ class Spoiled:
         if way in ("ddp", "fsdp"):
             self.trainer.add_event_handler(TrainEvents.BACKWARD_COMPLETED, self.spoil)
         else:  # the gradients are reduced after the last event of a micro-batch
-            self.unpack, PairMessage.unpack = PairMessage.unpack, lambda of, *given: self.spoil_sum(of, *given)  # type: ignore[method-assign]
+            self.unpack, JointMessage.unpack = JointMessage.unpack, lambda of, *given: self.spoil_sum(of, *given)  # type: ignore[method-assign]
 
     def spoil(self) -> None:
         if self.trainer.state.iteration == self.update:
             gradient = self.module.weight.grad
             local: Any = gradient.to_local() if hasattr(gradient, "to_local") else gradient
-            local.fill_(math.nan)
+            local.data.fill_(math.nan)  # which torch does not count as a change
 
-    def spoil_sum(self, of: PairMessage, *given: Any) -> None:
+    def spoil_sum(self, of: JointMessage, *given: Any) -> None:
         self.unpack(of, *given)
         if self.trainer.state.iteration == self.update:
             self.module.weight.grad[0, -1] = math.nan

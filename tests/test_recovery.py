@@ -486,7 +486,8 @@ def test_a_value_that_is_not_finite_is_found(site: str, way: str, scaled: bool) 
     assert "rank 0" not in message
     assert "\n" not in message
     assert num_steps == 1
-    assert num_forwards == 4  # of two updates: running again to find it left no trace in the buffers
+    # Running again to find it left no trace in the buffers. With a loss scale they are copied, and the update is put back.
+    assert num_forwards == (2 if scaled else 4)
 
 
 class Logarithm(nn.Module):
@@ -513,7 +514,7 @@ def test_a_floating_point_error_of_ones_own_is_explained(site: str, note: str) -
 
     def check(loss: torch.Tensor) -> None:
         if not torch.isfinite(loss) or (site == "without-cause" and trainer.state.iteration == 2 and not states):
-            states.append((torch.get_rng_state(), model[0].running_mean.clone()))
+            states.append((before[-1], model[0].running_mean.clone()))
             raise FloatingPointError("not this loss")
 
     def forward(model: nn.Module, micro_batch: Any) -> torch.Tensor:
@@ -525,11 +526,14 @@ def test_a_floating_point_error_of_ones_own_is_explained(site: str, note: str) -
         return loss
 
     torch.manual_seed(0)
+    # Random numbers are those before the update, which is put back; running means, of which there is no copy, stay.
     states: list[tuple[torch.Tensor, torch.Tensor]] = []
+    before: list[torch.Tensor] = []
     model = nn.Sequential(nn.BatchNorm1d(3), nn.Dropout(0.5), nn.Linear(3, 1), Logarithm())
     nn.init.zeros_(model[2].weight)
     nn.init.ones_(model[2].bias)
     trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), forward, accumulation_steps=2)
+    trainer.add_event_handler(Events.ITERATION_STARTED, lambda: before.append(torch.get_rng_state()))
     if site == "handler":
         trainer.add_event_handler(TrainEvents.FORWARD_COMPLETED, lambda: check(trainer.state.forward_output.loss))
     with pytest.raises(FloatingPointError, match="not this loss") as caught:

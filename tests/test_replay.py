@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import random
 import warnings
 
 import numpy as np
@@ -10,10 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ignite_train import TrainingError
 from ignite_train.carried import Carried
 from ignite_train.model.buffer_rollback import BufferRollback
+from ignite_train.model.forward_state import ForwardState
 from ignite_train.model.micro_batch_rollback import written_into
-from ignite_train.model.replay import SideEffects, TrialRun
 
 
 class Noted(nn.Module):
@@ -42,10 +45,11 @@ def test_buffers_are_the_tensors_and_the_values_that_they_were(depth):
     noted = Noted()
     module = nn.Sequential(noted) if depth else noted
     before = [noted.assigned, noted.written]
-    side_effects = SideEffects(module, Carried())
+    state = ForwardState(module)
+    mark = state.mark()
     module(torch.ones(3))
     assert noted.assigned is not before[0]
-    side_effects.undo()
+    state.put_back(mark)
     assert noted.assigned is before[0]
     assert noted.written is before[1]
     assert noted.assigned.tolist() == noted.written.tolist() == [0.0] * 3
@@ -148,10 +152,11 @@ def test_a_trial_run_leaves_no_trace():
     """A second forward, after a trial run was undone, gives the very numbers that the first one gave."""
     noted, carried = Noted(), Carried({"seen": 1})
     model = nn.Sequential(noted)
-    trial = TrialRun(model, carried, lambda model, x: model(x), None)
+    state = ForwardState(model, carried)
+    mark = state.mark()
     first = model(torch.ones(3))
     carried["seen"] = 2
-    trial.undo()
+    state.put_back(mark)
     assert noted.calls == 0
     assert carried == {"seen": 1}
     assert noted.assigned.tolist() == noted.written.tolist() == [0.0] * 3
@@ -165,9 +170,10 @@ def test_a_trial_run_undoes_what_forward_counts():
     model = Noted()
     model(torch.ones(3))
     latest = model.latest
-    trial = TrialRun(model, Carried(), lambda model, x: model(x), None)
+    state = ForwardState(model)
+    mark = state.mark()
     model(torch.zeros(3))
-    trial.undo()
+    state.put_back(mark)
     assert model.calls == 1
     assert model.latest is latest
 
@@ -179,12 +185,13 @@ def test_a_trial_run_undoes_an_attribute_that_comes_or_goes(how):
     if how == "deleted":
         model.latest = None
     before = {**vars(model)}
-    trial = TrialRun(model, Carried(), lambda model, x: model(x), None)
+    state = ForwardState(model)
+    mark = state.mark()
     if how == "added":
         model.latest = None
     else:
         del model.latest
-    trial.undo()
+    state.put_back(mark)
     assert vars(model) == before
 
 
@@ -202,9 +209,10 @@ def test_a_trial_run_undoes_the_draws_of_forward_itself():
 
     model = Noted()
     for forward in ((made := Forward()), made.draw):
-        trial = TrialRun(model, Carried(), forward, None)
+        state = ForwardState(model, Carried(), forward)
+        mark = state.mark()
         first = forward(model, torch.ones(3))
-        trial.undo()
+        state.put_back(mark)
         assert torch.equal(forward(model, torch.ones(3)), first)
 
 
@@ -227,12 +235,13 @@ def test_a_trial_run_undoes_what_is_written_into_the_micro_batch():
     micro_batch = {"x": x, "nested": [nan, array, one], "expanded": expanded, "text": "a", "empty": torch.ones(0)}
     micro_batch |= unusual_tensors()
     before = [x.clone(), nan.clone(), array.copy(), one.clone()]
-    trial = TrialRun(Noted(), Carried(), lambda model, x: model(x), micro_batch)
+    state = ForwardState(Noted())
+    mark = state.mark(micro_batch)
     x.mul_(2)
     nan.add_(1)
     array += 1
     one.add_(1)
-    trial.undo()
+    state.put_back(mark)
     assert x.stride() == (1, 3)
     for now, then in zip((x, nan, torch.from_numpy(array), one), before, strict=True):
         torch.testing.assert_close(now, torch.as_tensor(then), rtol=0, atol=0, equal_nan=True)
@@ -247,3 +256,84 @@ def test_writing_into_a_micro_batch_is_noticed():
     assert not is_written()
     y[0].add_(1)
     assert is_written()
+
+
+class Following(nn.Module):
+    """Has a target that follows its weight in forward, from a call on."""
+
+    def __init__(self, first: int) -> None:
+        super().__init__()
+        self.weight, self.target = nn.Parameter(torch.ones(2)), nn.Parameter(torch.zeros(2), requires_grad=False)
+        self.calls, self.first = 0, first
+
+    def forward(self) -> None:
+        self.calls += 1
+        if self.calls >= self.first:
+            self.target.data.add_(1.0)
+            self.target.data = self.target.data + 1.0
+
+
+@pytest.mark.parametrize("copies", [True, False], ids=["copied", "norms"])
+def test_a_parameter_that_forward_moves_is_put_back(copies):
+    """In the memory that it had. Where only norms are taken at first, after a forward that was kept."""
+    model = Following(1)
+    state = ForwardState(model, copies=copies)
+    if not copies:
+        kept = state.mark()
+        model()
+        state.keep(kept)
+    before, address = model.target.detach().clone(), model.target.data_ptr()
+    for _ in range(3):
+        mark = state.mark()
+        model()
+        state.put_back(mark)
+        assert torch.equal(model.target, before)
+        assert model.target.data_ptr() == address
+
+
+@pytest.mark.parametrize(("copies", "first"), [(True, 2), (False, 1), (False, 2)])
+def test_a_parameter_without_a_copy_is_refused_by_its_name(copies, first):
+    """One that moves later than others were looked for, and one that moves in the first forward, where none is copied."""
+    model = Following(first)
+    state = ForwardState(model, copies=copies)
+    if first == 2:
+        for _ in range(2):  # before a step of what is trained, and after it
+            model.calls = 0
+            mark = state.mark()
+            model()
+            (state.put_back if copies else state.keep)(mark)
+            model.weight.data.add_(1.0)
+        model.calls = 1
+    mark = state.mark()
+    model()
+    with pytest.raises(TrainingError, match=r"it has moved model\.target, of which there is no copy"):
+        state.put_back(mark)
+    assert model.calls == first - 1  # all else is back
+
+
+def test_what_something_else_steps_stays():
+    """Parameters that are named are left as they are; a mark can be put back several times."""
+    model = Following(1)
+    state = ForwardState(model)
+    mark = state.mark()
+    for _ in range(2):
+        model()
+        with torch.no_grad():
+            model.weight.add_(1.0)
+        state.put_back(mark, stepped=[model.weight])
+    assert model.weight.tolist() == [3.0, 3.0]
+    assert model.target.tolist() == [0.0, 0.0]
+
+
+def test_a_copy_is_about_the_copied_model():
+    """And about the same generators of the process."""
+    model = Following(1)
+    copied, state = copy.deepcopy((model, ForwardState(model)))
+    mark = state.mark()
+    drawn = torch.rand(()), random.random()  # noqa: S311
+    copied()
+    model()
+    state.put_back(mark)
+    assert copied.target.tolist() == [0.0, 0.0]
+    assert model.target.tolist() == [2.0, 2.0]
+    assert (torch.rand(()), random.random()) == drawn  # noqa: S311

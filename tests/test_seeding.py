@@ -85,7 +85,7 @@ def make(seen: list[Drawn] | None = None, model: nn.Module | None = None, **argu
 
 
 def weights(trainer: Trainer) -> list[float]:
-    model: Any = trainer._stateful_parts["model"]
+    model: Any = trainer.model
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).tolist()
 
 
@@ -297,7 +297,7 @@ def test_each_evaluation_of_a_closure_is_seeded(closure: Any) -> None:
     evaluations = [0, 0, 0] if closure == "replay" else [0, 1, 2]
 
     assert seen == [expected(7, "micro_batch", 1, evaluation, index, 0) for evaluation in evaluations for index in range(2)]
-    optimizer: Any = trainer._stateful_parts["optimizer"]
+    optimizer: Any = trainer.optimizers["optimizer"]
     assert optimizer.drawn == [expected(7, "step", 1, evaluation) for evaluation in range(3)]
 
 
@@ -359,7 +359,7 @@ def _train_with_noise(uneven: str, num: int) -> dict[str, Any]:
     changed: list[Drawn] = []
     trainer.add_event_handler(TrainEvents.GRADIENTS_REDUCED, lambda: changed.append(drawn()))
     trainer.run(DATA[: num if rank else 5], max_epochs=1)
-    optimizer: Any = trainer._stateful_parts["optimizer"]
+    optimizer: Any = trainer.optimizers["optimizer"]
     return {"seen": seen, "changed": changed, "step": optimizer.drawn, "weights": weights(trainer)}
 
 

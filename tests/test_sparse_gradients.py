@@ -22,8 +22,8 @@ from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
 from bits import bit_by_bit
 from ignite_train import ForwardOutput, NonFiniteError, StaticLossScaling, TrainEvents, count_traffic, create_trainer
 from ignite_train.handlers import Checkpoint
+from ignite_train.model.sparse_parameters import no_rows
 from ignite_train.ranks import collectives
-from ignite_train.ranks.reduction import _no_rows
 from ignite_train.ranks.sparse_rows import SparseRows
 from ranks import run_ranks
 from update_options import with_options
@@ -149,7 +149,7 @@ def test_ranks_are_the_loop_by_hand(way: str) -> None:
         assert parameters == pytest.approx(expected, rel=1e-9, abs=1e-12), kind
         assert norms == pytest.approx(expected_norms, rel=1e-11), kind
         if way != "ddp":
-            assert names == ["allgather_", "allgather_"]  # statistics and dense gradients; rows
+            assert names == ["allreduce_", "allgather_"]  # statistics and dense gradients; rows
 
 
 class Threads:
@@ -235,7 +235,7 @@ def test_torch_is_given_no_reason_to_warn(monkeypatch: pytest.MonkeyPatch) -> No
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             Threads(monkeypatch).add_up(ranks)
-            nothing = _no_rows(nn.Parameter(torch.ones(6, 2)))
+            nothing = no_rows(nn.Parameter(torch.ones(6, 2)))
     finally:
         torch.set_warn_always(before)
     assert torch.equal(nothing.to_dense(), torch.zeros(6, 2))

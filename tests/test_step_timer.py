@@ -110,7 +110,7 @@ def test_evaluation_is_a_section(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, timer = Clock(monkeypatch), StepTimer()
     trainer = make()
     evaluator = create_evaluator(
-        trainer._stateful_parts["model"],  # type: ignore[arg-type]
+        trainer.model,  # type: ignore[arg-type]
         lambda model, micro_batch: (clock.take(1.0), cuts.forward(model, micro_batch))[1],
     )
     Validation(evaluator, DATA).attach(trainer, EVERY(every=3))
@@ -138,18 +138,19 @@ def test_a_detached_timer_measures_nothing_more() -> None:
     timer.detach(trainer)
     trainer.run(DATA, max_iters=9)
     assert timer.summary()["forward"].updates == 4
-    assert trainer._measured().open_range is None
+    assert trainer.sections.open_range is None
 
 
 def test_handlers_that_are_not_due_are_no_section() -> None:
     """Their event is over before time is counted as that of handlers; in an update in which one is due, all of them are."""
     trainer, seen = make(), []
-    sections = trainer._measured()
+    sections = trainer.sections
     sections.listeners.append(lambda _before, section: seen.append((trainer.state.iteration, section)))
     for number in (2, 3):
         trainer.add_event_handler(every(number, Events.ITERATION_COMPLETED), lambda: None)
     trainer.run(DATA, max_iters=6)
-    assert [update for update, section in seen if section == "handler" and update > 1] == [2, 3, 4, 6]
+    # The last one is of COMPLETED, where a trainer looks whether its run has moved the weights.
+    assert [update for update, section in seen if section == "handler" and update > 1] == [2, 3, 4, 6, 6]
 
 
 def test_a_section_does_nothing_where_no_timer_listens() -> None:
@@ -358,7 +359,7 @@ def test_the_timer_has_the_times_of_the_device(monkeypatch: pytest.MonkeyPatch, 
     (forward,) = [row for row in rows if row.startswith("forward")]
     assert forward.split()[-1] == "10000.000"
     heard: list[str | None] = []
-    sections = trainer._measured()
+    sections = trainer.sections
     sections.listeners.append(lambda _before, section: heard.append(section))
     timer.detach(trainer)
     trainer.run(DATA, max_epochs=2)
@@ -442,7 +443,7 @@ def test_a_profiler_may_be_attached_too() -> None:
     timer.attach(trainer)
     Profiler("unused", updates=range(100, 101)).attach(trainer)
     trainer.run(DATA, max_epochs=1)
-    assert trainer._measured().open_range is not None
+    assert trainer.sections.open_range is not None
 
 
 def test_a_range_that_is_open_is_closed_with_the_profile() -> None:

@@ -206,7 +206,7 @@ def test_the_end_of_the_run_is_there(tmp_path: Path) -> None:
 def test_histograms_are_those_of_the_update(tmp_path: Path) -> None:
     """Weights after the update, the mean gradient before clipping, and the change between them; in the updates asked for."""
     trainer, _ = make()
-    model: Any = trainer._stateful_parts["model"]
+    model: Any = trainer.model
     expected: list[dict[str, torch.Tensor]] = []
 
     @trainer.on(TrainEvents.GRADIENTS_READY(every=3))
@@ -259,7 +259,7 @@ def test_without_histograms_nothing_stands_before_the_step(tmp_path: Path) -> No
 def test_a_histogram_leaves_out_what_is_not_finite(tmp_path: Path) -> None:
     """And the run continues."""
     trainer, _ = make()
-    model: Any = trainer._stateful_parts["model"]
+    model: Any = trainer.model
 
     @trainer.on(EVERY(once=6))  # before the histogram is made
     def spoil() -> None:

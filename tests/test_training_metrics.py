@@ -168,7 +168,7 @@ def test_a_group_that_is_added_takes_the_name_of_a_single_one_away() -> None:
     """The rate of the only group would stay as it was for ever."""
     trainer = make()
     TrainingMetrics().attach(trainer, EVERY(every=3))
-    optimizer: Any = trainer._stateful_parts["optimizer"]
+    optimizer: Any = trainer.optimizers["optimizer"]
     trainer.add_event_handler(EVERY(once=3), lambda: optimizer.add_param_group({"params": [], "lr": 0.01}))
     assert trainer.run(DATA, max_iters=3).metrics["learning_rate"] == 0.05
     metrics = trainer.run(DATA, max_iters=6).metrics
@@ -318,7 +318,7 @@ def test_time_is_put_into_sections(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     """By a clock that loader (3 s), forward (1 s), a handler (50 s), evaluation (6 s) and saving (20 s) move."""
     clock = SlowForward(monkeypatch)
     trainer, metrics = make(clock.forward), TrainingMetrics(flops_per_sample=10.0, peak_flops=1e3)
-    evaluator = create_evaluator(trainer._stateful_parts["model"], clock.forward)  # type: ignore[arg-type]
+    evaluator = create_evaluator(trainer.model, clock.forward)  # type: ignore[arg-type]
     validation = Validation(evaluator, DATA)
     if evaluates_first:
         validation.attach(trainer, EVERY(every=2))
@@ -360,7 +360,7 @@ def test_no_time_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer.add_event_handler(EVERY(every=2), lambda: published.append(dict(trainer.state.metrics)))
     monkeypatch.setattr(time, "perf_counter", lambda: next(readings))
     begin: list[float] = []
-    sections = trainer._measured()
+    sections = trainer.sections
     trainer.on_enter.append(lambda _: begin.append(sections._since))
     trainer.run(DATA, max_epochs=1)
     walls = [sum(each[f"{name}_seconds"] for name in SECTIONS) for each in published]
@@ -391,7 +391,7 @@ def test_the_update_has_sections(monkeypatch: pytest.MonkeyPatch) -> None:
         return output._replace(loss=SlowBackward.apply(output.loss, clock.take))
 
     trainer = make(forward, accumulation_steps=3)
-    gradients, optimizer = trainer._update.gradients, trainer._stateful_parts["optimizer"]  # type: ignore[attr-defined]
+    gradients, optimizer = trainer._update.gradients, trainer.optimizers["optimizer"]  # type: ignore[attr-defined]
     norm = gradients.norm
     monkeypatch.setattr(gradients, "norm", lambda: (clock.take(8.0), norm())[1])
     optimizer.register_step_pre_hook(lambda *_: clock.take(4.0))  # type: ignore[attr-defined]
@@ -433,7 +433,7 @@ def test_an_evaluation_by_a_handler_of_ones_own_is_put_apart(monkeypatch: pytest
     """If the metrics are told of its evaluator; what the handler does beside it (5 s and 7 s) is time of handlers."""
     clock = SlowForward(monkeypatch)
     trainer, metrics = make(clock.forward), TrainingMetrics()
-    model: Any = trainer._stateful_parts["model"]
+    model: Any = trainer.model
     evaluator = (
         Engine(lambda _, micro_batch: clock.forward(model, micro_batch)) if stock else create_evaluator(model, clock.forward)
     )
@@ -460,7 +460,7 @@ def test_an_evaluation_elsewhere_leaves_the_section_as_it_is(monkeypatch: pytest
         return clock.forward(model, micro_batch)
 
     trainer, metrics = make(forward), TrainingMetrics()
-    evaluator = create_evaluator(trainer._stateful_parts["model"], clock.forward)  # type: ignore[arg-type]
+    evaluator = create_evaluator(trainer.model, clock.forward)  # type: ignore[arg-type]
     metrics.attach(trainer, EVERY(every=100), evaluator=evaluator)
     trainer.run(DATA[:1])
     evaluator.run(DATA)
@@ -505,7 +505,7 @@ def test_the_time_to_go_counts_evaluation_apart(monkeypatch: pytest.MonkeyPatch)
         return cuts.forward(model, micro_batch)
 
     trainer = make(forward)
-    evaluator = create_evaluator(trainer._stateful_parts["model"], clock.forward)  # type: ignore[arg-type]
+    evaluator = create_evaluator(trainer.model, clock.forward)  # type: ignore[arg-type]
     TrainingMetrics().attach(trainer, EVERY(every=2), evaluator=evaluator)
     Validation(evaluator, DATA).attach(trainer, EVERY(every=2))
     published: list[tuple[float, float]] = []

@@ -492,3 +492,24 @@ def test_numbers_that_nobody_reads_are_dropped(monkeypatch: pytest.MonkeyPatch) 
     assert not mover.under_way
     mover.send(torch.full((2,), 7.0))
     assert mover.receive() == [7.0, 7.0]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_samples_and_targets_keep_their_dtype(precision: Any) -> None:
+    """Samples are moved and not cast, whatever the model's dtype is; autocast computes in 16 bits inside forward."""
+    seen: list[Any] = []
+    model = nn.Linear(3, 2)
+
+    def forward(model: nn.Module, batch: Any) -> Tensor:
+        logits = model(batch["samples"].float())
+        seen.append((batch["samples"].dtype, batch["targets"].dtype, batch["weights"].dtype, logits.dtype))
+        return nn.functional.cross_entropy(logits, batch["targets"])
+
+    batch = {
+        "samples": torch.ones(4, 3, dtype=torch.float64),
+        "targets": torch.zeros(4, dtype=torch.int64),
+        "weights": torch.ones(4, dtype=torch.float16),
+    }
+    create_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), forward, precision=precision).run([batch])
+    computed = torch.bfloat16 if precision == "bf16" else torch.float32
+    assert seen[-1] == (torch.float64, torch.int64, torch.float16, computed)

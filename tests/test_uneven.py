@@ -284,6 +284,79 @@ def test_what_a_rank_borrows_if_no_rank_has_a_micro_batch_now() -> None:
     assert borrowed_micro_batch(None) is None
 
 
+# --- parameters that no real micro-batch uses ---
+
+
+class Branches(nn.Module):
+    """Features by one layer, and what another one makes of them, if it is asked to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.always, self.sometimes = nn.Linear(cuts.FEATURES, 3).double(), nn.Linear(3, 3).double()
+
+    def forward(self, x: Tensor, *, deep: bool) -> tuple[Tensor, Tensor]:
+        features = torch.tanh(self.always(x))
+        return features, self.sometimes(features) if deep else features
+
+
+def unused_beside_a_placeholder(way: str) -> list[list[float]]:
+    """The weights of the second layer after each update: from the second on only rank 1 has data, which does not use it."""
+    model = Branches()
+    wrapped = model if way == "explicit" else DistributedDataParallel(model, find_unused_parameters=True)
+
+    def forward(model: nn.Module, micro_batch: tuple[cuts.Sample, bool]) -> ForwardOutput:
+        (x, y, _), deep = micro_batch
+        features, behind = model(x, deep=deep)
+        return ForwardOutput(contrast(features, Gather.apply(features), y) + behind.square().sum(), len(x))
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.1)
+    options = {"reduction": way, "uneven": "replay", "protect": False}
+    trainer = create_trainer(wrapped, optimizer, forward, **with_options(**options))
+    weights: list[list[float]] = []
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: weights.append(numbers(model.sometimes)))
+    group = data((1, 3))[idist.get_rank()]
+    trainer.run([(micro_batch, index == 0) for index, micro_batch in enumerate(group)], max_epochs=1)
+    return [*weights, numbers(model.always)]
+
+
+@pytest.mark.parametrize("way", [*WAYS, "auto"])
+def test_a_placeholder_gives_no_gradient_to_what_no_micro_batch_used(way: str) -> None:
+    """A gradient of zeros would let moments and weight decay move the parameters; None does not, as in one process."""
+    first, second = run_ranks(unused_beside_a_placeholder, way)
+    assert first == second
+    assert first[0] == first[1] == first[2]
+
+
+def sometimes_deep(kind: str) -> list[float]:
+    """The weights after an epoch in which each micro-batch of rank 1 has a twin on rank 0 at first, and none later."""
+    model = Branches()
+    if kind == "each":
+        fully_shard(model.sometimes, mesh=init_device_mesh("cpu", (2,)))
+    if kind != "explicit":
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+
+    def forward(model: nn.Module, micro_batch: tuple[cuts.Sample, bool]) -> ForwardOutput:
+        (x, y, _), deep = micro_batch
+        features, behind = model(x, deep=deep)
+        return ForwardOutput((features.sum(dim=1) - y).square().sum() + behind.square().sum(), len(x))
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.1)
+    options = {"reduction": "explicit" if kind == "explicit" else "fsdp", "protect": False}
+    trainer = create_trainer(model, optimizer, forward, accumulation_steps=2, **with_options(**options))
+    group = data((3, 8))[idist.get_rank()]
+    trainer.run([(micro_batch, index in (0, 2, 5)) for index, micro_batch in enumerate(group)], max_epochs=1)
+    return numbers(model)
+
+
+def test_a_placeholder_of_a_sharded_model_uses_what_the_others_use() -> None:
+    """A rank that has run out runs the very micro-batches of another rank, so that all call the same sharded modules."""
+    kinds = ("explicit", "root", "each")
+    outcomes = [run_ranks(sometimes_deep, kind)[0] for kind in kinds]
+    assert outcomes[1] == pytest.approx(outcomes[0], rel=1e-9)
+    assert outcomes[2] == pytest.approx(outcomes[0], rel=1e-9)
+
+
 # --- a bad micro-batch as a placeholder ---
 
 

@@ -29,8 +29,8 @@ from ignite_train import (
     create_evaluator,
     create_trainer,
 )
+from ignite_train.data.held import Held
 from ignite_train.data.position import how_exact
-from ignite_train.data.reused_memory import ReusedMemory
 from ignite_train.handlers import Checkpoint
 from ranks import run_ranks
 
@@ -547,7 +547,7 @@ GIVES: dict[str, Callable[[Any], Any]] = {
 def test_a_loader_that_writes_over_what_it_gave_is_refused(gives: str, buffers: int, steps: int) -> None:
     """An update would train on its last micro-batch as often as it has micro-batches."""
     trainer, seen = make(steps)
-    with pytest.raises(ValueError, match=r"in memory of its own.*give a copy of each micro-batch"):
+    with pytest.raises(ValueError, match=r"in a container and memory of its own.*such as tensor.clone"):
         trainer.run(Reusing(buffers, GIVES[gives]), max_epochs=1)
     assert seen == []
 
@@ -578,10 +578,10 @@ def test_memory_may_be_used_again_in_the_next_update() -> None:
 )
 def test_the_same_micro_batch_may_come_again(tensor: Tensor) -> None:
     """Of any kind of tensor: nothing was written over it."""
-    watch = ReusedMemory()
-    watch.see({"x": tensor})
-    watch.see({"x": tensor})
-    assert watch.num_seen == 2
+    held = Held([{"x": tensor}])
+    held.check_against({"x": tensor})
+    held.add({"x": tensor})
+    held.check()
 
 
 def _look_ahead() -> str:
@@ -595,7 +595,7 @@ def _look_ahead() -> str:
 
 def test_memory_that_is_used_again_while_a_rank_reads_ahead_is_refused() -> None:
     """Ranks whose loaders have no length read one micro-batch ahead, so that one is enough."""
-    assert all("in memory of its own" in message for message in run_ranks(_look_ahead))
+    assert all("in a container and memory of its own" in message for message in run_ranks(_look_ahead))
 
 
 # --- stops from elsewhere --------------------------------------------------------------------------------------------------
@@ -632,7 +632,7 @@ def test_a_signal_during_a_fetch_changes_no_bit(stop: Callable[[Trainer], None],
             trainer.run(loader, max_epochs=2)
         finally:
             signal.signal(signal.SIGUSR1, before)
-        return seen, bit_by_bit(trainer._stateful_parts["model"].state_dict())
+        return seen, bit_by_bit(trainer.model.state_dict())
 
     whole = train(0)
     assert [at for at in range(1, 13) if train(at) != whole] == []

@@ -30,8 +30,8 @@ from ignite_train import (
     UpdateOptions,
     create_trainer,
 )
+from ignite_train.model.forward_state import ForwardState
 from ignite_train.model.gradients import Gradients
-from ignite_train.model.replay import ReplayPoint
 
 
 class Weights(nn.Module):
@@ -779,7 +779,7 @@ def test_far_from_its_floor_a_scaled_update_remembers_nothing(build, micro_batch
     marked: list[float] = []
     policy = TorchLossScaling(2.0**4, min_scale=1.0, growth_interval=1000)
     _, _, trainer = build(lambda model, batch: mse_loss(model(batch[0]), batch[1]) * math.inf, loss_scaling=policy)
-    monkeypatch.setattr(ReplayPoint, "mark", lambda self: marked.append(policy.scale))
+    monkeypatch.setattr(ForwardState, "mark_draws", lambda self: marked.append(policy.scale))
     trainer.run(micro_batches, max_iters=4)
     assert marked == [2.0]
     holding = TorchLossScaling(1.0, min_scale=1.0, on_floor="hold")
@@ -791,25 +791,25 @@ def test_far_from_its_floor_a_scaled_update_remembers_nothing(build, micro_batch
 
 def test_pythons_generator_is_read_rarely(build, micro_batches, monkeypatch):
     """A forward that does not use it does not pay for it: over 100 updates its state is read 14 times and not 100."""
-    reads, getstate = [], random.getstate
-    monkeypatch.setattr(random, "getstate", lambda: reads.append(1) or getstate())
+    reads, getstate = [], random.Random.getstate
+    monkeypatch.setattr(random.Random, "getstate", lambda self: reads.append(1) or getstate(self))
     _, _, trainer = build()
     trainer.run(micro_batches * 20)
-    # As the epoch opens; at the first fetch, because a handler listens before the first update and may stop the run there; in
-    # updates 1, 2, 4, ... 64 to remember, and after each of them to compare.
-    assert len(reads) == 1 + 1 + 14
+    # In updates 1, 2, 4, ... 64 to remember, and after each of them to compare; and for the trial of the first micro-batch.
+    assert len(reads) == 14 + 1
 
 
 def test_skips_are_logged_rarely_but_always(caplog):
-    """Of many skips the 1st, 2nd, 4th and 8th are logged, each with update, reason, norm and scale."""
+    """Of many skips the 1st, 2nd, 4th and 8th are logged, each with update, reason, norm and scale; and that all were skips."""
     model = Weights(0.0)
     trainer = create_trainer(
         model, torch.optim.SGD(model.parameters(), lr=1.0), quarter, loss_scaling=TorchLossScaling(2.0**10)
     )
     with caplog.at_level(logging.WARNING):
         trainer.run([math.inf] * 9)
-    lines = [record.getMessage() for record in caplog.records]
+    *lines, last = [record.getMessage() for record in caplog.records]
     assert len(lines) == 4
+    assert "the weights have never moved: all 9 updates were skipped" in last
     for line, number, scale in zip(lines, (1, 2, 4, 8), (1024, 512, 128, 8), strict=True):
         for part in (f"update {number} ", "overflow", "inf", f"loss scale {scale};", f"skipped so far: {number}"):
             assert part in line
@@ -1109,3 +1109,27 @@ def test_precisions_train(build, precision, dtype, computes_in):
     assert {parameter.dtype for parameter in model.parameters()} == {dtype}
     assert sum(losses[-2:]) < 0.5 * sum(losses[:2])
     assert trainer.state.num_steps > 20
+
+
+@pytest.mark.parametrize("call", ["run", "session"])
+def test_a_run_inside_of_autocast_is_refused(build, micro_batches, call):
+    """Its cache would keep the weights of the first update; without the cache it runs."""
+    _, _, trainer = build()
+    start = trainer.run if call == "run" else lambda _: trainer.session().__enter__()
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(ValueError, match=r"inside torch\.autocast"):
+        start(micro_batches)
+    with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
+        start(micro_batches)
+
+
+def test_weights_may_be_swapped_between_steps(micro_batches):
+    """As conversions with `torch.utils.swap_tensors` do."""
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    trainer = create_trainer(model, optimizer, lambda model, batch: mse_loss(model(batch[0]), batch[1]))
+    trainer.run(micro_batches, max_epochs=1)
+    other = torch.nn.Linear(4, 1)
+    torch.utils.swap_tensors(model.weight, other.weight)
+    before = model.weight.detach().clone()
+    trainer.run(micro_batches, max_epochs=2)
+    assert not torch.equal(model.weight, before)

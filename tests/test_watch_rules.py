@@ -13,6 +13,7 @@ import pytest
 from torch.distributed import HashStore
 
 from ignite_train.handlers import failure_board, hang_watch, stop_on_signal
+from ignite_train.ranks import whereabouts
 from ignite_train.ranks.sealed_messages import SealedMessages
 
 LIMIT = 10.0
@@ -70,17 +71,21 @@ def test_a_rank_waits_in_vain_for_one_that_has_left(place: Any, expected: bool) 
     assert watch_of(reports, LIMIT + 1)._waits_in_vain([0, 1], LIMIT) is expected
 
 
-def verdict_of(reports: list[Any], *, standstill: float | None = None, store: bool = True, **since: Any) -> str:
+def verdict_of(
+    reports: list[Any], *, standstill: float | None = None, store: bool = True, limit: float = LIMIT, **since: Any
+) -> str:
     """What rank 0 finds, in a run that began with update 2.
 
     Args:
         reports: of the ranks.
         standstill: see `HangWatch`.
         store: whether the ranks still have one.
+        limit: the timeout.
         since: for how many seconds each rank has been `silent`, no rank has `moved`, the store has not `answered`.
     """
     watch = watch_of(reports, since.get("moved", 0.0))
-    watch._rank, watch._timeout, watch._first_timeout, watch._first_update = 0, LIMIT, 3 * LIMIT, 2
+    watch._rank, watch._timeout, watch._first_timeout, watch._first_update = 0, limit, 3 * limit, 2
+    watch._interval = since.get("interval", 1.0)
     watch._standstill, watch._messages = standstill, SimpleNamespace(host="rank 0") if store else None
     watch._heard = [100.0 - silent for silent in since.get("silent", [0.0] * len(reports))]
     watch._moved, watch._answered = 100.0 - since.get("moved", 0.0), 100.0 - since.get("answered", 0.0)
@@ -89,6 +94,10 @@ def verdict_of(reports: list[Any], *, standstill: float | None = None, store: bo
 
 BOTH, APART, BUSY = [report(WAITS)] * 2, [report(WAITS), report(AT_WORK)], [report(AT_WORK)] * 2
 FIRST, SECOND = ([report(WAITS, update=update), report(AT_WORK, update=update)] for update in (2, 3))
+
+LONG = 61.0
+WAITS_FOR_LONG, BUSY_FOR_LONG = ([report(place), report(WAITS)] for place in (WAITS, AT_WORK))
+FIRST_FOR_LONG = [report(WAITS, update=2)] * 2
 
 
 HANGS: dict[str, tuple[list[Any], dict[str, Any], str]] = {
@@ -103,6 +112,22 @@ HANGS: dict[str, tuple[list[Any], dict[str, Any], str]] = {
     "first update for too long": (FIRST, {"silent": [0.0, 3 * LIMIT + 1]}, "rank 1 is silent for more than 30 s; "),
     "second update": (SECOND, {"silent": [0.0, LIMIT + 1]}, "rank 1 is silent for more than 10 s; "),
     "before the first look": ([None, None], {"silent": [0.0, 3 * LIMIT]}, ""),
+    "silent for long, and none waits": (BUSY_FOR_LONG, {"silent": [0.0, LONG], "moved": LONG}, ""),
+    "silent for another": (WAITS_FOR_LONG, {"silent": [0.0, LONG], "moved": LONG}, "rank 1 is silent for more than 60 s; "),
+    "silent for another in the first update": (FIRST_FOR_LONG, {"silent": [0.0, LONG], "moved": 3 * LONG}, ""),
+    "silent for another for three times as long": (
+        FIRST_FOR_LONG,
+        {"silent": [0.0, 3 * LONG], "moved": 3 * LONG},
+        "rank 1 is silent for more than 180 s; ",
+    ),
+    "silent for another among many": (WAITS_FOR_LONG, {"silent": [0.0, LONG], "moved": 3 * LONG, "interval": 8.0}, ""),
+    "silent for another, late": (WAITS_FOR_LONG, {"silent": [0.0, 60.0], "moved": LONG}, ""),
+    "silent for another that has just come": (WAITS_FOR_LONG, {"silent": [0.0, LONG], "moved": 60.0}, ""),
+    "store silent for another": (
+        WAITS_FOR_LONG,
+        {"answered": LONG, "moved": LONG},
+        "the store at which the ranks met has not answered for ",
+    ),
     "store late": (BOTH, {"answered": LIMIT}, ""),
     "store too late": (BOTH, {"answered": LIMIT + 1}, "the store at which the ranks met has not answered for 11.0 s: its ho"),
     "apart for the limit": (APART, {"moved": LIMIT}, ""),
@@ -120,7 +145,8 @@ HANGS: dict[str, tuple[list[Any], dict[str, Any], str]] = {
 def test_what_is_found_to_hang(case: str) -> None:
     """A rank that is silent, a store that does not answer, ranks that stand apart; each after more than the limit."""
     reports, since, expected = HANGS[case]
-    found = verdict_of(reports, **since)
+    limit = 10 * LIMIT if "another" in case or "for long" in case else LIMIT
+    found = verdict_of(reports, limit=limit, **since)
     assert found.startswith(expected) if expected else found == ""
 
 
@@ -197,7 +223,8 @@ def test_ranks_tell_one_another_where_they_are_and_what_they_found() -> None:
 
 
 def test_a_store_that_is_gone_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """With its host; the rank continues to look at itself."""
+    """With its host, and not as a warning, since that may have ended well; the rank continues to look at itself."""
+    caplog.set_level(logging.INFO)
 
     def write(*_: Any) -> None:
         raise RuntimeError("connection reset")
@@ -216,9 +243,8 @@ def test_a_store_that_is_gone_is_said_once(monkeypatch: pytest.MonkeyPatch, capl
 
     watch._look = look
     watch._talk()
-    assert caplog.messages == [
-        "rank 0, which hosts the store, has ended; rank 1 watches only itself from now on: connection reset"
-    ]
+    said = "rank 0, which hosts the store, has ended; rank 1 watches only itself from now on: connection reset"
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [("INFO", said)]
     assert (looks, waits) == ([False, False, False, True], [0.25] * 3)
     assert watch._reports[1].beat == 3
 
@@ -282,23 +308,92 @@ def test_a_hang_ends_the_process_with_its_stacks(
     assert "test_a_hang_ends_the_process_with_its_stacks" in capfd.readouterr().err
 
 
-def frame(file: str, **names: Any) -> Any:
-    return SimpleNamespace(f_code=SimpleNamespace(co_filename=file, co_name="stand"), f_globals=names, f_lineno=12)
+def frames(*modules: str, function: str = "stand", **names: Any) -> Any:
+    """A stack: the module of the frame at its top comes first; `names` are in the last one."""
+    found: Any = None
+    for module in reversed(modules):
+        code = SimpleNamespace(co_filename=f"/lib/{module.replace('.', '/')}.py", co_name=function)
+        names = {"__name__": module, **(names if found is None else {})}
+        found = SimpleNamespace(f_code=code, f_globals=names, f_lineno=12, f_back=found)
+    return found
+
+
+STANDS: dict[str, tuple[Any, tuple[str, bool]]] = {
+    "in a collective": (frames("torch.distributed.c10d", "model"), ("stand (c10d.py:12)", True)),
+    "in a functional collective": (
+        frames("torch._ops", "torch.distributed._functional_collectives", "torch.nn.modules.module", "model"),
+        ("stand (_functional_collectives.py:12)", True),
+    ),
+    "in a lock for a collective": (frames("threading", "torch.futures", "model"), ("stand (__init__.py:12)", True)),
+    "in the buffers of DDP": (
+        frames("torch.nn.parallel.distributed", "torch.nn.modules.module", "model"),
+        ("stand (distributed.py:12)", True),
+    ),
+    "in a layer in DDP": (
+        frames("torch.nn.modules.linear", "torch.nn.parallel.distributed", "model", function="forward"),
+        ("forward (linear.py:12)", False),
+    ),
+    "in a file that waits": (frames("ours", _WAITS_FOR_RANKS=True), ("stand (ours.py:12)", True)),
+    "in what such a file calls": (frames("torch._tensor", "ours", _WAITS_FOR_RANKS=True), ("stand (ours.py:12)", True)),
+    "in a model": (frames("model", "torch.distributed.c10d"), ("stand (model.py:12)", False)),
+    "in a loader": (frames("selectors", "queue", "torch.utils.data.dataloader", "ours"), ("stand (selectors.py:12)", False)),
+    "no such thread": (None, ("nowhere", False)),
+}
+
+
+@pytest.mark.parametrize("stack", STANDS)
+def test_where_a_rank_waits_is_seen_through_the_frames_of_torch(monkeypatch: pytest.MonkeyPatch, stack: str) -> None:
+    """From the top down to the first frame that is neither torch's nor Python's own, however many there are."""
+    found, expected = STANDS[stack]
+    if stack == "in a lock for a collective":
+        found.f_back.f_code.co_filename = "/lib/torch/futures/__init__.py"
+    monkeypatch.setattr(whereabouts, "_frame_of", {123: found}.get)
+    assert whereabouts.find_whereabouts(123) == expected
 
 
 @pytest.mark.parametrize(
-    ("found", "where", "waits"),
+    ("line", "modules", "expected"),
     [
-        (frame("/lib/torch/distributed/c10d.py"), "stand (c10d.py:12)", True),
-        (frame("/anywhere/statistics.py", _WAITS_FOR_RANKS=True), "stand (statistics.py:12)", True),
-        (frame("/home/me/model.py"), "stand (model.py:12)", False),
-        (None, "nowhere", False),
+        ("    handle.wait()", ["model"], ("stand (model.py:12)", True)),
+        ("    event.wait()", ["threading", "model"], ("stand (threading.py:12)", False)),
+        ("    waits = queue.get()", ["model"], ("stand (model.py:12)", False)),
     ],
-    ids=["in a collective", "in a file that waits", "at work", "no such thread"],
+    ids=["a handle of torch", "an event of Python", "neither"],
 )
-def test_a_report_says_where_the_main_thread_is(monkeypatch: pytest.MonkeyPatch, found: Any, where: str, waits: bool) -> None:
+def test_a_script_that_waits_for_a_handle_waits_for_ranks(
+    monkeypatch: pytest.MonkeyPatch, line: str, modules: list[str], expected: Any
+) -> None:
+    """That method has no frame; what else is called so has one."""
+    monkeypatch.setattr(whereabouts.linecache, "getline", lambda _file, _number: line)
+    monkeypatch.setattr(whereabouts, "_frame_of", {123: frames(*modules)}.get)
+    assert whereabouts.find_whereabouts(123) == expected
+
+
+@pytest.mark.parametrize(
+    ("writing", "expected"),
+    [
+        (frames("torch.distributed.c10d", "disk"), ("stand (c10d.py:12)", True)),
+        (frames("disk", "writer"), ("stand (disk.py:12)", False)),
+    ],
+    ids=["for the other ranks", "for the disk"],
+)
+def test_one_that_waits_for_a_thread_stands_where_that_one_does(
+    monkeypatch: pytest.MonkeyPatch, writing: Any, expected: Any
+) -> None:
+    """For the latest thread of that name that does not wait for an earlier one itself."""
+    waiting = frames("threading", "writer", _WAITS_FOR_THREADS="Checkpoint")
+    stacks = {1: waiting, 2: frames("disk"), 3: writing, 4: waiting, 5: frames("other")}
+    names = ["MainThread", *["Checkpoint"] * 3, "Other"]
+    threads = [SimpleNamespace(ident=number, name=name) for number, name in enumerate(names, 1)]
+    monkeypatch.setattr(whereabouts, "_frame_of", stacks.get)
+    monkeypatch.setattr(whereabouts, "threading", SimpleNamespace(enumerate=lambda: threads))
+    assert whereabouts.find_whereabouts(1) == expected
+
+
+def test_a_report_says_where_the_main_thread_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """And how far the run and its evaluation are."""
-    monkeypatch.setattr(hang_watch, "_frame_of", {123: found}.get)
+    monkeypatch.setattr(hang_watch, "find_whereabouts", {123: whereabouts.Whereabouts("stand (model.py:12)", waits=True)}.get)
+    where, waits = "stand (model.py:12)", True
     watch = watch_of([None], 0.0)
     watch._main, watch._evaluator = 123, SimpleNamespace(state=SimpleNamespace(iteration=4))
     watch._trainer = SimpleNamespace(state=SimpleNamespace(iteration=7, num_micro_batches=9))
@@ -317,7 +412,7 @@ def test_a_look_at_a_thread_leaves_the_garbage_collector_as_it_is(collects: bool
     was_enabled = gc.isenabled()
     try:
         gc.enable() if collects else gc.disable()
-        found = hang_watch._frame_of(threading.get_ident())
+        found = whereabouts._frame_of(threading.get_ident())
         assert gc.isenabled() is collects
     finally:
         gc.enable() if was_enabled else gc.disable()
@@ -402,7 +497,8 @@ def board_of(monkeypatch: pytest.MonkeyPatch, rank: int, world_size: int, host_r
     watch._messages.host_rank, watch._messages.host = host_rank, f"rank {host_rank}"
     watch._rank, watch._others = rank, [other for other in range(world_size) if other != rank]
     watch._trainer = SimpleNamespace(state=SimpleNamespace(iteration=7))
-    watch._cause, watch._host_ended, watch.gone = None, False, ""
+    watch._cause, watch._host_ended, watch.gone, watch._error, watch._over = None, False, "", None, threading.Event()
+    watch._running, watch._processes, watch._main = watch._others, {}, threading.get_ident()
     return watch, times
 
 
@@ -494,25 +590,85 @@ def test_of_several_failures_one_is_the_first(monkeypatch: pytest.MonkeyPatch, f
 
 
 @pytest.mark.parametrize(
-    ("rank", "host_ended", "level", "gone"),
+    ("rank", "how", "level", "gone"),
     [
-        (1, False, "ERROR", "rank 0, which hosts the store, is gone"),
-        (1, True, "WARNING", ""),
-        (0, False, "WARNING", ""),
+        (1, "killed", "ERROR", "rank 0, which hosts the store, is gone"),
+        (1, "told", "ERROR", "rank 0, which hosts the store, is gone"),
+        (1, "ended", "INFO", ""),
+        (1, "over", "INFO", ""),
+        (0, "closed", "WARNING", ""),
     ],
-    ids=["of another", "of one that has ended", "its own"],
+    ids=["of another", "after it has told a failure", "of one that has ended", "at the end of a good run", "its own"],
 )
 def test_a_store_that_is_lost_is_the_end_of_its_host(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, rank: int, host_ended: bool, level: str, gone: str
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, rank: int, how: str, level: str, gone: str
 ) -> None:
-    """Unless the host has ended in good order."""
+    """Unless the host has ended in good order; this rank ends too if the process of the host is gone."""
     watch, _ = board_of(monkeypatch, rank, 2, host_rank=0)
-    watch._host_ended = host_ended
+    watch._host_ended, ended = how == "ended", []
+    if how == "over":
+        watch._over.set()
+    watch._cause = failure_board.PeerFailureError(0, 5, "KeyError: 3") if how == "told" else None
+    watch._processes = {"process of 0": ["dead"] if how != "told" else []}
+    watch._ends_by_itself, watch._insist = lambda: False, lambda: ended.append(1)
+    caplog.set_level(logging.INFO)
     watch._lose_store(RuntimeError("connection reset"))
     (record,) = caplog.records
-    assert (record.levelname, watch.gone) == (level, gone)
+    assert (record.levelname, watch.gone, ended) == (level, gone, [1] * (how in ("killed", "told")))
     text = gone or "the store at which the ranks met has ended"
     assert record.getMessage() == f"{text}; rank {rank} no longer notices failures of other ranks: connection reset"
+
+
+@pytest.mark.parametrize(
+    ("places", "lost_after"),
+    [
+        ([(WAITS, 1)] * 300, 241),
+        ([(AT_WORK, 1)] * 300, None),
+        ([(WAITS, number) for number in range(300)], None),
+        ([*[(WAITS, 1)] * 200, (AT_WORK, 1), *[(WAITS, 1)] * 250], 442),
+    ],
+    ids=["in one collective", "at work", "in one collective after another", "in two"],
+)
+def test_a_host_on_another_machine_is_lost_where_a_collective_does_not_end(
+    monkeypatch: pytest.MonkeyPatch, places: list[Any], lost_after: int | None
+) -> None:
+    """Its connection alone may have broken: a minute in which the main thread stands in one collective, at 4 looks a second."""
+    watch, _ = board_of(monkeypatch, 1, 2, host_rank=0)
+    watch._trainer = SimpleNamespace(state=SimpleNamespace(num_micro_batches=9))
+    looks: list[Any] = []
+    watch._over = SimpleNamespace(wait=lambda _: looks.append(1) or len(looks) > len(places))
+    monkeypatch.setattr(failure_board, "find_whereabouts", lambda _: whereabouts.Whereabouts(*places[len(looks) - 1][0]))
+    monkeypatch.setattr(failure_board.collectives, "collectives_begun", lambda: places[len(looks) - 1][1])
+    assert watch._host_is_lost(0) is (lost_after is not None)
+    assert len(looks) == (lost_after or len(places) + 1)
+
+
+@pytest.mark.parametrize(
+    ("how", "cause"),
+    [
+        ("runs", None),
+        ("ended", None),
+        ("wakes up", None),
+        ("killed", "rank 2 failed at update 7: its process is no longer running"),
+        ("raised", "rank 2 failed at update 5: KeyError: 3"),
+    ],
+)
+def test_a_rank_that_was_killed_is_found_without_a_word_of_anybody(
+    monkeypatch: pytest.MonkeyPatch, how: str, cause: str | None
+) -> None:
+    """If its run had not ended, and only after the main thread had time to come out of its collective."""
+    watch, _ = board_of(monkeypatch, 1, 3, host_rank=0)
+    watch._messages.write("process of 0", ["running"])
+    watch._messages.write("process of 2", ["running" if how == "runs" else "dead"])
+    watch._ends_by_itself = lambda: how == "wakes up"
+    if how == "ended":
+        watch._messages.write("ended by 2", value=True)
+    if how == "raised":
+        watch._messages.write_once("first", [2, 5, "KeyError: 3"])
+    assert watch._find_death() is (cause is not None)
+    assert watch._messages.read("news") is (True if cause else None)
+    assert (watch._cause and str(watch._cause)) == cause
+    assert watch._running == ([0] if how == "ended" else [0, 2])
 
 
 def signal_watch(monkeypatch: pytest.MonkeyPatch, rank: int = 0) -> tuple[Any, Any, list[int]]:

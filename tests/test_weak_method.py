@@ -80,7 +80,7 @@ def test_a_copy_of_a_trainer_evaluates_its_own_model(closure: Any) -> None:
     trainer, original = make(closure=closure)
     copied = copy.deepcopy(trainer)
     copied.run([X] * 3)
-    own: Any = copied._stateful_parts["model"]
+    own: Any = copied.model
     assert torch.equal(own.weight, model.weight)
     assert not torch.equal(own.weight, original.weight)
     assert original.weight.grad is None
@@ -90,7 +90,7 @@ def test_a_copy_of_a_trainer_searches_its_own_model() -> None:
     """For what is not finite: the error names it."""
     trainer, _ = make(closure=True)
     copied = copy.deepcopy(trainer)
-    own: Any = copied._stateful_parts["model"]
+    own: Any = copied.model
     own.bias.data.fill_(float("nan"))
     with pytest.raises(NonFiniteError, match="micro-batch 1 of 1: NaN in the output of the model"):
         copied.run([X])

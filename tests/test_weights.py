@@ -49,8 +49,8 @@ def train(directory: Path) -> dict[str, Any]:
     ema.attach(trainer)
     states: dict[str, Any] = {}
     evaluator.add_event_handler(Events.EPOCH_COMPLETED, lambda: evaluator.state.metrics.update(rank=float(trainer.state.epoch)))
-    Validation(evaluator, DATA, score="rank").attach(trainer)
-    Checkpoint(directory, best="rank", every_epochs=1, asynchronous=False).attach(trainer, evaluator=evaluator)
+    Validation(evaluator, DATA, score="rank", mode="min").attach(trainer)
+    Checkpoint(directory, best="rank", mode="min", every_epochs=1, asynchronous=False).attach(trainer, evaluator=evaluator)
     trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: states.setdefault("best", bit_by_bit(dict(model.state_dict()))))
     trainer.run(DATA, max_epochs=3)
     return {**states, "latest": bit_by_bit(dict(model.state_dict())), "average": bit_by_bit(ema.state_dict()["model"])}

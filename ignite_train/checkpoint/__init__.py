@@ -24,6 +24,19 @@ Example:
 
 from ignite_train.checkpoint.average_checkpoints import average_checkpoints
 from ignite_train.checkpoint.inspection import Found, best, consolidate, find, latest, verify
+from ignite_train.checkpoint.read_checkpoint import CheckpointInfo, GroupInfo, read_checkpoint
 from ignite_train.checkpoint.weights import load_weights
 
-__all__ = ["Found", "average_checkpoints", "best", "consolidate", "find", "latest", "load_weights", "verify"]
+__all__ = [
+    "CheckpointInfo",
+    "Found",
+    "GroupInfo",
+    "average_checkpoints",
+    "best",
+    "consolidate",
+    "find",
+    "latest",
+    "load_weights",
+    "read_checkpoint",
+    "verify",
+]

@@ -1,26 +1,32 @@
 """Taking the state of a run apart for a checkpoint.
 
-Some of it is the same on all ranks, or sharded over them: model, optimizer and the user's additional objects. The rest belongs
-to each rank: counters, its place in the data, its random generators, its handlers and the buffers of its modules.
+Some of it is the same on all ranks, or sharded over them: model, optimizer and the user's additional objects. Rank 0 writes
+it, but where the ranks hold different bits, as those of a distributed optimizer do, each writes its own. The rest belongs to
+each rank: counters, its place in the data, its random generators, its handlers and the buffers of its modules.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ignite_train.checkpoint.directory import Contents
-from ignite_train.checkpoint.optimizer_state import Consolidates
+from ignite_train.checkpoint.manifest import compact_json
 from ignite_train.checkpoint.run_objects import RunObjects, SavedRun
 from ignite_train.checkpoint.shards import own_piece
 from ignite_train.checkpoint.state_rules import StateRules
-from ignite_train.checkpoint.tree import TreeEncoder
+from ignite_train.checkpoint.tree import TreeEncoder, path_name, tensors_in
 from ignite_train.errors import CheckpointError
 from ignite_train.loop.dispatch import Stateful
+from ignite_train.model.optimizers import GathersState, optimizer_state
 from ignite_train.model.random_state import RandomState, capture_random_state
+from ignite_train.model.tensor_digests import content_digest, tensor_digests
 from ignite_train.ranks import collectives
 from ignite_train.trainer import Trainer
 
@@ -30,7 +36,7 @@ __all__ = ["capture"]
 def capture(run: SavedRun, rules: StateRules) -> Contents:
     """The state of a run at the end of an update or an epoch, as this rank writes it. Tensors are not copied.
 
-    Collective where a `state_dict` is, as those of Ignite's metrics are. State that cannot be stored is a failure in the
+    Collective: the ranks compare what they share. State that cannot be stored is a failure in the
     result, so that all ranks learn of it; its message says where it is. A handler that cannot be stored is left out, with a
     warning. A `state_dict` that draws random numbers, as that of torchdata's loader does between two passes, leaves no trace.
     """
@@ -45,27 +51,62 @@ def capture(run: SavedRun, rules: StateRules) -> Contents:
 def _capture(run: SavedRun, rules: StateRules, generators: dict[str, Any]) -> Contents:
     objects, encoder, main = rules.keep(run.objects()), TreeEncoder(), collectives.is_main_rank()
     shared = {name: _state_of(entry, main=main) for name, entry in objects.shared.items()}
+    trees, failure = {}, None
     try:
         trees = {name: encoder.encode(value, (name,)) for name, value in shared.items()}
+    except CheckpointError as error:
+        failure = error
+    differing = _differing(objects, trees, encoder.tensors)
+    try:
         trees["description"] = encoder.encode(rules.describe(objects), ("description",))
-        tensors = {name: own_piece(tensor, everything=main) for name, tensor in encoder.tensors.items()}
+        written = trees if main else {name: trees[name] for name in trees if name in differing}
+        whole = {key for tree in written.values() for key in tensors_in(tree)}
+        tensors = {key: own_piece(tensor, everything=key in whole) for key, tensor in encoder.tensors.items()}
         encoder = TreeEncoder()
         own_state = {**_own_state(run.trainer, objects, rules, main=main), "generators": generators}
         own = {name: encoder.encode(value, (name,)) for name, value in own_state.items()}
     except CheckpointError as error:
-        return Contents({}, {}, error)
+        failure = failure or error
+    if failure is not None:
+        return Contents({}, {}, failure)
     own |= _handlers(objects, encoder, rules)
     tensors |= {name: own_piece(tensor, everything=True) for name, tensor in encoder.tensors.items()}
     pieces = {name: piece for name, piece in tensors.items() if piece is not None}
-    return Contents(own | trees if main else own, pieces)
+    return Contents(own | written, pieces)
+
+
+def _differing(objects: RunObjects, trees: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> set[str]:
+    """The shared objects of which some rank holds other bits than the others, so that each writes its own. Collective.
+
+    A distributed optimizer may hold the moments of its share of the parameters on each rank. The trained models are compared by
+    `StateConsistency`, or differ on purpose; each rank writes its buffers anyway.
+    """
+    if collectives.world_size() == 1:
+        return set()
+    plain = {key: tensor for key, tensor in tensors.items() if not isinstance(tensor, DTensor)}
+    digests = {}
+    for name in objects.compared():
+        buffers = {path_name((name, buffer)) for buffer in objects.buffers().get(name, ())}
+        keys = tensors_in(trees.get(name)) - buffers
+        parts = _digests({key: plain[key] for key in keys if key in plain})
+        digests[name] = content_digest(name, compact_json([trees.get(name), sorted(parts.items())]))
+    everyones = collectives.gather_objects(digests)
+    return {name for name in digests if any(other.get(name) != digests[name] for other in everyones)}
+
+
+def _digests(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Of each tensor. Synchronises with the devices that hold some."""
+    devices = {tensor.device for tensor in tensors.values()}
+    parts = [tensor_digests({key: one for key, one in tensors.items() if one.device == device}) for device in devices]
+    return {key: digest for part in parts for key, digest in part.items()}
 
 
 def _state_of(entry: Stateful, *, main: bool) -> Any:
     """The state of an object that is the same on all ranks. Collective for an optimizer that divides it among the ranks."""
-    if isinstance(entry, Optimizer) and isinstance(entry, Consolidates):
+    if isinstance(entry, Optimizer) and isinstance(entry, GathersState):
         entry.consolidate_state_dict(0)
         return entry.state_dict() if main else {}
-    return entry.state_dict()
+    return optimizer_state(entry) if isinstance(entry, Optimizer) else entry.state_dict()
 
 
 def _own_state(trainer: Trainer, objects: RunObjects, rules: StateRules, *, main: bool) -> dict[str, Any]:

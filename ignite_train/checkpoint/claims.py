@@ -6,12 +6,11 @@ Names, shapes and dtypes decide it, before memory is allocated for a tensor and 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -21,9 +20,10 @@ from ignite_train.checkpoint.reader import CheckpointReader, TensorClaim
 from ignite_train.checkpoint.run_objects import RunObjects, SavedModule
 from ignite_train.checkpoint.schedule_state import check_schedule, why_not_rescaled
 from ignite_train.checkpoint.state_rules import StateRules
+from ignite_train.checkpoint.tensor_classes import class_name, is_composed
 from ignite_train.errors import CheckpointError
 from ignite_train.model.memory_layout import as_bytes
-from ignite_train.model.optimizers import InnerState
+from ignite_train.model.optimizers import InnerState, has_own_form
 from ignite_train.state import UpdateOutput
 
 __all__ = ["EVERY_RANK", "Claims", "buffers_of", "check_module", "check_tied"]
@@ -71,13 +71,24 @@ class Claims:
             if isinstance(entry, SavedModule):
                 check_module(path, name, entry.state_dict(), self.shared[name])
             elif isinstance(entry, Optimizer):
-                described, options = self.described("optimizers", name), rules.decided(name)
-                check_optimizer_state(path, name, entry, self.shared[name], described, names, options)
+                self.check_optimizer(path, name, objects, rules)
             elif isinstance(entry, InnerState):
                 none_decided: list[dict[str, Any]] = [{} for _ in entry.inner.param_groups]
                 check_optimizer_state(path, name, entry.inner, self.shared[name], None, names, none_decided)
         self._check_schedules(path, objects, rules)
         self._check_this_rank(path, objects)
+
+    def check_optimizer(self, path: str, name: str, objects: RunObjects, rules: StateRules) -> None:
+        """Compares the state of one optimizer with that of the run; see `check`."""
+        described, optimizer = self.described("optimizers", name), objects.optimizers[name]
+        missing, names = self.missing_groups(name, objects), objects.parameter_names()
+        check_optimizer_state(path, name, optimizer, self.shared[name], described, names, rules.decided(name), missing)
+
+    def missing_groups(self, name: str, objects: RunObjects) -> list[list[nn.Parameter]]:
+        """The parameter groups that an optimizer lacks, as `RunObjects.missing_groups` has them; they need torch's form."""
+        saved = self.shared[name]
+        has_groups = isinstance(saved, Mapping) and not has_own_form(saved)
+        return objects.missing_groups(name, self.described("optimizers", name)) if has_groups else []
 
     def check_size(self, reader: CheckpointReader, objects: RunObjects) -> None:
         """Limits what is allocated for tensors whose shapes the run does not know, by what the checkpoint takes on the disk.
@@ -111,7 +122,9 @@ class Claims:
             saved = {**self.shared, **self.own}.get(name)
             if saved is None:
                 continue
-            check_schedule(path, name, schedule, saved, self.described("schedules", name))
+            optimizers = [key for key, optimizer in objects.optimizers.items() if optimizer is schedule.optimizer]
+            groups = [self.shared[key].get("param_groups", ()) for key in optimizers] + [schedule.optimizer.param_groups]
+            check_schedule(path, name, schedule, saved, self.described("schedules", name), max(map(len, groups)))
             if "lr" not in rules.script_wins:
                 continue
             if reason := why_not_rescaled(schedule) or self._why_no_multiple(schedule, objects, rules):
@@ -123,7 +136,7 @@ class Claims:
     def _why_no_multiple(self, schedule: LRScheduler, objects: RunObjects, rules: StateRules) -> str:
         """Why a schedule cannot continue with the script's rates, as multiples of those in the checkpoint; empty if it can."""
         for name in (name for name, optimizer in objects.optimizers.items() if optimizer is schedule.optimizer):
-            for index, pair in enumerate(zip(self.shared[name]["param_groups"], rules.decided(name), strict=True)):
+            for index, pair in enumerate(zip(self.shared[name].get("param_groups", ()), rules.decided(name), strict=False)):
                 before, now = (group.get("initial_lr", group["lr"]) for group in pair)
                 if before == 0 != now:
                     return f"param_groups[{index}] of {name} had lr=0, which cannot be scaled to the script's {now!r:.20}"
@@ -158,6 +171,10 @@ def check_module(path: str, name: str, current: Mapping[str, Any], saved: Mappin
 
     wrong = [f"{key!r} is missing" for key in current if key not in saved]
     wrong += [f"{key!r} is not in the {name}" for key in saved if key not in current]
+
+    def kind(value: Any) -> str:
+        return value.of_class if isinstance(value, TensorClaim) else class_name(type(value)) if is_composed(value) else ""
+
     both = [key for key in current if key in saved]
     wrong += [
         f"{key!r} has the shape {shape(saved[key])} and not {shape(current[key])}"
@@ -168,6 +185,11 @@ def check_module(path: str, name: str, current: Mapping[str, Any], saved: Mappin
         f"{key!r} is {saved[key].dtype} and not {current[key].dtype}"
         for key in both
         if shape(saved[key]) == shape(current[key]) is not None and saved[key].dtype != current[key].dtype
+    ]
+    wrong += [
+        f"{key!r} is of the class {kind(saved[key]) or 'Tensor':.100} and not {kind(current[key]) or 'Tensor'}"
+        for key in both
+        if shape(saved[key]) == shape(current[key]) is not None and kind(saved[key]) != kind(current[key])
     ]
     if wrong:
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
@@ -182,7 +204,7 @@ def check_tied(path: str, name: str, current: Mapping[str, Any], saved: Mapping[
     """
     names: dict[Any, str] = {}
     for key, value in current.items():
-        if isinstance(value, Tensor) and value.numel() and not value.is_meta and not isinstance(value, DTensor):
+        if isinstance(value, Tensor) and value.numel() and not value.is_meta and type(value) is Tensor:
             first = names.setdefault((value.data_ptr(), value.dtype, tuple(value.shape), value.stride()), key)
             one, other = saved.get(first), saved.get(key)
             if one is not other and isinstance(one, Tensor) and isinstance(other, Tensor) and not _same_bits(one, other):
@@ -210,7 +232,5 @@ def _tensors(value: Any) -> Iterator[TensorClaim]:
 
 
 def _is_record(output: Mapping[str, Any]) -> bool:
-    """Whether an `UpdateOutput` can be made of it. Earlier versions did not save all of its fields."""
-    known = fields(UpdateOutput)
-    required = {field.name for field in known if field.default is MISSING and field.default_factory is MISSING}
-    return required <= output.keys() <= {field.name for field in known}
+    """Whether an `UpdateOutput` can be made of it."""
+    return output.keys() == {field.name for field in fields(UpdateOutput)}

@@ -14,6 +14,7 @@ from ignite.engine import Engine
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ignite_train.checkpoint.tensor_classes import is_composed
 from ignite_train.loop.dispatch import Stateful, attached
 
 __all__ = ["HeldState"]
@@ -131,5 +132,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _storage(tensor: Tensor) -> int:
+    if is_composed(tensor):
+        return id(tensor)
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local.untyped_storage().data_ptr()

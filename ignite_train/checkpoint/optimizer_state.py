@@ -8,79 +8,46 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from ignite_train.arguments import describe
+from ignite_train.checkpoint.expected_state import Expected, expected_state
 from ignite_train.checkpoint.reader import TensorClaim
 from ignite_train.checkpoint.tree import dtype_name
 from ignite_train.errors import CheckpointError
+from ignite_train.model.optimizers import GathersState, has_own_form
 
 __all__ = [
-    "Consolidates",
+    "check_loads",
     "check_optimizer_state",
-    "check_torch_shape",
     "describe_optimizer",
     "option_changes",
     "script_options",
 ]
 
 _NOT_OPTIONS = ("params", "param_names")
-_SCALARS = {"step", "eta", "mu", "mu_product"}
-_ADAM = ("step", "exp_avg", "exp_avg_sq")
-_REQUIRED: dict[type[Optimizer], tuple[str, ...]] = {
-    torch.optim.Adadelta: ("step", "square_avg", "acc_delta"),
-    torch.optim.Adafactor: ("step",),
-    torch.optim.Adagrad: ("step", "sum"),
-    torch.optim.Adam: _ADAM,
-    torch.optim.Adamax: ("step", "exp_avg", "exp_inf"),
-    torch.optim.ASGD: ("step", "eta", "mu", "ax"),
-    torch.optim.Muon: (),
-    torch.optim.NAdam: (*_ADAM, "mu_product"),
-    torch.optim.RAdam: _ADAM,
-    torch.optim.RMSprop: ("step", "square_avg"),
-    torch.optim.Rprop: ("step", "prev", "step_size"),
-    torch.optim.SGD: (),
-    torch.optim.SparseAdam: _ADAM,
-}
-"""What the step of each of torch's optimizers takes from the state of a parameter that has any."""
-_BY_OPTION: dict[type[Optimizer], dict[str, str]] = {
-    torch.optim.Adam: {"amsgrad": "max_exp_avg_sq"},
-    torch.optim.RMSprop: {"momentum": "momentum_buffer", "centered": "grad_avg"},
-}
-_LIKE_THE_PARAMETER = {
-    *(key for keys in _REQUIRED.values() for key in keys if key not in _SCALARS),
-    *(key for keys in _BY_OPTION.values() for key in keys.values()),
-    "momentum_buffer",
-}
-
 Shape = tuple[int, ...]
 
 
-@runtime_checkable
-class Consolidates(Protocol):
-    """An optimizer whose ranks hold a part each, such as `ZeroRedundancyOptimizer`: rank 0 gathers all parts to save them."""
-
-    def consolidate_state_dict(self, to: int) -> None:
-        """Gathers the parts on rank `to`. Collective."""
-
-
-def check_torch_shape(name: str, optimizer: Optimizer) -> None:
-    """Checks that the optimizer gives a state that can be checked when it is read back. To be called before the first batch.
+def check_loads(name: str, optimizer: Optimizer) -> None:
+    """Checks that an optimizer can load the state that it gives. To be called before the first batch.
 
     Raises:
-        TypeError: its `state_dict` is not of torch's shape.
+        TypeError: its `state_dict` has a form of its own, and its `load_state_dict` is torch's, which loads no such form.
     """
-    if isinstance(optimizer, Consolidates):
+    if isinstance(optimizer, GathersState) or type(optimizer).load_state_dict is not Optimizer.load_state_dict:
         return
-    problem = _why_not_torch_shape(optimizer.state_dict(), [len(group["params"]) for group in optimizer.param_groups])
-    if problem:
+    state = optimizer.state_dict()
+    if not isinstance(state, Mapping) or has_own_form(state):
+        kind = type(optimizer).__name__
         raise TypeError(
-            f"{name} must have a state_dict as torch's optimizers have it, {{'state': ..., 'param_groups': [...]}}, to be "
-            f"saved; that of {type(optimizer).__name__} {problem}; return the state of all its parts in that form"
+            f"{name} must load the state that it gives, to be saved: the state_dict of {kind} has a form of its own, and its "
+            f"load_state_dict is torch's; use a subclass of {kind} with a load_state_dict, or pass the optimizers inside it to "
+            "create_trainer as a list, or train without a Checkpoint"
         )
 
 
@@ -125,7 +92,7 @@ def option_changes(name: str, saved: Any, current: Sequence[Mapping[str, Any]], 
     if not isinstance(saved, Mapping):
         return []
     changes: dict[str, list[int]] = {}
-    pairs = list(zip(saved["options"], (_plain_options(group) for group in current), strict=True))
+    pairs = list(zip(saved["options"], (_plain_options(group) for group in current), strict=False))  # what is added is equal
     for index, (before, now) in enumerate(pairs):
         for key in (key for key in now if key in before and now[key] != before[key]):
             if key != "initial_lr" or now.get("lr") == before.get("lr"):
@@ -146,13 +113,12 @@ def check_optimizer_state(
     description: Any,
     names: Mapping[int, Sequence[str]],
     options: Sequence[Mapping[str, Any]],
+    missing: Sequence[Sequence[Tensor]] = (),
 ) -> None:
     """Checks that a saved state is of this optimizer, before any tensor of it is read.
 
-    For an optimizer of torch each tensor of the state must have the shape of its parameter, or be a single number where torch
-    keeps one (Adafactor's factors have shapes of their own), and what its step takes must be there. Other classes may keep
-    what they want; of theirs a tensor is refused only if its entry has the shape of the parameter for all other parameters of
-    that shape in the group, at least two, and not for this one.
+    For an optimizer of torch each tensor of the state must have the shape that its class gives it, and what its step takes must
+    be there. Other classes may keep what they want.
 
     Args:
         path: of the checkpoint.
@@ -162,21 +128,45 @@ def check_optimizer_state(
         description: what `describe_optimizer` gave for it; older checkpoints have none.
         names: the names of each parameter of this run, by its `id`.
         options: by group, the options that the script decides.
+        missing: the parameters of groups that will be added before it is loaded; see `RunObjects.missing_groups`.
 
     Raises:
         CheckpointError: it is of another optimizer.
     """
-    problem = (
-        _why_not_torch_shape(saved, None)
-        or _other_class(optimizer, saved, description)
-        or _why_not_torch_shape(saved, [len(group["params"]) for group in optimizer.param_groups])
-        or _other_parameters(optimizer, description, names)
-        or next(_other_state(_part(optimizer), _members(optimizer, saved, names, options)), "")
-    )
+    groups = [*(group["params"] for group in optimizer.param_groups), *missing]
+    current = {} if isinstance(optimizer, GathersState) else optimizer.state_dict()
+    if current and has_own_form(current):  # its own `load_state_dict` reads it
+        problem = _other_keys(current, saved) or _other_class(optimizer, {}, description)
+        problem = problem or _other_parameters(groups, description, names)
+    else:
+        problem = _why_other_state(optimizer, groups, saved, description, names, options)
     if problem:
         raise CheckpointError(
             f"{path} is of another {name}: {problem}; build the one that was saved, or start in another directory"
         )
+
+
+def _other_keys(current: Mapping[str, Any], saved: Any) -> str:
+    if not isinstance(saved, Mapping):
+        return f"is {describe(saved)}"
+    return "" if saved.keys() == current.keys() else f"has the keys {[*saved]!r:.80} and not {[*current]!r:.80}"
+
+
+def _why_other_state(
+    optimizer: Optimizer,
+    groups: Sequence[Sequence[Tensor]],
+    saved: Any,
+    description: Any,
+    names: Mapping[int, Sequence[str]],
+    options: Sequence[Mapping[str, Any]],
+) -> str:
+    return (
+        _why_not_torch_shape(saved, None)
+        or _other_class(optimizer, saved, description)
+        or _why_not_torch_shape(saved, [len(group) for group in groups])
+        or _other_parameters(groups, description, names)
+        or next(_other_state(_part(optimizer), _members(groups, saved, names, options)), "")
+    )
 
 
 class _Member(NamedTuple):
@@ -191,12 +181,12 @@ class _Member(NamedTuple):
 
 
 def _members(
-    optimizer: Optimizer, saved: Any, names: Mapping[int, Sequence[str]], options: Sequence[Mapping[str, Any]]
+    groups: Sequence[Sequence[Tensor]], saved: Any, names: Mapping[int, Sequence[str]], options: Sequence[Mapping[str, Any]]
 ) -> list[_Member]:
     members = []
-    for index, (group, other) in enumerate(zip(optimizer.param_groups, saved["param_groups"], strict=True)):
-        merged = {**other, **options[index]}
-        for parameter, key in zip(group["params"], other["params"], strict=True):
+    for index, (group, other) in enumerate(zip(groups, saved["param_groups"], strict=True)):
+        merged = {**other, **(options[index] if index < len(options) else {})}
+        for parameter, key in zip(group, other["params"], strict=True):
             label = _first(names.get(id(parameter), ())) or f"parameter {key!r:.20}"
             shape, state = tuple(parameter.shape), saved["state"].get(key, {})
             members.append(_Member(index, label, shape, parameter.dtype, merged, state))
@@ -226,7 +216,7 @@ def _other_class(optimizer: Optimizer, saved: Any, description: Any) -> str:
     mine = _class_name(optimizer)
     if isinstance(description, Mapping) and description["class"] != mine:
         return f"{description['class']} wrote it, and this run has {mine}"
-    for group, other in zip(optimizer.param_groups, saved["param_groups"], strict=False):
+    for group, other in zip(optimizer.param_groups, saved.get("param_groups", ()), strict=False):
         lacking, foreign = [key for key in group if key not in other], [key for key in other if key not in group]
         if lacking and set(foreign) - {"initial_lr"}:  # options may come with a new version, and a schedule adds its own
             return f"it has {foreign[0]!r} and no {lacking[0]!r}"
@@ -236,13 +226,13 @@ def _other_class(optimizer: Optimizer, saved: Any, description: Any) -> str:
     return ""
 
 
-def _other_parameters(optimizer: Optimizer, description: Any, names: Mapping[int, Sequence[str]]) -> str:
+def _other_parameters(groups: Sequence[Sequence[Tensor]], description: Any, names: Mapping[int, Sequence[str]]) -> str:
     """Whether the parameters have other names, shapes or dtypes, or another order."""
     if not isinstance(description, Mapping):
         return ""
     saved = zip(description["names"], description["shapes"], description["dtypes"], strict=True)
-    for index, (group, found) in enumerate(zip(optimizer.param_groups, saved, strict=True)):
-        for place, (parameter, name, shape, dtype) in enumerate(zip(group["params"], *found, strict=True)):
+    for index, (group, found) in enumerate(zip(groups, saved, strict=True)):
+        for place, (parameter, name, shape, dtype) in enumerate(zip(group, *found, strict=True)):
             mine = names.get(id(parameter), ())
             if name and mine and name not in mine:
                 return f"parameter {place} of param_groups[{index}] was {name} and is {mine[0]} now"
@@ -255,63 +245,35 @@ def _other_parameters(optimizer: Optimizer, description: Any, names: Mapping[int
 
 
 def _other_state(optimizer: Optimizer, members: list[_Member]) -> Iterator[str]:
-    """What is invalid in the state of single parameters, a sentence each."""
-    kind = next((known for known in type(optimizer).__mro__ if known in _REQUIRED), None)
-    strict = kind is not None and type(optimizer).__module__.startswith("torch.")
+    """What is invalid in the state of single parameters, a sentence each. Other classes than torch's keep what they want."""
+    is_torchs = type(optimizer).__module__.startswith("torch.")
     for member in members:
-        if kind is not None and member.state:
-            yield from _missing(kind, member)
-        if isinstance(member.state, Mapping):
-            for key, value in member.state.items():
-                if kind is not None and (strict or key in _LIKE_THE_PARAMETER or key in _SCALARS):
-                    yield from _wrong_value(kind, member, key, value)
-        elif strict:
-            yield f"the state of {member.label} is {describe(member.state)}"
-    if not strict:
-        yield from _odd_ones(members)
+        if not isinstance(member.state, Mapping):
+            if is_torchs:
+                yield f"the state of {member.label} is {describe(member.state)}"
+        elif member.state:
+            expected = expected_state(type(optimizer), len(member.shape), member.dtype, member.options)
+            yield from (f"the state of {member.label} has no {key}" for key in expected if member.state.get(key) is None)
+            for key, other in expected.items():
+                yield from _wrong_value(member, key, member.state.get(key), other)
 
 
-def _missing(kind: type[Optimizer], member: _Member) -> Iterator[str]:
-    by_option = [key for option, key in _BY_OPTION.get(kind, {}).items() if member.options.get(option)]
-    for key in (*_REQUIRED[kind], *by_option):
-        if not isinstance(member.state, Mapping) or member.state.get(key) is None:
-            yield f"the state of {member.label} has no {key}"
-
-
-def _wrong_value(kind: type[Optimizer], member: _Member, key: Any, value: Any) -> Iterator[str]:
+def _wrong_value(member: _Member, key: str, value: Any, expected: Expected) -> Iterator[str]:
     """Whether one entry of the state of a parameter has a shape, or a kind of numbers, that torch never gives it."""
-    what, shape = f"{key!s:.40} of {member.label}", member.shape
-    if key in _SCALARS:
-        if isinstance(value, TensorClaim) and (math.prod(value.shape) != 1 or not value.dtype.is_floating_point):
+    what, is_tensor = f"{key} of {member.label}", isinstance(value, TensorClaim)
+    if expected.is_number:
+        if is_tensor and (math.prod(value.shape) != 1 or not value.dtype.is_floating_point):
             yield f"{what} has shape {value.shape} and dtype {dtype_name(value.dtype)}, and must be one number"
-        elif not isinstance(value, (TensorClaim, int, float)):
+        elif not is_tensor and not isinstance(value, (int, float)):
             yield f"{what} is {describe(value)}, and must be one number"
-        return
-    factors = {"row_var": (*shape[:-1], 1), "col_var": (*shape[:-2], 1, *shape[-1:])}
-    wanted = factors[key] if kind is torch.optim.Adafactor and key in factors else shape
-    if isinstance(value, TensorClaim):
-        is_single = key not in _LIKE_THE_PARAMETER and math.prod(value.shape) == 1  # what another version of torch may keep
-        if value.shape != wanted and not is_single:
-            yield f"{what} has shape {value.shape} and not {wanted}"
-        elif (
-            value.dtype.is_floating_point != member.dtype.is_floating_point or value.dtype.is_complex != member.dtype.is_complex
-        ):
+    elif is_tensor:
+        dtype = expected.dtype
+        if value.shape != expected.shape(member.shape):
+            yield f"{what} has shape {value.shape} and not {expected.shape(member.shape)}"
+        elif (value.dtype.is_floating_point, value.dtype.is_complex) != (dtype.is_floating_point, dtype.is_complex):
             yield f"{what} is {dtype_name(value.dtype)}, and the parameter {dtype_name(member.dtype)}"
-    elif key in _LIKE_THE_PARAMETER and not (value is None and key == "momentum_buffer"):
+    else:
         yield f"{what} is {describe(value)} and must be a tensor"
-
-
-def _odd_ones(members: list[_Member]) -> Iterator[str]:
-    """Entries that have the shape of the parameter for all others of its shape in its group, at least two, and not for it."""
-    alike: dict[Any, list[tuple[_Member, Shape]]] = {}
-    for member in members:
-        for key, value in member.state.items() if isinstance(member.state, Mapping) else ():
-            if isinstance(value, TensorClaim):
-                alike.setdefault((member.group, member.shape, key), []).append((member, value.shape))
-    for (_, shape, key), found in alike.items():
-        odd = [(member, other) for member, other in found if other != shape]
-        if len(odd) == 1 and len(found) > 2:
-            yield f"{key!s:.40} of {odd[0][0].label} has shape {odd[0][1]} and not {shape}, as for all others of that shape"
 
 
 def _part(optimizer: Optimizer) -> Optimizer:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,10 +15,12 @@ from torch.distributed.tensor import DTensor
 
 from ignite_train.checkpoint.manifest import MAX_INDEX_BYTES, checked_json, read_file, read_manifest, reading_error
 from ignite_train.checkpoint.shards import Box, assemble, check_cover, local_box
+from ignite_train.checkpoint.tensor_classes import ComposedTensor
 from ignite_train.checkpoint.tensor_files import Entry, TensorFile
-from ignite_train.checkpoint.tree import DTYPES, MAX_NODES, KeyPath, decode
+from ignite_train.checkpoint.tree import DTYPES, MAX_NODES, Composed, KeyPath, decode, path_name
+from ignite_train.errors import CheckpointError
 
-__all__ = ["CheckpointReader", "Like", "TensorClaim"]
+__all__ = ["CheckpointReader", "Like", "TensorClaim", "composed_claim"]
 
 Like = Callable[[KeyPath, tuple[int, ...]], DTensor | None]
 """Gives the sharded tensor that the one stored at a path, with a shape, is read for; None: the whole tensor is wanted."""
@@ -32,15 +34,21 @@ class TensorClaim:
         key: its name in the index.
         shape: of the whole tensor.
         dtype: of its numbers.
+        of_class: the name of its class, if it is made of other tensors.
+        parts: what is claimed of these.
     """
 
     key: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    of_class: str = ""
+    parts: tuple[TensorClaim, ...] = ()
 
     @property
     def num_bytes(self) -> int:
         """The memory that it would take, in bytes."""
+        if self.of_class:
+            return sum(part.num_bytes for part in self.parts)
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -50,6 +58,28 @@ class _Part:
 
     trees: dict[str, Any]
     tensors: TensorFile
+
+
+def composed_claim(composed: Composed, path: KeyPath) -> TensorClaim:
+    """What is claimed of a tensor that is made of others.
+
+    Raises:
+        ValueError: one of its parts is not a tensor.
+    """
+    parts = [*composed.parts.values()]
+    if not all(isinstance(part, TensorClaim) for part in parts):
+        raise ValueError(f"{path_name(path)} is not a tensor")
+    return TensorClaim(path_name(path), composed.shape, composed.dtype, composed.of_class, tuple(parts))
+
+
+def _composed(classes: Mapping[str, type[ComposedTensor]], composed: Composed, path: KeyPath) -> Tensor:
+    kind = classes.get(composed.of_class)
+    if kind is None or not all(isinstance(part, Tensor) for part in composed.parts.values()):
+        raise CheckpointError(
+            f"{path_name(path)} is of the class {composed.of_class:.100}, and nothing in this run is; build what was saved"
+        )
+    strides = [math.prod(composed.shape[place + 1 :]) for place in range(len(composed.shape))]
+    return kind.__tensor_unflatten__(composed.parts, composed.context, torch.Size(composed.shape), tuple(strides))
 
 
 def _whole(_path: KeyPath, _shape: tuple[int, ...]) -> None:
@@ -90,13 +120,16 @@ class CheckpointReader:
         """The objects that a rank wrote."""
         return [*self._part(rank).trees]
 
-    def read(self, name: str, *, rank: int = 0, like: Like = _whole) -> Any:
+    def read(
+        self, name: str, *, rank: int = 0, like: Like = _whole, classes: Mapping[str, type[ComposedTensor]] | None = None
+    ) -> Any:
         """An object's state. A tensor that stands in it twice is one tensor, as it was when it was written.
 
         Args:
             name: one of `names(rank)`.
             rank: who wrote it.
             like: for tensors that are to be sharded.
+            classes: those that a tensor may have which is made of others, by their names.
         """
         met: dict[str, Tensor] = {}
 
@@ -104,14 +137,14 @@ class CheckpointReader:
             return met[key] if key in met else self._tensor(key, path, rank, like, met)
 
         try:
-            return decode(self._part(rank).trees[name], (name,), tensor)
+            return decode(self._part(rank).trees[name], (name,), tensor, partial(_composed, classes or {}))
         except (ValueError, TypeError, OSError, KeyError) as error:
             raise reading_error(self.path, error) from error
 
     def outline(self, name: str, *, rank: int = 0) -> Any:
         """An object's state with a `TensorClaim` in the place of each tensor: nothing is allocated for what a file claims."""
         try:
-            return decode(self._part(rank).trees[name], (name,), partial(self._claim, rank))
+            return decode(self._part(rank).trees[name], (name,), partial(self._claim, rank), composed_claim)
         except (ValueError, TypeError, OSError, KeyError) as error:
             raise reading_error(self.path, error) from error
 
@@ -128,7 +161,7 @@ class CheckpointReader:
                 for key in part.tensors.entries:
                     part.tensors.check(key)
                 for name, tree in part.trees.items():
-                    decode(tree, (name,), partial(self._claim, rank))
+                    decode(tree, (name,), partial(self._claim, rank), composed_claim)
             except (ValueError, TypeError, OSError, KeyError) as error:
                 raise reading_error(self.path, error) from error
 

@@ -89,7 +89,7 @@ class Resumption:
         self._state = state
         self._writer.resume_from(path)
         if collectives.is_main_rank():
-            _log_resumption(path, manifest, plain_config(self._config, trainer._description), state)
+            _log_resumption(path, manifest, plain_config(self._config, trainer.config), state)
         return manifest
 
     def _refuse_half_restored(self) -> None:

@@ -16,10 +16,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ignite_train.arguments import describe
-from ignite_train.checkpoint.optimizer_state import check_torch_shape
+from ignite_train.checkpoint.optimizer_state import check_loads
 from ignite_train.checkpoint.schedule_state import schedules_of
 from ignite_train.loop.dispatch import Attachable, Stateful, stateful_handlers
 from ignite_train.model.memory_layout import own_memory
+from ignite_train.model.optimizers import GathersState
 from ignite_train.trainer import Trainer
 
 __all__ = ["HANDLERS", "PublishedMetrics", "RunObjects", "SavedModule", "SavedRun", "checked_objects"]
@@ -109,13 +110,13 @@ class SavedRun:
         return [entry.module for entry in self.objects().shared.values() if isinstance(entry, SavedModule)]
 
     def refuse_odd_optimizers(self) -> None:
-        """Looks at the state that the optimizers give, before the first batch: one that cannot be checked must not be saved.
+        """Looks at the optimizers before the first batch: what cannot be loaded must not be saved.
 
         Raises:
-            TypeError: the state of an optimizer does not have torch's form.
+            TypeError: an optimizer cannot load the state that it gives.
         """
         for name, entry in self.objects().optimizers.items():
-            check_torch_shape(name, entry)
+            check_loads(name, entry)
 
 
 class PublishedMetrics:
@@ -178,6 +179,18 @@ class RunObjects:
         shared, own = ({k: v for k, v in entries.items() if k not in names} for entries in (self.shared, self.own))
         return RunObjects(shared, own, self.trainers)
 
+    def with_whole_states(self) -> dict[str, Stateful]:
+        """The shared objects that give their state without asking other ranks, by name."""
+        return {name: entry for name, entry in self.shared.items() if not isinstance(entry, GathersState)}
+
+    def compared(self) -> list[str]:
+        """The names of the shared objects that should have the same bits on all ranks, or else each rank writes its own.
+
+        An optimizer that gathers its parts on rank 0 is none of them, nor are the trained models.
+        """
+        models = {"model", *(f"{name}/model" for name in self.trainers)}
+        return [name for name, entry in self.shared.items() if name not in models and not isinstance(entry, GathersState)]
+
     def handlers(self) -> list[str]:
         """The names of the handlers among them."""
         prefixes = (HANDLERS, *(f"{name}/{HANDLERS}" for name in self.trainers))
@@ -207,6 +220,30 @@ class RunObjects:
     def frozen_parameters(self) -> list[str]:
         """The names of the parameters of the trained model that have no gradients now."""
         return [name for name, parameter in self.model.parameters() if not parameter.requires_grad]
+
+    def missing_groups(self, name: str, description: Any) -> list[list[nn.Parameter]]:
+        """The last parameter groups of an optimizer in a checkpoint that it lacks now, as a handler may have added them.
+
+        Args:
+            name: of the optimizer.
+            description: what is known of it from the checkpoint; None if nothing is.
+
+        Returns:
+            The parameters of each, which the trained model has and no optimizer steps; nothing unless all can be added.
+        """
+        if not isinstance(description, Mapping) or isinstance(self.optimizers[name], GathersState):
+            return []
+        groups = [group for optimizer in self.optimizers.values() for group in optimizer.param_groups]
+        met, known = {id(parameter) for group in groups for parameter in group["params"]}, dict(self.model.parameters())
+        missing: list[list[nn.Parameter]] = []
+        for names in description["names"][len(self.optimizers[name].param_groups) :]:
+            missing.append([])
+            for parameter in (known.get(name) for name in names):
+                if parameter is None or id(parameter) in met:
+                    return []
+                met.add(id(parameter))
+                missing[-1].append(parameter)
+        return missing
 
     def parameter_names(self) -> dict[int, list[str]]:
         """All names of each parameter of the modules, by its `id`; those of the trained model come first."""

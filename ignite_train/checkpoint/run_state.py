@@ -3,33 +3,34 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from ignite.metrics import Metric
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ignite_train.carried import Carried
 from ignite_train.checkpoint.claims import EVERY_RANK, Claims, buffers_of, check_module, check_tied
-from ignite_train.checkpoint.optimizer_state import Consolidates
-from ignite_train.checkpoint.reader import CheckpointReader
+from ignite_train.checkpoint.directory import Contents
+from ignite_train.checkpoint.reader import CheckpointReader, TensorClaim, composed_claim
 from ignite_train.checkpoint.run_objects import PublishedMetrics, RunObjects, SavedModule, SavedRun
 from ignite_train.checkpoint.schedule_state import rescale_schedule
 from ignite_train.checkpoint.state_rules import StateRules
-from ignite_train.checkpoint.tree import KeyPath
+from ignite_train.checkpoint.tensor_classes import tensor_classes
+from ignite_train.checkpoint.tree import KeyPath, decode, tensors_in
 from ignite_train.errors import CheckpointError
 from ignite_train.loop.dispatch import Stateful
-from ignite_train.model.optimizers import load_optimizer_state
+from ignite_train.model.optimizers import GathersState, InnerState, load_optimizer_state
 from ignite_train.model.random_state import check_generators, restore_random_state, seed_new_rank
 from ignite_train.ranks import collectives
 from ignite_train.state import UpdateOutput
 
-__all__ = ["RunState", "restore_model"]
+__all__ = ["RunState", "check_contents", "restore_model"]
 
 
 class RunState:
@@ -55,7 +56,7 @@ class RunState:
     """
 
     def __init__(self, reader: CheckpointReader, run: SavedRun, rules: StateRules) -> None:
-        self._trainer, self._rules = run.trainer, rules
+        self._trainer, self._rules, self._path = run.trainer, rules, str(reader.path)
         everything, of_all = run.objects(), reader.names(0)
         kept = rules.keep(everything)
         added = [name for name in kept.handlers() if name in kept.shared and name not in of_all]
@@ -66,16 +67,18 @@ class RunState:
         names = reader.names(source)
         gathered = () if world_size == collectives.world_size() else _of_all_ranks(self._objects)
         saved = [name for name in ("buffers_of", *self._objects.own) if name in names and name not in gathered]
-        # Earlier versions wrote another trainer on rank 0 alone.
-        own = dict.fromkeys((*EVERY_RANK, *saved), source)
-        own |= {name: source if name in names else 0 for name in self._objects.trainers}
+        own = dict.fromkeys((*EVERY_RANK, *saved, *self._objects.trainers), source)
+        self._writers = {name: source if name in names else 0 for name in self._objects.shared}
+        self._check_differing(reader)
         self._claims = self._checked_claims(reader, own)
-        sharded = _ShardedTensors(self._objects.shared)
-        self._shared = {name: reader.read(name, like=sharded.like) for name in self._objects.shared}
+        sharded, classes = _ShardedTensors(self._objects.shared), tensor_classes(self._objects.with_whole_states())
+        self._shared = {
+            name: reader.read(name, rank=writer, like=sharded.like, classes=classes) for name, writer in self._writers.items()
+        }
         for name, entry in self._objects.shared.items():
             if isinstance(entry, SavedModule):
                 check_tied(str(reader.path), name, entry.state_dict(), self._shared[name])
-        self._own = {name: reader.read(name, rank=writer, like=sharded.like) for name, writer in own.items()}
+        self._own = {name: reader.read(name, rank=writer, like=sharded.like, classes=classes) for name, writer in own.items()}
         check_generators(self._own["generators"])
         if "numpy" in self._own["data"].get("opening", {}):  # a loader with a state of its own needs none of them
             check_generators(self._own["data"]["opening"])
@@ -95,10 +98,45 @@ class RunState:
         """Puts everything back: counters, place in the data, and all that `restore_objects` does."""
         self._trainer.load_state_dict(self._own["trainer"])
         self._trainer._load_data_position(self._own["data"])
-        self.restore_objects()
+        # A handler of STARTED or EPOCH_STARTED may add the groups that an optimizer lacks, so it has its state after them.
+        lacking = [name for name in self._objects.optimizers if self._missing_groups(name)]
+        self._restore_objects(self._objects.without(lacking))
 
     def restore_objects(self) -> None:
-        """Puts back what handlers of STARTED and EPOCH_STARTED may have changed. The generators come last: loading may draw."""
+        """Puts back what handlers of STARTED and EPOCH_STARTED may have changed.
+
+        An optimizer gets the parameter groups that a handler has added in the run that was saved, if none has added them here.
+
+        Raises:
+            CheckpointError: a handler has added others.
+        """
+        for name, optimizer in self._objects.optimizers.items():
+            for group, options in self._missing_groups(name):
+                self._thaw(group)
+                optimizer.add_param_group({**options, "params": group})
+        self._rules.note(self._objects)
+        for name in self._objects.optimizers:
+            self._claims.check_optimizer(self._path, name, self._objects, self._rules)
+        self._restore_objects(self._objects)
+
+    def _thaw(self, group: Sequence[nn.Parameter]) -> None:
+        """Lets parameters have gradients if they had when the checkpoint was written."""
+        frozen, added = self._claims.description.get("frozen", ()), {id(parameter) for parameter in group}
+        for name, parameter in self._objects.model.parameters():
+            if id(parameter) in added:
+                parameter.requires_grad_(name not in frozen)
+
+    def _missing_groups(self, name: str) -> list[tuple[list[nn.Parameter], dict[str, Any]]]:
+        """Parameters and options of the groups that an optimizer lacks."""
+        groups = self._claims.missing_groups(name, self._objects)
+        options = self._shared[name]["param_groups"][-len(groups) :] if groups else []
+        return [
+            (group, {key: value for key, value in other.items() if key != "params"})
+            for group, other in zip(groups, copy.deepcopy(options), strict=True)
+        ]
+
+    def _restore_objects(self, objects: RunObjects) -> None:
+        """The generators come last: loading may draw."""
         state, results = self._trainer.state, self._own["results"]
         state.carried.load_state_dict(self._own["trainer"].get("carried", Carried().state_dict()))
         for key in self._trainer.state_dict_user_keys:
@@ -106,15 +144,15 @@ class RunState:
         if results["output"]:
             self._trainer._publish(UpdateOutput(**results["output"]))
         state.metrics = copy.deepcopy(results["metrics"])
-        for name, entry in self._objects.shared.items():
+        for name, entry in objects.shared.items():
             _load(entry, self._shared[name])
-        for name, entry in self._objects.own.items():
+        for name, entry in objects.own.items():
             if name in self._own:
                 _load(entry, self._own[name])
-        for name, trainer in self._objects.trainers.items():
+        for name, trainer in objects.trainers.items():
             trainer.load_state_dict(copy.deepcopy(self._own[name]))
         self._restore_buffers()
-        for name, optimizer in self._objects.optimizers.items():
+        for name, optimizer in objects.optimizers.items():
             self._let_script_win(name, optimizer)
         restore_random_state(self._own["generators"])
         if self._is_new:
@@ -138,7 +176,7 @@ class RunState:
                 "directory"
             )
         claims = Claims(
-            shared={name: reader.outline(name) for name in self._objects.shared},
+            shared={name: reader.outline(name, rank=writer) for name, writer in self._writers.items()},
             own={name: reader.outline(name, rank=writer) for name, writer in own.items()},
             description=reader.outline("description") if "description" in first else {},
         )
@@ -174,6 +212,24 @@ class RunState:
                 self.unused.append("state.carried" if name == "trainer" else f"state.carried of {name}")
             self._own[name].pop("carried", None)
 
+    def _check_differing(self, reader: CheckpointReader) -> None:
+        """State of a shared object that differs between the ranks, so that each has written its own, needs as many ranks.
+
+        Of an average rank 0's is taken, as of the buffers of the model. So are the optimizers inside an outer one, which sees
+        itself to it that the replicas are equal.
+        """
+        world_size = reader.manifest.world_size
+        if world_size in (1, collectives.world_size()):
+            return
+        replicas = {*self._objects.optimizers} if self._trainer._after_update else set()
+        free = {*self._objects.handlers(), *replicas}
+        differing = [name for name in self._objects.compared() if name in reader.names(1) and name not in free]
+        if differing:
+            raise CheckpointError(
+                f"{reader.path} holds a state of {differing[0]!r} that differs between its {world_size} ranks, and this run "
+                f"has {collectives.world_size()}; use {world_size} ranks, or start from its weights with load_weights"
+            )
+
     def _check_carried(self, reader: CheckpointReader) -> None:
         """What forward carried on a rank belongs to the data of that rank, so another number of ranks cannot take it over."""
         world_size = reader.manifest.world_size
@@ -191,6 +247,30 @@ class RunState:
                 )
 
 
+def check_contents(contents: Contents, run: SavedRun, rules: StateRules) -> None:
+    """Reads in memory what this rank would write, by the checks of a resume: what is written must pass what reads it.
+
+    Raises:
+        CheckpointError: some state cannot be stored, or would be refused.
+    """
+    if contents.failure is not None:
+        raise contents.failure
+    pieces, trees = contents.pieces, contents.trees
+    if any(key not in pieces for tree in trees.values() for key in tensors_in(tree)) or not collectives.is_main_rank():
+        return  # other ranks hold all of some tensor, or write the rest
+
+    def claim(key: str, _path: KeyPath) -> TensorClaim:
+        return TensorClaim(key, pieces[key].whole, pieces[key].data.dtype)
+
+    objects, found = (
+        rules.keep(run.objects()),
+        {name: decode(tree, (name,), claim, composed_claim) for name, tree in trees.items()},
+    )
+    shared = {name: found[name] for name in objects.shared}
+    own = {name: value for name, value in found.items() if name not in shared and name != "description"}
+    Claims(shared, own, found["description"]).check("what would be written", objects, rules)
+
+
 def restore_model(path: Path, model: SavedModule) -> None:
     """Loads the model of a checkpoint, and nothing else, into the model of a run. Each rank reads its shards.
 
@@ -200,7 +280,8 @@ def restore_model(path: Path, model: SavedModule) -> None:
     """
     with CheckpointReader(path) as reader:
         check_module(str(path), "model", model.state_dict(), reader.outline("model"))
-        saved = reader.read("model", like=_ShardedTensors({"model": model}).like)
+        classes = tensor_classes({"model": model})
+        saved = reader.read("model", like=_ShardedTensors({"model": model}).like, classes=classes)
     check_tied(str(path), "model", model.state_dict(), saved)
     model.load_state_dict(saved)
 
@@ -236,10 +317,11 @@ class _ShardedTensors:
         self._tensors: dict[KeyPath, DTensor] = {}
         self._parameters: dict[KeyPath, DTensor] = {}
         for name, entry in objects.items():
-            if not isinstance(entry, Consolidates):
+            if not isinstance(entry, GathersState):
                 self._collect(entry.state_dict(), (name,))
-            if isinstance(entry, Optimizer):
-                parameters = [parameter for group in entry.param_groups for parameter in group["params"]]
+            optimizer = entry.inner if isinstance(entry, InnerState) else entry
+            if isinstance(optimizer, Optimizer):
+                parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
                 sharded = {(name, "state", i): p for i, p in enumerate(parameters) if isinstance(p, DTensor)}
                 self._parameters |= sharded
 

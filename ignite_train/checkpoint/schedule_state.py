@@ -62,7 +62,7 @@ def describe_schedule(schedule: LRScheduler) -> dict[str, Any]:
     return {"class": type(schedule).__qualname__, "options": _options(schedule.state_dict())}
 
 
-def check_schedule(path: str, name: str, schedule: LRScheduler, saved: Any, description: Any) -> None:
+def check_schedule(path: str, name: str, schedule: LRScheduler, saved: Any, description: Any, num_groups: int) -> None:
     """Checks that a saved state is of this schedule.
 
     Args:
@@ -70,12 +70,13 @@ def check_schedule(path: str, name: str, schedule: LRScheduler, saved: Any, desc
         name: of the schedule.
         schedule: of this run, fresh.
         saved: its state in the checkpoint.
-        description: what `describe_schedule` gave for it; older checkpoints have none.
+        description: what `describe_schedule` gave for it; None if it is not known.
+        num_groups: how many parameter groups there are; those that were added to the optimizer later have no base rate.
 
     Raises:
         CheckpointError: it is of another schedule.
     """
-    problem = _why_other(schedule, saved, description)
+    problem = _why_other(schedule, saved, description, num_groups)
     if problem:
         handler = name.partition("/")[2]
         raise CheckpointError(
@@ -107,13 +108,13 @@ def why_not_rescaled(schedule: Any) -> str:
 
 def rescale_schedule(schedule: LRScheduler, optimizer: Optimizer, bases: Sequence[float]) -> None:
     """Gives a schedule other base rates at its current place; the rates of `optimizer` are multiples of them already."""
-    schedule.base_lrs = list(bases)
+    schedule.base_lrs = [*bases[: len(schedule.base_lrs)]]
     schedule._last_lr = [float(group["lr"]) for group in optimizer.param_groups]
     for part in _parts(schedule):
         rescale_schedule(part, optimizer, bases)
 
 
-def _why_other(schedule: LRScheduler, saved: Any, description: Any) -> str:
+def _why_other(schedule: LRScheduler, saved: Any, description: Any, num_groups: int) -> str:
     mine = type(schedule).__qualname__
     if isinstance(description, Mapping) and description.get("class") != mine:
         return f"{description.get('class')!s:.60} wrote it, and this run has {mine}"
@@ -125,8 +126,8 @@ def _why_other(schedule: LRScheduler, saved: Any, description: Any) -> str:
     if public != found:
         return f"it has {sorted(found)!r:.200}, and {mine} has {sorted(public)!r:.200}"
     for key in ("base_lrs", "_last_lr"):
-        if key in current and (not isinstance(saved.get(key), list) or len(saved[key]) != len(current[key])):
-            return f"it has {saved.get(key)!r:.60} for the {len(current[key])} parameter groups"
+        if key in current and not (isinstance(saved.get(key), list) and 0 < len(saved[key]) <= num_groups):
+            return f"it has {saved.get(key)!r:.60} for the {num_groups} parameter groups"
     return ""
 
 

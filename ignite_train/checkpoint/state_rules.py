@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+from torch import nn
 
 from ignite_train.arguments import describe, did_you_mean
 from ignite_train.checkpoint.optimizer_state import describe_optimizer, option_changes, script_options
@@ -46,7 +48,7 @@ class StateRules:
             ValueError: `leave_out` or `script_wins` has a name that nothing in the run has.
         """
         objects = run.objects()
-        self._note(objects)
+        self.note(objects)
         handlers = sorted({name.partition("/")[2] for name in objects.handlers()} | {*holders, _CARRIED})
         options = sorted({key for groups in self._script.values() for group in groups for key in group})
         for argument, given, known, what in (
@@ -68,7 +70,7 @@ class StateRules:
 
     def describe(self, objects: RunObjects) -> dict[str, Any]:
         """What a checkpoint stores beside the state, so that the next run can compare."""
-        self._note(objects)
+        self.note(objects)
         names = objects.parameter_names()
         optimizers = {
             name: describe_optimizer(optimizer, names, self._in_effect[name]) for name, optimizer in objects.optimizers.items()
@@ -94,8 +96,13 @@ class StateRules:
             lines += option_changes(name, optimizers.get(name), self._script[name], self.script_wins)
         for name, schedule in objects.schedules.items():
             lines += schedule_changes(name, schedule, schedules.get(name))
-        before, now = description.get("frozen"), objects.frozen_parameters()
+        added = {name: objects.missing_groups(name, optimizers.get(name)) for name in objects.optimizers}
+        lines += [_added(name, group, objects) for name, groups in added.items() for group in groups]
+        thawed = {id(parameter) for groups in added.values() for group in groups for parameter in group}
+        names = {name for name, parameter in objects.model.parameters() if id(parameter) in thawed}
+        before, now = description.get("frozen"), [name for name in objects.frozen_parameters() if name not in names]
         if isinstance(before, list):
+            before = [name for name in before if name not in names]
             lines += _frozen_changes([name for name in before if name not in now], "False -> True")
             lines += _frozen_changes([name for name in now if name not in before], "True -> False")
         return lines
@@ -130,10 +137,20 @@ class StateRules:
                 f"{remedy or f'Checkpoint(..., leave_out=({handler!r},)) leaves it out without this warning'}"
             )
 
-    def _note(self, objects: RunObjects) -> None:
+    def note(self, objects: RunObjects) -> None:
+        """Notes the options of parameter groups that are new, as a handler may add some in the run."""
         for name, optimizer in objects.optimizers.items():
-            if name not in self._script:
-                self._script[name] = self._in_effect[name] = script_options(optimizer)
+            script, in_effect = self._script.setdefault(name, []), self._in_effect.setdefault(name, [])
+            added = script_options(optimizer)[len(script) :]
+            script += added
+            in_effect += added
+
+
+def _added(name: str, group: Sequence[nn.Parameter], objects: RunObjects) -> str:
+    """A line for a parameter group that the script adds in the run, and the checkpoint has already."""
+    names = objects.parameter_names()
+    more = f" and {len(group) - 1} more" if len(group) > 1 else ""
+    return f"{name}: a parameter group with {names[id(group[0])][0]}{more} is added, as it was in the run"
 
 
 def _frozen_changes(names: list[str], change: str) -> list[str]:

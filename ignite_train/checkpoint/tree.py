@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,9 +13,21 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ignite_train.arguments import describe
+from ignite_train.checkpoint.tensor_classes import class_name, is_composed
 from ignite_train.errors import CheckpointError
 
-__all__ = ["DTYPES", "MAX_DEPTH", "MAX_NODES", "KeyPath", "TreeEncoder", "decode", "dtype_name", "path_name"]
+__all__ = [
+    "DTYPES",
+    "MAX_DEPTH",
+    "MAX_NODES",
+    "Composed",
+    "KeyPath",
+    "TreeEncoder",
+    "decode",
+    "dtype_name",
+    "path_name",
+    "tensors_in",
+]
 
 MAX_DEPTH = 64
 MAX_NODES = 1_000_000
@@ -139,9 +151,18 @@ class TreeEncoder:
         tensor = value.detach()
         if tensor.layout is not torch.strided or tensor.is_meta or dtype_name(tensor.dtype) not in DTYPES:
             raise CheckpointError(f"{path_name(path)} cannot be stored: a tensor that is sparse, quantized or without data")
+        if is_composed(tensor):
+            return self._encode_composed(tensor, path)
         if not isinstance(tensor, DTensor) and type(tensor) is not Tensor:
             raise CheckpointError(f"{path_name(path)} cannot be stored: a tensor of type {type(tensor).__name__}")
         return {"tensor": self._keep(tensor, path)}
+
+    def _encode_composed(self, tensor: Any, path: KeyPath) -> Any:
+        """Its class, dtype and shape, its parts, and what else makes it up."""
+        names, context = tensor.__tensor_flatten__()
+        parts = self.encode({name: getattr(tensor, name) for name in names}, path)
+        known = [class_name(type(tensor)), dtype_name(tensor.dtype), list(tensor.shape)]
+        return {"composed": [*known, parts, self.encode(context, (*path, "context"))]}
 
     def _keep(self, tensor: Tensor, path: KeyPath) -> str:
         name = path_name(path)
@@ -154,28 +175,67 @@ class TreeEncoder:
         return name
 
 
+def tensors_in(tree: Any) -> set[str]:
+    """The names of the tensors and arrays that a tree of `TreeEncoder` has."""
+    if isinstance(tree, list):
+        return {name for entry in tree for name in tensors_in(entry)}
+    if not isinstance(tree, dict):
+        return set()
+    return {content for kind, content in tree.items() if kind in ("tensor", "array")} | {
+        name for kind, content in tree.items() if isinstance(content, list) for name in tensors_in(content)
+    }
+
+
 def _no_tensor(name: str, path: KeyPath) -> Tensor:
     raise ValueError(f"{path_name(path)} must hold no tensor, and has {name}")
 
 
-def decode(tree: Any, path: KeyPath, tensor: Callable[[str, KeyPath], Any] = _no_tensor) -> Any:
+class Composed(NamedTuple):
+    """A tensor that is made of others, as a file describes it.
+
+    Attributes:
+        of_class: the name of its class.
+        dtype: of its numbers.
+        shape: of it.
+        parts: the tensors, or what stands for them, by the names of attributes.
+        context: what else makes it up.
+    """
+
+    of_class: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    parts: dict[str, Any]
+    context: Any
+
+
+def _none_composed(composed: Composed, path: KeyPath) -> Any:
+    raise CheckpointError(f"{path_name(path)} is of the class {composed.of_class:.100}, which is not known here")
+
+
+def decode(
+    tree: Any,
+    path: KeyPath,
+    tensor: Callable[[str, KeyPath], Any] = _no_tensor,
+    compose: Callable[[Composed, KeyPath], Any] = _none_composed,
+) -> Any:
     """The value that `tree` was made of.
 
     Args:
         tree: from `TreeEncoder.encode`, or from a file, which may be forged.
         path: where it is.
         tensor: returns the tensor with a name at a path, or a stand-in for it; by default any tensor is refused.
+        compose: makes a tensor of its parts, or a stand-in for it; by default it is refused.
 
     Raises:
         ValueError: it is not a valid tree, or it is too large or too deep.
         TypeError: something in it cannot be a key, an entry of a set, or an array.
     """
-    return _Decoder(tensor).decode(tree, path)
+    return _Decoder(tensor, compose).decode(tree, path)
 
 
 class _Decoder:
-    def __init__(self, tensor: Callable[[str, KeyPath], Any]) -> None:
-        self._tensor = tensor
+    def __init__(self, tensor: Callable[[str, KeyPath], Any], compose: Callable[[Composed, KeyPath], Any]) -> None:
+        self._tensor, self._compose = tensor, compose
         self._nodes = 0
 
     def decode(self, tree: Any, path: KeyPath) -> Any:
@@ -191,6 +251,8 @@ class _Decoder:
         ((kind, content),) = tree.items()
         if kind == "dict":
             return self._decode_dict(content, path)
+        if kind == "composed":
+            return self._decode_composed(content, path)
         if kind in ("tuple", "set", "frozenset", "complex"):
             return self._decode_sequence(kind, content, path)
         if not isinstance(content, str):
@@ -205,6 +267,19 @@ class _Decoder:
         if kind == "dtype" and content in DTYPES:
             return DTYPES[content]
         raise ValueError(f"{path_name(path)} is of the unknown kind {kind!r:.40}")
+
+    def _decode_composed(self, content: Any, path: KeyPath) -> Any:
+        if not isinstance(content, list) or len(content) != 5:
+            raise ValueError(f"{path_name(path)} is not a tensor")
+        name, dtype, shape, parts, context = content
+        sizes = shape if isinstance(shape, list) and len(shape) <= MAX_DEPTH else [-1]
+        if not isinstance(name, str) or dtype not in DTYPES or not all(type(size) is int and size >= 0 for size in sizes):
+            raise ValueError(f"{path_name(path)} is not a tensor")
+        found = self.decode(parts, path)
+        if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
+            raise ValueError(f"{path_name(path)} is not a tensor")
+        composed = Composed(name, DTYPES[dtype], tuple(sizes), found, self.decode(context, (*path, "context")))
+        return self._compose(composed, path)
 
     def _decode_sequence(self, kind: str, content: Any, path: KeyPath) -> Any:
         if not isinstance(content, list):

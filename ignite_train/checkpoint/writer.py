@@ -29,6 +29,7 @@ __all__ = ["GIVE_UP_AFTER", "CheckpointWriter"]
 GIVE_UP_AFTER = 5
 _PATIENCE_SECONDS = 30.0  # for a removal that is under way, when the run breaks off
 _NICENESS = 7  # of the threads beside training, more than that of the process
+_WAITS_FOR_THREADS = _THREAD = "Checkpoint"  # HangWatch looks for the first name in the file where a thread stands
 _NO_SPACE = tuple(f"[Errno {code}]" for code in (errno.ENOSPC, errno.EDQUOT))  # in the text of an error, of whichever rank
 
 _logger = logging.getLogger(__name__)
@@ -134,8 +135,25 @@ class CheckpointWriter:
         Raises:
             CheckpointError: it failed.
         """
-        try:
+        with self._reporting():
             try_out(self.directory, contents, collectives.gather_objects)
+
+    def try_reading(self, check: Callable[[], None]) -> None:
+        """Tries, after the first step, whether the state of the run can be saved and read back. Collective.
+
+        Args:
+            check: does it for this rank; it writes nothing.
+
+        Raises:
+            CheckpointError: it cannot.
+        """
+        with self._reporting():
+            together(collectives.gather_objects, "trying to save the state after the first step", check)
+
+    @contextmanager
+    def _reporting(self) -> Iterator[None]:
+        try:
+            yield
         except CheckpointError as error:
             self._report(error, is_last=False)
 
@@ -155,7 +173,7 @@ class CheckpointWriter:
         handover: SimpleQueue[Contents | None] = SimpleQueue()
         self._durable = threading.Event()
         write = partial(self._write, handover, manifest, self._durable, self._removing, is_held=self._is_held, calm=is_beside)
-        thread = threading.Thread(target=write, name="Checkpoint", daemon=True)
+        thread = threading.Thread(target=write, name=_THREAD, daemon=True)
         try:
             thread.start()  # before the copy: a thread that begins keeps the interpreter from this one for milliseconds
             self._thread = thread

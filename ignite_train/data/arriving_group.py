@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, MutableSequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from ignite_train.data.held import Held
+
 __all__ = ["ArrivingGroup"]
 
 
@@ -31,6 +33,7 @@ class ArrivingGroup(MutableSequence[Any]):
         self, read: Callable[[], Any], size: int, *, is_sized: bool, on_complete: Callable[[ArrivingGroup], None]
     ) -> None:
         self._arrived: list[Any] = []
+        self._num_given = 0  # of them: the others are held while more is read
         self._read, self._size, self._is_sized, self._on_complete = read, size, is_sized, on_complete
         self.waiting: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.drawing: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -46,6 +49,7 @@ class ArrivingGroup(MutableSequence[Any]):
         index = 0
         while index < self._size:
             self._read_up_to(index + 2)
+            self._num_given = max(self._num_given, index + 1)
             yield self._arrived[index]
             index += 1
 
@@ -53,6 +57,7 @@ class ArrivingGroup(MutableSequence[Any]):
         if not isinstance(index, int) or index < 0:
             return self.whole()[index]
         self._read_up_to(index + 1)
+        self._num_given = max(self._num_given, index + 1)
         return self._arrived[index]
 
     def __setitem__(self, index: Any, value: Any) -> None:
@@ -86,11 +91,15 @@ class ArrivingGroup(MutableSequence[Any]):
         """Reads until so many micro-batches have arrived, or all of the group."""
         if len(self._arrived) >= min(number, self._size):
             return
+        held = Held(self._arrived[self._num_given :])
         with self.waiting(), self.drawing():
             while len(self._arrived) < min(number, self._size):
                 try:
                     self._arrived.append(self._read())
+                    if len(self._arrived) < min(number, self._size):
+                        held.add(self._arrived[-1])
                 except StopIteration:
                     self._size = len(self._arrived)
+            held.check()
             if self.is_complete:
                 self._on_complete(self)

@@ -12,10 +12,12 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from torch.utils.data.distributed import DistributedSampler
 
 from ignite_train.data.samplers import HasEpoch, ShardedSampler, samplers_of
+from ignite_train.model.random_state import generators_within
 
 __all__ = ["Seekable", "attributes_of_samplers", "changes", "describe_data", "length_of"]
 
 _KNOWN = ("torch", "torchdata", "ignite", "ignite_train", "builtins")  # packages whose samplers take orders from generators
+_DRAWN = "order drawn from"  # which earlier versions did not describe
 _MAX_ENTRIES = 100_000  # of a list that is hashed
 
 
@@ -27,6 +29,9 @@ class Seekable(Protocol):
 
     def seek(self, samples: int) -> None:
         """Lets the next pass start after `samples` samples, counted over all ranks."""
+
+
+_DRAWS_NOTHING = (SequentialSampler, ShardedSampler, DistributedSampler, list, tuple, range)  # of samplers
 
 
 @runtime_checkable
@@ -72,7 +77,7 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any], *, jumps: bool) -
     fixed = _has_fixed_order(before) and _has_fixed_order(now)
     harmless = {"drop_last"}
     if jumps:
-        harmless.add("batch_size")
+        harmless |= {"batch_size", _DRAWN}
     if fixed:
         harmless |= {"samples", "seed", "micro_batches"}
     if fixed and not jumps and "seekable" not in (*before, *now):
@@ -80,6 +85,8 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any], *, jumps: bool) -
     keys = [key for key in {**before, **now} if key != "seekable" and before.get(key) != now.get(key)]
     if "samples" in keys or "shuffle" in keys:  # which decide about the order too
         keys = [key for key in keys if key != "order"]
+    if _DRAWN not in before or _DRAWN not in now:
+        keys = [key for key in keys if key != _DRAWN]
     refused = [_line(key, before, now) for key in keys if key not in harmless]
     return refused, [_line(key, before, now) for key in keys if key in harmless and not (jumps and key == "batch_size")]
 
@@ -146,7 +153,10 @@ def _describe_batches(loader: DataLoader[Any]) -> dict[str, Any]:
         described |= {"batch_size": batch_sampler.batch_size, "drop_last": batch_sampler.drop_last}
     else:
         described["drop_last"] = loader.drop_last
-    return described | {"samples": _length_of_dataset(loader)} | _describe_sampler(sampler)
+    described |= {"samples": _length_of_dataset(loader)} | _describe_sampler(sampler)
+    if not isinstance(sampler, _DRAWS_NOTHING):
+        described[_DRAWN] = _drawn_from(loader)
+    return described
 
 
 def _describe_sampler(sampler: Any) -> dict[str, Any]:
@@ -165,6 +175,17 @@ def _describe_sampler(sampler: Any) -> dict[str, Any]:
     return described
 
 
+def _drawn_from(loader: DataLoader[Any]) -> str:
+    """The generators from which the order of a loader may come: its own and those of its samplers, or that of the process.
+
+    A loader draws a number at the beginning of each pass, from its own generator if it has one, and otherwise from the process.
+    So it matters for an order that comes from there too.
+    """
+    names = [name for name in generators_within(loader) if name.startswith(("generator", "sampler.", "batch_sampler."))]
+    of_samplers = any(generators_within(sampler) for sampler in samplers_of(loader))
+    return ", ".join([*names, *["process"] * (not of_samplers)])
+
+
 def _length_of_dataset(loader: DataLoader[Any]) -> int | None:
     dataset: Any = loader.dataset
     return length_of(dataset)
@@ -178,4 +199,6 @@ def _has_fixed_order(described: Mapping[str, Any]) -> bool:
 def _line(key: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     if key == "order":
         return f"order: {before.get(key, 'drawn')} -> {now.get(key, 'drawn')} (the version that wrote it can finish the epoch)"
+    if key == _DRAWN:
+        return f"{key}: {before[key]} -> {now[key]}"
     return f"{key}: {before.get(key)!r} -> {now.get(key)!r}"

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ignite_train.data.reused_memory import ReusedMemory
+from ignite_train.data.held import Held
 from ignite_train.model.random_state import capture_random_state, restore_random_state
 
 __all__ = ["FetchThread"]
@@ -72,6 +72,10 @@ class FetchThread(Iterator[Any]):
         finally:
             del error  # its traceback has this frame
 
+    def expect_held(self, number: int) -> None:
+        """Says how many elements the caller has at once; one by default. None of them may be written over meanwhile."""
+        self._shared.num_first = self._shared.ahead + number
+
     def pause(self) -> None:
         """Ends the thread. What it has read stays, and `next` continues.
 
@@ -105,6 +109,7 @@ class FetchThread(Iterator[Any]):
             restore_random_state(before)
             raise
         self._is_fresh = False
+        self._shared.first.add(element)
         if self._shared.ask():
             self._start()
         return element
@@ -131,17 +136,20 @@ class _ReadAhead:
         ahead: see `FetchThread`.
 
     Attributes:
-        read: what was read and not taken: each an element and None, or None and the error that reading it raised.
+        read: what was read and not taken: each an element and None, or None and the error that reading it raised; and what is
+            compared when it is taken.
+        first: the first elements of the pass, some of which the caller may be computing with.
+        num_first: how many of them can be with the caller or wait for it.
         has_ended: the source is exhausted; only `read` is left.
     """
 
     def __init__(self, source: Iterator[Any], ahead: int) -> None:
-        self.source, self._ahead = source, ahead
-        self.read: deque[tuple[Any, BaseException | None]] = deque()
+        self.source, self.ahead = source, ahead
+        self.read: deque[tuple[Any, BaseException | None, Held]] = deque()
+        self.first, self.num_first, self._num_read = Held(), ahead + 1, 1
         self.has_ended = False
         self._changed = threading.Condition()
         self._is_wanted = self._is_running = False  # whether the thread is to continue, and whether there is one that does
-        self._watch = ReusedMemory()
 
     def ask(self) -> bool:
         """Has the thread continue. Returns whether the caller must start one."""
@@ -160,18 +168,26 @@ class _ReadAhead:
     def run(self) -> None:
         """Reads ahead until it is dismissed, or there is nothing left. The thread does this."""
         while self._may_read():
-            outcome: tuple[Any, BaseException | None]
+            outcome: tuple[Any, BaseException | None, Held]
             try:
-                outcome = next(self.source), None
-                if self._watch.num_seen <= self._ahead:  # as many may be read while the caller computes with the first
-                    self._watch.see(outcome[0])
+                outcome = self._next()
             except BaseException as error:  # the caller raises it
-                outcome = None, error
+                outcome = None, error, Held()
             with self._changed:
                 self.read.append(outcome)
                 self.has_ended = isinstance(outcome[1], StopIteration)
                 self._changed.notify_all()
             del outcome  # the caller's from here on
+
+    def _next(self) -> tuple[Any, None, Held]:
+        element = next(self.source)
+        if self._num_read < self.num_first:
+            self.first.check_against(element)
+            self.first.add(element)
+        elif self._num_read == self.num_first:
+            self.first = Held()
+        self._num_read += 1
+        return element, None, Held([element])
 
     def take(self, thread: threading.Thread | None) -> tuple[Any, BaseException | None]:
         """The next of what was read; waits for it.
@@ -179,6 +195,7 @@ class _ReadAhead:
         Raises:
             StopIteration: the source is exhausted, and all of it was taken.
             RuntimeError: the thread has died.
+            ValueError: the source has changed it when it gave a later one.
         """
         with self._changed:
             while not self.read:
@@ -187,13 +204,14 @@ class _ReadAhead:
                 if thread is None or not thread.is_alive():
                     raise RuntimeError("the thread that reads ahead has died without an error; pass fetch_in_thread=False")
                 self._changed.wait(_LOOK_SECONDS)
-            taken = self.read.popleft()
+            element, error, held = self.read.popleft()
             self._changed.notify_all()
-            return taken
+        held.check()
+        return element, error
 
     def _may_read(self) -> bool:
         with self._changed:
-            while self._is_wanted and not self.has_ended and len(self.read) >= self._ahead:
+            while self._is_wanted and not self.has_ended and len(self.read) >= self.ahead:
                 self._changed.wait()
             self._is_running = self._is_wanted and not self.has_ended
             return self._is_running

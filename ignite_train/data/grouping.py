@@ -15,9 +15,9 @@ from ignite_train.arguments import one_of, positive_int
 from ignite_train.data.arriving_group import ArrivingGroup
 from ignite_train.data.description import length_of
 from ignite_train.data.fetch_thread import FetchThread
+from ignite_train.data.held import Held
 from ignite_train.data.position import DataPosition, open_loader
 from ignite_train.data.resumable_loader import ResumableLoader
-from ignite_train.data.reused_memory import ReusedMemory
 from ignite_train.data.samplers import set_epoch
 from ignite_train.data.stream import Stream
 from ignite_train.ranks import collectives
@@ -75,7 +75,9 @@ class MicroBatchGrouping:
         none_is_empty: bool = False,
     ) -> None:
         self._drops_last_group, self.none_is_empty = drops_last_group, none_is_empty
-        self._needs_whole_groups = is_sharded or uneven == "replay" or drops_last_group or none_is_empty
+        self._counts_in_step = is_sharded or uneven == "replay"  # the ranks must run forward equally often
+        self._lends = is_sharded and uneven != "replay"
+        self._needs_whole_groups = self._counts_in_step or drops_last_group or none_is_empty
         if none_is_empty and synchronised_norm is not None and uneven != "replay" and collectives.world_size() > 1:
             raise ValueError(
                 f"none_is_empty must be False where {synchronised_norm!r} in the model is a SyncBatchNorm, whose forward waits "
@@ -117,6 +119,7 @@ class MicroBatchGrouping:
             drops_last_group=self._drops_last_group,
             needs_whole_groups=self._needs_whole_groups,
             none_is_empty=self.none_is_empty,
+            lends=self._lends,
         )
         if self._synchronised_norm is not None:
             self._check_in_step(self._synchronised_norm, groups.lengths)
@@ -139,8 +142,8 @@ class MicroBatchGrouping:
         return _count_updates(micro_batches, size, 0, drops_last_group=self._drops_last_group)
 
     def max_micro_batches_of(self, group: list[Any]) -> int | None:
-        """Of a group that comes from no loader: as many as this rank has, or None with `"replay"`, where ranks may differ."""
-        return None if self._uneven == "replay" else len(group)
+        """Of a group that comes from no loader: as many as this rank has; None where ranks that differ need placeholders."""
+        return None if self._counts_in_step else len(group)
 
     def _check_in_step(self, name: str, lengths: list[int]) -> None:
         """Raises, or warns once if the lengths are not known.
@@ -194,13 +197,14 @@ class MicroBatchPass:
         drops_last_group: see `MicroBatchGrouping`. A stream has no last group.
         needs_whole_groups: whether a group must be known in full before its update begins.
         none_is_empty: see `MicroBatchGrouping`.
+        lends: whether a rank that has fewer micro-batches runs those of another one, which all ranks must know of.
 
     Attributes:
         length: how many groups the epoch has, over all ranks; None if unknown.
         lengths: the micro-batches that each rank has left; -1 where unknown.
         more: this rank's vote on another group after the latest; see `RankRequests`.
-        max_micro_batches: the largest number of micro-batches that any rank has in the latest group; None if unknown. Those
-            that are None count too.
+        max_micro_batches: the largest number of micro-batches that any rank has in the latest group; None if unknown, or if
+            micro-batches are lent and some rank has fewer. Those that are None count too.
         num_read: micro-batches of the latest group, with those that are None and those that are left out.
     """
 
@@ -215,8 +219,9 @@ class MicroBatchPass:
         drops_last_group: bool = False,
         needs_whole_groups: bool = True,
         none_is_empty: bool = False,
+        lends: bool = False,
     ) -> None:
-        self._size, self._done, self._position = size, skip, 0
+        self._size, self._done, self._position, self._lends = size, skip, 0, lends
         self._none_is_empty, self._loader, self._place = none_is_empty, loader, DataPosition(loader)
         self._place.find(position, skip)
         if isinstance(loader, Stream):
@@ -242,20 +247,19 @@ class MicroBatchPass:
         self._fills_up = collectives.world_size() > 1  # with empty groups, while other ranks have more
         self._looks_ahead = self._fills_up and self.length is None
         self._groups_arrive = _reads_ahead(loader) and not (needs_whole_groups or self._looks_ahead)
-        self._watch: ReusedMemory | None = ReusedMemory()  # until a first group of several was read
-        self._ahead, self._left_out = list[Any](), list[Any]()  # read for later groups; of the latest, what other ranks lack
+        self._ahead: list[Any] = []  # read for later groups
         self._nothing_behind = False  # the look ahead has found no other group
         self._read = self.num_read = 0  # micro-batches since the position was found, and in the latest group
         self._is_noted = True  # the place after the latest group; not while it arrives, nor where reading it has failed
         self._ended = self._exhausted = False  # no group is left; the loader is exhausted
         self._finished = False  # the epoch is over, and not only the run
         self._surplus: bool | None = None  # whether the loader gave more than its length; None: not looked at yet
-        self._micro_batches = iter(()) if self._place.at_end else open_loader(loader)
+        self._micro_batches = iter(()) if self._place.at_end else self._opened(loader)
         if self._place.reads_past:
             self._read_past(was_exhausted=position.get("exhausted", False))
         self._place.found(holds_workers=True)
         if self._looks_ahead:
-            self._look_ahead()
+            self._look_ahead(Held(self._ahead))
 
     def __iter__(self) -> Iterator[MutableSequence[Any]]:
         return self
@@ -264,20 +268,22 @@ class MicroBatchPass:
         begin = self._position
         if self._read != self._announced:  # something is left of the pass
             self._place.check_pass()
-        group = self._take()
+        held = Held(self._ahead)
+        group = self._take(held)
         if isinstance(group, list):
             self._note()
         if self.length is not None:
             self.max_micro_batches = min(max(self._used), self._position) - begin
+            if self._lends and (self._none_is_empty or min(self._used) < min(max(self._used), self._position)):
+                self.max_micro_batches = None  # the ranks agree on it when they know what each of them has
         if self._fills_up and isinstance(group, list):
             self._leave_out(group, begin)
         if not group and not self._fills_up:
             self._ended = True
             raise StopIteration
         if self._looks_ahead:
-            self._look_ahead()
-        if self._watch is not None and self._watch.num_seen > 1:
-            self._watch = None
+            self._look_ahead(held)
+        held.check()
         return [micro_batch for micro_batch in group if micro_batch is not None] if self._none_is_empty else group
 
     def position(self, done: int) -> dict[str, Any]:
@@ -293,28 +299,9 @@ class MicroBatchPass:
         """Where this rank stands after all groups that were given."""
         return self.position(self._done)
 
-    def give_back(self, group: list[Any]) -> None:
-        """Undoes the latest `next`, which gave `group`: the next one gives it again."""
-        self._done -= 1
-        self._position -= self._size(self._done)
-        self._read -= self.num_read
-        num_none = self.num_read - len(group) - len(self._left_out)  # which are not in the group
-        self._ahead = [*group, *[None] * num_none, *self._left_out, *self._ahead]
-        self._ended = self._exhausted = self._nothing_behind = False
-        self.more = 1 if group else self._against
-        self._place.take_back_note()
-
     def take_back_opening(self) -> None:
-        """Call it where the run ends before the first update of the epoch: the next run opens the same pass again."""
+        """Call it where an exception ends the run before the epoch's first update: the next one opens the pass again."""
         self._place.take_back_opening()
-
-    def capture_random_state(self) -> dict[str, Any]:
-        """The generators of the process and of the loader, for `restore_random_state`."""
-        return self._place.capture_random_state()
-
-    def restore_random_state(self, random_state: dict[str, Any]) -> None:
-        """Puts them back."""
-        self._place.restore_random_state(random_state)
 
     def reads(self, loader: Iterable[Any]) -> bool:
         """Whether this is a pass over `loader`."""
@@ -335,6 +322,18 @@ class MicroBatchPass:
             self._read += sum(1 for _ in islice(self._micro_batches, max(0, self._announced - self._read)))
         if over or (all_done and not self._has_surplus()):
             self._place.note(exhausted=True)
+
+    def no_group_error(self, epoch: int) -> ValueError:
+        """Why epoch `epoch` has no group, on any rank, which is a mistake. Collective."""
+        numbers = [int(number) for number in collectives.everyones(max(self._announced or 0, self._read + len(self._ahead)))]
+        number = min(numbers) if self._against else max(numbers)
+        if number > 0 and self._drops_last_group:
+            return ValueError(
+                f"data must have a whole group in each epoch for drop_last_group=True, got {number} micro-batches, and "
+                f"accumulation_steps asks for {self._size(0)}; pass drop_last_group=False, or more data"
+            )
+        where = "every rank for uneven='shortest'" if self._against and any(numbers) else "some rank"
+        return ValueError(f"data must give at least one micro-batch on {where}, got none in epoch {epoch}")
 
     def close(self, *, whole: bool) -> None:
         """Ends the pass and releases the loader; warns if the loader gave more or fewer micro-batches than its `len()`."""
@@ -357,6 +356,14 @@ class MicroBatchPass:
         """Ends the thread that reads the loader, if there is one; reading on starts another."""
         if isinstance(self._micro_batches, FetchThread):
             self._micro_batches.pause()
+
+    def _opened(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """Begins the pass. A thread that reads it is told how many micro-batches are held here."""
+        opened = open_loader(loader)
+        if isinstance(opened, FetchThread):
+            most = self._size(self._done) + self._looks_ahead
+            opened.expect_held(min(most, 2) if self._groups_arrive else most)
+        return opened
 
     def _read_past(self, *, was_exhausted: bool) -> None:
         """Reads what is done of the epoch, and as far beyond it as the interrupted run did."""
@@ -387,35 +394,38 @@ class MicroBatchPass:
             used = -int(collectives.largest(-len(group))[0])
         else:
             return
-        self._left_out = group[used:]
         del group[used:]
 
-    def _take(self) -> MutableSequence[Any]:
+    def _take(self, held: Held) -> MutableSequence[Any]:
         size = self._size(self._done)
         expected = self._expected(size) if self._groups_arrive and not self._ahead else 0
         self._done += 1
         self._position += size
-        self.num_read, self._is_noted, self._left_out = 0, False, []
+        self.num_read, self._is_noted = 0, False
         if expected:
             return self._take_arriving(expected, size)
         group, self._ahead = self._ahead[:size], self._ahead[size:]
-        group += self._read_list(size - len(group))
+        group += self._read_list(size - len(group), held, more_follow=self._looks_ahead)
         self._exhausted = len(group) < size
         for micro_batch in group:
             self._count(micro_batch)
         if self._drops_last_group and not self._fills_up and len(group) < size:
-            self._refuse_no_group(len(group))
             return []
         return group
 
-    def _read_list(self, number: int) -> list[Any]:
-        """The next micro-batches of the loader, fewer at its end."""
-        if self._watch is None or (number < 2 and not self._looks_ahead):
-            return list(islice(self._micro_batches, number))
+    def _read_list(self, number: int, held: Held, *, more_follow: bool = False) -> list[Any]:
+        """The next micro-batches of the loader, fewer at its end.
+
+        Args:
+            number: how many.
+            held: those that wait while more is read, to which these are added.
+            more_follow: others are read after these, before these are computed.
+        """
         read: list[Any] = []
         for micro_batch in islice(self._micro_batches, number):
-            self._watch.see(micro_batch)
             read.append(micro_batch)
+            if more_follow or len(read) < number:
+                held.add(micro_batch)
         return read
 
     def _expected(self, size: int) -> int:
@@ -446,17 +456,9 @@ class MicroBatchPass:
         self.num_read += 1
         return micro_batch
 
-    def _refuse_no_group(self, micro_batches: int) -> None:
-        """An epoch whose only group would be left out is a mistake."""
-        if self._done <= 1 and micro_batches > 0:
-            raise ValueError(
-                f"data must have a whole group in each epoch for drop_last_group=True, got {micro_batches} micro-batches, and "
-                f"accumulation_steps asks for {self._size(0)}; pass drop_last_group=False, or more data"
-            )
-
-    def _look_ahead(self) -> None:
+    def _look_ahead(self, held: Held) -> None:
         wanted = self._size(self._done) if self._drops_last_group else 1
-        self._ahead += self._read_list(max(0, wanted - len(self._ahead)))
+        self._ahead += self._read_list(max(0, wanted - len(self._ahead)), held)
         self._nothing_behind = len(self._ahead) < wanted
         self.more = self._against if self._nothing_behind else 1
 
@@ -471,10 +473,7 @@ class MicroBatchPass:
         if min(self.lengths) < 0:
             return None
         micro_batches = min(self.lengths) if self._against else max(self.lengths)
-        length = _count_updates(micro_batches, self._size, self._done, drops_last_group=self._drops_last_group)
-        if length == 0:
-            self._refuse_no_group(micro_batches)
-        return length
+        return _count_updates(micro_batches, self._size, self._done, drops_last_group=self._drops_last_group)
 
 
 def _reads_ahead(loader: Iterable[Any]) -> bool:

@@ -210,16 +210,8 @@ class DataPosition:
 
     def take_back_opening(self) -> None:
         """Puts the generators back to what they were before the pass was opened, at the start of an epoch."""
-        self.restore_random_state(self._before_opening)
-
-    def capture_random_state(self) -> dict[str, Any]:
-        """The generators of the process, but for those on accelerators, and of the loader."""
-        return {**capture_random_state(accelerators=False), "own": self._own_generators()}
-
-    def restore_random_state(self, random_state: dict[str, Any]) -> None:
-        """Puts them back."""
-        restore_random_state(random_state)
-        self._set_own_generators(random_state["own"])
+        restore_random_state(self._before_opening)
+        self._set_own_generators(self._before_opening["own"])
 
     def note(self, *, exhausted: bool) -> None:
         """Call it when a group was read, before anything is read ahead, and when the loader is exhausted."""
@@ -228,11 +220,6 @@ class DataPosition:
             state = copy.deepcopy(self._stateful.state_dict())  # some loaders change the object that they have given
             self._states = [self._states[1], state]
             self._generators = [self._generators[1], self._own_generators()]
-
-    def take_back_note(self) -> None:
-        """Call it when the latest group is given back: its beginning is the position."""
-        self._states[1], self._exhausted = self._states[0], False
-        self._generators[1] = self._generators[0]
 
     def saved(self, rounds: int, given: int, *, latest: bool) -> dict[str, Any]:
         """The position in plain types.
@@ -266,6 +253,7 @@ class DataPosition:
         jumps = self._seekable is not None and "samples" in saved
         refused, harmless = changes(described, self._description, jumps=jumps)
         accepted = not in_epoch or saved.get("on_changed_data") == "warn"
+        harmless += self._changed_generators(saved)
         if accepted:
             refused, harmless = [], [*refused, *harmless]
         if harmless and collectives.is_main_rank():
@@ -279,6 +267,14 @@ class DataPosition:
                 "on_changed_data='warn'), or resume from a checkpoint of the end of an epoch (resume=PATH), where any change "
                 "is allowed without epoch_length"
             )
+
+    def _changed_generators(self, saved: Mapping[str, Any]) -> list[str]:
+        """A line where the dataset has lost a generator whose state was saved, or got one for which none was."""
+        before, now = saved.get("generators"), self._find_own_generators()
+        if not isinstance(before, Mapping) or saved.get("world_size") != collectives.world_size():
+            return []
+        names = [", ".join(name for name in each if name.startswith("dataset.")) or "none" for each in (before, now)]
+        return [f"generators of the dataset: {names[0]} -> {names[1]}"] if names[0] != names[1] else []
 
     def _go_to(self, saved: Mapping[str, Any]) -> None:
         same_ranks = saved.get("world_size", collectives.world_size()) == collectives.world_size()
@@ -345,7 +341,8 @@ class DataPosition:
     def _warn_of_changed_samplers(self, saved: Mapping[str, Any]) -> None:
         """Says where a sampler of the user's own is not what it was at that place, since only its generators are put back."""
         before, now = saved.get("samplers", {}), attributes_of_samplers(self._loader)
-        changed = [f"{name}: {value!r} -> {now.get(name)!r}" for name, value in before.items() if now.get(name) != value]
+        names = {**before, **now} if "samplers" in saved else {}
+        changed = [f"{name}: {before.get(name)!r} -> {now.get(name)!r}" for name in names if now.get(name) != before.get(name)]
         if changed and self._stateful is None:
             _logger.warning(
                 f"the sampler is not as it was at this place of the data ({', '.join(changed)}), since its attributes are not "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from itertools import islice
 from typing import Any
 
@@ -23,10 +24,12 @@ from ignite_train.data.position import open_loader
 from ignite_train.data.samplers import samplers_of
 from ignite_train.device.to_device import ToDevice
 from ignite_train.evaluation.uneven_metrics import metrics_published_at, uneven_metrics
-from ignite_train.forward import Forward, ForwardOutput, as_forward_output, bind_forward
+from ignite_train.forward import BoundForward, Forward, ForwardOutput, as_forward_output, bind_forward
 from ignite_train.loop.loop import Loop
+from ignite_train.model.first_forward import FirstForward
+from ignite_train.model.forward_state import ForwardState
+from ignite_train.model.loss_declaration import check_forward
 from ignite_train.model.precision import Precision, PrecisionName
-from ignite_train.model.replay import SideEffects
 from ignite_train.ranks import collectives
 from ignite_train.ranks.messages import RankRequests
 from ignite_train.ranks.placeholders import borrowed_micro_batch
@@ -57,13 +60,23 @@ class Evaluator(Loop):
         self.state = EvaluatorState()
         self.model = unwrap(model)
         this = weakref.proxy(self)
-        self.forward = bind_forward(forward, lambda: this.state)
+        bound = bind_forward(forward, lambda: this.state)
+        self.forward: BoundForward = FirstForward(
+            bound, nullcontext, lambda one: this._check(bound, one), lambda one: this._use(one)
+        )
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         self.transfer, self.precision = ToDevice(device), Precision(precision, device)
         self.statistics = Statistics(device)
         self._limit: int | None = None
         self.on_enter.append(lambda _: collectives.broadcast_buffers(this.model))
         self._uneven: Uneven = "replay" if uneven == "all" and isinstance(model, FSDPModule) else uneven
+
+    def _check(self, forward: BoundForward, micro_batch: Any) -> list[str]:
+        """Looks at the first micro-batch."""
+        return check_forward(self.model, forward, micro_batch, carried=self.state.carried, precision=self.precision)
+
+    def _use(self, forward: BoundForward) -> None:
+        self.forward = forward
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({type(self.model).__name__}, {self.precision.name})"
@@ -100,6 +113,7 @@ class Evaluator(Loop):
         vars(self.state).update(vars(EvaluatorState()))  # what others have put there stays
         self.state.max_epochs = 1
         self._epoch_open = False
+        self._forward_state = ForwardState(self.model, self.state.carried)
         self.statistics = Statistics(self.statistics.device)  # without the logs of another run, which would be published as 0
         training = [module for module in self.model.modules() if module.training]
         self.model.eval()
@@ -124,9 +138,9 @@ class Evaluator(Loop):
 
     def _run_placeholder(self, micro_batch: Any) -> None:
         """Runs forward only so that the others' collectives complete: nothing of it counts."""
-        side_effects = SideEffects(self.model, self.state.carried)
+        before = self._forward_state.mark()
         _forward(self, micro_batch)
-        side_effects.undo()
+        self._forward_state.put_back(before)
 
     def _close_epoch(self, started: float) -> None:
         self._publish()

@@ -46,6 +46,8 @@ class AveragingHandler(Handler):
         num_updates: how often it has averaged.
     """
 
+    is_collective = True
+
     same_on_all_ranks = True
 
     def __init__(self, device: str | torch.device | None) -> None:
@@ -68,7 +70,7 @@ class AveragingHandler(Handler):
         """
         if any(other is self for _, other, _ in attached(trainer)):
             raise ValueError(f"{type(self).__name__} must be attached once, or it would average twice; join events by |")
-        model = trainer._stateful_parts["model"]
+        model = trainer.model
         assert isinstance(model, nn.Module)  # noqa: S101  # create_trainer passes a module
         if self.device is not None and any(isinstance(parameter, DTensor) for parameter in model.parameters()):
             raise ValueError(
@@ -152,9 +154,9 @@ class AveragingHandler(Handler):
 
     def _begin(self, _trainer: Trainer) -> None:
         """A run begins."""
-        self._begin_average()
+        self.begin_average()
 
-    def _begin_average(self) -> None:
+    def begin_average(self) -> None:
         """Before the first averaging, the average is that of the weights now."""
         if self.num_updates == 0:
             with torch.no_grad():

@@ -98,12 +98,14 @@ class PiggybackHandler(Handler, Piggyback):
     `Piggyback`. What has not travelled at the end of the run is compared by `settle`.
     """
 
+    is_collective = True
+
     _trainer: Trainer
     _handle: RemovableEventHandle
 
     def attach(self, trainer: Trainer, event: Event = Events.ITERATION_COMPLETED) -> RemovableEventHandle:
         """Calls the handler at `event`, before other handlers there. It must fire in the same updates on all ranks."""
-        trainer._replace_default(self)
+        trainer.replace_default(self)
         self._trainer = trainer
         if collectives.world_size() > 1 and self not in trainer.piggybacks:
             trainer.piggybacks.append(self)

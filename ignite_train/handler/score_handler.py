@@ -42,6 +42,8 @@ class ScoreHandler(Handler):
         ValueError: `mode` is none of the three, or it is None and the score's name does not decide.
     """
 
+    is_collective = True
+
     _trainer: Trainer
 
     def __init__(self, evaluator: Engine, score: str, mode: Literal["min", "max"] | None) -> None:

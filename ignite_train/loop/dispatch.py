@@ -48,6 +48,7 @@ class Attachable:
 
     Attributes:
         is_attaching: whether its `attach` is running.
+        is_collective: whether it waits for other ranks, so that all of them must attach one; compared when a run starts.
         same_on_all_ranks: whether its state is the same on all ranks, or sharded over them, so that a checkpoint holds it once.
         saved_as: the name of its state in checkpoints, where that is not the name of its class. A class that is renamed keeps
             its earlier name here, so that checkpoints written before can be resumed from. Of several handlers of one class the
@@ -56,6 +57,7 @@ class Attachable:
     """
 
     is_attaching = False
+    is_collective = False
     same_on_all_ranks = False
     saved_as: str | None = None
 

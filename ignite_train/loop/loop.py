@@ -45,7 +45,8 @@ class Loop(Dispatcher):
     - An exception always ends the run. Handlers of EXCEPTION_RAISED are observers: each is called once and cannot suppress
       it. The next `run` continues where this one ended: an iteration that did not finish is repeated.
     - Only the data can end an epoch: a StopIteration raised by a handler is an error like any other.
-    - An iteration that was stopped before it began is not counted: the next `run` does it.
+    - A stop takes effect after an iteration, after an epoch and where a run is entered, and nowhere else. So an iteration that
+      has requested its batch is done and counted, and what STARTED or EPOCH_STARTED asks for comes after the next one.
     - EPOCH_STARTED fires once for each epoch. Where `run` continues an epoch that an earlier call began, what handlers have
       added up in it stays. After `interrupt` STARTED does not fire again either, as in Ignite.
 
@@ -54,7 +55,7 @@ class Loop(Dispatcher):
 
     Attributes:
         on_enter: functions that are called with the engine when a call of `run` begins, before STARTED: for the threads, files
-            and signals that a handler needs during each call.
+            and signals that a handler needs during each call. One that asks to stop ends the run before its first iteration.
         on_exit: functions that are called without arguments when a run is over, after its last handler: at a limit, after a
             request to stop, and after an exception.
     """
@@ -71,6 +72,7 @@ class Loop(Dispatcher):
         self._epoch_open = False  # EPOCH_STARTED has been reached and EPOCH_COMPLETED has not
         self._epoch_started = False  # the handlers of the open epoch's EPOCH_STARTED have run in this process
         self._epoch_iteration = 0  # iterations of the open epoch that are done
+        self._stops = self._epoch_ends = False  # what was asked for has taken effect: no other batch of the run, of the epoch
         self._reading = False  # a pass over the data is open
         self._data_ended = False  # the pass of the epoch before has ended in this run, or before its interrupt, by itself
         self._ended = False  # the latest run has come to its closing events
@@ -88,10 +90,11 @@ class Loop(Dispatcher):
         state = self.state
         try:
             with self._between_events(data):
-                unclosed = self._epoch_open  # its last iteration may have been done, and EPOCH_COMPLETED not
-                while not self._stop_between_epochs() and (unclosed or not self._is_done(state)):
-                    unclosed = False
+                over = self._stops or (not self._epoch_open and self._is_done(state))  # of an open one the end may be left
+                while not over:
                     self._run_epoch()
+                    self._take_up_stops(between_updates=True)
+                    over = self._stops or self._is_done(state)
         except StopIteration as error:
             raise RuntimeError("a handler or the update raised StopIteration; only the data may end an epoch") from error
 
@@ -108,6 +111,8 @@ class Loop(Dispatcher):
         try:
             for callback in self.on_enter:
                 callback(self)
+            if data is not None:
+                self._take_up_stops(between_updates=True)
             if not self._epoch_open:
                 state.epoch_length = None if data is None else self._expected_length(data) or state.epoch_length
             if not continues:
@@ -156,27 +161,24 @@ class Loop(Dispatcher):
     def _run_epoch(self) -> None:
         state, started = self.state, time.perf_counter()
         self._begin_epoch()
-        if self._stopping():
-            return
         data: Any = state.dataloader
         self._begin_section("data")
         batches, whole = self._open(data), False
         self._reading, self._data_ended = True, False
         state.epoch_length = batches.length or state.epoch_length
         try:
-            while not (over := self._epoch_is_over(batches)) and not self._stopping() and not self._reached_max_iters():
+            over = self._epoch_is_over(batches)
+            while not (over or self._stops or self._reached_max_iters()):
                 state.batch = None  # not held while the next one is fetched
                 self._begin_section("data")
                 self.fire_event(_GET_BATCH_STARTED)
-                if self._asked_to_stop():
-                    self._leave_out_iteration()
-                    continue
                 state.batch = self._fetch(batches)
                 if state.batch is _END:
                     state.batch, over = None, True
                     break
                 self._iterate()
-            if over and not self._stopping():
+                over = not self._stops and self._epoch_is_over(batches)
+            if over:
                 self._close_epoch(started)
             whole = True
         finally:
@@ -192,31 +194,24 @@ class Loop(Dispatcher):
         return next(batches, _END)
 
     def _iterate(self) -> None:
-        """Runs one iteration on `state.batch`, which handlers before it may replace; or none, if they ask to stop."""
+        """Runs one iteration on `state.batch`, which handlers before it may replace."""
         state = self.state
         self.fire_event(_GET_BATCH_COMPLETED)
-        if self._stops_before_iteration():
-            self._leave_out_iteration()
-            return
         state.iteration += 1
         self._iterating, self._settled = True, False
         self.fire_event(_ITERATION_STARTED)
-        if self._stops_before_iteration():
-            self._iterating = False
-            state.iteration -= 1
-            self._leave_out_iteration()
-            return
         state.output = self._process(self, self._batch())
         self._iterating = False
         self._epoch_iteration += 1
-        self.fire_event(_ITERATION_COMPLETED)
+        try:
+            self.fire_event(_ITERATION_COMPLETED)
+        finally:
+            self._take_up_stops()
 
-    def _stops_before_iteration(self) -> bool:
-        """Whether a stop was asked for that comes before the iteration whose batch was fetched."""
-        return self._asked_to_stop()
-
-    def _leave_out_iteration(self) -> None:
-        """Called where a stop was asked for before an iteration. If it stops the run, the next one does that iteration."""
+    def _take_up_stops(self, *, between_updates: bool = False) -> None:  # noqa: ARG002  # for subclasses
+        """Has what was asked for take effect. Called after each iteration and each epoch, and where a run is entered."""
+        self._stops = self._stopping()
+        self._epoch_ends = self._epoch_iteration > 0 and bool(self.should_terminate_single_epoch)
 
     @property
     def _process(self) -> Callable[[Any, Any], Any]:
@@ -260,15 +255,9 @@ class Loop(Dispatcher):
     def _stopping(self) -> bool:
         return bool(self.should_terminate or self.should_interrupt)
 
-    def _asked_to_stop(self) -> bool:
-        return bool(self.should_terminate or self.should_interrupt or self.should_terminate_single_epoch)
-
-    def _stop_between_epochs(self) -> bool:
-        return self._stopping()
-
     def _epoch_is_over(self, batches: Batches) -> bool:
         over = batches.length is not None and self._epoch_iteration >= batches.length
-        return over or bool(self.should_terminate_single_epoch)
+        return over or self._epoch_ends
 
     def _reached_max_iters(self) -> bool:
         limit = self.state.max_iters
@@ -292,12 +281,13 @@ class Loop(Dispatcher):
                     self.logger.exception("a handler of EXCEPTION_RAISED failed too; the first error is raised")
 
     def _take_back(self) -> None:
-        """Takes back the counters of an iteration that did not finish."""
+        """Takes back the counters of an iteration that did not finish, and a request that it has not answered."""
         if self._iterating and self._settled:
             self._epoch_iteration += self._epoch_open
-        elif self._iterating:
-            self.state.iteration -= 1
-            self.should_terminate_single_epoch = False  # the repeated iteration asks again
+            return
+        self.state.iteration -= self._iterating
+        if self._epoch_iteration > 0 and not self._epoch_ends:  # EPOCH_STARTED does not ask again, the others do
+            self.should_terminate_single_epoch = False
 
 
 def _clock(seconds: float) -> str:

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from ignite_train.model.direct_step import is_torchs
-from ignite_train.model.stepping import is_wrapped_by_scheduler
+from ignite_train.model.optimizers import is_torchs, is_wrapped_by_scheduler
 
-__all__ = ["CompiledStep", "StepPlan", "StepTensors", "computed_once", "stepped"]
+__all__ = ["CompiledStep", "StepPlan", "StepTensors", "computed_once", "is_lost", "stepped"]
 
 _EVERYWHERE = {"lr", "weight_decay", "maximize", "foreach", "differentiable", "fused"}
 _KNOWN = {  # the options that each of them has in torch 2.13; one that is not here might change what a step is
@@ -112,6 +111,7 @@ class CompiledStep:
         self._obstacle: str | None = None  # found with the groups
         self._own: list[dict[str, Any]] = []  # the states of all parameters, as the optimizer had them in the latest update
         self._of_group: list[list[dict[str, Any]]] = []  # the same, of the parameters of each group
+        self._is_narrow = False  # graphs can write into each of these states
         self._fresh: list[tuple[_Group, list[tuple[Tensor, ...]]]] = []  # states that are not the optimizer's yet
 
     def why_never(self) -> str | None:
@@ -124,6 +124,8 @@ class CompiledStep:
         for parameter in self._names:
             if type(parameter) is not nn.Parameter:
                 return f"a parameter is a {type(parameter).__name__}"
+            if is_lost(parameter):
+                return "a parameter is a float64 number without dimensions, into which torch's graphs cannot write on the CPU"
             if parameter.dtype not in _DTYPES:
                 return f"a parameter has the dtype {parameter.dtype}"
         return None
@@ -216,9 +218,14 @@ class CompiledStep:
                     return "some parameters of a group have all of their moments and others do not"
             tensors.states.extend(chain.from_iterable(made))
             tensors.numbers.extend((_adam_numbers if self._is_adam else _sgd_numbers)(options, is_first=is_fresh))
+            self._is_narrow = self._is_narrow and not is_fresh
         if any(map(is_, tensors.states, repeat(None))):  # as torch once wrote it for SGD
             return "a parameter has None for a moment"
-        return self._plans, tensors
+        if self._is_narrow:
+            return self._plans, tensors
+        given = [one.view(1) if is_lost(one) else one for one in tensors.states]
+        self._is_narrow = all(map(is_, given, tensors.states))
+        return self._plans, tensors._replace(states=given)
 
     def commit(self) -> None:
         """To be called once when the graph has made the step: states that are new become the optimizer's."""
@@ -256,7 +263,7 @@ class CompiledStep:
         state = self._optimizer.state
         own = [*state.values()]
         if not _are_same(own, self._own) or not self._own:
-            self._own = own
+            self._own, self._is_narrow = own, False
             self._of_group = [[state.get(parameter, {}) for parameter in group.parameters] for group in self._groups]
 
 
@@ -348,7 +355,7 @@ def _adam(
 ) -> tuple[Tensor, list[Tensor]]:
     rate, decay, beta1, beta2, eps = numbers
     wide = parameter.dtype
-    step = states[0] + 1
+    step = states[0].reshape(()) + 1
     length = rate / (1 - beta1 ** step.to(torch.float64))  # in float64, as torch's for-loop computes it on the host
     root = (1 - beta2 ** step.to(torch.float64)).sqrt()
     wanted = (length, root, 1 - rate * decay, decay, 1 - beta1, beta2, 1 - beta2, eps)
@@ -364,6 +371,11 @@ def _adam(
     largest = [torch.maximum(moments[2], second)] if "amsgrad" in switches else []
     divisor = [second, *largest][-1].sqrt() / root + eps
     return parameter - length * first / divisor, [step, first, second, *largest]
+
+
+def is_lost(tensor: Tensor) -> bool:
+    """Whether what a graph writes into it is lost, as it is with torch 2.13: it takes such a tensor for a number of Python."""
+    return tensor.dim() == 0 and tensor.dtype is torch.float64 and tensor.device.type == "cpu"
 
 
 def computed_once(*numbers: Tensor) -> Sequence[Tensor]:

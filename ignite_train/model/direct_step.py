@@ -12,7 +12,6 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from itertools import repeat
 from operator import attrgetter, is_, is_not, itemgetter
-from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -23,8 +22,10 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from ignite_train.model.gradients import Gradients
 from ignite_train.model.group_tensors import GroupTensors, SteppedGroup, gather
 from ignite_train.model.memory_layout import pairs_with
+from ignite_train.model.optimizers import is_torchs
+from ignite_train.model.step_watch import StepWatch
 
-__all__ = ["DirectStep", "is_direct_right", "is_torchs"]
+__all__ = ["DirectStep", "is_direct_right"]
 
 _DEVICES, _DTYPES = ("cpu", "cuda"), (torch.float32, torch.bfloat16, torch.float16)
 _EVERYWHERE = {"lr", "weight_decay", "maximize", "foreach", "differentiable", "fused"}
@@ -79,10 +80,11 @@ class DirectStep:
         optimizer: which to step.
         gradients: those of its parameters.
         tensors: which of the groups' tensors have been looked at; noted by `FusedKernels`.
+        watch: told when parameters begin to move.
     """
 
-    def __init__(self, optimizer: Optimizer, gradients: Gradients, tensors: GroupTensors) -> None:
-        self._optimizer, self._gradients, self._tensors = optimizer, gradients, tensors
+    def __init__(self, optimizer: Optimizer, gradients: Gradients, tensors: GroupTensors, watch: StepWatch) -> None:
+        self._optimizer, self._gradients, self._tensors, self._watch = optimizer, gradients, tensors, watch
         kind = type(optimizer)
         self._class_step = kind.step
         self._never: str | None = None
@@ -121,7 +123,9 @@ class DirectStep:
                 calls.append(call)
         if (reason := self._why_not(calls)) is not None:
             return reason
+        self._watch.enter(self._optimizer)
         _make(calls, grad_scale, found_inf)
+        self._watch.leave(self._optimizer)
         if "step" in vars(self._optimizer):  # a scheduler counts the calls, as `Stepping` has seen
             self._optimizer._opt_called = True  # type: ignore[attr-defined]
         return None
@@ -274,15 +278,6 @@ def _irregularity(call: _Call) -> str | None:
         if type(step) is not Tensor or step.dtype is not torch.float32 or step.device != first.device or step.numel() != 1:
             return "a number of steps is not a tensor that the kernel takes"
     return None
-
-
-def is_torchs(step: Any) -> bool:
-    """Whether a step, and all that it wraps, are functions of torch's optimizers; a decorator can copy any name but this."""
-    while isinstance(step, FunctionType) and step.__globals__["__name__"].startswith("torch.optim."):
-        if "__wrapped__" not in vars(step):
-            return True
-        step = vars(step)["__wrapped__"]
-    return False
 
 
 # --- whether it is the very same step ---------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
 from ignite_train.model.gradients import Gradients
-from ignite_train.model.group_tensors import GroupTensors, SteppedGroup
+from ignite_train.model.group_tensors import GroupTensors, SteppedGroup, gather
 from ignite_train.model.memory_layout import is_dense, pairs_with
 
 __all__ = ["FusedKernels", "can_step_shards", "is_kernel_right"]
@@ -53,14 +53,16 @@ class FusedKernels:
         optimizer: which to step.
         gradients: those of its parameters.
         tensors: which of the groups' tensors have been looked at.
+        said: what has been said in the log, also by the objects of optimizers around this one.
     """
 
-    def __init__(self, optimizer: Optimizer, gradients: Gradients, tensors: GroupTensors) -> None:
+    def __init__(self, optimizer: Optimizer, gradients: Gradients, tensors: GroupTensors, said: set[str]) -> None:
         self._optimizer, self._gradients, self._tensors = optimizer, gradients, tensors
         self._avoided: set[int] = set()  # indices of the groups whose kernel is not used any more
         self._unfused: list[dict[str, Any]] = []  # the groups whose kernel is not used in the step to come
+        self._switched_off: list[dict[str, Any]] = []  # while it steps
         self._obstacle: str | None = None
-        self._said: set[str] = set()
+        self._said = said
         for index, group in enumerate(optimizer.param_groups):
             if group.get("fused"):
                 self._check_kernel(index, group, [p for p in group["params"] if p.requires_grad])
@@ -79,16 +81,27 @@ class FusedKernels:
             self._tensors.note(groups)
         return self._obstacle
 
-    def step(self) -> None:
-        """Steps, in the way that `why_not_fused` has found."""
-        unfused = self._unfused
-        for group in unfused:
+    def __enter__(self) -> None:
+        """The optimizer steps, in the way that `why_not_fused` has found."""
+        self._switched_off = self._unfused
+        for group in self._switched_off:
             group["fused"] = None
-        try:
-            self._optimizer.step()
-        finally:
-            for group in unfused:
-                group["fused"] = True
+
+    def __exit__(self, *_: object) -> None:
+        """The groups have the options again that the user has set."""
+        for group in self._switched_off:
+            group["fused"] = True
+        self._switched_off = []
+
+    def look(self) -> None:
+        """Looks at what the next step is about, without a question for the reason."""
+        self.why_not_fused(gather(self._optimizer))
+
+    def look_again(self) -> None:
+        """Looks within a step at the gradients of another evaluation of the loss, and switches groups accordingly."""
+        self.__exit__()
+        self.look()
+        self.__enter__()
 
     def _look(self, groups: Sequence[SteppedGroup]) -> None:
         self._unfused, self._obstacle = [], None

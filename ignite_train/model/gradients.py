@@ -19,11 +19,13 @@ from ignite_train.model.memory_layout import is_dense, sharing_memory
 from ignite_train.model.optimizers import Optimizers
 from ignite_train.model.sparse_parameters import sparse_gradient_values, sparse_parameters
 
-__all__ = ["Gradients", "PartedGradients"]
+__all__ = ["Gradients", "PartedGradients", "times"]
 
 _ROW = 2**14  # elements that are squared and added up in one go; their float32 sum is good to 2e-7
 _GRADIENT, _DEVICE, _DTYPE = attrgetter("grad"), attrgetter("device"), attrgetter("dtype")
 _NOTHING, _TENSOR = repeat(None), repeat(Tensor)
+_SMALLEST, _LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+_STRIDE = 2.0**100  # by which a factor beyond these is brought between them
 _CUT = 2**18  # a gradient from this size on is read in rows: a float32 sum over all of it would be off by 1e-6 and more
 
 
@@ -204,7 +206,7 @@ class Gradients:
             GradientAccessError: outside of GRADIENTS_READY.
         """
         factor, named = self.mean_factor(), self._model.named_parameters()
-        return {name: p.grad.detach() * factor for name, p in named if p.grad is not None}
+        return {name: times(p.grad.detach(), factor) for name, p in named if p.grad is not None}
 
     def refuse_dropped(self, event: str = "GRADIENTS_READY") -> None:
         """Sees to it that a step will move something.
@@ -222,9 +224,10 @@ class Gradients:
         )
 
     def multiply(self, factor: float) -> None:
-        """Multiplies all of them, in one pass."""
-        if existing := self._existing():
-            torch._foreach_mul_(existing, factor)
+        """Multiplies all of them, in one pass; in several if float32, in which the kernels hold it, cannot hold the factor."""
+        existing = self._existing()
+        for part in _factors(factor) if existing else ():
+            torch._foreach_mul_(existing, part)
 
     def name(self, parameter: nn.Parameter) -> str:
         """What a message calls `parameter`."""
@@ -281,6 +284,25 @@ class PartedGradients(Gradients):
     def _note_parts(self) -> None:
         for part in self.parts.values():
             part.note_kinds()
+
+
+def times(gradient: Tensor, factor: float) -> Tensor:
+    """Their product, also where float32, in which torch multiplies by a number, cannot hold the number."""
+    for part in _factors(factor):
+        gradient = gradient * part
+    return gradient
+
+
+def _factors(factor: float) -> list[float]:
+    """Factors that float32 can hold to its full precision, whose product is `factor`; itself alone, but for extreme ones.
+
+    All but the last of them are powers of two, which round nothing.
+    """
+    parts = []
+    while not (_SMALLEST <= abs(factor) <= _LARGEST) and factor != 0.0 and math.isfinite(factor):
+        parts.append(_STRIDE if abs(factor) > 1.0 else 1.0 / _STRIDE)
+        factor /= parts[-1]
+    return [*parts, factor]
 
 
 def _is_plain(gradient: Tensor) -> bool:

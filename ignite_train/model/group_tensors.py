@@ -39,7 +39,10 @@ class SteppedGroup(NamedTuple):
 
 
 class _Look(NamedTuple):
-    """What was there at a look. Tensors are known by their ids, so that none is kept alive.
+    """What was there at a look. Moments are known by their ids, so that none is kept alive.
+
+    Parameters are held, as their group does until a script takes one out of it: `torch.utils.swap_tensors` refuses a tensor to
+    which there is a weak reference.
 
     Attributes:
         kinds: of the gradients.
@@ -47,9 +50,9 @@ class _Look(NamedTuple):
         ids: of the parameters and of what the states hold.
         places: where the elements of the parameters lie: `model.to` moves them without making another parameter.
         strides: of the gradients, which a handler may have replaced.
-        freed: gets an entry when one of these tensors is freed, so that its id may be that of another one.
+        freed: gets an entry when one of the moments is freed, so that its id may be that of another one.
         references: put it there.
-        others: what else the states hold.
+        others: the parameters, and what else the states hold.
     """
 
     kinds: set[tuple[torch.device, torch.dtype]]
@@ -86,7 +89,8 @@ class GroupTensors:
     """Which tensors of an optimizer's groups have been looked at, so that what was found need not be found again.
 
     Groups and state stay the truth, see `gather`: what is remembered of a look are the ids of the parameters and the moments,
-    where parameters lie in memory, the strides of gradients, and which options were switched on.
+    where parameters lie in memory, the strides of gradients, and which options were switched on. A moment that is given other
+    memory by its `.data` is not noticed, as to ask each of them for its address takes longer than all of this.
 
     Args:
         gradients: those of the optimizer's parameters.
@@ -114,8 +118,10 @@ class GroupTensors:
         """Remembers that all of it has been looked at."""
         freed: list[Any] = []
         values = _values(groups)
-        references = [weakref.ref(value, freed.append) for value in values if isinstance(value, Tensor)]
-        others = [value for value in values if not isinstance(value, Tensor)]
+        parameters = {id(parameter) for group in groups for parameter in group.parameters}
+        moments = [value for value in values if isinstance(value, Tensor) and id(value) not in parameters]
+        references = [weakref.ref(moment, freed.append) for moment in moments]
+        others = [value for value in values if not isinstance(value, Tensor) or id(value) in parameters]
         ids, places, strides = [*map(id, values)], _places(groups), _strides(groups)
         self._last = _Look({*self._gradients.kinds}, _options(groups), ids, places, strides, freed, references, others)
         self.num_looks += 1

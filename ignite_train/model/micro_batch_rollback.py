@@ -26,13 +26,13 @@ class MicroBatchRollback:
     """
 
     def __init__(self, micro_batch: Any) -> None:
-        self._arrays = arrays_in(micro_batch)
-        self._copies = [array.clone() if isinstance(array, Tensor) else array.copy() for array in self._arrays]
+        self.arrays = arrays_in(micro_batch)
+        self._copies = [array.clone() if isinstance(array, Tensor) else array.copy() for array in self.arrays]
 
     @torch.no_grad()
     def roll_back(self) -> None:
         """Puts them back."""
-        for array, before in zip(self._arrays, self._copies, strict=True):
+        for array, before in zip(self.arrays, self._copies, strict=True):
             if not same_content(content_of(array), content_of(before)):
                 array[...] = before
 

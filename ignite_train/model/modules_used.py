@@ -1,4 +1,4 @@
-"""The modules that a function of a user runs beside the model that it is given, such as a teacher or a loss with a buffer."""
+"""The modules, generators and the like that a function of a user refers to, such as a teacher or a loss with a buffer."""
 
 from __future__ import annotations
 
@@ -11,13 +11,18 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["modules_used"]
+__all__ = ["modules_used", "objects_used"]
 
 _MAX_ENTRIES = 1000  # of a list that is looked into, which may hold the data
 
 
 def modules_used(functions: Iterable[Any]) -> Iterator[nn.Module]:
-    """The modules that these functions are, or find in the scopes around them, in their object, or by way of others.
+    """The modules among `objects_used`."""
+    return (one for one in objects_used(functions) if isinstance(one, nn.Module))
+
+
+def objects_used(functions: Iterable[Any]) -> Iterator[Any]:
+    """What these functions are, or find in the scopes around them, in their object, or by way of others.
 
     Of lists and mappings the entries are looked at, and of functions those that are defined beside them in the same file.
 
@@ -28,13 +33,10 @@ def modules_used(functions: Iterable[Any]) -> Iterator[nn.Module]:
     queue = [one if isinstance(one, known) else one.__call__ for one in functions]  # of another object that can be called
     seen = set[int]()
     for value in queue:  # grows
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        if isinstance(value, nn.Module):
+        if id(value) not in seen:
+            seen.add(id(value))
             yield value
-        else:
-            queue += _used_by(value)
+            queue += [] if isinstance(value, nn.Module) else _used_by(value)
 
 
 def _used_by(value: Any) -> list[Any]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from types import FunctionType
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
@@ -12,15 +13,20 @@ from torch.optim import LBFGS, Optimizer
 from ignite_train.arguments import describe
 
 __all__ = [
+    "GathersState",
     "InnerState",
     "OneOrSeveralOptimizers",
     "Optimizers",
     "as_optimizers",
     "check_optimizers",
     "each_optimizer",
+    "has_own_form",
     "inner_optimizers",
+    "is_torchs",
+    "is_wrapped_by_scheduler",
     "load_optimizer_state",
     "optimizer_of_parts",
+    "optimizer_state",
     "optimizers_as_parts",
     "parts_as_optimizers",
     "stepped_parameters",
@@ -29,7 +35,16 @@ __all__ = [
 OneOrSeveralOptimizers = Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer]
 """What `create_trainer` takes: one optimizer, a list of them, or a mapping that names them."""
 
+_PARAMETER = "parameter"  # what stands before the number of one that was a key
 _FOLDER = "optimizers/"  # what the name of one of several begins with, in a checkpoint
+
+
+@runtime_checkable
+class GathersState(Protocol):
+    """An optimizer whose ranks hold a part each, such as `ZeroRedundancyOptimizer`: rank 0 gathers all parts to save them."""
+
+    def consolidate_state_dict(self, to: int) -> None:
+        """Gathers the parts on rank `to`. Collective."""
 
 
 class Optimizers:
@@ -87,7 +102,7 @@ class InnerState:
 
     def state_dict(self) -> dict[str, Any]:
         """That of the inner one."""
-        return self.inner.state_dict()
+        return optimizer_state(self.inner)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """To be called after the outer one has loaded its own."""
@@ -96,22 +111,67 @@ class InnerState:
             self.inner.param_groups = self._outer.param_groups
 
 
+def has_own_form(state_dict: Mapping[str, Any]) -> bool:
+    """Whether the state of an optimizer has other keys than those of torch, as that of some wrappers has."""
+    return not {"state", "param_groups"} <= state_dict.keys()
+
+
+def optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
+    """The `state_dict` of an optimizer, as a checkpoint can hold it.
+
+    Where it has a form of its own, and parameters for the keys of a mapping, their numbers are the keys.
+    """
+    state = optimizer.state_dict()
+    numbers = {parameter: (_PARAMETER, number) for number, parameter in enumerate(_parameters(optimizer))}
+    return _with_other_keys(state, numbers) if has_own_form(state) else state
+
+
 def load_optimizer_state(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """Loads what `Optimizer.state_dict` gave, each value as it was saved; tensors where torch puts them.
+    """Loads what `optimizer_state` gave, each value as it was saved; tensors where torch puts them.
 
     torch's `load_state_dict` gives each tensor of the state the dtype of its parameter, which loses bits of moments in float32
     over weights in bfloat16, and makes other values of strings. An optimizer that overrides `load_state_dict` decides itself.
+    What an optimizer shares with one inside it, the state or the parameter groups, it shares afterwards too.
     """
+    inside = [one for one in vars(optimizer).values() if isinstance(one, Optimizer) and one is not optimizer]
+    shared = [
+        (inner, name, vars(inner)[name])
+        for inner in inside
+        for name in ("state", "param_groups")
+        if vars(inner).get(name) is vars(optimizer).get(name)
+    ]
+    _load_optimizer_state(optimizer, state_dict)
+    for inner, name, before in shared:
+        loaded, other = (optimizer, inner) if vars(optimizer)[name] is not before else (inner, optimizer)
+        vars(other)[name] = vars(loaded)[name]
+
+
+def _load_optimizer_state(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
+    if has_own_form(state_dict):
+        by_key = {(_PARAMETER, number): parameter for number, parameter in enumerate(_parameters(optimizer))}
+        optimizer.load_state_dict(_with_other_keys(state_dict, by_key))
+        return
     optimizer.load_state_dict(dict(state_dict))
     if type(optimizer).load_state_dict is not Optimizer.load_state_dict:
         return
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = _parameters(optimizer)
     keys = [key for group in state_dict["param_groups"] for key in group["params"]]
     for parameter, key in zip(parameters, keys, strict=True):
         saved, loaded = state_dict["state"].get(key), optimizer.state.get(parameter)
         if isinstance(saved, Mapping) and isinstance(loaded, dict):
             for name in saved.keys() & loaded.keys() - {"step"}:  # whose dtype and device depend on the kernel
                 loaded[name] = _as_saved(saved[name], loaded[name])
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _with_other_keys(value: Any, keys: Mapping[Any, Any]) -> Any:
+    """A copy of nested mappings and lists, in which `keys` says what some keys are replaced by."""
+    if isinstance(value, Mapping):
+        return {keys.get(key, key): _with_other_keys(entry, keys) for key, entry in value.items()}
+    return [_with_other_keys(entry, keys) for entry in value] if type(value) is list else value
 
 
 def _as_saved(saved: Any, loaded: Any) -> Any:
@@ -125,10 +185,15 @@ def _as_saved(saved: Any, loaded: Any) -> Any:
     return saved
 
 
-def inner_optimizers(optimizer: Optimizer) -> dict[str, Optimizer]:
-    """The optimizers that are attributes of another one and keep a state of their own, by the names of the attributes."""
+def inner_optimizers(optimizer: Optimizer, *, with_own_state: bool = True) -> dict[str, Optimizer]:
+    """The optimizers that are attributes of another one, by the names of the attributes.
+
+    Args:
+        optimizer: the one outside.
+        with_own_state: leave out those that share its state.
+    """
     found = {name: one for name, one in vars(optimizer).items() if isinstance(one, Optimizer) and one is not optimizer}
-    return {name: one for name, one in found.items() if one.state is not optimizer.state}
+    return {name: one for name, one in found.items() if not (with_own_state and one.state is optimizer.state)}
 
 
 def each_optimizer(optimizer: Optimizer | Optimizers) -> Iterator[Optimizer]:
@@ -171,12 +236,27 @@ def as_optimizers(optimizer: Any) -> Optimizer | Optimizers:
     return Optimizers(named, labels)
 
 
-def optimizers_as_parts(optimizer: Optimizer | Optimizers, *, with_inner: bool = False) -> dict[str, Optimizer | InnerState]:
-    """The optimizers by their names in a checkpoint; `with_inner`: and those inside them."""
+def optimizers_as_parts(optimizer: Optimizer | Optimizers) -> dict[str, Optimizer | InnerState]:
+    """The optimizers by their names in a checkpoint, and those inside them, each once."""
     if isinstance(optimizer, Optimizers):
-        return {f"{_FOLDER}{name}": one for name, one in optimizer.named.items()}
-    inner = inner_optimizers(optimizer) if with_inner else {}
-    return {"optimizer": optimizer} | {f"optimizer.{name}": InnerState(optimizer, one) for name, one in inner.items()}
+        outer = {f"{_FOLDER}{name}": one for name, one in optimizer.named.items()}
+    else:
+        outer = {"optimizer": optimizer}
+    met = {id(one) for one in outer.values()}
+    parts: dict[str, Optimizer | InnerState] = {}
+
+    def add_inner(prefix: str, owner: Optimizer) -> None:
+        for name, one in inner_optimizers(owner).items():
+            if id(one) not in met:
+                met.add(id(one))
+                parts[f"{prefix}.{name}"] = InnerState(owner, one)
+                add_inner(f"{prefix}.{name}", one)
+
+    for name, one in outer.items():
+        parts[name] = one
+        if not isinstance(one, GathersState):
+            add_inner(name, one)
+    return parts
 
 
 def parts_as_optimizers(parts: Mapping[str, Any]) -> Optimizer | dict[str, Optimizer]:
@@ -250,3 +330,18 @@ def _check_optimizer(label: str, optimizer: Optimizer, names: Mapping[int, str])
                     f"param_groups[{index}]; build the optimizer from model.parameters() after the model has its final device, "
                     "dtype and layers, or put a criterion that owns it into one model with the net, nn.ModuleDict({...})"
                 )
+
+
+def is_torchs(step: Any) -> bool:
+    """Whether a step, and all that it wraps, are functions of torch's optimizers; a decorator can copy any name but this."""
+    while isinstance(step, FunctionType) and step.__globals__["__name__"].startswith("torch.optim."):
+        if "__wrapped__" not in vars(step):
+            return True
+        step = vars(step)["__wrapped__"]
+    return False
+
+
+def is_wrapped_by_scheduler(step: Any, kind: type[Optimizer]) -> bool:
+    """Whether `step` is what torch's schedulers put in its place, to count its calls, and nothing else."""
+    marks = vars(step) if isinstance(step, FunctionType) else {}
+    return "_wrapped_by_lr_sched" in marks and marks["__wrapped__"] is kind.step

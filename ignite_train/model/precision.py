@@ -9,7 +9,7 @@ import torch
 
 from ignite_train.arguments import one_of
 
-__all__ = ["Precision", "PrecisionName"]
+__all__ = ["Precision", "PrecisionName", "refuse_cached_autocast"]
 
 PrecisionName = Literal["fp32", "bf16", "fp16"]
 
@@ -44,3 +44,18 @@ class Precision:
     def autocast(self) -> AbstractContextManager[Any]:
         """The context in which `forward` runs."""
         return _AS_IT_IS if self._dtype is None else torch.autocast(self._device_type, dtype=self._dtype)
+
+
+def refuse_cached_autocast() -> None:
+    """Refuses a training inside of `torch.autocast`, which keeps its copies of the weights until it is left.
+
+    Raises:
+        ValueError: autocast is switched on, with its cache.
+    """
+    accelerator = torch.accelerator.current_accelerator()
+    kinds = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
+    if torch.is_autocast_cache_enabled() and any(map(torch.is_autocast_enabled, kinds)):
+        raise ValueError(
+            "run and session must not be called inside torch.autocast, whose cache keeps copies of the weights as they were in "
+            "the first update; pass precision='bf16' to create_trainer instead"
+        )

@@ -10,7 +10,7 @@ import ctypes
 import hashlib
 import random
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -19,6 +19,9 @@ import torch
 from torch import Tensor, nn
 
 __all__ = [
+    "NUMPY",
+    "PYTHON",
+    "Generator",
     "RandomState",
     "capture_random_state",
     "check_generators",
@@ -32,6 +35,10 @@ __all__ = [
 ]
 
 Generator = torch.Generator | random.Random | np.random.Generator | np.random.RandomState
+PYTHON: random.Random = vars(random)["_inst"]
+"""Python's own generator."""
+NUMPY: np.random.RandomState = np.random.mtrand._rand
+"""NumPy's own generator."""
 _WORDS = 624  # of a Mersenne twister
 _MAX_DEPTH, _MAX_OBJECTS, _MAX_ENTRIES = 5, 500, 32  # a dataset may hold millions of objects, which are not searched
 _NO_OWNERS = (
@@ -51,41 +58,50 @@ _NO_OWNERS = (
 
 
 class RandomState:
-    """The state of the generators that a forward draws from: torch's of the CPU and of one device, and Python's.
+    """The state of generators that a forward draws from: torch's of the CPU and of some devices, and others.
 
     It is taken when the object is made. `capture_random_state` takes the whole state of the process, which is slower.
 
     Args:
-        device: the device of the model.
-        python: whether to remember Python's, whose state takes ten times as long to read as torch's.
+        devices: those of the model.
+        generators: the others; Python's, unless it is said. The state of most takes ten times as long to read as torch's.
     """
 
-    def __init__(self, device: torch.device, *, python: bool = True) -> None:
-        self._cpu = torch.default_generator.get_state()
-        self._python = random.getstate() if python else None
-        self._device = device
-        self._backend: ModuleType | None = None if device.type == "cpu" else torch.get_device_module(device)
-        self._on_device = None if self._backend is None else self._backend.get_rng_state(device)
+    def __init__(self, devices: torch.device | Sequence[torch.device], generators: Sequence[Generator] | None = None) -> None:
+        self._devices = [devices] if isinstance(devices, torch.device) else devices
+        self._generators = [torch.default_generator, *([PYTHON] if generators is None else generators)]
+        self._states = [get_generator_state(one) for one in self._generators]
+        self._on_devices: list[tuple[ModuleType, torch.device, Tensor]] = []
+        for device in self._devices:
+            if device.type != "cpu":
+                backend = torch.get_device_module(device)
+                self._on_devices.append((backend, device, backend.get_rng_state(device)))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RandomState:
+        """Itself: it does not change, and the generators are there once."""
+        return self
 
     def restore(self) -> None:
         """Puts the generators back to it."""
-        torch.set_rng_state(self._cpu)
-        if self._python is not None:
-            random.setstate(self._python)
-        if self._backend is not None:
-            self._backend.set_rng_state(self._on_device, self._device)
+        for generator, state in zip(self._generators, self._states, strict=True):
+            set_generator_state(generator, state)
+        for backend, device, state in self._on_devices:
+            backend.set_rng_state(state, device)
 
     def has_moved(self) -> bool:
         """Whether one of the generators has been drawn from since."""
-        now = RandomState(self._device, python=self._python is not None)
-        if now._python != self._python or not torch.equal(now._cpu, self._cpu):
-            return True
-        before, after = self._on_device, now._on_device
-        return before is not None and after is not None and not torch.equal(before, after)
+        return self.torch_has_moved() or any(one is not torch.default_generator for one in self.moved())
 
-    def python_has_moved(self) -> bool:
-        """Whether Python's generator has been drawn from since; False if its state was not taken."""
-        return self._python is not None and random.getstate() != self._python
+    def torch_has_moved(self) -> bool:
+        """Whether one of torch's generators, of the CPU or of a device, has been drawn from since."""
+        if not torch.equal(torch.default_generator.get_state(), self._states[0]):
+            return True
+        return not all(torch.equal(state, backend.get_rng_state(device)) for backend, device, state in self._on_devices)
+
+    def moved(self) -> list[Generator]:
+        """Those of the generators that have been drawn from since; those of devices are left out."""
+        pairs = zip(self._generators, self._states, strict=True)
+        return [one for one, state in pairs if not _are_alike(get_generator_state(one), state)]
 
 
 def capture_random_state(*, accelerators: bool = True) -> dict[str, Any]:
@@ -211,7 +227,7 @@ def generators_within(owner: Any) -> dict[str, Generator]:
     """
     found: dict[str, Generator] = {}
     queue: list[tuple[tuple[str, ...], Any]] = [((), owner)]
-    seen = {id(torch.default_generator), id(vars(random)["_inst"]), id(np.random.mtrand._rand), id(owner)}
+    seen = {id(torch.default_generator), id(PYTHON), id(NUMPY), id(owner)}
     for path, value in queue:  # grows
         if isinstance(value, Generator):
             found[".".join(path)] = value
@@ -229,6 +245,8 @@ def get_generator_state(generator: Generator) -> Any:
         return generator.get_state()
     if isinstance(generator, random.Random):
         return generator.getstate()
+    if generator is NUMPY:
+        return _numpy.read()
     return generator.bit_generator.state if isinstance(generator, np.random.Generator) else generator.get_state(legacy=False)
 
 
@@ -249,8 +267,19 @@ def set_generator_state(generator: Generator, state: Any) -> None:
             generator.bit_generator.state = state
         else:
             generator.set_state(state)
+        if generator is NUMPY:
+            _numpy.note(state)
     else:
         raise ValueError(f"the state of a {type(generator).__name__} must not be of type {type(state).__name__}")
+
+
+def _are_alike(one: Any, other: Any) -> bool:
+    """Whether two states of a generator are the same."""
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_are_alike(value, other[key]) for key, value in one.items())
+    return bool(np.array_equal(one, other)) if isinstance(one, np.ndarray) else bool(one == other)
 
 
 def _attributes(value: Any) -> Mapping[str, Any]:

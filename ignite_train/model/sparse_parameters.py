@@ -11,7 +11,7 @@ from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
 
 from ignite_train.model.optimizers import Optimizers
 
-__all__ = ["check_sparse_parameters", "sparse_gradient_values", "sparse_parameters", "tensor_of_rows"]
+__all__ = ["check_sparse_parameters", "no_rows", "sparse_gradient_values", "sparse_parameters", "tensor_of_rows"]
 
 _CAPABLE = (Adagrad, SGD, SparseAdam)  # those of torch's optimizers that step along a sparse gradient
 
@@ -40,6 +40,13 @@ def tensor_of_rows(indices: Tensor, values: Tensor, shape: Sequence[int], *, is_
     """
     rows: Tensor = torch.ops.aten._sparse_coo_tensor_unsafe(indices[None], values, shape, is_coalesced=is_coalesced)
     return rows
+
+
+def no_rows(parameter: Tensor) -> Tensor:
+    """A sparse gradient of `parameter` that has no row."""
+    indices = torch.empty(0, dtype=torch.int64, device=parameter.device)
+    values = parameter.detach().new_empty(0, *parameter.shape[1:])
+    return tensor_of_rows(indices, values, parameter.shape)
 
 
 def check_sparse_parameters(model: nn.Module, optimizer: Optimizer | Optimizers) -> None:

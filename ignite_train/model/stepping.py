@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from operator import itemgetter
-from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -19,8 +19,10 @@ from ignite_train.model.direct_step import DirectStep
 from ignite_train.model.fused_kernels import FusedKernels
 from ignite_train.model.gradients import Gradients
 from ignite_train.model.group_tensors import GroupTensors, SteppedGroup, gather
+from ignite_train.model.optimizers import inner_optimizers, is_wrapped_by_scheduler
+from ignite_train.model.step_watch import StepWatch
 
-__all__ = ["LARGEST_DIVISOR", "SMALLEST_DIVISOR", "Stepping", "SteppingTogether", "is_wrapped_by_scheduler"]
+__all__ = ["LARGEST_DIVISOR", "SMALLEST_DIVISOR", "Stepping", "SteppingTogether"]
 
 _FOLDING = (Adagrad, Adam, AdamW, SGD)  # with fused=True they divide by `grad_scale` while they read the gradient
 LARGEST_DIVISOR = torch.finfo(torch.float32).max  # in which the kernel holds it
@@ -45,13 +47,22 @@ class Stepping:
     Args:
         optimizer: which to step.
         gradients: those of its parameters.
-        takes_closure: whether its step is given a closure, by something else than this.
+        watch: told of each step.
+        takes_closure: whether its step is given a closure.
+
+    Attributes:
+        watch: the same.
     """
 
-    def __init__(self, optimizer: Optimizer, gradients: Gradients, *, takes_closure: bool = False) -> None:
+    def __init__(self, optimizer: Optimizer, gradients: Gradients, watch: StepWatch, *, takes_closure: bool = False) -> None:
         self._optimizer, self._gradients, self._takes_closure = optimizer, gradients, takes_closure
-        tensors = GroupTensors(gradients)
-        self._kernels, self._direct = FusedKernels(optimizer, gradients, tensors), DirectStep(optimizer, gradients, tensors)
+        self.watch = watch
+        tensors, said = GroupTensors(gradients), set[str]()
+        self._kernels = FusedKernels(optimizer, gradients, tensors, said)
+        # The optimizers inside it, as SAM has one, step with kernels of their own.
+        inner = inner_optimizers(optimizer, with_own_state=False).values()
+        self._inner = [FusedKernels(one, gradients, GroupTensors(gradients), said) for one in inner]
+        self._direct = DirectStep(optimizer, gradients, tensors, watch)
         self._logged = False
         self._host_number = np.zeros((), dtype=np.float32)  # the memory of this tensor: torch takes longer to make one
         self._host_divisor = torch.from_numpy(self._host_number)
@@ -69,7 +80,25 @@ class Stepping:
         else:
             if factor != 1.0:
                 self._gradients.multiply(factor)
-            self._kernels.step()
+            self._step()
+
+    def step_with_closure(self, closure: Callable[[], Tensor]) -> None:
+        """Steps an optimizer that evaluates the loss again, along gradients that are the clipped mean.
+
+        Args:
+            closure: leaves such gradients, at the present parameters, and returns the loss.
+        """
+        kernels = (self._kernels, *self._inner)
+
+        def evaluate() -> Tensor:
+            loss = closure()
+            for one in kernels:
+                one.look_again()
+            return loss
+
+        for one in kernels:
+            one.look()
+        self._step(evaluate)
 
     def step_if(self, may_step: Tensor, divisor: Tensor) -> None:
         """Steps along the gradients divided by `divisor` if `may_step` is 1, and not if it is 0; both float32, on the device.
@@ -94,10 +123,29 @@ class Stepping:
         attributes: dict[str, Any] = vars(self._optimizer)
         attributes.update(given)
         try:
-            self._kernels.step()
+            self._step()
         finally:
             for name in given:
                 del attributes[name]
+
+    def _step(self, *closure: Callable[[], Tensor]) -> None:
+        """Calls the optimizer's own step."""
+        with self._kernels if not self._inner else self._all_kernels(), self.watch.stepping(self._optimizer):
+            try:
+                self._optimizer.step(*closure)  # type: ignore[arg-type]  # torch declares that a closure returns a float
+            except torch.OutOfMemoryError as error:
+                if not closure:
+                    error.add_note(
+                        "the optimizer ran out of memory in its step; its first step makes moments, of the size of the "
+                        "parameters: use smaller micro-batches with more accumulation_steps, or an optimizer with fewer moments"
+                    )
+                raise
+
+    def _all_kernels(self) -> ExitStack:
+        contexts = ExitStack()
+        for kernels in (self._kernels, *self._inner):
+            contexts.enter_context(kernels)
+        return contexts
 
     def why_not_queued(self) -> str | None:
         """Why a folded step could not be skipped by the device without a trace; asked at each step."""
@@ -122,6 +170,8 @@ class Stepping:
     def _why_not_fused(self, groups: Sequence[SteppedGroup]) -> str | None:
         optimizer = self._optimizer
         wrong = self._kernels.why_not_fused(groups)  # looks at what a subclass has of them too
+        for kernels in self._inner:
+            kernels.look()
         if type(optimizer) not in _FOLDING:
             return "it has no fused kernel that this library knows"
         for group in optimizer.param_groups:
@@ -148,11 +198,15 @@ class SteppingTogether:
 
     Args:
         parts: for each optimizer its step, and the gradients of its parameters.
+        watch: told of each step by the parts.
         limits_each: whether each optimizer has a limit of its own for the norm, so that their factors differ.
+
+    Attributes:
+        watch: the same.
     """
 
-    def __init__(self, parts: Sequence[tuple[Stepping, Gradients]], *, limits_each: bool = False) -> None:
-        self._parts, self._limits_each = tuple(parts), limits_each
+    def __init__(self, parts: Sequence[tuple[Stepping, Gradients]], watch: StepWatch, *, limits_each: bool = False) -> None:
+        self._parts, self.watch, self._limits_each = tuple(parts), watch, limits_each
 
     def __call__(self, mean_factor: float, *clip_coefficients: float) -> None:
         """Steps along the gradients times `mean_factor`, and a coefficient: one for all optimizers, or one for each of them.
@@ -181,9 +235,3 @@ class SteppingTogether:
     def why_not_fused(self) -> str | None:
         """See `Stepping.why_not_fused`: what hinders one of them."""
         return next((why for stepping, _ in self._parts if (why := stepping.why_not_fused())), None)
-
-
-def is_wrapped_by_scheduler(step: Any, kind: type[Optimizer]) -> bool:
-    """Whether `step` is what torch's schedulers put in its place, to count its calls, and nothing else."""
-    marks = vars(step) if isinstance(step, FunctionType) else {}
-    return "_wrapped_by_lr_sched" in marks and marks["__wrapped__"] is kind.step

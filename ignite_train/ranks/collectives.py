@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -170,11 +171,17 @@ def own_process() -> list[str]:
 
     It is made of the machine since it was booted, the namespace of the process, its number and when it began.
     """
+    return [*_process(os.getpid())]
+
+
+@cache
+def _process(number: int) -> tuple[str, ...]:
+    """See `own_process`; of this number, which another one has after a fork."""
     try:
         machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return [machine, str(Path("/proc/self/ns/pid").readlink()), str(os.getpid()), _look_up(os.getpid())[1]]
+        return machine, str(Path("/proc/self/ns/pid").readlink()), str(number), _look_up(number)[1]
     except OSError:
-        return []
+        return ()
 
 
 def has_ended(process: Sequence[str]) -> bool:

@@ -34,31 +34,42 @@ class FSDPReduction:
     Args:
         root: the module that `fully_shard` was applied to last.
         placeholders: what a rank without data runs on.
+        borrows: whether that is what another rank runs at the same time, so that both use the same modules; or else a
+            micro-batch of its own, since forward has collectives of its own, in which each is to be there once.
     """
 
     may_drop_micro_batches = False
     forward_is_local = False
 
-    def __init__(self, root: nn.Module, placeholders: Placeholders) -> None:
+    def __init__(self, root: nn.Module, placeholders: Placeholders, *, borrows: bool = True) -> None:
         self.module = root
         self.divisor = collectives.world_size()
         self._root: Any = root
         self._placeholders, self._same_parameters = placeholders, SameParameters()
+        self._borrows = borrows
         self._has_begun = False  # an update, which has not ended
 
     def num_placeholders(self, group: Sequence[Any], max_micro_batches: int | None) -> int:
         """As many as the rank with the most micro-batches has more: all run the same number of forwards.
 
-        Collective where the choice of placeholders is, and in every update if the loaders have no length.
+        Collective where the choice of placeholders is, in every update if the loaders have no length, and where some rank has
+        fewer than another.
+
+        Args:
+            group: this rank's micro-batches.
+            max_micro_batches: how many the rank with the most of them has; None if that is unknown, or if some rank has fewer
+                and borrows.
         """
         if self._has_begun:
             self._drop_leftovers()
         self._has_begun = True
-        if not self._placeholders.choose(group):
-            return 0
         if max_micro_batches is None:
-            max_micro_batches = int(collectives.largest(len(group))[0])
-        return max_micro_batches - len(group)
+            lengths = [int(length) for length in collectives.everyones(len(group))]
+            max_micro_batches = max(lengths)
+            if self._borrows and min(lengths) < max_micro_batches:
+                self._placeholders.borrow(group, lengths)
+                return max_micro_batches - len(group)
+        return max_micro_batches - len(group) if self._placeholders.choose(group) else 0
 
     def context(self, *, last: bool) -> AbstractContextManager[Any]:
         """Backward leaves whole gradients on this rank, unless it is the last."""

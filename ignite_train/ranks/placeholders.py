@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import cycle
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ignite_train.carried import Carried
-from ignite_train.model.replay import SideEffects
+from ignite_train.model.forward_state import ForwardState
 from ignite_train.ranks import collectives
 
 __all__ = ["Placeholders", "borrowed_micro_batch"]
@@ -24,13 +26,14 @@ class Placeholders:
     that one is not finite, the update is skipped anyway. So a bad micro-batch spoils no other update than its own.
 
     Args:
-        module: whose buffers are put back.
+        module: the model; all that running it changes is put back.
         carried: what forward carries, which is put back too.
     """
 
     def __init__(self, module: nn.Module, carried: Carried) -> None:
-        self._module, self._carried = module, carried
+        self._forward_state = ForwardState(module, carried)
         self._chosen: Any = None  # for the running update
+        self._borrowed: Iterator[Any] = iter(())  # in its place, one after the other
         self._applied: Any = None  # of the latest update that was applied
         self._latest_was_applied = False  # the same on all ranks, because the decisions are
 
@@ -43,12 +46,28 @@ class Placeholders:
         Returns:
             Whether a micro-batch was found: the same answer on all ranks. False means that no rank has had data so far.
         """
-        own = group[-1] if group else None
+        own, self._borrowed = group[-1] if group else None, iter(())
         if self._latest_was_applied:
             self._chosen = self._applied if own is None else own
         else:
             self._chosen = borrowed_micro_batch(own, self._applied)
         return self._chosen is not None
+
+    def borrow(self, group: Sequence[Any], lengths: Sequence[int]) -> None:
+        """Chooses, for each micro-batch that this rank lacks, the one at that place of the rank with the most. Collective.
+
+        So a rank that calls a module in a forward does so where another one does. Micro-batches are pickled between the ranks.
+
+        Args:
+            group: this rank's micro-batches.
+            lengths: how many each rank has; they differ.
+        """
+        lender, fewest = lengths.index(max(lengths)), min(lengths)
+        lent = [group[fewest:] if collectives.rank() == lender else None]
+        dist.broadcast_object_list(lent, src=lender)
+        micro_batches = (lent[0] or [])[len(group) - fewest :]
+        self._borrowed = cycle(micro_batches)  # where a NaN is looked for they are run once more
+        self._chosen = group[-1] if group else micro_batches[-1]
 
     def finish(self, *, applied: bool) -> None:
         """To be called after each update with its outcome, which is the same on all ranks."""
@@ -56,14 +75,19 @@ class Placeholders:
         if applied:
             self._applied = self._chosen
 
-    def loss(self, loss_of: Callable[[Any], Tensor]) -> Tensor:
+    def loss(self, loss_of: Callable[[Any], Tensor], *, gives_zeros: bool = True) -> Tensor:
         """Runs forward on the chosen micro-batch, whose loss has a gradient of zero.
 
         What others' losses make of it, through collectives in forward, reaches this rank's parameters all the same.
+
+        Args:
+            loss_of: runs forward and gives the loss.
+            gives_zeros: backward goes through forward with zeros; or else with no gradients, which torch's operators pass on as
+                such, functions that have a collective in backward take for zeros, and hooks are given as None.
         """
-        side_effects = SideEffects(self._module, self._carried)
-        loss: Tensor = _WithoutGradient.apply(loss_of(self._chosen))  # type: ignore[no-untyped-call]
-        side_effects.undo()
+        before = self._forward_state.mark()
+        loss: Tensor = _WithoutGradient.apply(loss_of(next(self._borrowed, self._chosen)), gives_zeros)  # type: ignore[no-untyped-call]
+        self._forward_state.put_back(before)
         return loss
 
 
@@ -83,9 +107,10 @@ def borrowed_micro_batch(own: Any, earlier: Any = None) -> Any:
 
 class _WithoutGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, loss: Tensor) -> Tensor:  # noqa: ARG004
+    def forward(ctx: Any, loss: Tensor, gives_zeros: object) -> Tensor:
+        ctx.gives_zeros = gives_zeros
         return loss.clone()
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> Tensor:  # noqa: ARG004
-        return torch.zeros_like(grad_outputs[0])
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, None]:
+        return torch.zeros_like(grad_outputs[0]) if ctx.gives_zeros else None, None

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ignite_train.model.gradients import Gradients
-from ignite_train.model.sparse_parameters import sparse_parameters, tensor_of_rows
+from ignite_train.model.sparse_parameters import no_rows, sparse_parameters
+from ignite_train.ranks.bucket_order import settle_bucket_order
 from ignite_train.ranks.messages import Outgoing
 from ignite_train.ranks.statistics import Statistics
 
@@ -143,11 +144,18 @@ class DDPReduction:
         self.module = ddp.module if model is ddp else model
         self.divisor = torch.distributed.get_world_size(ddp.process_group)
         self._unreduced = _frozen_when_wrapped(ddp)
+        self._has_order = False  # of the buckets
         self._is_first = True  # the next context is the first one of an update, or of another evaluation of its loss
         for parameter in sparse_parameters(ddp.module):
             if parameter.requires_grad:
                 # DDP divides a sparse gradient in place, whose rows may be the gradient that backward hands on to other layers.
                 parameter.register_hook(torch.clone)  # type: ignore[no-untyped-call]
+
+    @property
+    def tells_unused(self) -> bool:
+        """Whether DDP finds out which parameters no rank has a gradient of, and none of them has a hook."""
+        ddp = self._ddp
+        return ddp.find_unused_parameters and not ddp.static_graph and not any(map(_has_hooks, ddp.module.parameters()))
 
     def context(self, *, last: bool) -> AbstractContextManager[Any]:
         """DDP's `no_sync`, which must cover forward and backward; none for the last. Collective, where there are buffers."""
@@ -171,7 +179,11 @@ class DDPReduction:
             ddp.broadcast_buffers = True
 
     def num_placeholders(self, group: Sequence[Any], max_micro_batches: int | None) -> int:  # noqa: ARG002
-        """One without data, for the one backward that reduces."""
+        """One without data, for the one backward that reduces. Collective the first time."""
+        if not self._has_order:
+            self._has_order = True
+            if self.divisor > 2:  # a + b is b + a
+                settle_bucket_order(self._ddp)
         self._is_first = True  # also after an update that was broken off
         return 0 if group else 1
 
@@ -287,11 +299,5 @@ def _has_hooks(parameter: Tensor) -> bool:
 
 def _nothing_for(parameter: Tensor, *, is_sparse: bool) -> Tensor | None:
     if is_sparse:
-        return _no_rows(parameter)
+        return no_rows(parameter)
     return torch.zeros_like(parameter) if _has_hooks(parameter) else None
-
-
-def _no_rows(parameter: Tensor) -> Tensor:
-    indices = torch.empty(0, dtype=torch.int64, device=parameter.device)
-    values = parameter.detach().new_empty(0, *parameter.shape[1:])
-    return tensor_of_rows(indices, values, parameter.shape)

@@ -1,4 +1,4 @@
-"""Plain replicas: gradients and statistics cross the ranks together, once all backwards are done."""
+"""Plain replicas, whose gradients cross the ranks with the statistics, once all backwards are done, or never."""
 
 from __future__ import annotations
 
@@ -22,13 +22,12 @@ from ignite_train.ranks.bare_forward import BareForward
 from ignite_train.ranks.buckets import buckets
 from ignite_train.ranks.joint_message import JointMessage
 from ignite_train.ranks.messages import Outgoing
-from ignite_train.ranks.pair_message import PairMessage
 from ignite_train.ranks.reduction import PlainReduction
-from ignite_train.ranks.small_sum import SmallSum
 from ignite_train.ranks.sparse_rows import SparseRows
 from ignite_train.ranks.statistics import Statistics
+from ignite_train.ranks.unlike_ranks import described_parameters, refuse_unlike_ranks
 
-__all__ = ["ExplicitReduction", "SmallReplicas"]
+__all__ = ["ExplicitReduction", "LocalReduction", "SmallReplicas"]
 
 _WAITS_FOR_RANKS = True  # HangWatch looks for it in the file where a rank stands
 
@@ -50,16 +49,15 @@ class ExplicitReduction(PlainReduction):
 
     def __init__(self, model: nn.Module, *, synchronise: bool = True) -> None:
         super().__init__(model)
-        for tensor in chain(model.parameters(), model.buffers()) if synchronise else ():
-            collectives.broadcast(tensor)
-        self._sum = SmallSum()
+        if synchronise:
+            _begin_alike(model)
         self._sparse: SparseRows | None = None
         self._buckets: tuple[tuple[nn.Parameter, ...], ...] = ()
         self._tail: tuple[nn.Parameter, ...] = ()  # whose gradients travel beside the statistics
         self._num_small = 0  # how many elements they have
         self._planned: list[nn.Parameter] = []
         self._dtypes: list[torch.dtype | None] = []  # of their gradients; None: of any
-        self._message: JointMessage | PairMessage | None = None
+        self._message: JointMessage | None = None
         self._compared = {id(parameter): weakref.ref(parameter) for parameter in model.parameters()}
 
     def end(self, outgoing: Outgoing, statistics: Statistics, gradients: Gradients) -> float | Tensor:
@@ -93,11 +91,10 @@ class ExplicitReduction(PlainReduction):
             self._sparse.add_over_ranks(message.announced)
         return gradients.norm()
 
-    def _message_like(self, statistics: Tensor, num_flags: int, num_announced: int) -> JointMessage | PairMessage:
+    def _message_like(self, statistics: Tensor, num_flags: int, num_announced: int) -> JointMessage:
         """The message of the update before; another one where other parameters have become trainable, or names are logged."""
         if self._message is None or self._message.statistics.numel() != statistics.numel():
-            kind = PairMessage if PairMessage.suits(statistics, self._tail, self._sum) else JointMessage
-            self._message = kind(statistics, num_flags, num_announced, self._tail, self._sum)
+            self._message = JointMessage(statistics, num_flags, num_announced, self._tail)
         return self._message
 
     def _make_plan(self, gradients: Gradients, device: torch.device) -> None:
@@ -192,6 +189,36 @@ class SmallReplicas(ExplicitReduction):
                 "or pass reduction='ddp'"
             )
         return self._bare_forward
+
+
+class LocalReduction(PlainReduction):
+    """Leaves gradients on their rank, for an outer optimizer that makes the replicas equal from time to time.
+
+    The packed statistics cross in each update all the same, so that all ranks know the loss, the logs and when to stop.
+
+    Args:
+        model: without a wrapper; all ranks begin with the weights and buffers of rank 0. Collective.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        _begin_alike(model)
+
+    def end(self, outgoing: Outgoing, statistics: Statistics, gradients: Gradients) -> float | Tensor:  # noqa: ARG002
+        """Sends the statistics. The norm is a placeholder: each rank has its own, which `LocalUpdate` takes and sends."""
+        statistics.start(*outgoing)
+        return 1.0
+
+
+def _begin_alike(model: nn.Module) -> None:
+    """Gives parameters and buffers of rank 0 to all ranks. Collective.
+
+    Raises:
+        ValueError: the model is not the same on all ranks.
+    """
+    refuse_unlike_ranks(described_parameters(model))
+    for tensor in chain(model.parameters(), model.buffers()):
+        collectives.broadcast(tensor)
 
 
 def _flatten(parameters: tuple[nn.Parameter, ...]) -> Tensor:

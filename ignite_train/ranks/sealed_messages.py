@@ -6,13 +6,14 @@ import hashlib
 import hmac
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from ignite_train.ranks import collectives
+from ignite_train.ranks.unlike_ranks import refuse_unlike_ranks
 
 __all__ = ["SealedMessages"]
 
@@ -53,11 +54,18 @@ class SealedMessages:
         self.host = "rank 0" if self.host_rank == 0 else "the launcher" if over_tcp else "the file where the ranks met"
 
     @classmethod
-    def start(cls) -> SealedMessages | None:
-        """Opens the same corner on all ranks; None in a single process. Collective."""
+    def start(cls, describe: Callable[[], Mapping[str, str]] = dict) -> SealedMessages | None:
+        """Opens the same corner on all ranks; None in a single process. Collective.
+
+        Args:
+            describe: gives what must be the same on all ranks; see `refuse_unlike_ranks`.
+
+        Raises:
+            ValueError: it is not.
+        """
         if collectives.world_size() == 1 or not dist.is_initialized():
             return None
-        drawn = collectives.broadcast_bytes(os.urandom(_NAME_BYTES + _SECRET_BYTES))
+        drawn = refuse_unlike_ranks(describe(), os.urandom(_NAME_BYTES + _SECRET_BYTES))
         store: Store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
         return cls(PrefixStore(f"ignite_train/{drawn[:_NAME_BYTES].hex()}", store), drawn[_NAME_BYTES:])
 
@@ -88,8 +96,11 @@ class SealedMessages:
         return self._unseal(name, self._store.compare_set(name, _ABSENT, _ABSENT))  # the one read of a store that never waits
 
     def read_all(self, names: Iterable[str]) -> dict[str, Any]:
-        """The values that ranks have left under these names; one request to the store, and one for each that is missing."""
-        there = [name for name in names if name in self._there or self.has(name)]
+        """The values that ranks have left under these names; two requests to the store, one for each name if one is missing."""
+        names = list(names)
+        new = [name for name in names if name not in self._there]
+        all_there = not new or self._store.check(new)
+        there = names if all_there else [name for name in names if name in self._there or self.has(name)]
         self._there.update(there)
         records = self._store.multi_get(there) if there else []
         values = {name: self._unseal(name, record) for name, record in zip(there, records, strict=True)}

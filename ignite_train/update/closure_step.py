@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,11 +15,12 @@ from torch.optim import Optimizer
 
 from ignite_train.carried import Carried
 from ignite_train.forward import ForwardOutput
-from ignite_train.model.gradients import Gradients
+from ignite_train.model.forward_state import ForwardMark, ForwardState
+from ignite_train.model.gradients import Gradients, times
 from ignite_train.model.micro_batch_rollback import writing_error, written_into
 from ignite_train.model.optimizers import inner_optimizers
-from ignite_train.model.replay import SideEffects
 from ignite_train.model.seeding import Seeding
+from ignite_train.model.stepping import Stepping
 from ignite_train.ranks.messages import Outgoing, RankRequests
 from ignite_train.ranks.reduction import Reduction
 from ignite_train.ranks.statistics import Statistics, Totals
@@ -32,7 +33,7 @@ __all__ = ["ClosureStep"]
 
 @dataclass(kw_only=True)
 class ClosureStep:
-    """Calls `optimizer.step(closure)`, where the closure is as torch has it.
+    """Has the optimizer step with a closure, as torch has it.
 
     It clears the gradients, evaluates the loss of the group at the present parameters, leaves its gradients and returns it.
 
@@ -47,7 +48,8 @@ class ClosureStep:
     not finite, or if the step raises an exception, they are put back.
 
     Attributes:
-        optimizer: which to step.
+        optimizer: which is stepped.
+        stepping: steps it.
         gradients: of its parameters.
         reduction: how they cross the ranks.
         statistics: adds up the losses.
@@ -59,11 +61,13 @@ class ClosureStep:
         normalize: whether the objective is the mean loss; otherwise it is the sum.
         keeps_graph: whether gradients are to be differentiable.
         if_not_finite: the reason of a skip for parameters that are not finite.
-        replays: whether each evaluation sees the random numbers and buffers of the first, and leaves no trace in them.
+        replays: whether each evaluation starts from what the first one started from, and leaves no trace; see `ForwardState`.
+        forward_state: what forward may change.
         seeding: seeds each evaluation, if the random numbers of an update are a function of a seed.
     """
 
     optimizer: Optimizer
+    stepping: Stepping
     gradients: Gradients
     reduction: Reduction
     statistics: Statistics
@@ -76,13 +80,15 @@ class ClosureStep:
     keeps_graph: bool
     if_not_finite: SkippedReason
     replays: bool
+    forward_state: ForwardState
     seeding: Seeding | None = None
-    _beginning: SideEffects | None = None
+    _beginning: ForwardMark | None = None
+    _stepped: dict[int, Tensor] = field(default_factory=dict)  # the parameters that had a gradient when the optimizer stepped
 
     def mark(self) -> None:
-        """Remembers the random state and the buffers before the first evaluation, if they are to be replayed."""
+        """Remembers what forward may change before the first evaluation, if it is to be replayed."""
         if self.replays:
-            self._beginning = SideEffects(self.reduction.module, self.carried)
+            self._beginning, self._stepped = self.forward_state.mark(), {}
 
     def __call__(
         self, trainer: Trainer, micro_batches: Sequence[Any], num_placeholders: int, decision: Decision, sample_size: float
@@ -114,14 +120,16 @@ class ClosureStep:
             return torch.tensor(objective, dtype=torch.float64, device=self.statistics.device)
 
         try:
-            self.optimizer.step(closure)  # type: ignore[arg-type]  # torch declares that a closure returns a float
+            self.stepping.step_with_closure(closure)
             if not before.is_finite():
                 raise _NotFiniteError(decision._replace(grad_norm=math.nan, skipped_reason=self.if_not_finite))
         except _NotFiniteError as error:
             before.put_back()
+            self.stepping.watch.take_back()
             return error.decision, number
         except BaseException:
             before.put_back()
+            self.stepping.watch.take_back()
             raise
         return decision, number
 
@@ -134,6 +142,7 @@ class ClosureStep:
         """
         # other requests, and checks, travel with the first evaluation
         outgoing = Outgoing(RankRequests(changes_gradients=trainer._outgoing().requests.changes_gradients), ())
+        self._stepped |= {id(one): one for one in self.gradients.parameters() if one.grad is not None}
         self.gradients.clear()
         is_written = written_into([*micro_batches])
         with torch.enable_grad(), self._as_the_first():  # optimizers switch gradients off around their step
@@ -159,12 +168,12 @@ class ClosureStep:
             self.carried.rewind()
             yield
             return
-        now = SideEffects(self.reduction.module, self.carried)
-        self._beginning.undo()
+        now = self.forward_state.mark()
+        self.forward_state.put_back(self._beginning, stepped=self._stepped.values())
         try:
             yield
         finally:
-            now.undo()
+            self.forward_state.put_back(now)
 
     def _accumulate(self, outgoing: Outgoing, micro_batches: Sequence[Any], num_placeholders: int, evaluation: int) -> None:
         num_backwards = len(micro_batches) + num_placeholders
@@ -196,7 +205,7 @@ class ClosureStep:
         with torch.enable_grad():
             for parameter in self.gradients.parameters():
                 if parameter.grad is not None:
-                    parameter.grad = parameter.grad * factor
+                    parameter.grad = times(parameter.grad, factor)
 
 
 class _NotFiniteError(Exception):

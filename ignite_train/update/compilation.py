@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from ignite_train.arguments import describe
-from ignite_train.model.direct_backward import direct_backward
+from ignite_train.model.compiled_step import is_lost
 from ignite_train.ranks.reduction import NoReduction, Reduction
 from ignite_train.ranks.wrapping import unwrap
 from ignite_train.update.options import UpdateOptions
@@ -135,7 +136,7 @@ def compile_in_place(model: nn.Module, options: ModelOptions, *, backward: bool 
     if options is False:
         if backward:
             raise ValueError("compiled_autograd must be False without compile; pass compile=True, or torch.compile's options")
-        return direct_backward
+        return torch.autograd.backward
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ValueError(
             "compile must be False for a model that fully_shard was applied to; compile its blocks before sharding"
@@ -151,9 +152,19 @@ def compile_in_place(model: nn.Module, options: ModelOptions, *, backward: bool 
             "compiled_autograd must be False in DistributedDataParallel, whose reduction torch does not trace; pass the module "
             "inside, with options=UpdateOptions(reduction='explicit')"
         )
+    _warn_of_lost_buffers(module)
     settings = {} if options is True else dict(options)
     module.compile(**settings)
-    return _compiled_backward(settings) if backward else direct_backward
+    return _compiled_backward(settings) if backward else torch.autograd.backward
+
+
+def _warn_of_lost_buffers(module: nn.Module) -> None:
+    lost = next((name for name, buffer in module.named_buffers() if is_lost(buffer)), None)
+    if lost is not None:
+        logging.getLogger("ignite_train").warning(
+            f"the buffer {lost!r} is a float64 number without dimensions on the CPU, and what compiled code writes into such a "
+            "tensor is lost; give it the shape (1,) or another dtype if forward changes it"
+        )
 
 
 def _compiled_backward(settings: dict[str, Any]) -> Backward:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -16,13 +15,13 @@ from torch.optim import Optimizer
 from ignite_train.events import TrainEvents
 from ignite_train.forward import ForwardOutput
 from ignite_train.model.compiled_step import CompiledStep, StepPlan, StepTensors
-from ignite_train.model.replay import TrialRun
+from ignite_train.model.first_forward import without_first_look
+from ignite_train.model.forward_state import ForwardState
 from ignite_train.ranks.messages import RankRequests
 from ignite_train.ranks.statistics import Statistics, Totals
 from ignite_train.state import UpdateOutput
 from ignite_train.trainer import Trainer
 from ignite_train.update.decision import Decision, decide
-from ignite_train.update.loss_declaration import LossDeclarationWarning, misdeclared
 from ignite_train.update.update import Update
 from ignite_train.update.update_graphs import CannotCompileError, Gathered, UpdateGraphs
 
@@ -33,6 +32,11 @@ _SEEING = (  # the events whose handlers stand between what is one graph here
     TrainEvents.BACKWARD_COMPLETED,
     TrainEvents.GRADIENTS_REDUCED,
     TrainEvents.GRADIENTS_READY,
+)
+
+
+_hooks_on_saved_tensors: Callable[[bool], Any] = vars(torch._C._autograd).get(
+    "_top_saved_tensors_default_hooks", lambda _: None
 )
 
 
@@ -81,10 +85,10 @@ class CompiledUpdate(Update):
 
     settings: Mapping[str, Any] = field(default_factory=dict)
     _step: CompiledStep = field(init=False)
+    _forward_state: ForwardState = field(init=False)
     _host_statistics: Statistics = field(init=False)
     _graphs: dict[tuple[StepPlan, ...], UpdateGraphs] = field(default_factory=dict)
     _current: UpdateGraphs | None = None  # those for what was tried out
-    _is_new: bool = True  # no micro-batch was tried out
     _unfit: str | None = None  # what was found about the one that was tried out
     _obstacle: str | None = None  # why no later update of this process can be a graph
     _said: set[str] = field(default_factory=set)
@@ -95,29 +99,18 @@ class CompiledUpdate(Update):
     _result: _Result | None = None  # of the graphs of this update, until it is read
     _num_made: Tensor = field(init=False)  # on the device: the steps that graphs have made; survives an interrupt inside of one
     _num_known: int = 0  # those of them that the host knows of
-    _group_size: int = 0  # the micro-batches of the graphs that were last asked for a step
-    _num_stepped: int = 0  # the micro-batches of this update, once its graphs have made the step
+    _num_before: int = 0  # the same, when a graph was last asked for a step
     _begun: int | None = None  # the micro-batch that has begun, and for which there turned out to be no graph
 
     def __post_init__(self) -> None:
         super().__post_init__()
         assert isinstance(self.optimizer, Optimizer)  # noqa: S101  # as `why_no_compiled_update` has seen
         self._step = CompiledStep(self.optimizer, self.model)
+        self._forward_state = ForwardState(self.model, self.carried, without_first_look(self.forward))
         self._host_statistics = self.statistics if self.statistics.on_host else Statistics(torch.device("cpu"))
+        self._leftovers.statistics.append(self._host_statistics)
         # not without dimensions: torch 2.13 drops what AOTAutograd's graphs write into such an input on the CPU
         self._num_made = torch.zeros(1, dtype=torch.float64, device=self.statistics.device)
-
-    def __call__(self, trainer: Trainer, micro_batches: Sequence[Any]) -> Any:
-        """See `Update`. An update whose graph has made the step counts, also where an error follows: it is not done again."""
-        self._num_stepped = 0
-        try:
-            return super().__call__(trainer, micro_batches)
-        except BaseException:
-            if self._num_stepped and not trainer._settled:
-                trainer._settled = True
-                trainer.state.num_steps += 1
-                trainer.state.num_micro_batches += self._num_stepped
-            raise
 
     def _accumulate(self, trainer: Trainer, micro_batches: Sequence[Any], done: int = 0) -> None:
         """Runs the graphs, up to and with the step; or, where there can be none, only adds up gradients as `Update` does."""
@@ -127,8 +120,8 @@ class CompiledUpdate(Update):
         if self._result is None:
             super()._accumulate(trainer, micro_batches, done)
 
-    def _reduce(self, trainer: Trainer) -> tuple[Totals, bool]:
-        """The update's numbers, and whether its graph has made the step."""
+    def _reduce(self, trainer: Trainer) -> Totals:
+        """The update's numbers. Its graph may have made the step."""
         result = self._result
         if result is None:
             return super()._reduce(trainer)
@@ -140,29 +133,41 @@ class CompiledUpdate(Update):
         if not trainer.piggybacks and 0 <= size < math.inf:  # as `Statistics.finish` does, which takes longer
             requests = trainer._requests
             agreed = RankRequests(requests.stop, requests.stop_epoch, requests.more_data, requests.interrupt)
-            return Totals(size, loss, result.num_micro_batches, 0, logs, agreed, norm, (), weights), self._num_stepped > 0
+            return Totals(size, loss, result.num_micro_batches, 0, logs, agreed, norm, (), weights)
         statistics = self._host_statistics
         statistics.add(ForwardOutput(loss, size, _pairs(logs, weights)))  # type: ignore[arg-type]  # a number for the loss
         statistics.pack(*trainer._outgoing(), alone=True)
-        return statistics.finish(norm)._replace(num_micro_batches=result.num_micro_batches), self._num_stepped > 0
+        return statistics.finish(norm)._replace(num_micro_batches=result.num_micro_batches)
 
     def _read(self, result: _Result) -> list[float]:
         """Norm, loss, sample size and logs. Notes whether the step was made. Synchronises with the device."""
         norm, has_stepped, *sums = result.vector.tolist()  # sync
         self._result = None
         if has_stepped:
-            self._note_step(result.num_micro_batches)
+            self._note_step()
+        self.stepping.watch.decided(moved=bool(has_stepped))
         return [norm, *sums]
 
-    def _note_step(self, num_micro_batches: int) -> None:
-        """Counts the step of a graph. Done again after an interrupt in it, this changes nothing that it has done."""
+    def _note_step(self) -> None:
+        """Notes the step of a graph. Done again after an interrupt in it, this changes nothing that it has done."""
+        assert isinstance(self.optimizer, Optimizer)  # noqa: S101
         self._step.commit()
-        self._num_stepped = num_micro_batches
-        self._num_known += 1
+        self._num_known = self._num_before + 1
+        self.stepping.watch.leave(self.optimizer)
+
+    def _has_made_step(self) -> bool:
+        """Whether the graph has made its step, asked where its result is not here. Synchronises with the device.
+
+        An interrupt is raised as soon as the graph has run. So the graph itself counts its steps.
+        """
+        made = bool(self._num_made.item() > self._num_before)  # sync
+        if made:
+            self._note_step()
+        return made
 
     def _decide(self, trainer: Trainer, totals: Totals) -> Decision:
         """See `Update`. After the step of a graph there is nothing that handlers could change."""
-        if not self._num_stepped:
+        if not self.journal.moved:
             return super()._decide(trainer, totals)
         return decide(
             totals,
@@ -173,40 +178,13 @@ class CompiledUpdate(Update):
             normalize=self.options.normalize,
         )
 
-    def _show_gradients(self, trainer: Trainer, totals: Totals, decision: Decision, *, has_stepped: bool) -> UpdateOutput:
+    def _show_gradients(self, trainer: Trainer, totals: Totals, decision: Decision) -> UpdateOutput:
         """See `Update`. A graph leaves no gradients, and its step was made."""
-        if not has_stepped:
-            return super()._show_gradients(trainer, totals, decision, has_stepped=False)
+        if not self.journal.moved:
+            return super()._show_gradients(trainer, totals, decision)
         output = self._record(totals, decision)
         trainer._publish(output)
         return output
-
-    def _step_or_skip(
-        self, update: int, decision: Decision, output: UpdateOutput, micro_batches: Sequence[Any], *, has_stepped: bool
-    ) -> None:
-        """See `Update`. The step of a graph has left no gradients to clear."""
-        if not has_stepped:
-            super()._step_or_skip(update, decision, output, micro_batches, has_stepped=False)
-            return
-        assert decision.skipped_reason is None  # noqa: S101  # host and device decide from the same numbers
-        self._failures.count(update, output, scale_fell=False)
-        self._is_told = True
-        self.loss_scaling.update(overflow=False)
-
-    def _discard(self, error: BaseException) -> None:
-        """See `Update`. What a step has made of the update stays, but for its record. Synchronises with the device.
-
-        An interrupt is raised as soon as the graph has run, before its result is here. So the graph itself counts its steps.
-        """
-        self._result = None
-        if self._num_made.item() > self._num_known:  # sync
-            self._note_step(self._group_size)
-        if self._num_stepped:
-            self.carried.end_update()
-            if not self._is_told:
-                self.loss_scaling.update(overflow=False)
-        self._host_statistics.reset()
-        super()._discard(error)
 
     # --- whether there is a graph -----------------------------------------------------------------------------------------
 
@@ -216,18 +194,15 @@ class CompiledUpdate(Update):
         This is done at first, and when modules, parameters or the optimizer's groups are not what they were. So a mistake of
         forward is told as it is without compiling, also a mean that is declared as a sum.
         """
-        trial = TrialRun(self.model, self.carried, self.forward, micro_batch)
+        mark = self._forward_state.mark(micro_batch)
         named = [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
         with torch.compiler.set_stance("force_eager"):
             output = self._forward(micro_batch)
-            message = misdeclared(output, micro_batch) if self._is_new else None
             loss, parameters = self._scaled(output.loss), [parameter for _, parameter in named]
             gradients = torch.autograd.grad(loss, parameters, allow_unused=True) if named else ()
-        trial.undo()
-        if message is not None:
-            warnings.warn(message, LossDeclarationWarning, stacklevel=2)
+        self._forward_state.put_back(mark)
         used = frozenset([name for (name, _), one in zip(named, gradients, strict=True) if one is not None])
-        self._is_new, self._unfit = False, None if used else "the loss depends on no parameter"
+        self._unfit = None if used else "the loss depends on no parameter"
         if any(one is not None and one.layout is not torch.strided for one in gradients):
             self._unfit = "there are sparse gradients"
         self._step.look(used)
@@ -270,15 +245,17 @@ class CompiledUpdate(Update):
                 return f"{event.name} has a handler"
         if trainer._on_backward or trainer._before_norm:
             return "a handler or a metric looks at each backward"
+        if _hooks_on_saved_tensors(True) is not None:
+            return "hooks on saved tensors are set, and graphs do not call them"
         if torch.is_anomaly_enabled():
             return "torch's detection of anomalies is switched on"
         return self._step.why_not()
 
     def _new_graphs(self, plans: tuple[StepPlan, ...]) -> UpdateGraphs:
         return UpdateGraphs(
-            forward=self.forward,
+            forward=without_first_look(self.forward),
             model=self.model,
-            carried=self.carried,
+            forward_state=self._forward_state,
             plans=plans,
             precision=self.precision,
             max_grad_norm=self.max_grad_norm,
@@ -310,10 +287,13 @@ class CompiledUpdate(Update):
                     if not is_last:
                         gathered = graphs.add(moved, numbers, gathered)
                     else:
-                        self._group_size = done + 1
+                        self._num_before = self._num_known
+                        self.stepping.watch.leave_to_device(self._has_made_step)
+                        self.stepping.watch.enter(self.optimizer)  # type: ignore[arg-type]  # one, as seen before
                         vector, logs = graphs.end(moved, numbers, gathered, tensors.states, self._num_made)
                         self._result = _Result(vector, logs, done + 1)
         except CannotCompileError as error:
+            self.stepping.watch.decided(moved=False)
             self._begun = done
             self._hand_over(error, gathered, done)
             return done

@@ -72,7 +72,7 @@ def decide(
 
 
 def decide_again(before: Decision, norm: float, *, scales_loss: bool, max_grad_norm: float | None) -> Decision:
-    """Decides about a mean gradient that handlers may have changed.
+    """Decides about a mean gradient that handlers may have changed: it is stepped along if it is finite now.
 
     Args:
         before: what was decided about the gradients as they were.
@@ -82,7 +82,8 @@ def decide_again(before: Decision, norm: float, *, scales_loss: bool, max_grad_n
     """
     if not math.isfinite(norm):
         return before._replace(grad_norm=norm, mean_factor=1.0, skipped_reason="overflow" if scales_loss else "nonfinite")
-    return before._replace(grad_norm=norm, mean_factor=1.0, clip_coefficient=clip_coefficient(norm, max_grad_norm))
+    coefficient = clip_coefficient(norm, max_grad_norm)
+    return before._replace(grad_norm=norm, mean_factor=1.0, clip_coefficient=coefficient, skipped_reason=None)
 
 
 def clip_coefficient(norm: float, max_grad_norm: float | None) -> float:

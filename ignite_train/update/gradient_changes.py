@@ -10,6 +10,7 @@ from ignite_train.model.gradients import Gradients
 from ignite_train.ranks.reduction import Reduction
 from ignite_train.trainer import Trainer
 from ignite_train.update.decision import SMALLEST_NORM, Decision, decide_again
+from ignite_train.update.handler_guard import HandlerGuard
 
 __all__ = ["GradientChanges", "trusted_norm"]
 
@@ -21,12 +22,14 @@ class GradientChanges:
     """Fires GRADIENTS_REDUCED if some rank has a handler, and decides again about what handlers have made of the gradients.
 
     The gradients are multiplied to be those of the mean loss first, which is one pass over memory, and their norm is taken a
-    second time, for which sharded models reduce one number over the ranks. An update that is skipped anyway has no mean
-    gradient, so there the event is not fired.
+    second time, for which sharded models reduce one number over the ranks. Gradients that are not finite are shown too, so that
+    handlers can repair them: what they leave decides, also where the loss is not finite. Not so with loss scaling, where an
+    overflow is one before handlers, as with torch's GradScaler, or else the scale would never fall.
     """
 
     gradients: Gradients
     reduction: Reduction
+    guard: HandlerGuard
     scales_loss: bool
     max_grad_norm: float | None
     _has_logged: bool = False
@@ -42,7 +45,7 @@ class GradientChanges:
         Raises:
             NoGradientError: handlers have dropped all gradients.
         """
-        if decision.skipped_reason is not None or not are_changed:
+        if decision.skipped_reason not in (None, "nonfinite") or not are_changed:
             return decision
         if not self._has_logged:
             self._has_logged = True
@@ -52,7 +55,8 @@ class GradientChanges:
             )
         if decision.mean_factor != 1.0:
             self.gradients.multiply(decision.mean_factor)
-        trainer.fire_event(_GRADIENTS_REDUCED)
+        with self.guard.no_step("a handler of GRADIENTS_REDUCED"):
+            trainer.fire_event(_GRADIENTS_REDUCED)
         self.gradients.refuse_dropped("GRADIENTS_REDUCED")
         norm = trusted_norm(self.reduction, self.gradients)
         return decide_again(decision, norm, scales_loss=self.scales_loss, max_grad_norm=self.max_grad_norm)

@@ -8,11 +8,16 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["GraphNumbers"]
+__all__ = ["GraphNumbers", "tolerance_of"]
 
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 2e-3}
 _TOLERANCE_OF_HALF = 5e-2
 _SMALLEST_NORM, _SMALLEST_LOSS = 1e-3, 1e-2  # of one sample; what is smaller may be a difference of large numbers
+
+
+def tolerance_of(dtypes: Sequence[torch.dtype]) -> float:
+    """How far compiled code that computes in these dtypes may be off, relative to the value."""
+    return max(_TOLERANCES.get(dtype, _TOLERANCE_OF_HALF) for dtype in dtypes)
 
 
 class GraphNumbers(NamedTuple):
@@ -43,8 +48,7 @@ class GraphNumbers(NamedTuple):
             return None
         if self.sample_size != expected.sample_size:
             return f"a sample size of {self.sample_size:g} in place of {expected.sample_size:g}"
-        tolerance = max(_TOLERANCES.get(dtype, _TOLERANCE_OF_HALF) for dtype in dtypes)
-        size = expected.sample_size
+        tolerance, size = tolerance_of(dtypes), expected.sample_size
         for what, found, right, smallest in (
             ("gradient norm", self.norm, expected.norm, _SMALLEST_NORM * size),
             ("loss", self.loss, expected.loss, _SMALLEST_LOSS * size),

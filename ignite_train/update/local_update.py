@@ -16,6 +16,7 @@ from ignite_train.state import SkippedReason, UpdateOutput
 from ignite_train.trainer import Trainer
 from ignite_train.update.decision import Decision
 from ignite_train.update.gradient_changes import trusted_norm
+from ignite_train.update.journal import Ending
 from ignite_train.update.update import Update
 from ignite_train.update.weak_method import WeakMethod
 
@@ -115,11 +116,8 @@ class LocalUpdate(Update):
         skipping = 0 if decision.skipped_reason is not None else collectives.world_size() - self._own.num_stepping
         return replace(super()._record(totals, decision), num_ranks_skipped=skipping)
 
-    def _step_or_skip(
-        self, update: int, decision: Decision, output: UpdateOutput, micro_batches: Sequence[Any], *, has_stepped: bool
-    ) -> None:
-        """Steps along the gradients of this rank, or changes nothing on it. No step is ever queued: `has_stepped` is False."""
-        assert not has_stepped  # noqa: S101
+    def _step_or_skip(self, update: int, decision: Decision, output: UpdateOutput, micro_batches: Sequence[Any]) -> None:
+        """Steps along the gradients of this rank, or changes nothing on it. No step is ever queued."""
         own, reason = self._own.decision, decision.skipped_reason
         if reason == "nonfinite" and self.options.on_nonfinite == "raise":
             raise self._nonfinite_error(update, micro_batches, replace(output, grad_norm=math.nan))  # it is that of others
@@ -132,12 +130,6 @@ class LocalUpdate(Update):
             self.learning_rates.check(output.learning_rates)
             self.gradients.refuse_dropped()
             self.stepping(own.mean_factor, own.clip_coefficient)
-            self._has_stepped = True
-        if reason != "no_samples" and not has_overflowed:
-            self._is_told = True
-            self.loss_scaling.update(overflow=False)
-        if own.skipped_reason is not None or not self.options.keep_gradients:
-            self.gradients.clear()
 
     def _warn_of_skipping_ranks(self, update: int) -> None:
         """Warns the 1st, 2nd, 4th, 8th, ... time."""
@@ -148,10 +140,14 @@ class LocalUpdate(Update):
                 f"gradients are not finite, while others stepped; such updates so far: {number}"
             )
 
+    def _ending(self, output: UpdateOutput) -> Ending:
+        own = super()._ending(replace(output, skipped_reason=self._own.decision.skipped_reason))
+        return own._replace(applied=output.applied)
+
     def _finish(self, output: UpdateOutput) -> None:
         super()._finish(replace(output, skipped_reason=self._own.decision.skipped_reason))
         if output.applied:
-            self._trainer._ranks_are_alike = False
+            self._trainer.replicas_are_equal = False
         if not self._trainer._after_update and not self._is_warned:
             self._is_warned = True
             logging.getLogger("ignite_train").warning(

@@ -6,6 +6,7 @@ unscales with the scale that its own backward used, and only then asks for the n
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -13,6 +14,7 @@ from ignite_train.arguments import one_of, positive_int, real_number
 from ignite_train.errors import LossScaleFloorError
 
 __all__ = [
+    "BeginsBySize",
     "DeepSpeedLossScaling",
     "FairseqLossScaling",
     "HasFloor",
@@ -59,6 +61,20 @@ class HasFloor(Protocol):
 
     min_scale: float
     on_floor: str
+
+
+@runtime_checkable
+class BeginsBySize(Protocol):
+    """A policy whose first scale depends on how many samples the first update has.
+
+    Attributes:
+        awaits_size: whether it is still to be told.
+    """
+
+    awaits_size: bool
+
+    def begin(self, sample_size: float) -> None:
+        """Sets the first scale, knowing about how large Σsample_size over all ranks is; the same on all of them."""
 
 
 def scale_near_floor(policy: LossScaling) -> float:
@@ -165,8 +181,13 @@ class _DynamicLossScaling:
 class TorchLossScaling(_DynamicLossScaling):
     """The rule of `torch.amp.GradScaler`: grow after `growth_interval` good updates in a row, back off at an overflow.
 
+    GradScaler's first scale of 2^16 is meant for mean losses. A loss that is a sum over n samples has gradients n times as
+    large, so here 2^16 is divided by the size of the first update, rounded up to a power of two. All ranks agree on that size
+    after the first forward of the first update, in one small collective: this rank's first sample size times its micro-batches,
+    summed over the ranks. No later update needs anything.
+
     Args:
-        init_scale: the first scale.
+        init_scale: the first scale, which is taken as it is; None for 2^16 divided by the size of the first update.
         growth_factor: what it grows by.
         backoff_factor: what an overflow multiplies it by.
         growth_interval: good updates in a row before it grows.
@@ -183,7 +204,7 @@ class TorchLossScaling(_DynamicLossScaling):
 
     def __init__(
         self,
-        init_scale: float = 2.0**16,
+        init_scale: float | None = None,
         *,
         growth_factor: float = 2.0,
         backoff_factor: float = 0.5,
@@ -192,6 +213,9 @@ class TorchLossScaling(_DynamicLossScaling):
         max_scale: float = 2.0**24,
         on_floor: Literal["raise", "hold"] = "raise",
     ) -> None:
+        self.awaits_size = init_scale is None
+        if init_scale is None:
+            init_scale = min(max(2.0**16, real_number("min_scale", min_scale)), real_number("max_scale", max_scale))
         super().__init__(init_scale, min_scale, max_scale, on_floor)
         self.growth_factor = real_number("growth_factor", growth_factor, above=1)
         self.backoff_factor = real_number("backoff_factor", backoff_factor, above=0)
@@ -199,6 +223,31 @@ class TorchLossScaling(_DynamicLossScaling):
             raise ValueError(f"backoff_factor must be below 1, got {backoff_factor!r}")
         self.growth_interval = positive_int("growth_interval", growth_interval)
         self.good_updates = 0
+
+    def begin(self, sample_size: float) -> None:
+        """Sets the first scale, unless there are no samples yet."""
+        if 0 < sample_size < math.inf:
+            fraction, exponent = math.frexp(sample_size)
+            # 2^exponent is to be the smallest power of two that is not below the size.
+            exponent -= fraction == 0.5
+            self.scale = min(max(math.ldexp(1.0, 16 - exponent), self.min_scale), self.max_scale)
+            self.awaits_size = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """The scale and the counter; and before the first update that the scale is not known yet."""
+        return super().state_dict() | ({"awaits_size": True} if self.awaits_size else {})
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Takes them over.
+
+        Raises:
+            ValueError: it is the state of another policy, or the scale is not a positive number.
+        """
+        awaits = state_dict.get("awaits_size", False)
+        if not isinstance(awaits, bool):
+            raise ValueError(f"TorchLossScaling state must have True or False as awaits_size, got {awaits!r:.60}")
+        super().load_state_dict({key: value for key, value in state_dict.items() if key != "awaits_size"})
+        self.awaits_size = awaits
 
     def update(self, *, overflow: bool) -> None:
         """Grows or backs off."""

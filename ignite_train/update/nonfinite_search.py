@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from ignite_train.carried import Carried
+from ignite_train.forward import BoundForward
+from ignite_train.model.forward_state import ForwardState
 from ignite_train.model.gradients import Gradients
 from ignite_train.model.nonfinite import find_nonfinite
-from ignite_train.model.replay import ReplayPoint, SideEffects
+from ignite_train.model.random_state import RandomState
 from ignite_train.ranks import collectives
 from ignite_train.ranks.rank_vote import RankVote
 from ignite_train.ranks.reduction import Reduction
@@ -37,6 +39,7 @@ class NonFiniteSearch:
         reduction: has the model without a wrapper, and runs placeholders.
         gradients: dropped by a search.
         carried: what forward carries.
+        forward: the user's.
         loss_of: runs the user's forward of a micro-batch on the model without a wrapper, and scales the loss as the update did;
             takes the index in the group too, but for a placeholder.
         raises: whether an update that is not finite ends the run without loss scaling.
@@ -44,6 +47,7 @@ class NonFiniteSearch:
 
     Attributes:
         forward_draws: whether forward may draw random numbers. Where it is known that it does not, no state is remembered.
+        marks_always: whether the random state is remembered also where no search is possible, for an update that is repeated.
     """
 
     def __init__(
@@ -52,26 +56,39 @@ class NonFiniteSearch:
         reduction: Reduction,
         gradients: Gradients,
         carried: Carried,
+        forward: BoundForward,
         loss_of: _LossOf,
         raises: bool,
         loss_scaling: LossScaling,
     ) -> None:
         self._reduction, self._gradients, self._carried, self._loss_of = reduction, gradients, carried, loss_of
-        self._replay_point, self._vote = ReplayPoint(next(reduction.module.parameters()).device), RankVote()
+        self._forward_state, self._vote = ForwardState(reduction.module, carried, forward), RankVote()
+        self._draws: RandomState | None = None  # of the beginning of the update
         if loss_scaling.enabled:
             self._largest_scale = scale_near_floor(loss_scaling)
         else:
             self._largest_scale = math.inf if raises else 0.0
-        self.forward_draws = True
+        self.forward_draws, self.marks_always = True, False
+        self._is_marked = False
+
+    def forget(self) -> None:
+        """An update begins, whose random state has not been remembered."""
+        self._is_marked = False
 
     def mark(self, loss_scale: float) -> None:
         """Remembers the state before an update at this loss scale, if a search in it is possible."""
-        if self.forward_draws and loss_scale <= self._largest_scale:
-            self._replay_point.mark()
+        if self.forward_draws and (loss_scale <= self._largest_scale or self.marks_always):
+            self._draws = self._forward_state.mark_draws()
+            self._is_marked = True
+
+    def put_back(self) -> None:
+        """Goes back to the random state before the update, where it was remembered."""
+        if self._is_marked and self._draws is not None:
+            self._draws.restore()
 
     def has_mark(self, loss_scale: float) -> bool:
-        """Whether the state before an update at this loss scale was remembered."""
-        return loss_scale <= self._largest_scale
+        """Whether the state before an update at this loss scale was remembered, as far as forward draws numbers."""
+        return loss_scale <= self._largest_scale and (self._is_marked or not self.forward_draws)
 
     def __call__(
         self, micro_batches: Sequence[Any], num_placeholders: int, *, loss_is_finite: bool
@@ -98,16 +115,15 @@ class NonFiniteSearch:
             error.add_note(f"run again: {found}" if found else "run again, this update was finite")
 
     def _replay(self, micro_batches: Sequence[Any], num_placeholders: int) -> str | None:
-        """What this rank finds. Random state, buffers and what forward carries are put back."""
-        module = self._reduction.module
-        side_effects = SideEffects(module, self._carried)
-        if self.forward_draws:
-            self._replay_point.restore()
+        """What this rank finds. All that forward changes is put back."""
+        module, now = self._reduction.module, self._forward_state.mark()
+        if self.forward_draws and self._draws is not None:
+            self._draws.restore()
         self._carried.rewind()
         self._gradients.clear()
         # On several ranks each goes through its whole group: forward may have collectives that this library cannot see.
         found = find_nonfinite(module, micro_batches, self._loss_of, all_of_them=collectives.world_size() > 1)
         for _ in range(0 if self._reduction.forward_is_local else num_placeholders):
             torch.autograd.backward(self._reduction.run_placeholder(self._loss_of))
-        side_effects.undo()
+        self._forward_state.put_back(now)
         return found

@@ -41,15 +41,16 @@ class UpdateOptions:
             the run with a `GaveUpError` on all ranks; None never gives up. An overflow counts only if it left the loss scale
             where it was, as with `StaticLossScaling` and with `on_floor="hold"` at the floor: a high first scale may fall as
             often as it must. An update without samples does not end the row. A resumed run continues the count.
-        retain_graph: keep the graph of each micro-batch after its backward.
+        retain_graph: keep the graph of each micro-batch after its backward. Not with `compile`, but for `compiled_autograd`.
         create_graph: make gradients differentiable, for handlers of BACKWARD_COMPLETED; they are detached before the next
             micro-batch. Not on several ranks.
         compiled_autograd: trace and compile backward too, with the options of `compile`. Not in DistributedDataParallel.
         closure: give the optimizer's `step` torch's closure, as LBFGS, SAM and their like need it: forward and backward over
-            the group again, with the same weights, reduction and clipping, returning the mean loss. `"replay"` shows each
-            evaluation the random numbers and buffers of the first, and leaves no trace of the others in them; with True each
-            draws its own. Parameters and the optimizer's state are copied in each update, and put back if an evaluation is not
-            finite. One optimizer, not in `fully_shard`. Optimizers that need none, such as AdamW, evaluate it once more too.
+            the group again, with the same weights, reduction and clipping, returning the mean loss. `"replay"` starts each
+            evaluation from what the first one started from (random numbers, buffers, attributes of modules, parameters that
+            forward moves), and the others leave no trace in them; with True each draws its own. Parameters and the optimizer's
+            state are copied in each update, and put back if an evaluation is not finite. One optimizer, not in `fully_shard`.
+            Optimizers that need none, such as AdamW, evaluate it once more too.
         keep_gradients: let loggers read `.grad` after the update. After a step it is the clipped mean gradient, until the next
             update begins; after a skip it is None. Costs the memory of the gradients between updates.
         normalize: divide gradients by Σsample_size. False steps along Σ∇loss, and `grad_norm` and `trainer.gradients()` are
@@ -57,6 +58,10 @@ class UpdateOptions:
         drop_last_group: leave out the last group of an epoch if it has fewer than `accumulation_steps` micro-batches, on the
             rank that has the most of them, as fairseq's `skip_remainder_batch` does. They are read and dropped. Without a
             length several ranks read a whole group ahead.
+        train_mode: put the model into training mode before each update, if its root module is in eval mode; a warning says so
+            if the script had put all of it into eval mode. False leaves all modes as the script has set them, as linear probes
+            and fine-tuning with frozen statistics need it. Modules outside of the model keep their modes anyway, such as a
+            teacher in eval mode.
         none_is_empty: take a None from the loader for a micro-batch without samples, as fairseq does for empty shards. It keeps
             its place in its group, so that ranks stay in step, and forward does not see it. An update of nothing else is
             skipped. Without this a None is an error.
@@ -78,6 +83,7 @@ class UpdateOptions:
     keep_gradients: bool = False
     normalize: bool = True
     drop_last_group: bool = False
+    train_mode: bool = True
     none_is_empty: bool = False
 
     def __post_init__(self) -> None:

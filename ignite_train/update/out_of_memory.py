@@ -15,9 +15,9 @@ from torch.utils import _pytree as pytree
 from ignite_train.carried import Carried
 from ignite_train.device.memory_summary import memory_summary
 from ignite_train.device.to_device import moves_itself
+from ignite_train.model.forward_state import ForwardState
 from ignite_train.model.gradients import Gradients
 from ignite_train.model.micro_batch_rollback import writing_error, written_into
-from ignite_train.model.replay import SideEffects
 from ignite_train.ranks.statistics import Statistics
 
 __all__ = ["OnOutOfMemory", "RaiseOutOfMemory", "RecoverFromOutOfMemory", "Recovery"]
@@ -67,7 +67,7 @@ class RaiseOutOfMemory:
 class RecoverFromOutOfMemory:
     """Takes back what a failed attempt has done, and drops the micro-batch or halves it.
 
-    Gradients, statistics, buffers and random state are as if the attempt had not been, so that the update is bitwise the one
+    Gradients, statistics and what forward changes are as if the attempt had not been, so that the update is bitwise the one
     in which that micro-batch had no weight; halves make the same sums as the whole, because their weights are sample sizes.
     The price is a second buffer of gradients while a micro-batch runs.
 
@@ -77,6 +77,7 @@ class RecoverFromOutOfMemory:
         gradients: which are put back.
         statistics: which are put back, and told of each failure.
         carried: what forward carries, which is put back.
+        forward: the user's, whose generators are put back.
     """
 
     def __init__(
@@ -87,9 +88,11 @@ class RecoverFromOutOfMemory:
         gradients: Gradients,
         statistics: Statistics,
         carried: Carried | None = None,
+        forward: Any = None,
     ) -> None:
-        self._split, self._module = split, module
-        self._carried = Carried() if carried is None else carried
+        self._split = split
+        # Copies of all parameters are what a lack of memory is made of.
+        self._forward_state = ForwardState(module, carried, forward, copies=False)
         self._gradients, self._statistics = gradients, statistics
         self._fits: int | None = None
         self._waiting: deque[Any] = deque()
@@ -144,19 +147,20 @@ class RecoverFromOutOfMemory:
         self._waiting.extendleft(reversed(_halves(part, self._is_cut)))
 
     def snapshot(self) -> tuple[Any, ...]:
-        """Gradients (set aside), statistics, buffers, random state and what forward carries."""
-        return self._gradients.set_aside(), self._statistics.mark(), SideEffects(self._module, self._carried)
+        """Gradients (set aside), statistics, and what forward changes."""
+        return self._gradients.set_aside(), self._statistics.mark(), self._forward_state.mark()
 
     def put_back(self, snapshot: tuple[Any, ...]) -> None:
         """Forgets the attempt."""
-        aside, mark, side_effects = snapshot
+        aside, mark, before = snapshot
         self._gradients.put_back(aside)
         self._statistics.rewind(mark)
-        side_effects.undo()
+        self._forward_state.put_back(before)
 
     def keep(self, snapshot: tuple[Any, ...]) -> None:
         """Adds the attempt's gradients to those set aside."""
         self._gradients.add_back(snapshot[0])
+        self._forward_state.keep(snapshot[2])
 
 
 class _Attempt:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -60,8 +59,8 @@ class QueuedStep:
         self._logged = False
         self._unread: Tensor | None = None  # whether the step was made that was queued last, until its numbers are read
 
-    def __call__(self, trainer: Trainer, norm: float | Tensor | None, scale: float) -> tuple[Totals, bool]:
-        """Reads the update's numbers, and says whether the device has made the step that belongs to them.
+    def __call__(self, trainer: Trainer, norm: float | Tensor | None, scale: float) -> Totals:
+        """Reads the update's numbers; the device may have made the step that belongs to them.
 
         Args:
             trainer: whose handlers may stand between reduction and step.
@@ -70,7 +69,7 @@ class QueuedStep:
         """
         statistics = self._statistics
         if statistics.on_host:
-            return statistics.finish(norm), False
+            return statistics.finish(norm)
         reduced, obstacle = statistics.reduced(norm), self._why_not_queued(trainer)
         if not self._logged:
             self._say_whether(obstacle)
@@ -79,7 +78,7 @@ class QueuedStep:
             statistics.send(norm, rates)
             totals = statistics.finish(norm)
             self._learning_rates.learn(totals.more)
-            return totals, False
+            return totals
         may_step, divisor = decide_on_device(
             reduced,
             divisor=self._divisor,
@@ -91,25 +90,14 @@ class QueuedStep:
             may_step = may_step * torch.isfinite(rate).reshape(()).to(may_step.device)
         statistics.send(norm, [may_step, *rates])
         trainer._begin_section("optimizer")
+        # Told before the kernels are queued, so that after an interrupt the device is asked whether they have stepped.
+        self._stepping.watch.leave_to_device(lambda: bool(may_step.item() == 1.0))  # sync
         self._stepping.step_if(may_step, divisor)
-        self._unread = may_step
         trainer._begin_section("reduction")
         totals = statistics.finish(norm)
-        self._unread = None
+        self._stepping.watch.decided(moved=totals.more[0] == 1.0)
         self._learning_rates.learn(totals.more[1:])
-        return totals, totals.more[0] == 1.0
-
-    def made_unread(self) -> bool:
-        """Whether an exception has come between a step that the device made and its numbers. May wait for the device.
-
-        A device that has failed cannot tell, and counts as not having made it.
-        """
-        unread, self._unread = self._unread, None
-        if unread is None:
-            return False
-        with suppress(RuntimeError):
-            return bool(unread.item() == 1.0)  # sync
-        return False
+        return totals
 
     def _why_not_queued(self, trainer: Trainer) -> str | None:
         """Why the host must know the numbers before the step; asked in each update, as handlers and hooks come and go."""

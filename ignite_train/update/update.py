@@ -26,14 +26,17 @@ from ignite_train.errors import (
 )
 from ignite_train.events import TrainEvents
 from ignite_train.forward import BoundForward, ForwardOutput, as_forward_output
-from ignite_train.model.buffer_rollback import BufferRollback
+from ignite_train.model.first_forward import FirstForward, without_first_look
+from ignite_train.model.forward_state import ForwardState
 from ignite_train.model.gradients import Gradients
 from ignite_train.model.learning_rates import LearningRates
+from ignite_train.model.loss_declaration import check_forward
 from ignite_train.model.nonfinite import spoilt_buffer
 from ignite_train.model.optimizers import Optimizers
 from ignite_train.model.precision import Precision
 from ignite_train.model.seeding import Seeding
 from ignite_train.model.stepping import Stepping, SteppingTogether
+from ignite_train.ranks import collectives
 from ignite_train.ranks.reduction import Reduction
 from ignite_train.ranks.statistics import Statistics, Totals
 from ignite_train.state import TrainState, UpdateOutput
@@ -43,7 +46,21 @@ from ignite_train.update.compilation import Backward
 from ignite_train.update.decision import Decision, decide, may_trust_norm
 from ignite_train.update.failures_in_a_row import FailuresInARow
 from ignite_train.update.gradient_changes import GradientChanges
-from ignite_train.update.loss_scaling import LossScaling
+from ignite_train.update.handler_guard import HandlerGuard
+from ignite_train.update.journal import (
+    Buffers,
+    CarriedValues,
+    Cleared,
+    Counters,
+    End,
+    Ending,
+    Journal,
+    Leftovers,
+    RandomNumbers,
+    Scale,
+    Seeds,
+)
+from ignite_train.update.loss_scaling import BeginsBySize, LossScaling
 from ignite_train.update.nonfinite_search import NonFiniteSearch
 from ignite_train.update.norm_limits import NormLimits
 from ignite_train.update.options import UpdateOptions
@@ -57,6 +74,7 @@ __all__ = ["Update"]
 _MICRO_BATCH_STARTED, _FORWARD_COMPLETED = TrainEvents.MICRO_BATCH_STARTED, TrainEvents.FORWARD_COMPLETED
 _BACKWARD_COMPLETED, _GRADIENTS_READY = TrainEvents.BACKWARD_COMPLETED, TrainEvents.GRADIENTS_READY
 _NOTHING = nullcontext()
+_STEPPED = Ending(End.STEPPED, applied=True)
 
 
 @dataclass(kw_only=True)
@@ -83,23 +101,31 @@ class Update:
     norm_limits: NormLimits | None
     options: UpdateOptions
     seeding: Seeding | None
-    _buffers: BufferRollback = field(init=False)
+    _guard: HandlerGuard = field(init=False)
+    journal: Journal = field(init=False)
+    buffers: Buffers = field(init=False)
+    _counters: Counters = field(init=False)
+    _leftovers: Leftovers = field(init=False)
+    _scale: Scale = field(init=False)
     _gradient_changes: GradientChanges = field(init=False)
     _failures: FailuresInARow = field(init=False)
     _search: NonFiniteSearch = field(init=False)
     _closure_step: ClosureStep | None = None
     _num_placeholders: int = 0
-    _has_stepped: bool = False  # the running update has moved the parameters
-    _is_told: bool = False  # the loss scaling knows of that step
+    _first_scale: BeginsBySize | None = None  # the policy, if its first scale depends on the first update
+    _group_size: int = 0  # how many micro-batches this rank has in the running update, as far as is known when it begins
+    _agrees_on_scale: bool = False  # whether the first loss scale is still to be found in the running update
 
     def __post_init__(self) -> None:
         # What it gives its parts to call must not keep it, its model and its optimizer alive.
-        may_skip = self.loss_scaling.enabled or self.options.on_nonfinite == "skip"
-        self._buffers = BufferRollback(self.reduction.module, is_needed=may_skip)
         self._failures = FailuresInARow(self.options.give_up_after)
+        self._guard = HandlerGuard(self.gradients, self.optimizer, keeps_graph=self.options.create_graph)
+        first = FirstForward(self.forward, self._guard.forward, WeakMethod(self._check_forward), WeakMethod(self._set_forward))
+        self.forward = first
         self._gradient_changes = GradientChanges(
             gradients=self.gradients,
             reduction=self.reduction,
+            guard=self._guard,
             scales_loss=self.loss_scaling.enabled,
             max_grad_norm=self.max_grad_norm,
         )
@@ -107,27 +133,47 @@ class Update:
             reduction=self.reduction,
             gradients=self.gradients,
             carried=self.carried,
+            forward=first.forward,
             loss_of=WeakMethod(self._loss_without_wrapper),
             raises=self.options.on_nonfinite == "raise",
             loss_scaling=self.loss_scaling,
         )
+        self._first_scale = self.loss_scaling if isinstance(self.loss_scaling, BeginsBySize) else None
+        self.journal = self._new_journal()
         if self.options.closure and isinstance(self.optimizer, Optimizer):
-            self._closure_step = ClosureStep(
-                optimizer=self.optimizer,
-                gradients=self.gradients,
-                reduction=self.reduction,
-                statistics=self.statistics,
-                carried=self.carried,
-                state=self.state,
-                forward=WeakMethod(self._forward),
-                backward=WeakMethod(self._run_backward),
-                decide=WeakMethod(self._decide),
-                normalize=self.options.normalize,
-                keeps_graph=self.options.create_graph,
-                if_not_finite="overflow" if self.loss_scaling.enabled else "nonfinite",
-                replays=self.options.closure == "replay",
-                seeding=self.seeding,
-            )
+            self._closure_step = self._new_closure_step(self.optimizer)
+
+    def _new_journal(self) -> Journal:
+        may_skip = self.loss_scaling.enabled or self.options.on_nonfinite == "skip"
+        self.buffers = Buffers(self.reduction.module, are_marked=may_skip)
+        self._counters, self._scale = Counters(self.state), Scale(self.loss_scaling)
+        self._leftovers = Leftovers(self.state, self.transfer, self.statistics)
+        cleared = Cleared(self.gradients, are_kept=self.options.keep_gradients)
+        # With a seed the numbers of an update are a function of it, and the generators are given back at each end.
+        random = RandomNumbers(self._search) if self.seeding is None else Seeds(self.seeding)
+        parts = (self._counters, self._scale, CarriedValues(self.carried), self.buffers, cleared, self._leftovers, random)
+        return Journal(parts, self.stepping.watch)
+
+    def _new_closure_step(self, optimizer: Optimizer) -> ClosureStep:
+        assert isinstance(self.stepping, Stepping)  # noqa: S101  # as of one optimizer
+        return ClosureStep(
+            optimizer=optimizer,
+            stepping=self.stepping,
+            gradients=self.gradients,
+            reduction=self.reduction,
+            statistics=self.statistics,
+            carried=self.carried,
+            state=self.state,
+            forward=WeakMethod(self._forward),
+            backward=WeakMethod(self._run_backward),
+            decide=WeakMethod(self._decide),
+            normalize=self.options.normalize,
+            keeps_graph=self.options.create_graph,
+            if_not_finite="overflow" if self.loss_scaling.enabled else "nonfinite",
+            replays=self.options.closure == "replay",
+            forward_state=ForwardState(self.reduction.module, self.carried, without_first_look(self.forward)),
+            seeding=self.seeding,
+        )
 
     def __call__(self, trainer: Trainer, micro_batches: Sequence[Any]) -> Any:
         """Runs one update. Collective.
@@ -139,35 +185,28 @@ class Update:
         Returns:
             What the trainer's output transform has made of the update's record.
         """
-        micro_batches_before, begin_section = trainer.state.num_micro_batches, trainer._begin_section
+        begin_section = trainer._begin_section
         begin_section("forward")
-        self._has_stepped = self._is_told = False
-        try:
-            self._begin(trainer, micro_batches)
-            self._accumulate(trainer, micro_batches)
-            totals, has_stepped = self._reduce(trainer)
-            self._has_stepped = has_stepped
-            decision = self._decide(trainer, totals)
-            if self.norm_limits is not None:
-                decision = self.norm_limits(decision)
-            output = self._show_gradients(trainer, totals, decision, has_stepped=has_stepped)
-            begin_section("optimizer")
-            if self._closure_step is not None and decision.skipped_reason is None:
-                decision, output = self._step_with_closure(trainer, micro_batches, decision, output)
-                self._has_stepped = has_stepped = output.applied
-            self._step_or_skip(trainer.state.iteration, decision, output, micro_batches, has_stepped=has_stepped)
-            self._finish(output)
-        except BaseException as error:
-            if isinstance(error, FloatingPointError) and not isinstance(error, TrainingError):
-                self._search.explain(error, micro_batches, self.loss_scaling.scale)
-            if not self._settle_step(trainer):
-                trainer.state.num_micro_batches = micro_batches_before
-            trainer.state.forward_output = trainer.state.micro_batch_in_group = None
-            self._discard(error)
-            raise
-        finally:
-            if self.seeding is not None:
-                self.seeding.end()
+        self._counters.begin(trainer)
+        with self.journal as journal:
+            try:
+                self._begin(trainer, micro_batches)
+                self._accumulate(trainer, micro_batches)
+                totals = self._reduce(trainer)
+                decision = self._decide(trainer, totals)
+                if self.norm_limits is not None:
+                    decision = self.norm_limits(decision)
+                output = self._show_gradients(trainer, totals, decision)
+                begin_section("optimizer")
+                if self._closure_step is not None and decision.skipped_reason is None:
+                    decision, output = self._step_with_closure(trainer, micro_batches, decision, output)
+                self._step_or_skip(trainer.state.iteration, decision, output, micro_batches)
+                self._finish(output)
+            except BaseException as error:
+                self._explain(error, micro_batches)
+                raise
+            journal.close(self._ending(output))
+        # The update has ended: an error in a handler below cannot undo it, and no retry makes it twice.
         trainer._finish_update(totals.requests, applied=output.applied)
         return trainer.state.output
 
@@ -178,6 +217,15 @@ class Update:
     def mean_factor(self) -> float:
         """See `Process`."""
         return self.gradients.mean_factor()
+
+    def mark_everything(self) -> None:
+        """See `Process`."""
+        self.buffers.are_marked = self._search.marks_always = True
+
+    @property
+    def is_spoilt(self) -> bool:
+        """See `Process`."""
+        return self.buffers.are_spoilt
 
     def state_dict(self) -> dict[str, Any]:
         """What an update remembers of those before it: the loss scaling, and how many in a row failed."""
@@ -194,6 +242,7 @@ class Update:
         counts = state_dict.get("in_a_row", {})  # a checkpoint of an earlier version has none
         FailuresInARow(None).load_state_dict(counts)  # an error leaves both as they are
         self.loss_scaling.load_state_dict(state_dict["loss_scaling"])
+        self.buffers.are_spoilt = False
         self._failures.load_state_dict(counts)
 
     def _begin(self, trainer: Trainer, micro_batches: Sequence[Any]) -> None:
@@ -201,19 +250,18 @@ class Update:
             self.seeding.begin(trainer.state.iteration)
             if isinstance(micro_batches, ArrivingGroup):
                 micro_batches.drawing = self.seeding.outside
-        if not self.model.training:
+        if self.options.train_mode and not self.reduction.module.training:
             self.model.train()
-        self.gradients.clear_stale()
         self._search.mark(self.loss_scaling.scale)
-        self.carried.begin_update()
-        self._buffers.mark()
+        if self._first_scale is not None:
+            self._agrees_on_scale, self._group_size = self._first_scale.awaits_size, len(micro_batches)
         if self._closure_step is not None:
             self._closure_step.mark()
         self._num_placeholders = self.reduction.num_placeholders(micro_batches, trainer._max_micro_batches)
 
     def _accumulate(self, trainer: Trainer, micro_batches: Sequence[Any], done: int = 0) -> None:
         """Adds up gradients of micro-batches that are not `done`. They cross the ranks in the last backward, or after it."""
-        state, fire, begin_section = trainer.state, trainer.fire_event, trainer._begin_section
+        state, fire, begin_section = trainer.state, self._guard.firing(trainer), trainer._begin_section
         for number, micro_batch in enumerate(islice(micro_batches, done, None), start=done + 1):
             last = number == len(micro_batches) + self._num_placeholders  # whose number is right by now, see ArrivingGroup
             self._begin_micro_batch(trainer, number - 1)
@@ -255,8 +303,8 @@ class Update:
             self.seeding.micro_batch(index)
         trainer.fire_event(_MICRO_BATCH_STARTED)
 
-    def _reduce(self, trainer: Trainer) -> tuple[Totals, bool]:
-        """The update's numbers over all ranks, and whether the device has made the step already.
+    def _reduce(self, trainer: Trainer) -> Totals:
+        """The update's numbers over all ranks. The device may have made the step already.
 
         A norm that float32 cannot have added up, since the squares are too large or too small for it, is taken again. All ranks
         do so alike where the norm is a reduced one.
@@ -264,13 +312,15 @@ class Update:
         trainer._begin_section("reduction")
         if self.seeding is not None:
             self.seeding.step()
+        if self._agrees_on_scale:
+            self._agree_on_scale(0.0)
         for callback in trainer._before_norm:
             callback(trainer)
         norm = self.reduction.end(trainer._outgoing(), self.statistics, self.gradients)
-        totals, has_stepped = self.queued_step(trainer, norm, self.loss_scaling.scale)
-        if not (has_stepped or may_trust_norm(totals)):
+        totals = self.queued_step(trainer, norm, self.loss_scaling.scale)
+        if not (self.journal.moved or may_trust_norm(totals)):
             totals = totals._replace(norm=self.reduction.scaled_norm(self.gradients))
-        return totals, has_stepped
+        return totals
 
     def _decide(self, trainer: Trainer, totals: Totals) -> Decision:
         """Decides from reduced numbers only, so that all ranks decide alike; and again if handlers change the gradients."""
@@ -286,7 +336,7 @@ class Update:
         )
         return self._gradient_changes(trainer, decision, are_changed=totals.requests.changes_gradients)
 
-    def _show_gradients(self, trainer: Trainer, totals: Totals, decision: Decision, *, has_stepped: bool) -> UpdateOutput:
+    def _show_gradients(self, trainer: Trainer, totals: Totals, decision: Decision) -> UpdateOutput:
         """Publishes the record of the update and lets handlers read the gradients.
 
         They may set the learning rates too, and so may the output transform: those that the step finds are in the record.
@@ -296,9 +346,9 @@ class Update:
         if totals.num_out_of_memory:
             trainer.fire_event(TrainEvents.OUT_OF_MEMORY)
         has_handlers = trainer._has_handlers(_GRADIENTS_READY)
-        with self.gradients.readable(decision.mean_factor) if has_handlers else _NOTHING:
+        with self._guard.readable(decision.mean_factor) if has_handlers else _NOTHING:
             trainer.fire_event(_GRADIENTS_READY)
-        if not has_stepped and (rates := self.learning_rates()) != output.learning_rates:
+        if not self.journal.moved and (rates := self.learning_rates()) != output.learning_rates:
             output = trainer._amend(replace(output, learning_rates=rates))
         return output
 
@@ -319,27 +369,19 @@ class Update:
             skipped_reason=decision.skipped_reason,
         )
 
-    def _step_or_skip(
-        self, update: int, decision: Decision, output: UpdateOutput, micro_batches: Sequence[Any], *, has_stepped: bool
-    ) -> None:
-        """Unscales, normalises, clips and steps; or changes nothing. The device may have made the step already."""
-        reason = decision.skipped_reason
-        assert reason is None or not has_stepped  # noqa: S101  # host and device decide from the same numbers
+    def _step_or_skip(self, update: int, decision: Decision, output: UpdateOutput, micro_batches: Sequence[Any]) -> None:
+        """Unscales, normalises, clips and steps; or changes nothing. The device, or a closure, may have made the step."""
+        reason, moved = decision.skipped_reason, self.journal.moved
+        assert reason is None or not moved  # noqa: S101  # host and device decide from the same numbers
         if reason == "nonfinite" and self.options.on_nonfinite == "raise":
             raise self._nonfinite_error(update, micro_batches, output)
         scale_fell = reason == "overflow" and self._lower_scale(micro_batches, output)
         self._failures.count(update, output, scale_fell=scale_fell)
-        if reason is None and not has_stepped:
+        if reason is None and not moved:
             self.learning_rates.check(output.learning_rates)
             self.gradients.refuse_dropped()
             own = decision.clip_coefficients  # of each optimizer, where each has a limit of its own
             self.stepping(decision.mean_factor, *(own.values() if own else (decision.clip_coefficient,)))
-            self._has_stepped = True
-        if reason not in ("no_samples", "overflow"):
-            self._is_told = True
-            self.loss_scaling.update(overflow=False)
-        if reason is not None or not self.options.keep_gradients:
-            self.gradients.clear()
 
     def _step_with_closure(
         self, trainer: Trainer, micro_batches: Sequence[Any], decision: Decision, output: UpdateOutput
@@ -354,46 +396,53 @@ class Update:
         return after, trainer._amend(replace(output, num_evaluations=number))
 
     def _finish(self, output: UpdateOutput) -> None:
-        """Keeps buffers and what forward has carried on, unless the update was not finite, and tells how the update ended."""
-        if output.applied or output.skipped_reason == "no_samples":
-            self.carried.end_update()
-        else:
-            self.carried.roll_back()
-            self._buffers.roll_back()
+        """Tells how the update ended."""
         self.reduction.finish(applied=output.applied)
 
-    def _settle_step(self, trainer: Trainer) -> bool:
-        """Counts the step of an update that is broken off after it, so that none repeats it; says whether there was one."""
-        if not (self.queued_step.made_unread() or self._has_stepped):
-            return False
-        self.carried.end_update()
-        if not self._is_told:
-            self._is_told = True
-            self.loss_scaling.update(overflow=False)
-        trainer._settled = True
-        trainer.state.num_steps += 1
-        return True
+    def _ending(self, output: UpdateOutput) -> Ending:
+        if output.applied:
+            return _STEPPED
+        return Ending(End.NO_SAMPLES if output.skipped_reason == "no_samples" else End.SKIPPED, applied=False)
 
-    def _discard(self, error: BaseException) -> None:
-        """Leaves nothing of an update behind that `error` has broken off.
+    def _explain(self, error: BaseException, micro_batches: Sequence[Any]) -> None:
+        """Says what is known about an error, before the update that it has broken off is put back.
 
         Raises:
             SparseGradientError: there is a sparse gradient, over which torch has failed somewhere in backward or after it.
         """
-        self.carried.roll_back()
-        is_torchs = isinstance(error, RuntimeError) and not isinstance(error, TrainingError)
-        sparse = self.gradients.first_sparse() if is_torchs else None
-        self.gradients.clear()
-        self.statistics.reset()
-        self.transfer.forget()
-        if sparse is not None:
+        if isinstance(error, TrainingError):
+            return
+        if isinstance(error, FloatingPointError):
+            self._search.explain(error, micro_batches, self.loss_scaling.scale)
+        if isinstance(error, RuntimeError) and (sparse := self.gradients.first_sparse()) is not None:
             raise SparseGradientError(sparse) from None
 
     # --- forward, and what to do about values that are not finite ----------------------------------------------------------
 
+    def _check_forward(self, micro_batch: Any) -> list[str]:
+        forward, module = without_first_look(self.forward), self.reduction.module
+        return check_forward(module, forward, micro_batch, carried=self.carried, precision=self.precision)
+
+    def _set_forward(self, forward: BoundForward) -> None:
+        self.forward = forward
+
     def _forward(self, micro_batch: Any) -> ForwardOutput:
         with self.precision.autocast():
-            return as_forward_output(self.forward(self.model, self.transfer(micro_batch)))
+            output = as_forward_output(self.forward(self.model, self.transfer(micro_batch)))
+        if self._agrees_on_scale:
+            self._agree_on_scale(output.sample_size)
+        return output
+
+    def _agree_on_scale(self, sample_size: float | Tensor) -> None:
+        """Finds the first loss scale. Collective: called once in the update, after the first forward of each rank.
+
+        There forwards have been through their own collectives alike, and no backward has needed the scale yet. A rank without
+        micro-batches calls it before it joins the backward of the others.
+        """
+        self._agrees_on_scale = False
+        (total,) = collectives.total([float(sample_size) * self._group_size])  # sync, in the first update
+        assert self._first_scale is not None  # noqa: S101  # asked before
+        self._first_scale.begin(total)
 
     def _run_backward(self, output: ForwardOutput) -> None:
         create_graph = self.options.create_graph
@@ -406,6 +455,8 @@ class Update:
         trainer._begin_section("reduction")
         with self.reduction.context(last=last):
             zero = self.reduction.run_placeholder(lambda micro_batch: self._forward(micro_batch).loss)
+            if self._agrees_on_scale:
+                self._agree_on_scale(0.0)
             if last:
                 self.reduction.begin(trainer._outgoing(), self.statistics, self.gradients, zero)
             torch.autograd.backward(zero)
@@ -419,14 +470,13 @@ class Update:
         """Tells the loss scaling of an overflow, and says whether the scale fell. At its floor all ranks look for the cause."""
         before = self.loss_scaling.scale
         try:
-            self.loss_scaling.update(overflow=True)
+            return self._scale.overflow()
         except LossScaleFloorError as error:
             if not self._search.has_mark(before):
                 raise
             found, absent = self._find_nonfinite(micro_batches, output)
             found += tuple(f"rank {rank} saw no overflow" for rank in absent)
             raise LossScaleFloorError(error.loss_scale, error.floor, found) from None
-        return self.loss_scaling.scale < before
 
     def _nonfinite_error(self, update: int, micro_batches: Sequence[Any], output: UpdateOutput) -> NonFiniteError:
         """The error that ends the run. Forward may have left a NaN where it stays, such as in running statistics."""

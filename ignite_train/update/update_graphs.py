@@ -11,22 +11,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ignite_train.carried import Carried
 from ignite_train.errors import ForwardContractError
 from ignite_train.forward import BoundForward
 from ignite_train.metrics import is_published_metric
 from ignite_train.model.compiled_step import StepPlan, computed_once, stepped
 from ignite_train.model.direct_graph import inductor
+from ignite_train.model.forward_state import ForwardState
 from ignite_train.model.memory_layout import sharing_memory
 from ignite_train.model.precision import Precision
-from ignite_train.model.random_state import RandomState
-from ignite_train.model.replay import TrialRun
+from ignite_train.model.random_state import NUMPY, PYTHON, RandomState
+from ignite_train.model.stepping import LARGEST_DIVISOR, SMALLEST_DIVISOR
 from ignite_train.update.graph_numbers import GraphNumbers
+from ignite_train.update.graph_trial import GraphTrial
 
 __all__ = ["CannotCompileError", "Gathered", "UpdateGraphs"]
 
 _EPSILON = 1e-6  # as in torch's clip_grad_norm_
 _OTHERS = "the loss depends on other parameters than that of an earlier micro-batch"
+_OWN_DRAWS = "forward draws from a generator of its own, and torch's graphs would repeat its numbers"
 _REFUSED = "forward returned a sample size or a name in logs that is refused"
 
 
@@ -69,9 +71,9 @@ class UpdateGraphs:
     into being, one for each further one, whose gradients are added, and one for its last one, with norm, decision, clipping and
     step.
 
-    A new graph is tried before it is used: it is run without a step and without a trace, and its norm, loss and sample size are
-    compared with those of the same code without compiling, because compilers have mistakes. One that draws random numbers is
-    not compared, since it draws others.
+    A new graph is tried before it is used, because compilers have mistakes: one step is made without a trace, and norm, loss,
+    sample size and all that was written are compared with those of the same code without compiling. One that draws random
+    numbers from torch's generators is not compared, since it draws others.
 
     Sizes are taken as they are (`dynamic=False`), so each size of a micro-batch has graphs of its own, and a resumed run has
     those of one that was never interrupted. Torch compiles each of the four up to `torch._dynamo.config.recompile_limit` times.
@@ -79,7 +81,7 @@ class UpdateGraphs:
     Args:
         forward: the user's.
         model: whose update it is.
-        carried: what forward carries.
+        forward_state: what forward may change.
         plans: how the parameters of each group are stepped.
         precision: that of forward.
         max_grad_norm: what the norm is clipped to.
@@ -96,7 +98,7 @@ class UpdateGraphs:
         *,
         forward: BoundForward,
         model: nn.Module,
-        carried: Carried,
+        forward_state: ForwardState,
         plans: tuple[StepPlan, ...],
         precision: Precision,
         max_grad_norm: float | None,
@@ -104,10 +106,11 @@ class UpdateGraphs:
         scales_loss: bool,
         settings: Mapping[str, Any],
     ) -> None:
-        self._forward, self._model, self._carried = forward, model, carried
+        self._forward, self._model, self._forward_state = forward, model, forward_state
         self._plans, self._precision = plans, precision
         self._max_grad_norm, self._normalize, self._scales_loss = max_grad_norm, normalize, scales_loss
         self._settings, self.draw = settings, False
+        self._draws_of_torch = False  # the latest graph that was tried
         self._whole, self._first = self._compiled(UpdateGraphs._trace_whole), self._compiled(UpdateGraphs._trace_first)
         self._further, self._last = self._compiled(UpdateGraphs._trace_further), self._compiled(UpdateGraphs._trace_last)
 
@@ -161,46 +164,81 @@ class UpdateGraphs:
         return returned
 
     def _try(self, graph: _Graph, micro_batch: Any, numbers: Tensor, before: Gathered | None, *tensors: Any) -> None:
-        """Compiles a graph and compares its numbers with those of the same code without compiling; leaves no trace of either.
+        """Compiles a graph and compares all that it writes with the same code without compiling; leaves no trace of either.
 
         Raises:
             CannotCompileError: torch cannot compile it, or has compiled something else.
         """
-        scale, trial_numbers = numbers[0], numbers.clone()
-        trial_numbers[0], trial_numbers[1] = 1, 0  # nothing overflows that need not, and no step is made
-        copied = before and before.unscaled(scale)
-        trial = TrialRun(self._model, self._carried, self._forward, micro_batch)
-        try:
-            returned = graph.compile(micro_batch, trial_numbers, *(copied or ()), *tensors)
-            found = _numbers(returned, copied, has_ended=bool(tensors))
-        finally:
-            trial.undo()
-        expected = None if self.draw else self._expected(micro_batch, trial_numbers, before and before.unscaled(scale))
-        if expected is None:
+        scale, numbers = numbers[0], self._numbers_of_trial(numbers)
+        given = () if not tensors else (tensors[0], tensors[1].clone())  # this step is not counted
+        trial = GraphTrial(self._forward_state, micro_batch, self._stepped(*tensors[:1]))
+        self._draws_of_torch = False
+        with trial:
+            copied = before and before.unscaled(scale)
+            returned = graph.compile(micro_batch, numbers, *(copied or ()), *given)
+            found = _numbers(returned, copied, has_ended=bool(given))
+            trial.note([] if given else returned[0] if copied is None else copied.gradients)
+            if trial.draws_of_its_own():
+                raise CannotCompileError(_OWN_DRAWS)
+        if self._draws_of_torch:  # it draws others than code that is not compiled
             return
-        wrong = found.difference(expected, [*{one.dtype for one in self._model.parameters()}, *self._precision.dtypes])
+        with trial:
+            gathered = self._run_plainly(micro_batch, numbers, before and before.unscaled(scale), given)
+            if trial.draws_of_its_own():
+                raise CannotCompileError(_OWN_DRAWS)
+            if gathered is None:
+                return
+            expected = _numbers((gathered.gradients, gathered.sums), None, has_ended=False)
+            dtypes = [*{one.dtype for one in self._model.parameters()}, *self._precision.dtypes]
+            wrong = found.difference(expected, dtypes) or trial.difference([] if given else gathered.gradients, dtypes)
         if wrong is not None:
             raise CannotCompileError(
                 f"torch has compiled it wrongly: {wrong}; compile=True may be wrong too, so compare it with compile=False"
             )
 
-    def _expected(self, micro_batch: Any, numbers: Tensor, before: Gathered | None) -> GraphNumbers | None:
-        """The numbers without compiling; None if forward or backward draws random numbers, or raises an exception."""
-        trial = TrialRun(self._model, self._carried, self._forward, micro_batch)
-        random_state = RandomState(numbers.device)
+    def _run_plainly(self, micro_batch: Any, numbers: Tensor, before: Gathered | None, given: Sequence[Any]) -> Gathered | None:
+        """The same without compiling, with the step where the tensors are `given` that it changes.
+
+        None if forward or backward draws random numbers of torch's, or raises an exception.
+        """
+        random_state = RandomState(numbers.device, ())
         try:
             with torch.compiler.set_stance("force_eager"):
-                gradients, sums, logs = self._gather(micro_batch, numbers)
-            if random_state.has_moved():
-                return None
+                gathered = Gathered(*self._gather(micro_batch, numbers))
+                if random_state.torch_has_moved():
+                    return None
+                if before is not None:
+                    pairs = zip(gathered.gradients, before.gradients, strict=True)
+                    gathered = Gathered([one + other for one, other in pairs], gathered.sums + before.sums, before.logs)
+                if given:
+                    self._finish(gathered.gradients, gathered.sums, numbers, *given)
         except Exception:  # the graph, or the update that is made without it, says what is wrong
             return None
-        finally:
-            trial.undo()
-        if before is not None:
-            gradients = [gradient + one for gradient, one in zip(gradients, before.gradients, strict=True)]
-            sums = sums + before.sums
-        return _numbers((gradients, sums, logs), None, has_ended=False)
+        return gathered
+
+    def _numbers_of_trial(self, numbers: Tensor) -> Tensor:
+        """Those of a step that is continuous in the gradients, as Adam's is not without an epsilon; without a loss scale."""
+        numbers = numbers.clone()
+        numbers[0], place = 1.0, 2
+        for plan in self._plans:
+            numbers[place] = 1.0  # the rate, which is the first of a plan
+            if plan.is_adam:
+                numbers[place + plan.num_numbers - 1] = 1.0
+            place += plan.num_numbers
+        return numbers
+
+    def _stepped(self, states: Sequence[Tensor] | None = None) -> dict[str, dict[str, Tensor]]:
+        """What a step changes, by kinds and by names of parameters; nothing where there are no states of a step."""
+        if states is None:
+            return {}
+        names = [name for plan in self._plans for name in plan.names]
+        found: dict[str, dict[str, Tensor]] = {"parameter": dict(zip(names, self._parameters(names), strict=True))}
+        rest = iter(states)
+        for plan in self._plans:
+            for name in plan.names:
+                for number in range(plan.num_states):
+                    found.setdefault(f"optimizer's state {number} of", {})[name] = next(rest)
+        return found
 
     def _compiled(self, traced: Callable[..., Any]) -> _Graph:
         """A method, with code of its own."""
@@ -208,8 +246,8 @@ class UpdateGraphs:
             MethodType(_with_own_code(traced), self), self._settings, next(self._model.parameters()).device, self._note_draw
         )
 
-    def _note_draw(self) -> None:
-        self.draw = True
+    def _note_draw(self, *, of_torch: bool) -> None:
+        self.draw, self._draws_of_torch = True, of_torch
 
     # --- what is traced: Python runs here while torch compiles, and not in an update ------------------------------------------
 
@@ -276,8 +314,10 @@ class UpdateGraphs:
         with torch.no_grad():
             norm = _norm(gradients)
             may_step, factor = self._decide(norm, sums[0], sums[1], numbers)
-            norm, factor = computed_once(norm, factor)
-            self._step(gradients, factor, may_step, numbers, states)
+            # Float32 may not hold the factor; a power of two takes it there, and is 1 for ordinary ones.
+            power = torch.where(factor > LARGEST_DIVISOR, 2.0**100, torch.where(factor < SMALLEST_DIVISOR, 2.0**-100, 1.0))
+            norm, power, rest = computed_once(norm, power, factor / power)
+            self._step(gradients, (power, rest), may_step, numbers, states)
             num_made.copy_(num_made + may_step)
             return torch.cat([torch.stack([norm, may_step.to(norm.dtype)]), sums])
 
@@ -291,7 +331,9 @@ class UpdateGraphs:
             return may_step, mean_factor
         return may_step, mean_factor * torch.clamp(self._max_grad_norm / (norm + _EPSILON), max=1.0)
 
-    def _step(self, gradients: list[Tensor], factor: Tensor, may_step: Tensor, numbers: Tensor, states: list[Tensor]) -> None:
+    def _step(
+        self, gradients: list[Tensor], factors: Sequence[Tensor], may_step: Tensor, numbers: Tensor, states: list[Tensor]
+    ) -> None:
         """Changes parameters and states in place, or writes what is there."""
         parameters = self._parameters([name for plan in self._plans for name in plan.names])
         scalars = list(numbers.unbind())
@@ -301,7 +343,8 @@ class UpdateGraphs:
             number += plan.num_numbers
             for _ in plan.names:
                 parameter, old = parameters[place], states[state : state + plan.num_states]
-                gradient = gradients[place] * factor.to(torch.promote_types(parameter.dtype, torch.float32))
+                power, rest = (factor.to(torch.promote_types(parameter.dtype, torch.float32)) for factor in factors)
+                gradient = gradients[place] * power * rest
                 new, new_states = stepped(plan, mine, parameter, gradient, old)
                 parameter.copy_(torch.where(may_step, new, parameter))
                 for before, after in zip(old, new_states, strict=True):
@@ -400,7 +443,7 @@ class _Graph:
         function: a method to compile; it calls `_refuse_to_run` first.
         settings: arguments of `torch.compile`.
         device: that of the model.
-        on_draw: called if a call that compiles it draws random numbers.
+        on_draw: called if a call that compiles it draws random numbers, with `of_torch`, whether torch's generators do.
     """
 
     def __init__(
@@ -408,7 +451,7 @@ class _Graph:
         function: MethodType,
         settings: Mapping[str, Any],
         device: torch.device,
-        on_draw: Callable[[], None],
+        on_draw: Callable[..., None],
     ) -> None:
         from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
@@ -444,7 +487,7 @@ class _Graph:
         Raises:
             CannotCompileError: torch cannot compile it for these arguments; nothing has run.
         """
-        random_state = RandomState(self._device)
+        random_state = RandomState(self._device, (PYTHON, NUMPY))
         try:
             with torch._dynamo.config.patch(_WHILE_COMPILING):
                 returned = self._compiled(*arguments)
@@ -454,7 +497,7 @@ class _Graph:
             raise CannotCompileError(_reason(error)) from error
         self._is_new = False
         if random_state.has_moved():
-            self._on_draw()
+            self._on_draw(of_torch=random_state.torch_has_moved())
         return returned
 
 

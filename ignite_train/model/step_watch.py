@@ -1,0 +1,221 @@
+"""Whether the steps of an update have moved parameters, also where one of them raises half way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from itertools import chain
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_pre_hooks
+
+from ignite_train.model.optimizers import Optimizers, each_optimizer, is_torchs, is_wrapped_by_scheduler
+
+__all__ = ["StepWatch"]
+
+
+class StepWatch:
+    """Whether the running update has moved parameters on this rank. `Stepping` tells it of each step.
+
+    A step that has returned has moved. Of one that raises the versions of parameters and of the optimizer's state tell, which
+    are read right before it. Torch's fused kernels move no version of a parameter or of a moment, and that of SGD moves none
+    at all; and code may write into `.data`. So a step whose versions are not known to move is watched by values too where it
+    is cheap to do so: in the first steps, and where a pre-hook may raise before the step begins. Otherwise it counts as having
+    moved once it was entered.
+
+    Args:
+        optimizer: whose steps, or those of several optimizers.
+    """
+
+    def __init__(self, optimizer: Optimizer | Optimizers) -> None:
+        named = {"optimizer": optimizer} if isinstance(optimizer, Optimizer) else optimizer.labelled
+        self._watched = {one: _Watched(one) for one in named.values()}
+        self._labels: Mapping[Optimizer, str] = {one: label for label, one in named.items()}
+        self._moved: dict[Optimizer, bool] = {}  # of the optimizers that have moved something, whether their step has returned
+        self._ask_device: Callable[[], bool] | None = None
+
+    def begin(self) -> None:
+        """Nothing has moved in the update that begins."""
+        if self._moved:
+            self._moved = {}
+        self._ask_device = None
+
+    @property
+    def moved(self) -> bool:
+        """Whether something has moved. Waits for the device, if it decides about a step whose numbers have not been read."""
+        if self._ask_device is not None and self._moved:
+            ask, made = self._ask_device, False
+            # A device that has failed cannot tell, and counts as not having made the step.
+            with suppress(RuntimeError):
+                made = ask()
+            self._ask_device = None
+            if not made:
+                self._moved = {}
+        return bool(self._moved)
+
+    def enter(self, optimizer: Optimizer) -> None:
+        """A kernel is about to be called directly, with arguments that were looked at: what raises from here on has moved.
+
+        It is one entry in a dict, and not the versions of all tensors, since this step is made to be quick.
+        """
+        self._moved[optimizer] = False
+
+    def leave(self, optimizer: Optimizer) -> None:
+        """The step that was entered has returned."""
+        self._moved[optimizer] = True
+
+    def leave_to_device(self, ask: Callable[[], bool]) -> None:
+        """The device decides whether the steps to come move something; `ask` tells until `decided` is called. It may wait."""
+        self._ask_device = ask
+
+    def decided(self, *, moved: bool) -> None:
+        """The host knows now what the device has decided."""
+        self._ask_device = None
+        if not moved:
+            self._moved = {}
+
+    def take_back(self) -> None:
+        """All that was moved was put back."""
+        self._moved = {}
+
+    @contextmanager
+    def stepping(self, optimizer: Optimizer) -> Iterator[None]:
+        """Stands around a call of `optimizer.step`."""
+        watched = self._watched[optimizer]
+        watched.begin()
+        try:
+            yield
+        except BaseException:
+            if watched.may_have_moved():
+                self._moved[optimizer] = False
+            else:
+                watched.forget_new_state()
+            raise
+        # The first thing after the step: an interrupt from here on must not have it made again.
+        self._moved[optimizer] = True
+        watched.learn()
+
+    def half_made(self) -> str | None:
+        """What to add to an error that has come in the middle of the step; None if no step was made, or all of it."""
+        if not self._moved or (len(self._moved) == len(self._watched) and all(self._moved.values())):
+            return None
+        parts = []
+        for optimizer, label in self._labels.items():
+            returned = self._moved.get(optimizer)
+            did = "made no step" if returned is None else "made its step" if returned else "raised when it had moved parameters"
+            parts.append(f"{label} {did}")
+        return (
+            f"a part of this update's step was made before the error: {', '.join(parts)}; the update counts as a step and is "
+            "not made again, so go back to a checkpoint if the missing part matters"
+        )
+
+
+class _Watched:
+    """One optimizer, and how its parameters and its state were before its step."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer, self._all = optimizer, [*each_optimizer(optimizer)]
+        self._kinds: dict[int, tuple[list[nn.Parameter], int, list[list[nn.Parameter]]]] = {}
+        self._tells = False  # whether a step was seen to move versions
+        self._num_steps = 0  # that were made while they were not known to do so
+        self._parameters: list[list[nn.Parameter]] = []
+        self._tensors: list[Tensor] = []
+        self._versions: list[int] = []
+        self._values: list[Tensor] = []
+        self._had_state = False
+
+    def begin(self) -> None:
+        """Notes how things are before the step."""
+        optimizer = self._optimizer
+        self._had_state = bool(optimizer.state)
+        self._parameters = [self._looked_at(one) for one in self._all]
+        self._tensors = self._look()
+        self._versions = [*map(_version, self._tensors)]
+        if not self._tells:
+            hooks = bool(optimizer._optimizer_step_pre_hooks or _global_optimizer_pre_hooks)
+            # Moments come into being in the first step, so the second one is the first whose versions tell something.
+            self._values = self._sums() if hooks or self._num_steps < 2 else []
+
+    def may_have_moved(self) -> bool:
+        """Whether the step, which has raised, has changed parameters, or state that was there."""
+        if [*map(_version, self._tensors)] != self._versions or (self._had_state and not self._are_same(self._look())):
+            return True
+        if self._tells:
+            return False
+        return not self._values or not all(map(torch.equal, self._values, self._sums()))
+
+    def learn(self) -> None:
+        """Notes whether the step, which has returned, shows in the versions."""
+        if self._tells:
+            return
+        if self._are_same(self._look()):
+            self._tells = [*map(_version, self._tensors)] != self._versions
+        self._num_steps += 1
+        self._values = []
+
+    def forget_new_state(self) -> None:
+        """Drops the state that a first step has begun to make, of which torch would take a part for the whole."""
+        if not self._had_state:
+            self._optimizer.state.clear()
+
+    def _are_same(self, tensors: list[Tensor]) -> bool:
+        return len(tensors) == len(self._tensors) and all(map(is_, tensors, self._tensors))
+
+    def _looked_at(self, optimizer: Optimizer) -> list[nn.Parameter]:
+        """All parameters, or, of an optimizer of torch, the first with a gradient of each group, device and dtype.
+
+        Torch's own steps write to these first. A look at few tensors takes a microsecond; one at the parameters and moments of
+        300 takes as long as a small model's step.
+        """
+        step, kind = vars(optimizer).get("step"), type(optimizer)
+        if not is_torchs(kind.step) or not (step is None or is_wrapped_by_scheduler(step, kind)):
+            return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        found = []
+        for group in optimizer.param_groups:
+            for same in self._by_kind(group["params"]):
+                first = next((parameter for parameter in same if parameter.grad is not None), None)
+                if first is not None:
+                    found.append(first)
+        return found
+
+    def _by_kind(self, parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+        """The parameters of a group by device and dtype; sorted again where their number is another one."""
+        known = self._kinds.get(id(parameters))
+        if known is None or known[0] is not parameters or known[1] != len(parameters):
+            kinds: dict[Any, list[nn.Parameter]] = {}
+            for parameter in parameters:
+                kinds.setdefault((parameter.device, parameter.dtype), []).append(parameter)
+            self._kinds[id(parameters)] = known = parameters, len(parameters), [*kinds.values()]
+        return known[2]
+
+    def _look(self) -> list[Tensor]:
+        """The parameters that are looked at, and the tensors of their state."""
+        tensors: list[Tensor] = []
+        for optimizer, parameters in zip(self._all, self._parameters, strict=True):
+            tensors += parameters
+            if optimizer.state:
+                states = [optimizer.state.get(parameter) for parameter in parameters]
+                entries = chain.from_iterable(state.values() for state in states if isinstance(state, Mapping))
+                tensors += [entry for entry in entries if isinstance(entry, Tensor)]
+        return tensors
+
+    @torch.no_grad()
+    def _sums(self) -> list[Tensor]:
+        """Σ|x| of each parameter, in float64 where the device has it; not read, and of this rank's shard if it is sharded."""
+        found = []
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                own = parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
+                wide = None if own.is_complex() or own.device.type == "mps" else torch.float64
+                found.append(torch.linalg.vector_norm(own, 1, dtype=wide))
+        return found
+
+
+def _version(tensor: Tensor) -> int:
+    """How often it was written to. Tensors made in inference mode do not count that."""
+    return -1 if tensor.is_inference() else tensor._version

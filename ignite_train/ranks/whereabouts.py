@@ -1,0 +1,103 @@
+"""Where a thread stands, and whether it waits there for other ranks."""
+
+from __future__ import annotations
+
+import gc
+import linecache
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+
+__all__ = ["Whereabouts", "find_whereabouts"]
+
+_MARK = "_WAITS_FOR_RANKS"  # a name that is true in each file of this library that waits for other ranks
+_THREAD_MARK = "_WAITS_FOR_THREADS"  # in a file that waits for threads, what these are called
+_WAITING_PLACES_OF_TORCH = ("torch.distributed", "torch.nn.parallel.distributed", "torch.autograd.graph", "torch.futures")
+_PASSED_THROUGH = {"forward", "_run_ddp_forward"}  # functions of these modules under which a user's module computes
+_NOT_A_PLACE = {"torch", *sys.stdlib_module_names}  # packages that only do what another one has asked for
+
+
+class Whereabouts(NamedTuple):
+    """Where a thread stands.
+
+    Attributes:
+        where: function, file and line.
+        waits: whether it waits there for other ranks.
+    """
+
+    where: str
+    waits: bool
+
+
+def find_whereabouts(thread: int) -> Whereabouts:
+    """Where the thread of this number stands. One that waits for a thread stands where that one does.
+
+    It waits for other ranks if what is at the top of its stack does: frames of torch and of Python's own library, down to the
+    first of another package, which asked for it. So it makes no difference through how many functions of torch a collective
+    is begun.
+    """
+    threads = {each.ident: each.name for each in threading.enumerate()}
+    if (frame := _frame_of(thread)) is None:
+        return Whereabouts("nowhere", waits=False)
+    caller = list(_top_of(frame))[-1]
+    name = caller.f_globals.get(_THREAD_MARK)
+    for number in reversed(threads):  # the latest comes first; an earlier one may be what it waits for itself
+        if name is not None and threads[number] == name and number is not None and number != thread:
+            awaited = _frame_of(number)
+            if awaited is not None and _THREAD_MARK not in list(_top_of(awaited))[-1].f_globals:
+                return _place(awaited)
+    return _place(frame)
+
+
+def _frame_of(thread: int) -> FrameType | None:
+    """The frame in which the thread of this number is.
+
+    Some versions of Python 3.11 and 3.12 hold the lock on their list of threads while they make the frames. Making one may
+    start a garbage collection, and a finaliser may let another thread run. If that thread starts a thread, it waits forever for
+    the same lock (python/cpython#106883). So the collector pauses meanwhile.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames().get(thread)
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _top_of(frame: FrameType) -> Iterator[FrameType]:
+    """The frames at the top of a stack, down to the first one that is neither torch's nor of Python's own library."""
+    below: FrameType | None = frame
+    while below is not None:
+        yield below
+        if _module(below).partition(".")[0] not in _NOT_A_PLACE:
+            return
+        below = below.f_back
+
+
+def _place(frame: FrameType) -> Whereabouts:
+    waiting = frame if _awaits_handle(frame) else next((each for each in _top_of(frame) if _waits(each)), None)
+    place = waiting or frame
+    file = Path(place.f_code.co_filename).name
+    return Whereabouts(f"{place.f_code.co_name} ({file}:{place.f_lineno})", waits=waiting is not None)
+
+
+def _waits(frame: FrameType) -> bool:
+    """Whether code waits for other ranks in this frame, or in what it has called."""
+    if _MARK in frame.f_globals:
+        return True
+    places = (_module(frame) + ".").startswith(tuple(place + "." for place in _WAITING_PLACES_OF_TORCH))
+    return places and frame.f_code.co_name not in _PASSED_THROUGH
+
+
+def _awaits_handle(frame: FrameType) -> bool:
+    """Whether a script calls `wait` of a collective that it has begun. That method has no frame; those of Python have."""
+    is_script = _module(frame).partition(".")[0] not in _NOT_A_PLACE
+    return is_script and ".wait(" in linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))

@@ -1,0 +1,113 @@
+"""A guard around handlers inside an update: gradients that are a sum there stay as they are, and none of them steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ignite_train.errors import ForwardContractError, GradientAccessError
+from ignite_train.events import TrainEvents
+from ignite_train.model.gradients import Gradients
+from ignite_train.model.optimizers import Optimizers, each_optimizer
+from ignite_train.trainer import Trainer
+
+__all__ = ["HandlerGuard"]
+
+_FORWARD_COMPLETED, _BACKWARD_COMPLETED = TrainEvents.FORWARD_COMPLETED, TrainEvents.BACKWARD_COMPLETED
+
+
+class HandlerGuard:
+    """Refuses what handlers inside an update must not do: step an optimizer of the trainer, or change a gradient too early.
+
+    Before GRADIENTS_REDUCED, and in GRADIENTS_READY, `.grad` is a sum, so that what is clipped or added there has the wrong
+    size. Gradients are compared by identity and by torch's count of changes. One that a handler has set to None is allowed:
+    its parameter stays where it is. Events without handlers cost nothing.
+
+    Args:
+        gradients: those of the trainer's optimizers.
+        optimizer: these optimizers.
+        keeps_graph: whether gradients have graphs, which handlers of BACKWARD_COMPLETED may go through with another backward.
+    """
+
+    def __init__(self, gradients: Gradients, optimizer: Optimizer | Optimizers, *, keeps_graph: bool) -> None:
+        self._gradients, self._optimizer, self._keeps_graph = gradients, optimizer, keeps_graph
+
+    def firing(self, trainer: Trainer) -> Callable[[Any], None]:
+        """What fires the events of a micro-batch: the trainer itself where they have no handlers."""
+        if trainer._has_handlers(_FORWARD_COMPLETED) or trainer._has_handlers(_BACKWARD_COMPLETED):
+            return partial(self._fire, trainer)
+        return trainer.fire_event
+
+    @contextmanager
+    def readable(self, mean_factor: float) -> Iterator[None]:
+        """Within it handlers of GRADIENTS_READY read the gradients, times `mean_factor`."""
+        with self._gradients.readable(mean_factor), self._unchanged("GRADIENTS_READY"):
+            yield
+
+    @contextmanager
+    def no_step(self, who: str, error: type[Exception] = GradientAccessError) -> Iterator[None]:
+        """Within it the optimizers refuse to step. Their hooks are gone afterwards, when the trainer steps them.
+
+        Args:
+            who: would have called it, for the message.
+            error: the type of the error.
+        """
+
+        def refuse(*_: Any) -> None:
+            raise error(
+                f"{who} must not call step() of the trainer's optimizer: each update makes one step, after GRADIENTS_READY; "
+                "leave the call out"
+            )
+
+        handles = [one.register_step_pre_hook(refuse) for one in each_optimizer(self._optimizer)]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Within it `forward` runs for the first time: without a step, and without a gradient that it leaves behind."""
+        before = self._look()
+        with self.no_step("forward", ForwardContractError):
+            yield
+        if (name := self._changed(before)) is not None:
+            raise ForwardContractError(
+                f"forward must not leave gradients behind, and {name} has one: it called backward(), which the update would "
+                "step along; use torch.autograd.grad(loss, inputs), or set .grad to None again"
+            )
+
+    def _fire(self, trainer: Trainer, event: Any) -> None:
+        may_change = event is _BACKWARD_COMPLETED and self._keeps_graph
+        with self.no_step(f"a handler of {event.name}") if may_change else self._unchanged(event.name):
+            trainer.fire_event(event)
+
+    @contextmanager
+    def _unchanged(self, event: str) -> Iterator[None]:
+        before = self._look()
+        with self.no_step(f"a handler of {event}"):
+            yield
+        if (name := self._changed(before)) is not None:
+            raise GradientAccessError(
+                f"a handler of {event} must not change gradients, and that of {name} is another one now: .grad is a sum "
+                "there, times the loss scale; change the mean gradient in a handler of TrainEvents.GRADIENTS_REDUCED, and for "
+                "gradients of your own use torch.autograd.grad"
+            )
+
+    def _look(self) -> list[tuple[nn.Parameter, Tensor | None, int]]:
+        found = [(parameter, parameter.grad) for parameter in self._gradients.parameters()]
+        return [(parameter, gradient, -1 if gradient is None else gradient._version) for parameter, gradient in found]
+
+    def _changed(self, before: list[tuple[nn.Parameter, Tensor | None, int]]) -> str | None:
+        """The name of the first parameter that has another gradient than before; None if none has."""
+        for parameter, gradient, version in before:
+            now = parameter.grad
+            if now is not None and (now is not gradient or now._version != version):
+                return self._gradients.name(parameter)
+        return None
