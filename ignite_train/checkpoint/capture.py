@@ -86,8 +86,8 @@ def _differing(objects: RunObjects, trees: Mapping[str, Any], tensors: Mapping[s
     plain = {key: tensor for key, tensor in tensors.items() if not isinstance(tensor, DTensor)}
     digests = {}
     for name in objects.compared():
-        buffers = {path_name((name, buffer)) for buffer in objects.buffers().get(name, ())}
-        keys = tensors_in(trees.get(name)) - buffers
+        own = {path_name((name, *path)) for path in objects.paths_that_may_differ(name)}
+        keys = tensors_in(trees.get(name)) - own
         parts = _digests({key: plain[key] for key in keys if key in plain})
         digests[name] = content_digest(name, compact_json([trees.get(name), sorted(parts.items())]))
     everyones = collectives.gather_objects(digests)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -190,6 +190,13 @@ class RunObjects:
         """
         models = {"model", *(f"{name}/model" for name in self.trainers)}
         return [name for name, entry in self.shared.items() if name not in models and not isinstance(entry, GathersState)]
+
+    def paths_that_may_differ(self, name: str) -> Iterable[tuple[str, ...]]:
+        """Keys in the state of a shared object of what is not compared: buffers, which replicas may have of their own."""
+        entry = self.shared[name]
+        if isinstance(entry, SavedModule):
+            return [(buffer,) for buffer, _ in entry.buffers()]
+        return entry.paths_that_may_differ() if isinstance(entry, Attachable) else ()
 
     def handlers(self) -> list[str]:
         """The names of the handlers among them."""

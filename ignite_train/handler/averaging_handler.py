@@ -138,6 +138,10 @@ class AveragingHandler(Handler):
         state = {name.replace("_orig_mod.", ""): value for name, value in model.state_dict().items()}
         return {"num_updates": self.num_updates, "model": {**state, **averages}}
 
+    def paths_that_may_differ(self) -> list[tuple[str, ...]]:
+        """Those of averaged buffers: each rank averages running statistics of its own, and those of rank 0 are evaluated."""
+        return [("model", name.replace("_orig_mod.", "")) for name, _ in self._attached().named_buffers()]
+
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restores the averages and their number.
 

@@ -7,7 +7,7 @@ import inspect
 import logging
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from enum import IntEnum
 from typing import Any, Protocol, runtime_checkable
 
@@ -60,6 +60,10 @@ class Attachable:
     is_collective = False
     same_on_all_ranks = False
     saved_as: str | None = None
+
+    def paths_that_may_differ(self) -> Iterable[tuple[str, ...]]:
+        """Keys in the state of what may differ between ranks although a checkpoint holds it once, from rank 0."""
+        return ()
 
 
 class Dispatcher(Engine):

@@ -111,6 +111,8 @@ class ForwardState:
         forward: the user's; what it refers to is looked for in the marks 1, 2, 4, 8, ....
         copies: whether all parameters are copied at first. Otherwise their norms are taken at first, and those are copied
             that were seen to move in a forward that was kept.
+        watches_tensors: False where nothing can write into parameters and buffers, as in a trial that breaks off what does.
+            They are neither copied nor read then; buffers that forward assigns are put back all the same.
     """
 
     def __init__(
@@ -120,9 +122,11 @@ class ForwardState:
         forward: Any = None,
         *,
         copies: bool = True,
+        watches_tensors: bool = True,
     ) -> None:
         self._module, self._carried, self._forward = module, Carried() if carried is None else carried, forward
-        self._copies_at_first, self._looks_at_values = copies, True
+        self._copies_at_first, self._looks_at_values = copies, watches_tensors
+        self._watches_tensors = watches_tensors
         self._trained: list[float] = []  # norms at the first mark: a target that equals them does not move until they have
         self._moving: dict[int, Tensor] = {}
         self._num_marks = self._num_updates = 0
@@ -137,7 +141,7 @@ class ForwardState:
     def __deepcopy__(self, memo: dict[int, Any]) -> ForwardState:
         """One for the copied model, which looks for everything again: a generator of the process is there once."""
         module, carried, forward = deepcopy((self._module, self._carried, self._forward), memo)
-        return ForwardState(module, carried, forward, copies=self._copies_at_first)
+        return ForwardState(module, carried, forward, copies=self._copies_at_first, watches_tensors=self._watches_tensors)
 
     def mark(self, micro_batches: Any = ()) -> ForwardMark:
         """Remembers how things are.
@@ -147,12 +151,14 @@ class ForwardState:
         """
         self._num_marks += 1
         self._find(is_look=_is_power_of_two(self._num_marks))
-        buffers = BufferRollback(self._everything())
+        buffers = BufferRollback(self._everything(), is_needed=self._watches_tensors)
         buffers.mark()
         attributes = [vars(one) for one in self._modules if not isinstance(one, _WRAPPERS)]
         values = [values[name] for values in attributes for name in values.keys() - _OF_EACH_MODULE]
         containers = [one for one in values if isinstance(one, _CONTAINERS) and len(one) <= _MAX_ENTRIES]
         values += [entry for one in containers for entry in (one.values() if isinstance(one, dict) else one)]
+        if not self._watches_tensors:
+            attributes += [one._buffers for one in self._modules]
         return ForwardMark(
             RandomState(self._devices, self._generators),
             self._carried.copies(),
