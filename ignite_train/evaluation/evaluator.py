@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from itertools import islice
 from typing import Any
 
 import torch
-from ignite.engine import Events
+from ignite.engine import Engine, Events
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
@@ -37,7 +37,7 @@ from ignite_train.ranks.statistics import Statistics
 from ignite_train.ranks.wrapping import unwrap
 from ignite_train.state import EvaluatorState
 
-__all__ = ["Evaluator", "create_evaluator"]
+__all__ = ["Evaluator", "create_evaluator", "kept_state"]
 
 
 class Evaluator(Loop):
@@ -252,6 +252,22 @@ def _refuse_padding(data: Iterable[Any]) -> None:
                 f"data must hold each sample once, got a DistributedSampler that repeats {surplus} to make the ranks equal; "
                 "use ShardedSampler(dataset, shuffle=False), whose shards may differ by one"
             )
+
+
+@contextmanager
+def kept_state(evaluator: Engine) -> Iterator[None]:
+    """Within it the evaluator may run; afterwards its state is what it was before, metrics included.
+
+    Args:
+        evaluator: ours, or any engine of Ignite.
+    """
+    state, before = evaluator.state, {**vars(evaluator.state)}
+    try:
+        yield
+    finally:
+        vars(state).clear()
+        vars(state).update(before)
+        evaluator.state = state
 
 
 def create_evaluator(
