@@ -75,7 +75,7 @@ class _HasCheckpoints(Protocol):
 
 
 class ProgressLog(Handler):
-    """Shows how a run is getting on: a bar on a terminal, a short line an interval elsewhere. On rank 0 only.
+    """Progress bar on a terminal; otherwise one line per interval. On rank 0 only.
 
     Both show the loss, the learning rate, the speed and the time to go; with `TrainingMetrics`, attached before or after, the
     loss is the mean of the interval, and a line has the user's logs and the gradient norm too. Lines go to standard output and

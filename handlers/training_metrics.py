@@ -55,7 +55,7 @@ class TrainingMetrics(Handler):
       and of the evaluators that `attach` was given; `"checkpoint_seconds"`: what saving has held the run;
       `"handler_seconds"`: all other handlers. Together they are the time since the metrics were last published;
     - `"update_seconds"`: forward, backward, reduction and optimizer;
-    - `"data_wait"`: data / (data + update). If it is not next to nothing, the loader needs more workers;
+    - `"data_wait"`: data / (data + update). Above a few percent, add workers;
     - `"samples_per_second"` (of sample_size), `"updates_per_second"`, and `"tokens_per_second"` for a log `"tokens"` that
       `per_second` names: per second of data and update, without the other sections;
     - `"train_wall"`: data and update, `"wall"`: all sections, since training began, earlier processes included;

@@ -192,7 +192,7 @@ class RunObjects:
         return [name for name, entry in self.shared.items() if name not in models and not isinstance(entry, GathersState)]
 
     def paths_that_may_differ(self, name: str) -> Iterable[tuple[str, ...]]:
-        """Keys in the state of a shared object of what is not compared: buffers, which replicas may have of their own."""
+        """Keys in the state of a shared object that are not compared: buffers, which may differ between replicas."""
         entry = self.shared[name]
         if isinstance(entry, SavedModule):
             return [(buffer,) for buffer, _ in entry.buffers()]

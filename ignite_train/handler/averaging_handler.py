@@ -139,7 +139,7 @@ class AveragingHandler(Handler):
         return {"num_updates": self.num_updates, "model": {**state, **averages}}
 
     def paths_that_may_differ(self) -> list[tuple[str, ...]]:
-        """Those of averaged buffers: each rank averages running statistics of its own, and those of rank 0 are evaluated."""
+        """Keys of averaged buffers: each rank averages its own running statistics, and rank 0's are evaluated."""
         return [("model", name.replace("_orig_mod.", "")) for name, _ in self._attached().named_buffers()]
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -139,7 +139,7 @@ class ForwardState:
         self._latest_look: RandomState | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ForwardState:
-        """One for the copied model, which looks for everything again: a generator of the process is there once."""
+        """A state for the copied model, which looks for everything again: a generator of the process exists once."""
         module, carried, forward = deepcopy((self._module, self._carried, self._forward), memo)
         return ForwardState(module, carried, forward, copies=self._copies_at_first, watches_tensors=self._watches_tensors)
 
@@ -188,12 +188,12 @@ class ForwardState:
         return state
 
     def keep(self, mark: ForwardMark) -> None:
-        """Keeps what a forward has changed since `mark`, and notes which parameters it has moved."""
+        """Keeps the changes of a forward since `mark`, and notes the parameters that it has moved."""
         self._moving |= {id(one): one for one in mark.moved()}
         self._looks_at_values &= not mark.is_last_look
 
     def written(self, mark: ForwardMark, *, stepped: Iterable[Tensor] = ()) -> dict[str, dict[str, Tensor]]:
-        """What forward may have written to since `mark`, by kind and name; of parameters those that it has moved.
+        """Tensors that forward may have written to since `mark`, by kind and name; of parameters, the moved ones.
 
         Args:
             mark: which one.
@@ -205,7 +205,7 @@ class ForwardState:
         return {**self._always_written(mark), "moved parameter": moved}
 
     def copies(self, mark: ForwardMark) -> dict[str, dict[str, Tensor]]:
-        """What there was at `mark`, by the names of `written`; to be called right after it."""
+        """The values at `mark`, by the names of `written`. Call it right after `mark`."""
         copied = {kind: {name: one.clone() for name, one in some.items()} for kind, some in self._always_written(mark).items()}
         names, kept = self._names(), [one for one in mark.kept if not one.is_norm]
         return {**copied, "moved parameter": {names.get(id(one.tensor), str(id(one.tensor))): one.values for one in kept}}
@@ -232,7 +232,7 @@ class ForwardState:
             stepped: parameters that something else has moved too, such as an optimizer, and that stay as they are.
 
         Raises:
-            TrainingError: forward has moved a parameter of which there is no copy. Everything else is back.
+            TrainingError: forward has moved a parameter that was not copied. Everything else is back.
         """
         for now, before in mark.attributes:
             if now.keys() != before.keys() or any(now[name] is not value for name, value in before.items()):
@@ -306,7 +306,7 @@ class ForwardState:
         if lost:
             name = self._names().get(id(lost[0]), "a tensor in an attribute")
             raise TrainingError(
-                f"forward was run and had to be taken back, and it has moved {name}, of which there is no copy; move it in a "
+                f"forward was run and had to be taken back, and it has moved {name}, which was not copied; move it in a "
                 "handler of STEP_COMPLETED, or make it a buffer"
             )
 
