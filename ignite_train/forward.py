@@ -180,7 +180,7 @@ def refuse_fraction(size: float) -> None:
     """
     if size % 1 != 0 and math.isfinite(size):
         raise ForwardContractError(
-            f"forward returned the pair (loss, {size:.4g}); its second is taken for sample_size and is not a number of samples; "
+            f"forward returned a pair (loss, {size:.4g}); its second is taken for sample_size and is not a number of samples; "
             "return the mean loss alone, and other numbers as sums in ForwardOutput(loss, sample_size=..., logs={...}), which "
             "takes any weight"
         )
