@@ -772,7 +772,7 @@ class Disturber(Piggyback):
 
 def interrupt_before_numbers_are_read(setup: Setup) -> None:
     interrupt = Once(KeyboardInterrupt())
-    setup.trainer._begin_section = lambda section: interrupt() if section == "reduction" else None
+    setup.trainer.begin_section = lambda section: interrupt() if section == "reduction" else None
 
 
 def fail_in_step_completed(setup: Setup) -> None:
