@@ -19,10 +19,10 @@ from ignite_train.arguments import check_state_dict, describe, positive_int
 from ignite_train.carried import Carried
 from ignite_train.data.arriving_group import ArrivingGroup
 from ignite_train.data.grouping import MicroBatchGrouping, MicroBatchPass
-from ignite_train.data.stream import Stream
+from ignite_train.data.run_data import RunData
 from ignite_train.engine.dispatch import Attachable, Stateful, add_counters
 from ignite_train.engine.ignite_state import from_ignite_state, is_ignite_state
-from ignite_train.engine.limits import checked_limits, checked_loader, refuse_ended_iterator, refuse_used_iterator
+from ignite_train.engine.limits import checked_limits, checked_loader
 from ignite_train.engine.loop import Batches, SessionLoop
 from ignite_train.engine.sections import Sections
 from ignite_train.events import EVENT_COUNTERS, TrainEvents
@@ -109,21 +109,13 @@ class Trainer(SessionLoop):
         self.replicas_are_equal = True  # False while replicas that train locally differ
         self.parts: dict[str, Stateful] = dict(parts or {})
         self._config = dict(settings or {})
-        self.max_micro_batches: int | None = None  # of the rank that has the most in this update; None if unknown
         self.resume_with: Callable[[str | Path], AbstractContextManager[None]] | None = None  # of a `Checkpoint`
         self.default_handlers: list[DefaultHandler] = []  # attached by default and not by the user
-        self._update, self._grouping = update, grouping
+        self._update = update
+        self.data = RunData(grouping, self.state, self.progress, lambda: this.fire_event(Events.DATALOADER_STOP_ITERATION))
         self._is_spoilt_told = False
         self._output_transform = output_transform
-        self._groups: MicroBatchPass | None = None  # of the pass that is running or ran last
-        self._pass_is_opened = False  # the pass of the open epoch
-        self._position: Mapping[str, Any] = {}  # in the data, where no pass has been made since it was loaded
-        self._on_changed_data = "raise"
-        self._stream: Stream | None = None  # with epoch_length: the data of the run
-        self._ranks_have_more = True
         self._micro_batches_before = 0  # this update
-        self._fetched: Sequence[Any] = ()  # the group of the update that begins next, as it came
-        self._kept: tuple[Any, MicroBatchPass] | None = None  # what the latest run left open: data and its pass
         self.register_events(*TrainEvents, event_to_attr=EVENT_COUNTERS)
 
     @property
@@ -197,26 +189,17 @@ class Trainer(SessionLoop):
         self.progress.refuse_nested_run()
         refuse_cached_autocast()
         loader, state = checked_loader(data), self.state
-        self._stream = self._as_stream(loader, epoch_length)
+        self.data.begin_run(loader, epoch_length)
         with self._resuming(resume):
             limits = checked_limits(state, max_epochs, max_iters)
-            if self._stream is None:
-                half_read = self.progress.epoch_open and loader is state.dataloader and self._kept is None
-                refuse_used_iterator(loader, limits[0], half_read=half_read)
+            self.data.refuse_used_iterator(loader, limits[0])
             state.max_epochs, state.max_iters = limits
             self.requests = RankRequests(stop_epoch=self.progress.epoch_open and self.requests.stop_epoch)
             try:
                 super().run(loader)
             finally:
-                self._pause_reading()
+                self.data.pause()
         return state
-
-    def _pause_reading(self) -> None:
-        """Ends the thread of a loader of which the next run reads on; a pass that is over has ended its own."""
-        if self._stream is not None:
-            self._stream.pause()
-        if self._kept is not None:
-            self._kept[1].pause()
 
     @contextmanager
     def session(self, *, max_iters: int | None = None, resume: str | Path = "auto") -> Iterator[TrainState]:
@@ -252,7 +235,7 @@ class Trainer(SessionLoop):
 
     def _begin_session(self, max_iters: int | None) -> None:
         super()._begin_session(max_iters)
-        self.requests, self._stream = RankRequests(), None
+        self.requests, self.data.stream = RankRequests(), None
 
     def update(self, micro_batches: list[Any]) -> UpdateOutput:
         """Does one update on the group that it is given, as `run` does on those that it cuts from a loader.
@@ -282,7 +265,7 @@ class Trainer(SessionLoop):
         """
         if not isinstance(micro_batches, list):
             raise TypeError(f"micro_batches must be a list, got {describe(micro_batches)}; pass update([micro_batch])")
-        if any(micro_batch is None for micro_batch in micro_batches) and not self._grouping.none_is_empty:
+        if any(micro_batch is None for micro_batch in micro_batches) and not self.data.grouping.none_is_empty:
             raise TypeError("micro_batches must not hold None; leave it out, since a rank without data passes update([])")
         super().update(micro_batches)
         assert self.state.update_output is not None  # noqa: S101  # each update publishes one
@@ -294,29 +277,11 @@ class Trainer(SessionLoop):
             raise RuntimeError("update needs a session where a Checkpoint is attached; write: with trainer.session(): ...")
 
     def _begin_update(self, batch: list[Any]) -> Sequence[Any]:
-        self.max_micro_batches = self._grouping.max_micro_batches_of(batch)
-        if self._grouping.none_is_empty:
-            batch = [micro_batch for micro_batch in batch if micro_batch is not None]
-        self._fetched, self._micro_batches_before = self._sized(batch), self.state.num_micro_batches
-        return batch
-
-    def _as_stream(self, data: Iterable[Any], epoch_length: int | None) -> Stream | None:
-        """The data of a run with `epoch_length`; the one there is, if a run on the same data continues."""
-        length = None if epoch_length is None else positive_int("epoch_length", epoch_length)
-        stream = self._stream
-        if stream is not None and stream.data is data and self._groups is not None:
-            stream.updates_per_epoch = length or stream.updates_per_epoch
-            return stream
-        trainer = weakref.proxy(self)
-        if length is None:
-            return None
-        return Stream(data, length, lambda: trainer.fire_event(Events.DATALOADER_STOP_ITERATION))
+        self._micro_batches_before = self.state.num_micro_batches
+        return self.data.given(batch)
 
     def _expected_length(self, data: Iterable[Any]) -> int | None:
-        source = data if self._stream is None else self._stream
-        return self._grouping.updates(
-            source, epoch=self.state.epoch + (not self.progress.epoch_open), first_update=self.state.iteration + 1
-        )
+        return self.data.expected_length(data)
 
     @property
     def checkpoint(self) -> object:
@@ -411,7 +376,7 @@ class Trainer(SessionLoop):
             self.terminate_epoch(agreed=True)
         if requests.interrupt:
             self.interrupt(agreed=True)
-        self._ranks_have_more = requests.more_data > 0
+        self.data.ranks_have_more = requests.more_data > 0
         for callback in self._after_update:
             callback(self)
         state, output = self.state, self.state.update_output
@@ -481,7 +446,7 @@ class Trainer(SessionLoop):
             return epochs * positive_int("epoch_length", epoch_length)
         total = 0
         for epoch in range(1, epochs + 1):
-            updates = self._grouping.updates(loader, epoch=epoch, first_update=total + 1)
+            updates = self.data.grouping.updates(loader, epoch=epoch, first_update=total + 1)
             if updates is None:
                 raise ValueError(
                     f"data must have a length on all ranks, got {type(loader).__name__}; pass epoch_length to this and to run, "
@@ -510,15 +475,7 @@ class Trainer(SessionLoop):
             TypeError: `data` cannot be iterated.
             RuntimeError: it is called within an epoch, which is one pass over the loader that it began with.
         """
-        loader = checked_loader(data)
-        if self._stream is not None:
-            self._stream.replace(loader)
-        elif self.progress.reading:
-            raise RuntimeError(
-                "set_data was called within an epoch, which is one pass over its loader; call it in DATALOADER_STOP_ITERATION, "
-                "EPOCH_STARTED or EPOCH_COMPLETED, or pass epoch_length=... to run"
-            )
-        self.state.dataloader = loader
+        self.data.replace(checked_loader(data))
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]  # Ignite returns an OrderedDict
         """Counters, limits, position in the epoch, user keys, the loss scaling and what forward carries.
@@ -568,9 +525,7 @@ class Trainer(SessionLoop):
         carried.load_state_dict(state_dict.get("carried", carried.state_dict()))  # earlier versions had none
         self._update.load_state_dict(state_dict["update"])
         self.state.carried.load_state_dict(carried.state_dict())
-        self._groups, self._position, self._kept = None, {}, None
-        if self._stream is not None:  # its place must be found again
-            self._stream = self._as_stream(self._stream.data, self._stream.updates_per_epoch)
+        self.data.forget_position()
         self.progress.epoch_started = self.progress.interrupted = False
         self.state.update_output = self.state.output = None  # a checkpoint puts its record back after this
         for key in (*_COUNTERS, *_LIMITS, *self.state_dict_user_keys):
@@ -612,26 +567,6 @@ class Trainer(SessionLoop):
             )
         return super().add_event_handler(event_name, handler, *args, **kwargs)
 
-    def data_position(self) -> Mapping[str, Any]:
-        """Where this rank stands in its data, and how to find that place again: for `load_data_position`, in plain types.
-
-        Without it a resumed run reads past what was done, in the order in which the loader then gives it.
-        """
-        if self._groups is None:
-            return self._position
-        if self.progress.epoch_open and not self._pass_is_opened:  # the latest pass is that of the epoch before
-            return self._groups.position_at_end()
-        return self._groups.position(self.progress.iterations_in_epoch)
-
-    def load_data_position(self, position: Mapping[str, Any], *, on_changed_data: str = "raise") -> None:
-        """Has the next run start there. To be called after `load_state_dict`.
-
-        Args:
-            position: see `data_position`.
-            on_changed_data: what happens in the middle of an epoch if the loader is another one: `"raise"` or `"warn"`.
-        """
-        self._groups, self._position, self._on_changed_data = None, position, on_changed_data
-
     def outgoing(self) -> Outgoing:
         """What this rank sends with the statistics of the running update."""
         self.requests.changes_gradients = self.has_handlers(_GRADIENTS_REDUCED)
@@ -640,112 +575,37 @@ class Trainer(SessionLoop):
     # --- what the loop asks -----------------------------------------------------------------------------------------------
 
     def _open(self, data: Iterable[Any]) -> MicroBatchPass:
-        source = data if self._stream is None else self._stream
-        kept, self._kept = self._kept, None
-        if self._stream is not None:
-            self._stream.on_changed_data = self._on_changed_data
-        if kept is not None and self._may_continue(source is kept[0]):
-            kept[1].length = kept[1].length if self._stream is None else self._stream.updates_per_epoch
-            return self._opened(kept[1])
-        skip, epoch = self.progress.epoch_iteration, self.state.epoch
-        first_update = self.state.iteration + 1 - skip
-        broken_off = self._pass_is_opened and self._groups is not None and self._groups.reads(source)
-        position = self.data_position() if skip or self._groups is None or broken_off else {}
-        position = {**position, "on_changed_data": self._on_changed_data} if position else {}
-        return self._opened(self._grouping(source, epoch=epoch, first_update=first_update, skip=skip, position=position))
-
-    def _opened(self, groups: MicroBatchPass) -> MicroBatchPass:
-        self._groups, self._pass_is_opened, self._fetched = groups, True, ()
-        self._ranks_have_more = groups.length is not None or sum(collectives.everyones(groups.more)) > 0
-        return groups
-
-    def _may_continue(self, is_same: bool) -> bool:
-        """Whether all ranks run on what they ran on before. Collective.
-
-        Raises:
-            ValueError: some do and some do not, so that an iterator cannot be continued.
-        """
-        others, same = collectives.largest(not is_same, is_same)
-        if others and same:
-            raise ValueError(
-                "data must be what it was before the stop on all ranks, since an iterator on one of them is half read, got "
-                "other data on some; pass the same objects to run, or other data on all ranks"
-            )
-        return not others
+        return self.data.open(data)
 
     def _keeps_open(self, batches: Any) -> bool:
-        keeps = self._reads_iterator()
-        if keeps:
-            self._kept = (self.state.dataloader if self._stream is None else self._stream), batches
-        return keeps
-
-    def _reads_iterator(self) -> bool:
-        """Whether the data of some rank is an iterator, which cannot be opened again. Collective."""
-        data = self.state.dataloader if self._stream is None else self._stream.data
-        return collectives.any_rank(isinstance(data, Iterator))
+        return self.data.keeps_open(batches)
 
     def _fetch(self, batches: Any) -> Any:
         group = super()._fetch(batches)
-        micro_batches = group if isinstance(group, (list, Sequence)) else ()  # or else the pass has ended
         if self._sections is not None and type(group) is ArrivingGroup:  # an abstract class is asked slowly
             group.waiting = partial(self._sections.within, "data")
-        if self._stream is not None and not micro_batches and not batches.num_read:
-            refuse_ended_iterator(self.state, self._stream.data)
-        self._fetched = self._sized(micro_batches)
+        self.data.fetched(group, batches)
         self.requests.more_data, self._micro_batches_before = batches.more, self.state.num_micro_batches
-        self.max_micro_batches = batches.max_micro_batches
         return group
 
     def _take_back(self) -> None:
         super()._take_back()
-        if (
-            self.progress.epoch_open
-            and self._pass_is_opened
-            and self.progress.epoch_iteration == 0
-            and self._groups is not None
-        ):
-            self._groups.take_back_opening()  # what was drawn for the first group is drawn again, the same
+        self.data.take_back()
 
     def _close_epoch(self, started: float) -> None:
-        groups = self._groups
-        assert groups is not None  # noqa: S101  # a pass was made
-        if self.progress.epoch_iteration == 0:
-            if isinstance(self.state.dataloader, Iterator) and self.state.iteration > 0:
-                refuse_ended_iterator(self.state, self.state.dataloader)
-            raise groups.no_group_error(self.state.epoch)
-        groups.finish()
+        self.data.finish()
         try:
             super()._close_epoch(started)
         finally:  # a handler of EPOCH_COMPLETED may raise an error when the epoch is closed
-            self._pass_is_opened = self.progress.epoch_open
-        self.progress.data_ended &= self._stream is None  # a stream says itself when a pass has ended
+            self.data.epoch_closed()
+        self.progress.data_ended &= self.data.stream is None  # a stream says itself when a pass has ended
         self.requests.stop_epoch = False  # what handlers of EPOCH_COMPLETED asked for is done already
 
     def _batch(self) -> Sequence[Any]:
-        """The group of the update that begins: handlers may have replaced micro-batches, but not changed their number.
-
-        Raises:
-            TypeError: it is not a list, or has another number of micro-batches.
-        """
-        group, fetched, self._fetched = self.state.batch, self._fetched, ()
-        if group is not fetched and isinstance(fetched, ArrivingGroup):
-            fetched = fetched.whole()  # the place in the data is that after it
-        if not isinstance(group, (list, ArrivingGroup)) or len(group) != len(fetched):
-            got = f"{len(group)} of them" if isinstance(group, list) else describe(group)
-            raise TypeError(
-                f"state.batch must be a list of the update's {len(fetched)} micro-batches, got {got}; a handler that "
-                "changes data puts state.batch = [change(micro_batch) for micro_batch in state.batch]"
-            )
-        return self._sized(group)
-
-    def _sized(self, group: Sequence[Any]) -> Sequence[Any]:
-        """The group, of which the state tells the size."""
-        arrives = not isinstance(group, (list, tuple)) and isinstance(group, ArrivingGroup)  # an abstract class is asked slowly
-        self.state._group_size = group.known_size if arrives else len(group)  # type: ignore[attr-defined]
-        return group
+        return self.data.group()
 
     def _epoch_is_over(self, batches: Batches) -> bool:
-        return super()._epoch_is_over(batches) or not self._ranks_have_more
+        return super()._epoch_is_over(batches) or not self.data.ranks_have_more
 
     def _take_up_stops(self, *, between_updates: bool = False) -> None:
         """Between two epochs, where a run is entered, and in a single process no update carries requests to other ranks."""

@@ -116,7 +116,7 @@ def _own_state(trainer: Trainer, objects: RunObjects, rules: StateRules, *, main
     return {
         **{name: other.state_dict() for name, other in objects.trainers.items()},
         "trainer": trainer.state_dict(),
-        "data": trainer.data_position(),
+        "data": trainer.data.position(),
         "results": {"output": state.update_output and asdict(state.update_output), "metrics": metrics},
         "buffers": buffers.pop("model", {}),
         "buffers_of": buffers,

@@ -97,7 +97,7 @@ class RunState:
     def restore(self) -> None:
         """Puts everything back: counters, place in the data, and all that `restore_objects` does."""
         self._trainer.load_state_dict(self._own["trainer"])
-        self._trainer.load_data_position(self._own["data"])
+        self._trainer.data.load_position(self._own["data"])
         # A handler of STARTED or EPOCH_STARTED may add the groups that an optimizer lacks, so it has its state after them.
         lacking = [name for name in self._objects.optimizers if self._missing_groups(name)]
         self._restore_objects(self._objects.without(lacking))

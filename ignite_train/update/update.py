@@ -257,7 +257,7 @@ class Update:
             self._agrees_on_scale, self._group_size = self._first_scale.awaits_size, len(micro_batches)
         if self._closure_step is not None:
             self._closure_step.mark()
-        self._num_placeholders = self.reduction.num_placeholders(micro_batches, trainer.max_micro_batches)
+        self._num_placeholders = self.reduction.num_placeholders(micro_batches, trainer.data.max_micro_batches)
 
     def _accumulate(self, trainer: Trainer, micro_batches: Sequence[Any], done: int = 0) -> None:
         """Adds up gradients of micro-batches that are not `done`. They cross the ranks in the last backward, or after it."""
