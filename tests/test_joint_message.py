@@ -222,7 +222,7 @@ def _frozen_on_one_rank(victim: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1], ids=str)
 def test_no_rank_waits_for_one_that_sends_less(victim: int) -> None:
-    """Gloo ends the process of a rank that is sent more than it expects, which may be both; the other one raises, before a step."""
+    """Gloo ends the process of a rank that is sent more than it expects, maybe of both; the other one raises before a step."""
     with pytest.raises(RanksFailedError) as caught:
         run_ranks(_frozen_on_one_rank, victim)
     told = str(caught.value).splitlines()
