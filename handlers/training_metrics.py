@@ -148,7 +148,7 @@ class TrainingMetrics(Handler):
         """
         self._sections = trainer.sections
         self._until_interval = self._sections.seconds()
-        trainer._on_record.append(self._note)
+        trainer.moments.on_record.append(self._note)
         trainer.prepend_event_handler(Events.COMPLETED, self)
         if evaluator is not None:
             self.watch(evaluator)

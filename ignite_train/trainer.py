@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import MethodType
@@ -33,7 +34,7 @@ from ignite_train.ranks import collectives
 from ignite_train.ranks.messages import Outgoing, Piggyback, RankRequests
 from ignite_train.state import TrainState, UpdateOutput
 
-__all__ = ["DefaultHandler", "OutputTransform", "Process", "Trainer"]
+__all__ = ["DefaultHandler", "Moments", "OutputTransform", "Process", "Trainer"]
 
 _COUNTERS = ("iteration", "num_steps", "num_skipped", "num_micro_batches")
 _LIMITS = ("epoch_length", "max_epochs", "max_iters")
@@ -77,6 +78,23 @@ class DefaultHandler(Protocol):
         """Undoes its `attach`. All ranks call it alike."""
 
 
+@dataclass(slots=True)
+class Moments:
+    """Functions that an update calls at moments which are no events: they are few, and each costs nothing where it has none.
+
+    Attributes:
+        on_backward: called with the result of a forward when its backward is done.
+        before_norm: called with the trainer after an update's last backward, before the norm is taken, on every rank.
+        after_update: called with the trainer when an update is counted, before its last events.
+        on_record: called with the record of an update, after `after_update`.
+    """
+
+    on_backward: list[Callable[[ForwardOutput], None]] = field(default_factory=list)
+    before_norm: list[Callable[[Trainer], None]] = field(default_factory=list)
+    after_update: list[Callable[[Trainer], None]] = field(default_factory=list)
+    on_record: list[Callable[[UpdateOutput], None]] = field(default_factory=list)
+
+
 class Trainer(SessionLoop):
     """An Ignite engine whose iteration is one optimizer update; `create_trainer` makes it.
 
@@ -102,10 +120,7 @@ class Trainer(SessionLoop):
         self.state._progress = lambda: None if (done := this.progress.of_run(this.state)) is None else done.before
         self.requests = RankRequests()
         self.piggybacks: list[Piggyback] = []
-        self._on_backward: list[Callable[[ForwardOutput], None]] = []  # called when a forward's backward is done
-        self._before_norm: list[Callable[[Trainer], None]] = []  # called after an update's last backward, on every rank
-        self._after_update: list[Callable[[Trainer], None]] = []  # called when an update is counted, before its last events
-        self._on_record: list[Callable[[UpdateOutput], None]] = []  # called after that with its record
+        self.moments = Moments()
         self.replicas_are_equal = True  # False while replicas that train locally differ
         self.parts: dict[str, Stateful] = dict(parts or {})
         self._config = dict(settings or {})
@@ -377,11 +392,11 @@ class Trainer(SessionLoop):
         if requests.interrupt:
             self.interrupt(agreed=True)
         self.data.ranks_have_more = requests.more_data > 0
-        for callback in self._after_update:
+        for callback in self.moments.after_update:
             callback(self)
         state, output = self.state, self.state.update_output
         assert output is not None  # noqa: S101  # published before
-        for record in self._on_record:
+        for record in self.moments.on_record:
             record(output)
         if applied:
             self.fire_event(_STEP_COMPLETED)

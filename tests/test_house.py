@@ -115,8 +115,7 @@ OF_OTHERS = {
 }
 
 # Still reached from outside: hooks of the update, and the members that kinds of `Update` share.
-STILL_REACHED = {"_after_update", "_before_norm", "_on_backward", "_on_record"}
-STILL_REACHED |= {"_failures", "_forward", "_leftovers", "_lower_scale", "_nonfinite_error", "_record", "_scaled", "_search"}
+STILL_REACHED = {"_failures", "_forward", "_leftovers", "_lower_scale", "_nonfinite_error", "_record", "_scaled", "_search"}
 
 CORE = sorted(path for path in (ROOT / "ignite_train").rglob("*.py") if "handlers" not in path.parts)
 HANDLERS = sorted((ROOT / "handlers").glob("[!_]*.py"))

@@ -221,7 +221,7 @@ class RunState:
         world_size = reader.manifest.world_size
         if world_size in (1, collectives.world_size()):
             return
-        replicas = {*self._objects.optimizers} if self._trainer._after_update else set()
+        replicas = {*self._objects.optimizers} if self._trainer.moments.after_update else set()
         free = {*self._objects.handlers(), *replicas}
         differing = [name for name in self._objects.compared() if name in reader.names(1) and name not in free]
         if differing:

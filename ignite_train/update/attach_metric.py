@@ -68,7 +68,7 @@ def attach_metric(trainer: Trainer, metric: Metric, name: str) -> None:
     if not isinstance(name, str) or is_published_metric(name):
         raise ValueError(f"name must be a string that handlers do not publish a metric under, got {name!r}")
     held = _MetricOfTraining(metric, name)
-    trainer._on_backward.append(held.hold)
+    trainer.moments.on_backward.append(held.hold)
     trainer.prepend_event_handler(Events.EPOCH_STARTED, held.begin_epoch)
     trainer.prepend_event_handler(Events.ITERATION_STARTED, held.begin_update)
     trainer.prepend_event_handler(TrainEvents.STEP_COMPLETED, held.count)

@@ -243,7 +243,7 @@ class CompiledUpdate(Update):
         for event in _SEEING:
             if trainer.has_handlers(event):
                 return f"{event.name} has a handler"
-        if trainer._on_backward or trainer._before_norm:
+        if trainer.moments.on_backward or trainer.moments.before_norm:
             return "a handler or a metric looks at each backward"
         if _hooks_on_saved_tensors(True) is not None:
             return "hooks on saved tensors are set, and graphs do not call them"

@@ -282,7 +282,7 @@ class Update:
                             create_graph=self.options.create_graph,
                         )
                         self.gradients.separate()
-                        for callback in trainer._on_backward:
+                        for callback in trainer.moments.on_backward:
                             callback(state.forward_output)
             fire(_BACKWARD_COMPLETED)
             if self.options.create_graph:
@@ -312,7 +312,7 @@ class Update:
             self.seeding.step()
         if self._agrees_on_scale:
             self._agree_on_scale(0.0)
-        for callback in trainer._before_norm:
+        for callback in trainer.moments.before_norm:
             callback(trainer)
         norm = self.reduction.end(trainer.outgoing(), self.statistics, self.gradients)
         totals = self.queued_step(trainer, norm, self.loss_scaling.scale)
