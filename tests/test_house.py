@@ -107,6 +107,7 @@ OF_OTHERS = {
     "_fields": "NamedTuple",
     "_indices": "a sparse Tensor",
     "_iterator": "DataLoader",
+    "_model": "ignite.distributed.utils",
     "_modules": "nn.Module",
     "_parameters": "nn.Module",
     "_replace": "NamedTuple",
@@ -395,13 +396,14 @@ def test_public_members_of_the_trainer_are_documented():
 
 
 def _defined_names(path: Path) -> set[str]:
-    """What the file defines: functions, classes, and whatever it assigns to."""
+    """What the file defines: functions, classes, variables, and attributes that a method gives to its own object."""
     names = set()
     for node in ast.walk(_tree(path)):
         if isinstance(node, Function | ast.ClassDef):
             names.add(node.name)
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            names.add(node.attr)
+            if isinstance(node.value, ast.Name) and node.value.id in {"self", "cls"}:
+                names.add(node.attr)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             names.add(node.id)
     return names
