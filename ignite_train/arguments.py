@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral, Real
@@ -20,6 +21,7 @@ __all__ = [
     "path_of",
     "positive_int",
     "real_number",
+    "settings_of",
     "whole_number",
 ]
 
@@ -144,3 +146,15 @@ def did_you_mean(value: Any, choices: Iterable[str]) -> str:
     by_folded = {choice.lower(): choice for choice in choices}
     matches = difflib.get_close_matches(str(value).lower(), by_folded, n=1, cutoff=0.5)
     return f"; did you mean {by_folded[matches[0]]!r}?" if matches else ""
+
+
+def settings_of(entry: object) -> dict[str, Any]:
+    """The arguments of an object's construction that are attributes too, where they are plain values."""
+    names = inspect.signature(type(entry)).parameters
+    return {name: value for name, value in vars(entry).items() if name in names and _is_plain(value)}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str))

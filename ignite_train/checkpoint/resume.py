@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ignite_train.arguments import did_you_mean, path_of
-from ignite_train.checkpoint.config import config_changes, plain_config, versions
+from ignite_train.checkpoint.config import config_changes, handler_settings, plain_config, versions
 from ignite_train.checkpoint.directory import CheckpointDirectory, together
 from ignite_train.checkpoint.disk import Disk
 from ignite_train.checkpoint.manifest import MANIFEST, Manifest, one_line
@@ -82,15 +82,19 @@ class Resumption:
         retention = self._writer.retention
         if retention.metric is not None and manifest.scored_by is not None:
             refuse_other_mode(retention.metric, "min" if retention.lower_is_better else "max", *manifest.scored_by)
-        self._half_restored = path
+        self._half_restored, script = path, self._settings()
         together(collectives.gather_objects, f"resuming from {path}", state.restore)
         self._half_restored = None
         trainer._load_data_position(trainer._data_position(), on_changed_data=self._on_changed_data)
         self._state = state
         self._writer.resume_from(path)
         if collectives.is_main_rank():
-            _log_resumption(path, manifest, plain_config(self._config, trainer.config), state)
+            changed = config_changes(manifest.config, script, self._settings())
+            _log_resumption(path, manifest, [*state.changed, *changed], state)
         return manifest
+
+    def _settings(self) -> Any:
+        return plain_config(self._config, self._run.trainer.config, handler_settings(self._run.engines))
 
     def _refuse_half_restored(self) -> None:
         """Raises CheckpointError if training would continue with a mixture of two states."""
@@ -239,16 +243,15 @@ def log_how_exact(loader: Any) -> None:
         _logger.info(note)
 
 
-def _log_resumption(path: Path, manifest: Manifest, config: Any, state: RunState) -> None:
+def _log_resumption(path: Path, manifest: Manifest, changed: list[str], state: RunState) -> None:
     """Says where a run resumes, and what is different now.
 
     Args:
         path: the checkpoint.
         manifest: of it.
-        config: what `plain_config` gives for this run.
+        changed: what the script sets to other values than the script that wrote it, a line each.
         state: what was read from it.
     """
-    changed = [*state.changed, *config_changes(manifest.config, config)]
     before, now = manifest.versions, versions()
     changed += [f"{name}: {before.get(name)} -> {now[name]}" for name in now if before.get(name) != now[name]]
     if manifest.world_size != collectives.world_size():
@@ -257,7 +260,7 @@ def _log_resumption(path: Path, manifest: Manifest, config: Any, state: RunState
     for note, names in (
         ("changed since", changed),
         ("starts from the beginning, because the checkpoint has no state for it", state.fresh),
-        ("in the checkpoint and not used, because it is not attached", state.unused),
+        ("in the checkpoint and not used, because it is not attached or is left out", state.unused),
     ):
         if names:
             notes.append(f"{note}: {', '.join(names)}")

@@ -88,6 +88,7 @@ class RunState:
         self.unused = [name for name in unused if not name.endswith("/state.metrics")]  # what is shown, and not a state
         published = [name for name, entry in self._objects.own.items() if isinstance(entry, PublishedMetrics)]
         self.fresh = [*added, *(name for name in self._objects.own if name not in own and name not in published)]
+        self._compare_loss_scaling()
         self.changed = rules.changes(self._objects, self._claims.description)
         if rules.drops_carried:
             self._drop_carried()
@@ -211,6 +212,21 @@ class RunState:
             if _carried(self._own[name]):
                 self.unused.append("state.carried" if name == "trainer" else f"state.carried of {name}")
             self._own[name].pop("carried", None)
+
+    def _compare_loss_scaling(self) -> None:
+        """Notes where the loss scaling starts fresh, or is not used; without a state of it, its policy keeps its own."""
+        for name, trainer in (("trainer", self._trainer), *self._objects.trainers.items()):
+            update, now = self._own[name].get("update"), "loss_scaling" in trainer.config
+            if not isinstance(update, dict):
+                continue  # which is refused when it is restored
+            was = "scaled_by" in update
+            if self._rules.drops_loss_scaling:
+                update.pop("scaled_by", None)
+            label = "loss_scaling" if name == "trainer" else f"loss_scaling of {name}"
+            if was and (not now or self._rules.drops_loss_scaling):
+                self.unused.append(label)
+            elif now and not was:
+                self.fresh.append(label)
 
     def _check_differing(self, reader: CheckpointReader) -> None:
         """State of a shared object that differs between the ranks, so that each has written its own, needs as many ranks.

@@ -88,7 +88,7 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any], *, jumps: bool) -
     if _DRAWN not in before or _DRAWN not in now:
         keys = [key for key in keys if key != _DRAWN]
     refused = [_line(key, before, now) for key in keys if key not in harmless]
-    return refused, [_line(key, before, now) for key in keys if key in harmless and not (jumps and key == "batch_size")]
+    return refused, [_line(key, before, now) for key in keys if key in harmless]
 
 
 def attributes_of_samplers(loader: Iterable[Any]) -> dict[str, Any]:
