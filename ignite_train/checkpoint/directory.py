@@ -34,6 +34,7 @@ from ignite_train.checkpoint.manifest import (
     count_marks,
     is_checkpoint_name,
     parse_manifest,
+    printable,
     read_manifest,
     seal,
 )
@@ -48,6 +49,7 @@ __all__ = ["CheckpointDirectory", "Contents", "Exchange", "Written", "commit", "
 
 _logger = logging.getLogger(__name__)
 _UNFINISHED, _REMOVED, _DAMAGED = ".unfinished-", ".removed-", "damaged-"
+_MAX_LENGTH = 700  # of what is told of an error of one rank
 _TRIAL_BYTES = 4096  # so that a full disk refuses them
 T = TypeVar("T")
 Exchange = Callable[[Any], list[Any]]
@@ -80,7 +82,7 @@ def together(exchange: Exchange, what: str, work: Callable[[], T]) -> list[T]:
         mine: tuple[type[CheckpointError] | None, Any] = (None, work())
     except Exception as error:
         kind = LockTakenOverError if isinstance(error, LockTakenOverError) else CheckpointError
-        mine = (kind, f"{type(error).__name__}: {' '.join(str(error).split())}")
+        mine = (kind, printable(f"{type(error).__name__}: {error}", _MAX_LENGTH))
     outcomes = exchange(mine)
     failures = [f"rank {rank}, {text}" for rank, (kind, text) in enumerate(outcomes) if kind is not None]
     if failures:

@@ -111,7 +111,7 @@ class DirectoryLock:
         return found is not None and _parsed(found).get("token") == self.token
 
     def release(self) -> None:
-        """Releases the lock, if it is held. The file of another run stays, and so does that of a process that forked this one."""
+        """Releases the lock, if it is held. The file of another run stays, and so does that of a process that forked this."""
         token, self.token = self.token, ""
         if not token or self._held_in[0] != os.getpid():
             return

@@ -18,7 +18,7 @@ from ignite_train.arguments import did_you_mean, path_of
 from ignite_train.checkpoint.config import config_changes, handler_settings, plain_config, versions
 from ignite_train.checkpoint.directory import CheckpointDirectory, together
 from ignite_train.checkpoint.disk import Disk
-from ignite_train.checkpoint.manifest import MANIFEST, Manifest, one_line
+from ignite_train.checkpoint.manifest import MANIFEST, Manifest, one_line, printable
 from ignite_train.checkpoint.reader import CheckpointReader
 from ignite_train.checkpoint.run_objects import SavedRun
 from ignite_train.checkpoint.run_state import RunState
@@ -32,6 +32,7 @@ from ignite_train.ranks import collectives
 __all__ = ["Resumption", "checkpoint_to_resume", "log_how_exact", "read_agreed"]
 
 _logger = logging.getLogger(__name__)
+_MAX_LENGTH = 900  # of what is told of a checkpoint
 _WORDS = ("auto", "must", "never")
 T = TypeVar("T")
 
@@ -263,7 +264,7 @@ def _log_resumption(path: Path, manifest: Manifest, changed: list[str], state: R
         ("in the checkpoint and not used, because it is not attached or is left out", state.unused),
     ):
         if names:
-            notes.append(f"{note}: {', '.join(names)}")
+            notes.append(f"{note}: {', '.join(printable(name) for name in names)}")
     _logger.log(logging.WARNING if len(notes) > 1 else logging.INFO, "; ".join(notes))
 
 
@@ -316,9 +317,9 @@ def _attempt(path: Path, read: Callable[[CheckpointReader], T]) -> tuple[tuple[T
         with CheckpointReader(path) as reader:
             return (read(reader), reader.manifest), "", ""
     except DamagedCheckpointError as error:
-        return None, "", str(error)
+        return None, "", printable(str(error), _MAX_LENGTH)
     except CheckpointError as error:
-        return None, str(error), ""
+        return None, printable(str(error), _MAX_LENGTH), ""
     except OSError as error:
         return None, str(UnreadableCheckpointError(str(path), one_line(error))), ""
     except Exception as error:  # whole, but of another kind; the other ranks wait for this one's answer

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,8 @@ class RunState:
 
     def restore(self) -> None:
         """Puts everything back: counters, place in the data, and all that `restore_objects` does."""
-        self._trainer.load_state_dict(self._own["trainer"])
+        with _naming("trainer"):
+            self._trainer.load_state_dict(self._own["trainer"])
         self._trainer._load_data_position(self._own["data"])
         # A handler of STARTED or EPOCH_STARTED may add the groups that an optimizer lacks, so it has its state after them.
         lacking = [name for name in self._objects.optimizers if self._missing_groups(name)]
@@ -146,12 +148,15 @@ class RunState:
             self._trainer._publish(UpdateOutput(**results["output"]))
         state.metrics = copy.deepcopy(results["metrics"])
         for name, entry in objects.shared.items():
-            _load(entry, self._shared[name])
+            with _naming(name):
+                _load(entry, self._shared[name])
         for name, entry in objects.own.items():
             if name in self._own:
-                _load(entry, self._own[name])
+                with _naming(name):
+                    _load(entry, self._own[name])
         for name, trainer in objects.trainers.items():
-            trainer.load_state_dict(copy.deepcopy(self._own[name]))
+            with _naming(name):
+                trainer.load_state_dict(copy.deepcopy(self._own[name]))
         self._restore_buffers()
         for name, optimizer in objects.optimizers.items():
             self._let_script_win(name, optimizer)
@@ -324,6 +329,17 @@ def _load(entry: Stateful, saved: Any) -> None:
         load_optimizer_state(entry, copy.deepcopy(saved))
     else:
         entry.load_state_dict(copy.deepcopy(saved))
+
+
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """In it, an error is a refusal that names the part of the run whose state was to be restored."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{name!r} refuses its state: {type(error).__name__}: {error}") from error
 
 
 class _ShardedTensors:
