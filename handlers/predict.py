@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from ignite_train.arguments import describe, one_of
 from ignite_train.data.description import length_of
-from ignite_train.evaluation.evaluator import Evaluator
+from ignite_train.evaluation.evaluator import Evaluator, kept_state
 from ignite_train.ranks import collectives
 
 __all__ = ["predict"]
@@ -67,14 +67,10 @@ def predict(evaluator: Evaluator, loader: Iterable[Any], *, gather: Literal["all
     one_of("gather", gather, ("all", "main", "none"))
     watched, indices = _watched(loader)
     found = _Found(indices, _left_out(loader))
-    before = evaluator.state
     # append: nothing else of EPOCH_COMPLETED is left to run when the evaluator is told to skip COMPLETED
     skip = evaluator.append_event_handler(Events.EPOCH_COMPLETED, lambda: evaluator.terminate(skip_completed=True))
-    try:
-        with skip, evaluator.prepend_event_handler(Events.ITERATION_COMPLETED, found.add):
-            evaluator.run(watched)
-    finally:
-        evaluator.state = before
+    with kept_state(evaluator), skip, evaluator.prepend_event_handler(Events.ITERATION_COMPLETED, found.add):
+        evaluator.run(watched)
     found.end()
     problem, keys, rows = found.joined()
     form = None if rows is None else _map(lambda leaf: leaf[:0], rows)

@@ -19,10 +19,10 @@ from tqdm.auto import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from ignite_train.arguments import one_of
+from ignite_train.engine.dispatch import stateful_handlers
+from ignite_train.engine.loop import Loop
 from ignite_train.events import Event, every
 from ignite_train.handler import Handler
-from ignite_train.loop.dispatch import stateful_handlers
-from ignite_train.loop.loop import Loop
 from ignite_train.metrics import PUBLISHED_METRICS, grouped_metrics, is_published_metric, single_metrics
 from ignite_train.ranks import collectives
 from ignite_train.trainer import Trainer
@@ -75,7 +75,7 @@ class _HasCheckpoints(Protocol):
 
 
 class ProgressLog(Handler):
-    """Shows how a run is getting on: a bar on a terminal, a short line an interval elsewhere. On rank 0 only.
+    """Progress bar on a terminal; otherwise one line per interval. On rank 0 only.
 
     Both show the loss, the learning rate, the speed and the time to go; with `TrainingMetrics`, attached before or after, the
     loss is the mean of the interval, and a line has the user's logs and the gradient norm too. Lines go to standard output and

@@ -13,10 +13,9 @@ import torch
 from ignite.engine import Engine, Events, RemovableEventHandle
 
 from ignite_train.arguments import MAPPING, NUMBER, NUMBERS, TEXTS, check_fields, did_you_mean, real_number
+from ignite_train.engine.sections import SECTIONS, Sections
 from ignite_train.events import Event, every
 from ignite_train.handler import Handler
-from ignite_train.loop.progress import run_progress
-from ignite_train.loop.sections import SECTIONS, Sections
 from ignite_train.ranks import collectives
 from ignite_train.state import UpdateOutput
 from ignite_train.trainer import Trainer
@@ -55,7 +54,7 @@ class TrainingMetrics(Handler):
       and of the evaluators that `attach` was given; `"checkpoint_seconds"`: what saving has held the run;
       `"handler_seconds"`: all other handlers. Together they are the time since the metrics were last published;
     - `"update_seconds"`: forward, backward, reduction and optimizer;
-    - `"data_wait"`: data / (data + update). If it is not next to nothing, the loader needs more workers;
+    - `"data_wait"`: data / (data + update). Above a few percent, add workers;
     - `"samples_per_second"` (of sample_size), `"updates_per_second"`, and `"tokens_per_second"` for a log `"tokens"` that
       `per_second` names: per second of data and update, without the other sections;
     - `"train_wall"`: data and update, `"wall"`: all sections, since training began, earlier processes included;
@@ -149,7 +148,7 @@ class TrainingMetrics(Handler):
         """
         self._sections = trainer.sections
         self._until_interval = self._sections.seconds()
-        trainer._on_record.append(self._note)
+        trainer.moments.on_record.append(self._note)
         trainer.prepend_event_handler(Events.COMPLETED, self)
         if evaluator is not None:
             self.watch(evaluator)
@@ -336,7 +335,7 @@ class TrainingMetrics(Handler):
     def _publish_progress(
         self, metrics: dict[str, Any], trainer: Trainer, seconds: Mapping[str, float], by_section: Mapping[str, float]
     ) -> None:
-        progress = run_progress(trainer)
+        progress = trainer.progress.of_run(trainer.state)
         if progress is None:
             return
         updates = self._sums["updates"]

@@ -10,9 +10,10 @@ from typing import Any, Literal
 from ignite.engine import Engine, Events, RemovableEventHandle
 
 from ignite_train.arguments import COUNT, NUMBER, TEXT, check_fields, describe, did_you_mean, optional, positive_int
+from ignite_train.engine.dispatch import Dispatcher
+from ignite_train.evaluation.evaluator import kept_state
 from ignite_train.events import Event
 from ignite_train.handler import Handler
-from ignite_train.loop.dispatch import Dispatcher
 from ignite_train.metrics import refuse_other_mode, score_mode
 from ignite_train.trainer import Trainer
 
@@ -130,11 +131,11 @@ class Validation(Handler):
         """Evaluates a few micro-batches, unless the run continues, where the evaluation has worked before."""
         if trainer.state.iteration > 0:
             return
-        evaluator, before = self.evaluator, self.evaluator.state
+        evaluator = self.evaluator
         add = evaluator.append_event_handler if isinstance(evaluator, Dispatcher) else evaluator.add_event_handler
-        with trainer.section("evaluation"), add(Events.EPOCH_COMPLETED, self._skip_completed):
+        skip = add(Events.EPOCH_COMPLETED, self._skip_completed)
+        with kept_state(evaluator), trainer.section("evaluation"), skip:
             self._score_in(self._evaluate(epoch_length=self.sanity))
-        evaluator.state = before
 
     def _skip_completed(self) -> None:
         self.evaluator.terminate(skip_completed=True)

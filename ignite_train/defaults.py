@@ -1,4 +1,4 @@
-"""A run that is a pleasure to watch, in one line.
+"""attach_defaults: metrics, progress, log file and TensorBoard in one line.
 
 Handlers are imported where they are attached, so that importing the package stays quick.
 """

@@ -32,7 +32,7 @@ RESERVED_NAMES = frozenset(PUBLISHED_METRICS)
 """The metrics that the evaluator and handlers publish, beside which the logs are put; see `is_published_metric` for those whose
 names depend on the run."""
 
-_PLAIN_NUMBERS = {int, float}  # which are told from tensors faster than tensors from them
+_PLAIN_NUMBERS = {int, float}  # asking for a plain number first is faster than isinstance(x, Tensor)
 
 _checked_names: set[str] = set()  # of logs, so that a name is looked at when it is new and not in each micro-batch
 
@@ -180,7 +180,7 @@ def refuse_fraction(size: float) -> None:
     """
     if size % 1 != 0 and math.isfinite(size):
         raise ForwardContractError(
-            f"forward returned the pair (loss, {size:.4g}), whose second is taken for sample_size and is no number of samples; "
+            f"forward returned a pair (loss, {size:.4g}); its second is taken for sample_size and is not a number of samples; "
             "return the mean loss alone, and other numbers as sums in ForwardOutput(loss, sample_size=..., logs={...}), which "
             "takes any weight"
         )

@@ -1,4 +1,4 @@
-"""What a trainer knows: every attribute is declared here, none appears by surprise."""
+"""TrainState: counters, latest output and metrics; each attribute is declared here."""
 
 from __future__ import annotations
 

@@ -50,8 +50,8 @@ def accuracy(model: nn.Module, batch: Batch) -> Tensor:
 # --- what forward returns ---------------------------------------------------------------------------------------------------
 
 PAIRS: dict[str, tuple[Callable[[nn.Module, Batch], Any], str]] = {
-    "an accuracy": (lambda m, b: (loss_of(m, b), accuracy(m, b)), r"taken for sample_size .* no number of samples"),
-    "a number": (lambda m, b: (loss_of(m, b), accuracy(m, b).item()), r"taken for sample_size .* no number of samples"),
+    "an accuracy": (lambda m, b: (loss_of(m, b), accuracy(m, b)), r"taken for sample_size .* not a number of samples"),
+    "a number": (lambda m, b: (loss_of(m, b), accuracy(m, b).item()), r"taken for sample_size .* not a number of samples"),
     "a list's mean": (lambda m, b: (loss_of(m, b), 10.25), r"\(loss, 10.25\)"),
     "another loss": (lambda m, b: (loss_of(m, b), m(b[0]).square().mean()), r"requires grad; a second loss is added"),
     "another loss by name": (
@@ -75,7 +75,7 @@ def test_an_accuracy_that_is_zero_at_first() -> None:
     """It skips updates until it is a fraction, which is noticed then."""
     accuracies = iter([0.0, 0.0, 0.5])
     _, _, trainer = make(lambda m, b: (loss_of(m, b), torch.tensor(next(accuracies))))
-    assert_one_line((ForwardContractError, "no number of samples", lambda: trainer.run(DATA * 2)))
+    assert_one_line((ForwardContractError, "not a number of samples", lambda: trainer.run(DATA * 2)))
     assert trainer.state.num_skipped == 2
 
 
@@ -99,7 +99,7 @@ def test_an_evaluator_refuses_a_pair_too() -> None:
     """As training does."""
     forward = PAIRS["a number"][0]
     assert_one_line(
-        (ForwardContractError, "no number of samples", lambda: create_evaluator(nn.Linear(3, 2), forward).run(DATA))
+        (ForwardContractError, "not a number of samples", lambda: create_evaluator(nn.Linear(3, 2), forward).run(DATA))
     )
 
 

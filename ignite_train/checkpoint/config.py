@@ -14,8 +14,8 @@ import torch
 from ignite.engine import Engine
 
 from ignite_train.checkpoint.tree import TreeEncoder, decode
+from ignite_train.engine.dispatch import attached
 from ignite_train.handler.handler import Handler
-from ignite_train.loop.dispatch import attached
 
 __all__ = ["config_changes", "handler_settings", "plain_config", "versions"]
 

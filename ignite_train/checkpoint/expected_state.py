@@ -1,4 +1,4 @@
-"""The state that one of torch's optimizers keeps for a parameter, as a step of another one of its class shows it.
+"""The state that an optimizer of torch keeps for a parameter, as one small step of another optimizer of its class shows it.
 
 The kernels of torch trust the shapes in a state: one that is fused and given a moment of another shape reads and writes beyond
 its memory. No table says what each class keeps, which would have to grow with torch.
@@ -22,7 +22,7 @@ WAYS = {"fused", "foreach", "capturable", "differentiable", "maximize"}  # of co
 
 
 class Expected:
-    """What the state has under one key.
+    """The entry of the state under one key.
 
     Args:
         value: what it is for a small parameter.

@@ -289,7 +289,7 @@ def _other_parameters(groups: Sequence[Sequence[Tensor]], description: Any, name
 
 
 def _other_state(optimizer: Optimizer, members: list[_Member]) -> Iterator[str]:
-    """What is invalid in the state of single parameters, a sentence each. Other classes than torch's keep what they want."""
+    """Errors in the state of single parameters, a sentence each. Other classes than torch's keep what they want."""
     is_torchs = type(optimizer).__module__.startswith("torch.")
     for member in members:
         if not isinstance(member.state, Mapping):

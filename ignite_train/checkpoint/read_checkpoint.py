@@ -30,7 +30,7 @@ class GroupInfo:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointInfo:
-    """What a checkpoint says of its run.
+    """Facts about a run that its checkpoint holds.
 
     Attributes:
         path: of the checkpoint.
@@ -67,7 +67,7 @@ def read_checkpoint(path: str | Path) -> CheckpointInfo:
             resumes from the one before.
 
     Raises:
-        CheckpointError: there is none, or it cannot be read.
+        CheckpointError: the path has no checkpoint, or it cannot be read.
 
     Example:
         >>> import tempfile

@@ -61,7 +61,7 @@ class _Part:
 
 
 def composed_claim(composed: Composed, path: KeyPath) -> TensorClaim:
-    """What is claimed of a tensor that is made of others.
+    """The record of a tensor that consists of other tensors.
 
     Raises:
         ValueError: one of its parts is not a tensor.

@@ -115,7 +115,7 @@ def _same(ones: list[_Part], others: list[_Part]) -> bool:
 
 
 def _marks(parts: list[_Part]) -> set[tuple[str, int]]:
-    """What another micro-batch has too if it has an object, or its memory, in common with this one."""
+    """Keys of the objects and memory in a micro-batch: two micro-batches with a common key share something."""
     own = [part for part in parts if part[0] is not None and not isinstance(part[0], _OPAQUE)]
     return {("object", id(part[0])) for part in own} | {("address", part[1]) for part in own if part[1]}
 
@@ -148,7 +148,7 @@ def _sample(address: int, shape: Sequence[int], size: int, strides: Sequence[int
 
 def _changed_error() -> ValueError:
     return ValueError(
-        "data must give each micro-batch in a container and memory of its own, got one that was changed when a later one was "
+        "data must give each micro-batch in a container and memory of its own, got one that changed when a later one was "
         "read: micro-batches are read ahead, so that forward would find the later one in its place; yield a new dict, list or "
         "object each time, and a copy of what is written over, such as tensor.clone()"
     )

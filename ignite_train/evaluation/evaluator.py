@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from itertools import islice
 from typing import Any
 
 import torch
-from ignite.engine import Events
+from ignite.engine import Engine, Events
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
@@ -23,9 +23,10 @@ from ignite_train.data.grouping import POLICIES, Uneven
 from ignite_train.data.position import open_loader
 from ignite_train.data.samplers import samplers_of
 from ignite_train.device.to_device import ToDevice
+from ignite_train.engine.limits import checked_loader
+from ignite_train.engine.loop import Loop
 from ignite_train.evaluation.uneven_metrics import metrics_published_at, uneven_metrics
 from ignite_train.forward import BoundForward, Forward, ForwardOutput, as_forward_output, bind_forward
-from ignite_train.loop.loop import Loop
 from ignite_train.model.first_forward import FirstForward
 from ignite_train.model.forward_state import ForwardState
 from ignite_train.model.loss_declaration import check_forward
@@ -37,7 +38,7 @@ from ignite_train.ranks.statistics import Statistics
 from ignite_train.ranks.wrapping import unwrap
 from ignite_train.state import EvaluatorState
 
-__all__ = ["Evaluator", "create_evaluator"]
+__all__ = ["Evaluator", "create_evaluator", "kept_state"]
 
 
 class Evaluator(Loop):
@@ -104,21 +105,21 @@ class Evaluator(Loop):
             ValueError: the sampler repeats samples, which would count twice; or no rank has a sample; or the ranks have
                 different numbers of micro-batches and the evaluator was made with `uneven="error"`.
         """
-        self._refuse_nested_run()
-        loader = self._as_loader(data)
+        self.progress.refuse_nested_run()
+        loader = checked_loader(data)
         _refuse_padding(loader)
         name, limit = ("epoch_length", epoch_length) if max_iters is None else ("max_iters", max_iters)
         self._limit = None if limit is None else positive_int(name, limit)
         self._refuse_running_metrics(loader)
         vars(self.state).update(vars(EvaluatorState()))  # what others have put there stays
         self.state.max_epochs = 1
-        self._epoch_open = False
+        self.progress.epoch_open = False
         self._forward_state = ForwardState(self.model, self.state.carried)
         self.statistics = Statistics(self.statistics.device)  # without the logs of another run, which would be published as 0
         training = [module for module in self.model.modules() if module.training]
         self.model.eval()
         try:
-            self._run(loader)
+            super().run(loader)
         finally:
             for module in training:
                 module.training = True
@@ -252,6 +253,22 @@ def _refuse_padding(data: Iterable[Any]) -> None:
                 f"data must hold each sample once, got a DistributedSampler that repeats {surplus} to make the ranks equal; "
                 "use ShardedSampler(dataset, shuffle=False), whose shards may differ by one"
             )
+
+
+@contextmanager
+def kept_state(evaluator: Engine) -> Iterator[None]:
+    """Within it the evaluator may run; afterwards its state is what it was before, metrics included.
+
+    Args:
+        evaluator: ours, or any engine of Ignite.
+    """
+    state, before = evaluator.state, {**vars(evaluator.state)}
+    try:
+        yield
+    finally:
+        vars(state).clear()
+        vars(state).update(before)
+        evaluator.state = state
 
 
 def create_evaluator(

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ignite_train.arguments import COUNT, MAPPING, check_fields, check_same_model, describe
+from ignite_train.engine.dispatch import attached
 from ignite_train.evaluation.evaluator import Evaluator
 from ignite_train.events import Event, TrainEvents
 from ignite_train.handler.handler import Handler
-from ignite_train.loop.dispatch import attached
 from ignite_train.model.averaged_tensors import (
     averaged_statistics,
     averaged_tensors,
@@ -137,6 +137,10 @@ class AveragingHandler(Handler):
         averages = {name: self._averages[names[id(value)]] for name, value in names_of_tensors(model) if id(value) in names}
         state = {name.replace("_orig_mod.", ""): value for name, value in model.state_dict().items()}
         return {"num_updates": self.num_updates, "model": {**state, **averages}}
+
+    def paths_that_may_differ(self) -> list[tuple[str, ...]]:
+        """Keys of averaged buffers: each rank averages its own running statistics, and rank 0's are evaluated."""
+        return [("model", name.replace("_orig_mod.", "")) for name, _ in self._attached().named_buffers()]
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restores the averages and their number.

@@ -1,4 +1,4 @@
-"""What running a function of a user once more could change outside of the model, as far as its code shows."""
+"""Objects outside of the model that another run of a user's function could change, as far as its code shows."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class ForwardReach:
                 fill(before)
 
     def _within(self, value: Any) -> list[Any]:
-        """What a value refers to."""
+        """The objects that a value refers to."""
         if isinstance(value, nn.Module):
             self.modules.append(value)
             self._note_attributes(value)
@@ -92,7 +92,7 @@ class ForwardReach:
         return [*methods, *self._contents(attributes, attributes.values())]
 
     def _around(self, function: FunctionType) -> list[Any]:
-        """What is in the scopes around a function."""
+        """The values in the scopes around a function."""
         file, ours = function.__code__.co_filename, function.__code__.co_filename.startswith(_OURS)
         if not ours and file.startswith(_OTHERS):
             return []

@@ -111,6 +111,8 @@ class ForwardState:
         forward: the user's; what it refers to is looked for in the marks 1, 2, 4, 8, ....
         copies: whether all parameters are copied at first. Otherwise their norms are taken at first, and those are copied
             that were seen to move in a forward that was kept.
+        watches_tensors: False where nothing can write into parameters and buffers, as in a trial that breaks off what does.
+            They are neither copied nor read then; buffers that forward assigns are put back all the same.
     """
 
     def __init__(
@@ -120,9 +122,11 @@ class ForwardState:
         forward: Any = None,
         *,
         copies: bool = True,
+        watches_tensors: bool = True,
     ) -> None:
         self._module, self._carried, self._forward = module, Carried() if carried is None else carried, forward
-        self._copies_at_first, self._looks_at_values = copies, True
+        self._copies_at_first, self._looks_at_values = copies, watches_tensors
+        self._watches_tensors = watches_tensors
         self._trained: list[float] = []  # norms at the first mark: a target that equals them does not move until they have
         self._moving: dict[int, Tensor] = {}
         self._num_marks = self._num_updates = 0
@@ -135,9 +139,9 @@ class ForwardState:
         self._latest_look: RandomState | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ForwardState:
-        """One for the copied model, which looks for everything again: a generator of the process is there once."""
+        """A state for the copied model, which looks for everything again: a generator of the process exists once."""
         module, carried, forward = deepcopy((self._module, self._carried, self._forward), memo)
-        return ForwardState(module, carried, forward, copies=self._copies_at_first)
+        return ForwardState(module, carried, forward, copies=self._copies_at_first, watches_tensors=self._watches_tensors)
 
     def mark(self, micro_batches: Any = ()) -> ForwardMark:
         """Remembers how things are.
@@ -147,12 +151,14 @@ class ForwardState:
         """
         self._num_marks += 1
         self._find(is_look=_is_power_of_two(self._num_marks))
-        buffers = BufferRollback(self._everything())
+        buffers = BufferRollback(self._everything(), is_needed=self._watches_tensors)
         buffers.mark()
         attributes = [vars(one) for one in self._modules if not isinstance(one, _WRAPPERS)]
         values = [values[name] for values in attributes for name in values.keys() - _OF_EACH_MODULE]
         containers = [one for one in values if isinstance(one, _CONTAINERS) and len(one) <= _MAX_ENTRIES]
         values += [entry for one in containers for entry in (one.values() if isinstance(one, dict) else one)]
+        if not self._watches_tensors:
+            attributes += [one._buffers for one in self._modules]
         return ForwardMark(
             RandomState(self._devices, self._generators),
             self._carried.copies(),
@@ -182,12 +188,12 @@ class ForwardState:
         return state
 
     def keep(self, mark: ForwardMark) -> None:
-        """Keeps what a forward has changed since `mark`, and notes which parameters it has moved."""
+        """Keeps the changes of a forward since `mark`, and notes the parameters that it has moved."""
         self._moving |= {id(one): one for one in mark.moved()}
         self._looks_at_values &= not mark.is_last_look
 
     def written(self, mark: ForwardMark, *, stepped: Iterable[Tensor] = ()) -> dict[str, dict[str, Tensor]]:
-        """What forward may have written to since `mark`, by kind and name; of parameters those that it has moved.
+        """Tensors that forward may have written to since `mark`, by kind and name; of parameters, the moved ones.
 
         Args:
             mark: which one.
@@ -199,7 +205,7 @@ class ForwardState:
         return {**self._always_written(mark), "moved parameter": moved}
 
     def copies(self, mark: ForwardMark) -> dict[str, dict[str, Tensor]]:
-        """What there was at `mark`, by the names of `written`; to be called right after it."""
+        """The values at `mark`, by the names of `written`. Call it right after `mark`."""
         copied = {kind: {name: one.clone() for name, one in some.items()} for kind, some in self._always_written(mark).items()}
         names, kept = self._names(), [one for one in mark.kept if not one.is_norm]
         return {**copied, "moved parameter": {names.get(id(one.tensor), str(id(one.tensor))): one.values for one in kept}}
@@ -226,7 +232,7 @@ class ForwardState:
             stepped: parameters that something else has moved too, such as an optimizer, and that stay as they are.
 
         Raises:
-            TrainingError: forward has moved a parameter of which there is no copy. Everything else is back.
+            TrainingError: forward has moved a parameter that was not copied. Everything else is back.
         """
         for now, before in mark.attributes:
             if now.keys() != before.keys() or any(now[name] is not value for name, value in before.items()):
@@ -300,7 +306,7 @@ class ForwardState:
         if lost:
             name = self._names().get(id(lost[0]), "a tensor in an attribute")
             raise TrainingError(
-                f"forward was run and had to be taken back, and it has moved {name}, of which there is no copy; move it in a "
+                f"forward was run and had to be taken back, and it has moved {name}, which was not copied; move it in a "
                 "handler of STEP_COMPLETED, or make it a buffer"
             )
 

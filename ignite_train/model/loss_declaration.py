@@ -56,7 +56,8 @@ def check_forward(
     modules = nn.ModuleList(reach.modules)
     if parts is None or not reach.is_known or any(isinstance(module, FSDPModule) for module in modules.modules()):
         return []
-    state = ForwardState(modules, carried, forward, copies=False)  # what would write into a parameter is broken off
+    # What would write into a parameter or a buffer is broken off.
+    state = ForwardState(modules, carried, forward, watches_tensors=False)
     mark = state.mark(micro_batch)
     try:
         with suppress(Exception), _apart(modules), precision.autocast():

@@ -86,7 +86,7 @@ def pairs_with(tensor: Tensor, other: Tensor) -> bool:
 
 
 def gradient_dtype(parameter: Tensor) -> torch.dtype:
-    """That of the gradients of `parameter`, which may be wider than its own."""
+    """The dtype of the parameter's gradient, which may be wider than its own."""
     dtype: torch.dtype | None = parameter.grad_dtype
     return parameter.dtype if dtype is None else dtype
 

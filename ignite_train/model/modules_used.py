@@ -40,7 +40,7 @@ def objects_used(functions: Iterable[Any]) -> Iterator[Any]:
 
 
 def _used_by(value: Any) -> list[Any]:
-    """What a function finds in the scopes around it, or in its object; and what is in a list or in a mapping."""
+    """Objects that a function can reach: closure, globals, `self`, and items of containers."""
     if isinstance(value, partial):
         return [value.func, *value.args, *value.keywords.values()]
     if isinstance(value, MethodType):

@@ -242,21 +242,20 @@ def optimizers_as_parts(optimizer: Optimizer | Optimizers) -> dict[str, Optimize
         outer = {f"{_FOLDER}{name}": one for name, one in optimizer.named.items()}
     else:
         outer = {"optimizer": optimizer}
-    met = {id(one) for one in outer.values()}
-    parts: dict[str, Optimizer | InnerState] = {}
-
-    def add_inner(prefix: str, owner: Optimizer) -> None:
-        for name, one in inner_optimizers(owner).items():
-            if id(one) not in met:
-                met.add(id(one))
-                parts[f"{prefix}.{name}"] = InnerState(owner, one)
-                add_inner(f"{prefix}.{name}", one)
-
+    met, parts = {id(one) for one in outer.values()}, dict[str, Optimizer | InnerState]()
     for name, one in outer.items():
         parts[name] = one
         if not isinstance(one, GathersState):
-            add_inner(name, one)
+            _add_inner(parts, met, name, one)
     return parts
+
+
+def _add_inner(parts: dict[str, Optimizer | InnerState], met: set[int], prefix: str, owner: Optimizer) -> None:
+    for name, one in inner_optimizers(owner).items():
+        if id(one) not in met:
+            met.add(id(one))
+            parts[f"{prefix}.{name}"] = InnerState(owner, one)
+            _add_inner(parts, met, f"{prefix}.{name}", one)
 
 
 def parts_as_optimizers(parts: Mapping[str, Any]) -> Optimizer | dict[str, Optimizer]:

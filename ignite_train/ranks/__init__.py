@@ -1,1 +1,1 @@
-"""What crosses ranks: collectives, statistics, gradients."""
+"""Collectives, statistics and gradients over ranks."""

@@ -1,4 +1,4 @@
-"""The few collectives this library uses, with exact types, and what watches over them; the rest is `ignite.distributed`."""
+"""Typed wrappers of the collectives in use, with counters for HangWatch; the rest is `ignite.distributed`."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def gather_bytes(content: Tensor, lengths: Sequence[int]) -> list[Tensor]:
 
 
 def own_group() -> dist.ProcessGroup | None:
-    """A group of all ranks over gloo, for a thread whose collectives must not mix with others. None alone. Collective."""
+    """A group of all ranks over gloo, for a thread whose collectives must not mix with others. None in a single process."""
     return dist.new_group(backend="gloo") if world_size() > 1 else None
 
 
@@ -167,7 +167,7 @@ def broadcast_bytes(content: bytes) -> bytes:
 
 
 def own_process() -> list[str]:
-    """What tells this process from every other, for `has_ended` on another rank; empty where Linux's `/proc` is missing.
+    """Unique id of this process, for `has_ended` on another rank; empty where Linux's `/proc` is missing.
 
     It is made of the machine since it was booted, the namespace of the process, its number and when it began.
     """

@@ -75,7 +75,7 @@ class Reduction(Protocol):
 
 
 class PlainReduction:
-    """What the ways share in which forward and backward are all of one rank: nothing crosses before the last backward is done.
+    """Base class of reductions without collectives in forward or backward.
 
     Args:
         model: the model, without a wrapper.
@@ -179,7 +179,7 @@ class DDPReduction:
             ddp.broadcast_buffers = True
 
     def num_placeholders(self, group: Sequence[Any], max_micro_batches: int | None) -> int:  # noqa: ARG002
-        """One without data, for the one backward that reduces. Collective the first time."""
+        """1 on a rank without data, else 0: the backward that reduces must run on every rank. Collective the first time."""
         if not self._has_order:
             self._has_order = True
             if self.divisor > 2:  # a + b is b + a
