@@ -123,8 +123,9 @@ class Claims:
             if saved is None:
                 continue
             optimizers = [key for key, optimizer in objects.optimizers.items() if optimizer is schedule.optimizer]
-            groups = [self.shared[key].get("param_groups", ()) for key in optimizers] + [schedule.optimizer.param_groups]
-            check_schedule(path, name, schedule, saved, self.described("schedules", name), max(map(len, groups)))
+            groups: list[Any] = [self.shared[key].get("param_groups", ()) for key in optimizers]
+            groups.append(schedule.optimizer.param_groups)
+            check_schedule(path, name, schedule, saved, self.described("schedules", name), max(groups, key=len))
             if "lr" not in rules.script_wins:
                 continue
             if reason := why_not_rescaled(schedule) or self._why_no_multiple(schedule, objects, rules):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ignite_train.arguments import describe
+from ignite_train.arguments import describe, settings_of
 from ignite_train.carried import Carried
 from ignite_train.data.arriving_group import ArrivingGroup
 from ignite_train.device.to_device import ToDevice
@@ -227,21 +227,35 @@ class Update:
         """See `Process`."""
         return self.buffers.are_spoilt
 
+    @property
+    def config(self) -> dict[str, Any]:
+        """The class and the settings of the loss scaling, where there is one, in plain types; see `Trainer.config`."""
+        policy = self.loss_scaling
+        return {"loss_scaling": {"class": type(policy).__name__, **settings_of(policy)}} if policy.enabled else {}
+
     def state_dict(self) -> dict[str, Any]:
         """What an update remembers of those before it: the loss scaling, and how many in a row failed."""
-        return {"loss_scaling": self.loss_scaling.state_dict(), "in_a_row": self.failures.state_dict()}
+        state = {"loss_scaling": self.loss_scaling.state_dict(), "in_a_row": self.failures.state_dict()}
+        return state | ({"scaled_by": type(self.loss_scaling).__name__} if self.loss_scaling.enabled else {})
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes it over.
+        """Takes it over. The scale starts fresh where the state has none.
 
         Raises:
-            ValueError: it is not the state of an update, or the loss scaling's is not of this policy.
+            ValueError: it is not the state of an update, or another class of loss scaling wrote it.
         """
         if not isinstance(state_dict, Mapping) or "loss_scaling" not in state_dict:
             raise ValueError(f"state_dict['update'] must be a mapping with the key loss_scaling, got {describe(state_dict)}")
         counts = state_dict.get("in_a_row", {})  # a checkpoint of an earlier version has none
         FailuresInARow(None).load_state_dict(counts)  # an error leaves both as they are
-        self.loss_scaling.load_state_dict(state_dict["loss_scaling"])
+        wrote, mine = state_dict.get("scaled_by"), type(self.loss_scaling).__name__
+        if self.loss_scaling.enabled and wrote is not None:
+            if wrote != mine:
+                raise ValueError(
+                    f"{wrote!s:.60} wrote the scale of the loss, and this run has {mine}; pass the loss_scaling that it had, "
+                    "or start with a fresh scale by Checkpoint(..., leave_out=('loss_scaling',))"
+                )
+            self.loss_scaling.load_state_dict(state_dict["loss_scaling"])
         self.buffers.are_spoilt = False
         self.failures.load_state_dict(counts)
 
