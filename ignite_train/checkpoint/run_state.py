@@ -99,7 +99,8 @@ class RunState:
         self._trainer.load_state_dict(self._own["trainer"])
         self._trainer._load_data_position(self._own["data"])
         # A handler of STARTED or EPOCH_STARTED may add the groups that an optimizer lacks, so it has its state after them.
-        lacking = [name for name in self._objects.optimizers if self._missing_groups(name)]
+        outer = [name for name in self._objects.optimizers if self._missing_groups(name)]
+        lacking = [name for name in self._objects.shared if any(name == one or name.startswith(f"{one}.") for one in outer)]
         self._restore_objects(self._objects.without(lacking))
 
     def restore_objects(self) -> None:
