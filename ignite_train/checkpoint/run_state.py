@@ -69,6 +69,7 @@ class RunState:
         saved = [name for name in ("buffers_of", *self._objects.own) if name in names and name not in gathered]
         own = dict.fromkeys((*EVERY_RANK, *saved, *self._objects.trainers), source)
         self._writers = {name: source if name in names else 0 for name in self._objects.shared}
+        self._are_apart = world_size > 1 and "model" in reader.names(1)
         self._check_differing(reader)
         self._claims = self._checked_claims(reader, own)
         sharded, classes = _ShardedTensors(self._objects.shared), tensor_classes(self._objects.with_whole_states())
@@ -97,6 +98,8 @@ class RunState:
     def restore(self) -> None:
         """Puts everything back: counters, place in the data, and all that `restore_objects` does."""
         self._trainer.load_state_dict(self._own["trainer"])
+        if self._are_apart:
+            self._trainer.replicas_are_equal = False
         self._trainer._load_data_position(self._own["data"])
         # A handler of STARTED or EPOCH_STARTED may add the groups that an optimizer lacks, so it has its state after them.
         outer = [name for name in self._objects.optimizers if self._missing_groups(name)]
@@ -224,7 +227,9 @@ class RunState:
             return
         replicas = {*self._objects.optimizers} if self._trainer._after_update else set()
         free = {*self._objects.handlers(), *replicas}
-        differing = [name for name in self._objects.compared() if name in reader.names(1) and name not in free]
+        # Each rank has written its model where replicas train on their own.
+        compared = ["model", *self._objects.compared()]
+        differing = [name for name in compared if name in reader.names(1) and name not in free]
         if differing:
             raise CheckpointError(
                 f"{reader.path} holds a state of {differing[0]!r} that differs between its {world_size} ranks, and this run "
