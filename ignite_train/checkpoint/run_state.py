@@ -23,8 +23,8 @@ from ignite_train.checkpoint.schedule_state import rescale_schedule
 from ignite_train.checkpoint.state_rules import StateRules
 from ignite_train.checkpoint.tensor_classes import tensor_classes
 from ignite_train.checkpoint.tree import KeyPath, decode, tensors_in
+from ignite_train.engine.dispatch import Stateful
 from ignite_train.errors import CheckpointError
-from ignite_train.loop.dispatch import Stateful
 from ignite_train.model.optimizers import GathersState, InnerState, load_optimizer_state
 from ignite_train.model.random_state import check_generators, restore_random_state, seed_new_rank
 from ignite_train.ranks import collectives
@@ -100,7 +100,7 @@ class RunState:
         self._trainer.load_state_dict(self._own["trainer"])
         if self._are_apart:
             self._trainer.replicas_are_equal = False
-        self._trainer._load_data_position(self._own["data"])
+        self._trainer.data.load_position(self._own["data"])
         # A handler of STARTED or EPOCH_STARTED may add the groups that an optimizer lacks, so it has its state after them.
         outer = [name for name in self._objects.optimizers if self._missing_groups(name)]
         lacking = [name for name in self._objects.shared if any(name == one or name.startswith(f"{one}.") for one in outer)]
@@ -146,7 +146,7 @@ class RunState:
         for key in self._trainer.state_dict_user_keys:
             setattr(state, key, copy.deepcopy(self._own["trainer"][key]))
         if results["output"]:
-            self._trainer._publish(UpdateOutput(**results["output"]))
+            self._trainer.publish(UpdateOutput(**results["output"]))
         state.metrics = copy.deepcopy(results["metrics"])
         for name, entry in objects.shared.items():
             _load(entry, self._shared[name])
@@ -225,7 +225,7 @@ class RunState:
         world_size = reader.manifest.world_size
         if world_size in (1, collectives.world_size()):
             return
-        replicas = {*self._objects.optimizers} if self._trainer._after_update else set()
+        replicas = {*self._objects.optimizers} if self._trainer.moments.after_update else set()
         free = {*self._objects.handlers(), *replicas}
         # Each rank has written its model where replicas train on their own.
         compared = ["model", *self._objects.compared()]

@@ -39,7 +39,7 @@ class HandlerGuard:
 
     def firing(self, trainer: Trainer) -> Callable[[Any], None]:
         """What fires the events of a micro-batch: the trainer itself where they have no handlers."""
-        if trainer._has_handlers(_FORWARD_COMPLETED) or trainer._has_handlers(_BACKWARD_COMPLETED):
+        if trainer.has_handlers(_FORWARD_COMPLETED) or trainer.has_handlers(_BACKWARD_COMPLETED):
             return partial(self._fire, trainer)
         return trainer.fire_event
 

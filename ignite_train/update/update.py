@@ -185,7 +185,7 @@ class Update:
         Returns:
             What the trainer's output transform has made of the update's record.
         """
-        begin_section = trainer._begin_section
+        begin_section = trainer.begin_section
         begin_section("forward")
         self._counters.begin(trainer)
         with self.journal as journal:
@@ -207,7 +207,7 @@ class Update:
                 raise
             journal.close(self._ending(output))
         # The update has ended: an error in a handler below cannot undo it, and no retry makes it twice.
-        trainer._finish_update(totals.requests, applied=output.applied)
+        trainer.finish_update(totals.requests, applied=output.applied)
         return trainer.state.output
 
     def named_gradients(self) -> dict[str, Tensor]:
@@ -257,11 +257,11 @@ class Update:
             self._agrees_on_scale, self._group_size = self._first_scale.awaits_size, len(micro_batches)
         if self._closure_step is not None:
             self._closure_step.mark()
-        self._num_placeholders = self.reduction.num_placeholders(micro_batches, trainer._max_micro_batches)
+        self._num_placeholders = self.reduction.num_placeholders(micro_batches, trainer.data.max_micro_batches)
 
     def _accumulate(self, trainer: Trainer, micro_batches: Sequence[Any], done: int = 0) -> None:
         """Adds up gradients of micro-batches that are not `done`. They cross the ranks in the last backward, or after it."""
-        state, fire, begin_section = trainer.state, self._guard.firing(trainer), trainer._begin_section
+        state, fire, begin_section = trainer.state, self._guard.firing(trainer), trainer.begin_section
         for number, micro_batch in enumerate(islice(micro_batches, done, None), start=done + 1):
             last = number == len(micro_batches) + self._num_placeholders  # whose number is right by now, see ArrivingGroup
             self._begin_micro_batch(trainer, number - 1)
@@ -275,16 +275,14 @@ class Update:
                             self.transfer.ahead(micro_batches[number])  # copied while backward runs
                         begin_section("backward")
                         if last:
-                            self.reduction.begin(
-                                trainer._outgoing(), self.statistics, self.gradients, state.forward_output.loss
-                            )
+                            self.reduction.begin(trainer.outgoing(), self.statistics, self.gradients, state.forward_output.loss)
                         self.backward(
                             self._scaled(state.forward_output.loss),
                             retain_graph=self.options.retain_graph or self.options.create_graph,
                             create_graph=self.options.create_graph,
                         )
                         self.gradients.separate()
-                        for callback in trainer._on_backward:
+                        for callback in trainer.moments.on_backward:
                             callback(state.forward_output)
             fire(_BACKWARD_COMPLETED)
             if self.options.create_graph:
@@ -298,7 +296,7 @@ class Update:
         """Counts the micro-batch of this index in the group, seeds what it draws, and tells handlers."""
         state = trainer.state
         state.num_micro_batches, state.micro_batch_in_group = state.num_micro_batches + 1, index
-        trainer._begin_section("forward")
+        trainer.begin_section("forward")
         if self.seeding is not None:
             self.seeding.micro_batch(index)
         trainer.fire_event(_MICRO_BATCH_STARTED)
@@ -309,14 +307,14 @@ class Update:
         A norm that float32 cannot have added up, since the squares are too large or too small for it, is taken again. All ranks
         do so alike where the norm is a reduced one.
         """
-        trainer._begin_section("reduction")
+        trainer.begin_section("reduction")
         if self.seeding is not None:
             self.seeding.step()
         if self._agrees_on_scale:
             self._agree_on_scale(0.0)
-        for callback in trainer._before_norm:
+        for callback in trainer.moments.before_norm:
             callback(trainer)
-        norm = self.reduction.end(trainer._outgoing(), self.statistics, self.gradients)
+        norm = self.reduction.end(trainer.outgoing(), self.statistics, self.gradients)
         totals = self.queued_step(trainer, norm, self.loss_scaling.scale)
         if not (self.journal.moved or may_trust_norm(totals)):
             totals = totals._replace(norm=self.reduction.scaled_norm(self.gradients))
@@ -342,14 +340,14 @@ class Update:
         They may set the learning rates too, and so may the output transform: those that the step finds are in the record.
         """
         output = self._record(totals, decision)
-        trainer._publish(output)
+        trainer.publish(output)
         if totals.num_out_of_memory:
             trainer.fire_event(TrainEvents.OUT_OF_MEMORY)
-        has_handlers = trainer._has_handlers(_GRADIENTS_READY)
+        has_handlers = trainer.has_handlers(_GRADIENTS_READY)
         with self._guard.readable(decision.mean_factor) if has_handlers else _NOTHING:
             trainer.fire_event(_GRADIENTS_READY)
         if not self.journal.moved and (rates := self.learning_rates()) != output.learning_rates:
-            output = trainer._amend(replace(output, learning_rates=rates))
+            output = trainer.amend(replace(output, learning_rates=rates))
         return output
 
     def _record(self, totals: Totals, decision: Decision) -> UpdateOutput:
@@ -393,7 +391,7 @@ class Update:
         after, number = self._closure_step(trainer, micro_batches, self._num_placeholders, decision, output.sample_size)
         if after.skipped_reason is not None:
             output = replace(output, loss=after.loss, grad_norm=after.grad_norm, skipped_reason=after.skipped_reason)
-        return after, trainer._amend(replace(output, num_evaluations=number))
+        return after, trainer.amend(replace(output, num_evaluations=number))
 
     def _finish(self, output: UpdateOutput) -> None:
         """Tells how the update ended."""
@@ -452,13 +450,13 @@ class Update:
 
     def _run_placeholder(self, trainer: Trainer, *, last: bool) -> None:
         """In place of a micro-batch that this rank does not have: joins the collectives of the other ranks, in their order."""
-        trainer._begin_section("reduction")
+        trainer.begin_section("reduction")
         with self.reduction.context(last=last):
             zero = self.reduction.run_placeholder(lambda micro_batch: self._forward(micro_batch).loss)
             if self._agrees_on_scale:
                 self._agree_on_scale(0.0)
             if last:
-                self.reduction.begin(trainer._outgoing(), self.statistics, self.gradients, zero)
+                self.reduction.begin(trainer.outgoing(), self.statistics, self.gradients, zero)
             torch.autograd.backward(zero)
 
     def _scaled(self, loss: Tensor) -> Tensor:
