@@ -70,6 +70,7 @@ class RunState:
         saved = [name for name in ("buffers_of", *self._objects.own) if name in names and name not in gathered]
         own = dict.fromkeys((*EVERY_RANK, *saved, *self._objects.trainers), source)
         self._writers = {name: source if name in names else 0 for name in self._objects.shared}
+        self._are_apart = world_size > 1 and "model" in reader.names(1)
         self._check_differing(reader)
         self._claims = self._checked_claims(reader, own)
         sharded, classes = _ShardedTensors(self._objects.shared), tensor_classes(self._objects.with_whole_states())
@@ -100,9 +101,12 @@ class RunState:
         """Puts everything back: counters, place in the data, and all that `restore_objects` does."""
         with _naming("trainer"):
             self._trainer.load_state_dict(self._own["trainer"])
+        if self._are_apart:
+            self._trainer.replicas_are_equal = False
         self._trainer.data.load_position(self._own["data"])
         # A handler of STARTED or EPOCH_STARTED may add the groups that an optimizer lacks, so it has its state after them.
-        lacking = [name for name in self._objects.optimizers if self._missing_groups(name)]
+        outer = [name for name in self._objects.optimizers if self._missing_groups(name)]
+        lacking = [name for name in self._objects.shared if any(name == one or name.startswith(f"{one}.") for one in outer)]
         self._restore_objects(self._objects.without(lacking))
 
     def restore_objects(self) -> None:
@@ -244,7 +248,9 @@ class RunState:
             return
         replicas = {*self._objects.optimizers} if self._trainer.moments.after_update else set()
         free = {*self._objects.handlers(), *replicas}
-        differing = [name for name in self._objects.compared() if name in reader.names(1) and name not in free]
+        # Each rank has written its model where replicas train on their own.
+        compared = ["model", *self._objects.compared()]
+        differing = [name for name in compared if name in reader.names(1) and name not in free]
         if differing:
             raise CheckpointError(
                 f"{reader.path} holds a state of {differing[0]!r} that differs between its {world_size} ranks, and this run "
