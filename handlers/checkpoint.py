@@ -30,7 +30,7 @@ from ignite_train.checkpoint.state_rules import StateRules
 from ignite_train.checkpoint.writer import GIVE_UP_AFTER, CheckpointWriter
 from ignite_train.engine.dispatch import Dispatcher, Stateful
 from ignite_train.errors import CheckpointError
-from ignite_train.handler import Handler
+from ignite_train.kinds_of_handlers import Handler
 from ignite_train.metrics import score_mode
 from ignite_train.ranks import collectives
 from ignite_train.trainer import Trainer

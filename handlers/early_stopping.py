@@ -9,7 +9,7 @@ from typing import Any, Literal
 from ignite.engine import Engine
 
 from ignite_train.arguments import COUNT, NUMBER, check_fields, optional, positive_int, real_number
-from ignite_train.handler import ScoreHandler
+from ignite_train.kinds_of_handlers import ScoreHandler
 from ignite_train.ranks import collectives
 from ignite_train.trainer import Trainer
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 from ignite_train.arguments import COUNT, check_fields, optional, path_of
-from ignite_train.handler import RecordingHandler
-from ignite_train.handler.recording_handler import numbered_path
+from ignite_train.kinds_of_handlers import RecordingHandler
+from ignite_train.kinds_of_handlers.recording_handler import numbered_path
 from ignite_train.trainer import Trainer
 
 __all__ = ["Csv", "JsonLines", "LogFile"]

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from ignite_train.arguments import FLAG, check_fields, describe, real_number
 from ignite_train.events import Event
-from ignite_train.handler import Handler
+from ignite_train.kinds_of_handlers import Handler
 from ignite_train.model.learning_rates import are_of
 from ignite_train.trainer import Trainer
 

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from ignite_train.arguments import COUNT, MAPPING, check_fields, check_same_model, describe, one_of, positive_int
 from ignite_train.errors import NonFiniteError
-from ignite_train.handler import Handler
+from ignite_train.kinds_of_handlers import Handler
 from ignite_train.model.optimizers import load_optimizer_state
 from ignite_train.ranks import collectives
 from ignite_train.ranks.buckets import mean_over_ranks

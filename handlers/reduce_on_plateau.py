@@ -10,7 +10,7 @@ from ignite.engine import Engine
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ignite_train.arguments import COUNT, TEXT, check_fields, describe, optional
-from ignite_train.handler import ScoreHandler
+from ignite_train.kinds_of_handlers import ScoreHandler
 from ignite_train.metrics import refuse_other_mode
 from ignite_train.model.learning_rates import are_of
 from ignite_train.ranks import collectives

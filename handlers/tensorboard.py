@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 from ignite_train.arguments import COUNT, FLAG, NUMBERS, SEQUENCE, check_fields, describe, optional, path_of, positive_int
 from ignite_train.checkpoint.config import versions
 from ignite_train.events import Event, TrainEvents
-from ignite_train.handler import EVERY_50, RecordingHandler
-from ignite_train.handler.event_file import EventFile, event_files, is_finished
-from ignite_train.handler.recording_handler import numbered_path
+from ignite_train.kinds_of_handlers import EVERY_50, RecordingHandler
+from ignite_train.kinds_of_handlers.event_file import EventFile, event_files, is_finished
+from ignite_train.kinds_of_handlers.recording_handler import numbered_path
 from ignite_train.metrics import PUBLISHED_METRICS, grouped_metric, single_metrics
 from ignite_train.ranks import collectives
 from ignite_train.ranks.wrapping import unwrap

@@ -15,7 +15,7 @@ from ignite.engine import Engine, Events, RemovableEventHandle
 from ignite_train.arguments import MAPPING, NUMBER, NUMBERS, TEXTS, check_fields, did_you_mean, real_number
 from ignite_train.engine.sections import SECTIONS, Sections
 from ignite_train.events import Event, every
-from ignite_train.handler import Handler
+from ignite_train.kinds_of_handlers import Handler
 from ignite_train.ranks import collectives
 from ignite_train.state import UpdateOutput
 from ignite_train.trainer import Trainer

@@ -13,7 +13,7 @@ from ignite_train.arguments import COUNT, NUMBER, TEXT, check_fields, describe, 
 from ignite_train.engine.dispatch import Dispatcher
 from ignite_train.evaluation.evaluator import kept_state
 from ignite_train.events import Event
-from ignite_train.handler import Handler
+from ignite_train.kinds_of_handlers import Handler
 from ignite_train.metrics import refuse_other_mode, score_mode
 from ignite_train.trainer import Trainer
 

@@ -75,7 +75,7 @@ def test_settings_of_handlers_that_differ_are_told(tmp_path: Path, caplog: Any) 
 
 def test_a_setting_that_a_state_brings_back_is_told_as_the_checkpoints(tmp_path: Path, caplog: Any) -> None:
     """A handler of the user's may save its settings, and then the script's have no effect."""
-    from ignite_train.handler import Handler
+    from ignite_train.kinds_of_handlers import Handler
 
     class Own(Handler):
         def __init__(self, limit: int) -> None:

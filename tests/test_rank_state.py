@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 from bits import bit_by_bit
 from ignite_train import CheckpointError, ForwardOutput, UpdateOptions, create_trainer
 from ignite_train.checkpoint.reader import CheckpointReader
-from ignite_train.handler import Handler
 from ignite_train.handlers import Checkpoint
+from ignite_train.kinds_of_handlers import Handler
 from ranks import run_ranks
 from tiers import slow
 

@@ -15,7 +15,7 @@ from ignite.engine import Engine
 
 from ignite_train.checkpoint.tree import TreeEncoder, decode
 from ignite_train.engine.dispatch import attached
-from ignite_train.handler.handler import Handler
+from ignite_train.kinds_of_handlers.handler import Handler
 
 __all__ = ["config_changes", "handler_settings", "plain_config", "versions"]
 

@@ -11,7 +11,7 @@ from ignite.engine import Engine, Events
 
 from ignite_train.arguments import COUNT, TEXT, check_fields, describe, did_you_mean, optional
 from ignite_train.engine.dispatch import Dispatcher
-from ignite_train.handler.handler import Handler
+from ignite_train.kinds_of_handlers.handler import Handler
 from ignite_train.metrics import refuse_other_mode, score_mode
 from ignite_train.ranks import collectives
 from ignite_train.trainer import Trainer

@@ -16,7 +16,7 @@ from ignite_train.arguments import COUNT, MAPPING, check_fields, check_same_mode
 from ignite_train.engine.dispatch import attached
 from ignite_train.evaluation.evaluator import Evaluator
 from ignite_train.events import Event, TrainEvents
-from ignite_train.handler.handler import Handler
+from ignite_train.kinds_of_handlers.handler import Handler
 from ignite_train.model.averaged_tensors import (
     averaged_statistics,
     averaged_tensors,
