@@ -208,6 +208,7 @@ def _failure(kind: Any, group: Mapping[str, Any]) -> str:
         tried = kind([parameter], **{key: value for key, value in loaded.items() if key in known and key != "params"})
         parameter.grad = torch.ones_like(parameter)
         tried.step()
+        tried.step()  # which takes what the first has left, as momentum is
     except Exception as error:
         return f"a step fails by {type(error).__name__}: {error!s:.200}"
     return ""

@@ -228,9 +228,9 @@ class RunState:
             update, now = self._own[name].get("update"), "loss_scaling" in trainer.config
             if not isinstance(update, dict):
                 continue  # which is refused when it is restored
-            was = "scaled_by" in update
+            was = update.get("loss_scaling", {}) != {}
             if self._rules.drops_loss_scaling:
-                update.pop("scaled_by", None)
+                update["loss_scaling"] = {}
             label = "loss_scaling" if name == "trainer" else f"loss_scaling of {name}"
             if was and (not now or self._rules.drops_loss_scaling):
                 self.unused.append(label)

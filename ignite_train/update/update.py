@@ -248,9 +248,9 @@ class Update:
             raise ValueError(f"state_dict['update'] must be a mapping with the key loss_scaling, got {describe(state_dict)}")
         counts = state_dict.get("in_a_row", {})  # a checkpoint of an earlier version has none
         FailuresInARow(None).load_state_dict(counts)  # an error leaves both as they are
-        wrote, mine = state_dict.get("scaled_by"), type(self.loss_scaling).__name__
-        if self.loss_scaling.enabled and wrote is not None:
-            if wrote != mine:
+        mine = type(self.loss_scaling).__name__
+        if self.loss_scaling.enabled and state_dict["loss_scaling"] != {}:  # as it is without a loss scaling
+            if (wrote := state_dict.get("scaled_by", mine)) != mine:
                 raise ValueError(
                     f"{wrote!s:.60} wrote the scale of the loss, and this run has {mine}; pass the loss_scaling that it had, "
                     "or start with a fresh scale by Checkpoint(..., leave_out=('loss_scaling',))"
