@@ -28,6 +28,7 @@ __all__ = [
     "GaveUpError",
     "GradientAccessError",
     "LearningRateError",
+    "LockTakenOverError",
     "LossScaleFloorError",
     "NoGradientError",
     "NonFiniteError",
@@ -153,6 +154,10 @@ class CheckpointFormatError(CheckpointError):
 
     def __reduce__(self) -> tuple[type[CheckpointFormatError], tuple[str, int, int]]:
         return type(self), (self.path, self.found, self.newest)
+
+
+class LockTakenOverError(CheckpointError):
+    """Another run has taken over the directory of this one, which never gets it back."""
 
 
 class UnreadableCheckpointError(CheckpointError):

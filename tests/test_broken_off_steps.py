@@ -23,7 +23,9 @@ class StopError(Exception):
 class Scaling(TorchLossScaling):
     """Raises once, after it has taken note of the third update."""
 
-    has_raised = False
+    def __init__(self, scale: float, *, raises: bool) -> None:
+        super().__init__(scale)
+        self.has_raised = not raises
 
     def update(self, *, overflow: bool) -> None:
         super().update(overflow=overflow)
@@ -71,7 +73,7 @@ def make(site: str | None) -> tuple[Trainer, nn.Module]:
         return output
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, fused=True)
-    scaling = Scaling(8.0) if site == "scaling" else TorchLossScaling(8.0)
+    scaling = Scaling(8.0, raises=site == "scaling")
     trainer = create_trainer(
         model, optimizer, forward, accumulation_steps=2, output_transform=transform, loss_scaling=scaling, max_grad_norm=0.5
     )

@@ -22,6 +22,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "DamagedCheckpointError": ("runs/update-00000001", "it is cut short"),
     "CheckpointFormatError": ("runs/update-00000003", 2, 1),
     "UnreadableCheckpointError": ("runs/update-00000002", "an I/O error"),
+    "LockTakenOverError": ("taken over",),
     "NonFiniteError": (3, 0.5, float("inf"), ("rank 0, NaN in the loss", "rank 1, inf in the loss"), (2, 3)),
     "GaveUpError": (17, 5, "was skipped"),
     "LossScaleFloorError": (0.25, 0.125, ("rank 1, NaN in the loss",)),

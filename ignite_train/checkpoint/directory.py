@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ignite_train.checkpoint.disk import Disk
-from ignite_train.checkpoint.lock import LOCK, DirectoryLock, LockTakenOverError, writer_of
+from ignite_train.checkpoint.lock import LOCK, DirectoryLock, writer_of
 from ignite_train.checkpoint.manifest import (
     MANIFEST,
     MAX_INDEX_BYTES,
@@ -42,7 +42,13 @@ from ignite_train.checkpoint.removal import Removal
 from ignite_train.checkpoint.retention import Retention
 from ignite_train.checkpoint.shards import Piece
 from ignite_train.checkpoint.tensor_files import Entry, holds, write_tensors
-from ignite_train.errors import CheckpointError, CheckpointFormatError, DamagedCheckpointError, UnreadableCheckpointError
+from ignite_train.errors import (
+    CheckpointError,
+    CheckpointFormatError,
+    DamagedCheckpointError,
+    LockTakenOverError,
+    UnreadableCheckpointError,
+)
 from ignite_train.ranks import collectives
 
 __all__ = ["CheckpointDirectory", "Contents", "Exchange", "Written", "commit", "together", "try_out"]

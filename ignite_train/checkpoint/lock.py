@@ -16,9 +16,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ignite_train.errors import CheckpointError
+from ignite_train.errors import CheckpointError, LockTakenOverError
 
-__all__ = ["HEARTBEAT_SECONDS", "LOCK", "STALE_SECONDS", "DirectoryLock", "LockTakenOverError", "writer_of"]
+__all__ = ["HEARTBEAT_SECONDS", "LOCK", "STALE_SECONDS", "DirectoryLock", "writer_of"]
 
 HEARTBEAT_SECONDS = 2.0
 STALE_SECONDS = 12.0  # a lock whose count has not changed for this long is taken over
@@ -29,10 +29,6 @@ _JOIN_SECONDS = 5.0
 
 _logger = logging.getLogger(__name__)
 _held_here: set[str] = set()  # tokens of the locks that this process holds
-
-
-class LockTakenOverError(CheckpointError):
-    """Another run has taken over the directory of this one, which never gets it back."""
 
 
 class DirectoryLock:

@@ -17,11 +17,11 @@ from typing import Any
 
 from ignite_train.checkpoint.directory import CheckpointDirectory, Contents, commit, together, try_out
 from ignite_train.checkpoint.disk import Disk
-from ignite_train.checkpoint.lock import DirectoryLock, LockTakenOverError
+from ignite_train.checkpoint.lock import DirectoryLock
 from ignite_train.checkpoint.manifest import Manifest
 from ignite_train.checkpoint.retention import Retention
 from ignite_train.checkpoint.tensor_files import Snapshot, await_devices
-from ignite_train.errors import CheckpointError
+from ignite_train.errors import CheckpointError, LockTakenOverError
 from ignite_train.ranks import collectives
 
 __all__ = ["GIVE_UP_AFTER", "CheckpointWriter"]
