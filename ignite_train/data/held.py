@@ -18,7 +18,7 @@ __all__ = ["Held"]
 _MOST_PARTS = 64  # of a micro-batch are looked at
 _CHUNKS, _CHUNK_BYTES = 8, 128  # of the contents of an array
 _FEW_BYTES = 1024  # are compared in full
-# The objects of a micro-batch, which are kept so that no other gets the identity of one, and address, version and contents of each.
+# The objects of a micro-batch, kept so that no other gets the identity of one; and of each address, version and contents.
 _Parts = tuple[list[Any], list[tuple[int, int, bytes]]]
 _NO_MEMORY = 0, 0, b""
 _OPAQUE = (str, bytes, int, float, complex, type, FunctionType, ModuleType, nn.Module)
@@ -135,7 +135,9 @@ def _same(ones: _Parts, others: _Parts) -> bool:
 
 def _marks(parts: _Parts) -> set[tuple[str, int]]:
     """What another micro-batch has too if it has an object, or its memory, in common with this one."""
-    own = [(part, address) for part, (address, _, _) in zip(*parts, strict=True) if not isinstance(part, (*_OPAQUE, type(None)))]
+    own = [
+        (part, address) for part, (address, _, _) in zip(*parts, strict=True) if not isinstance(part, (*_OPAQUE, type(None)))
+    ]
     return {("object", id(part)) for part, _ in own} | {("address", address) for _, address in own if address}
 
 

@@ -117,9 +117,9 @@ class _Watched:
 
     def __init__(self, optimizer: Optimizer, entered: dict[Optimizer, bool]) -> None:
         self._optimizer, self._entered, self._all = optimizer, entered, [*each_optimizer(optimizer)]
-        # Where `_parameters` were found: the lists of the groups with their lengths, and the optimizer's step.
+        # Where `_parameters` were found: the lists of the groups with their lengths, and `step` of the optimizer and its class.
         self._groups: list[tuple[list[nn.Parameter], int]] = []
-        self._step: Any = None
+        self._steps: Any = None
         self._tells = False  # whether a step was seen to move versions
         self._num_steps = 0  # that were made while they were not known to do so
         self._parameters: list[list[nn.Parameter]] = []
@@ -178,8 +178,10 @@ class _Watched:
 
     def _are_parameters_known(self) -> bool:
         """Whether those that were looked at have gradients, and stand in the same groups as when they were found."""
-        groups = self._optimizer.param_groups
-        if len(self._all) > 1 or len(groups) != len(self._groups) or self._step != _step_of(self._optimizer):
+        groups, known = self._optimizer.param_groups, self._steps
+        if len(self._all) > 1 or len(groups) != len(self._groups):
+            return False
+        if known != (vars(self._optimizer).get("step"), type(self._optimizer).step):
             return False
         for group, (parameters, number) in zip(groups, self._groups, strict=True):
             if group["params"] is not parameters or len(parameters) != number:
@@ -189,7 +191,7 @@ class _Watched:
 
     def _find_parameters(self) -> None:
         self._parameters = [self._looked_at(one) for one in self._all]
-        self._step = _step_of(self._optimizer)
+        self._steps = vars(self._optimizer).get("step"), type(self._optimizer).step
         self._groups = [(group["params"], len(group["params"])) for group in self._optimizer.param_groups]
 
     def _looked_at(self, optimizer: Optimizer) -> list[nn.Parameter]:
@@ -201,7 +203,7 @@ class _Watched:
         step, kind = vars(optimizer).get("step"), type(optimizer)
         if not is_torchs(kind.step) or not (step is None or is_wrapped_by_scheduler(step, kind)):
             return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        found = []
+        found: list[nn.Parameter] = []
         for group in optimizer.param_groups:
             first: dict[Any, nn.Parameter] = {}
             for parameter in group["params"]:
@@ -220,9 +222,7 @@ class _Watched:
             for parameter in parameters:
                 entries = states.get(parameter)
                 if entries and isinstance(entries, Mapping):
-                    for entry in entries.values():
-                        if isinstance(entry, Tensor):
-                            tensors.append(entry)
+                    tensors += [entry for entry in entries.values() if isinstance(entry, Tensor)]
         return tensors
 
     @torch.no_grad()
@@ -235,11 +235,6 @@ class _Watched:
                 wide = None if own.is_complex() or own.device.type == "mps" else torch.float64
                 found.append(torch.linalg.vector_norm(own, 1, dtype=wide))
         return found
-
-
-def _step_of(optimizer: Optimizer) -> tuple[Any, Any]:
-    """Its `step`, of the object, if a script or a scheduler has set one, and of the class."""
-    return vars(optimizer).get("step"), type(optimizer).step
 
 
 def _versions(tensors: list[Tensor]) -> list[int]:
