@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -51,6 +51,21 @@ class Weights(nn.Module):
         return self.anchor * 1.0
 
 
+class Placed(torch.autograd.Function):
+    """A loss whose gradients are copies of given ones: nothing but backward may write gradients before their reduction."""
+
+    @staticmethod
+    def forward(ctx: Any, source: list[Tensor], *parameters: Tensor) -> Tensor:
+        """Gives a zero."""
+        ctx.source = source
+        return parameters[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        """Gives the gradients, without an own graph."""
+        return None, *(gradient.clone() for gradient in ctx.source)
+
+
 class Gradients:
     """Gradients of a sum over samples, set again before each step, because most steps change them."""
 
@@ -59,6 +74,11 @@ class Gradients:
         self._source = [torch.randn_like(parameter) for parameter in self._parameters]
         self._given = [torch.empty_like(parameter) for parameter in self._parameters]
         self.norm = float(torch.stack([source.norm() for source in self._source]).norm()) / SAMPLE_SIZE
+
+    def loss(self) -> Tensor:
+        """A loss that has these gradients."""
+        loss: Tensor = Placed.apply(self._source, *self._parameters)
+        return loss
 
     def place(self, factor: float = 1.0) -> None:
         """Gives each parameter its gradient times `factor`."""
@@ -127,11 +147,10 @@ def ignite_train(model: Weights, optimizer: Optimizer, gradients: Gradients, max
     """What a trainer does between the last backward and the end of the step."""
     moments, weights = [0.0, 0.0], model
 
-    def forward(model: nn.Module, _: int) -> ForwardOutput:
-        return ForwardOutput(model(), SAMPLE_SIZE)
+    def forward(_model: nn.Module, _: int) -> ForwardOutput:
+        return ForwardOutput(gradients.loss(), SAMPLE_SIZE)
 
     def start() -> None:
-        gradients.place()
         moments[0] = weights.now()
 
     def stop() -> None:

@@ -95,7 +95,7 @@ def measure(_local_rank: int, blocks: int, updates: int) -> None:
 
 def time_digests(trainer: Trainer, count: int) -> list[float]:
     """Seconds that a digest takes, as it is by default: without buffers and without the optimizer's state."""
-    check: Any = StateConsistency(trainer._stateful_parts["model"], trainer._stateful_parts["optimizer"], optimizer_state=False)  # type: ignore[arg-type]
+    check: Any = StateConsistency(trainer.parts["model"], trainer.parts["optimizer"], optimizer_state=False)  # type: ignore[arg-type]
     times = []
     for _ in range(count):
         before = time.perf_counter()

@@ -265,7 +265,8 @@ def attach_handlers(trainer: Trainer, evaluator: Evaluator, optimizer: torch.opt
     schedule = WarmUpSchedule(optimizer, "inverse_square_root", warm_up=settings.warmup_updates - 1)
     LearningRateSchedule(schedule).attach(trainer)
     if settings.max_update:
-        trainer.add_event_handler(Events.ITERATION_COMPLETED | Events.STARTED, stop_at, settings.max_update)
+        trainer.add_event_handler(Events.ITERATION_COMPLETED, stop_at, settings.max_update)
+        trainer.on_enter.append(lambda trainer: stop_at(trainer, settings.max_update))  # a stop in STARTED is after an update
     if settings.stop_min_lr >= 0:
         MinLearningRate(optimizer, minimum=settings.stop_min_lr).attach(trainer)
     if settings.stop_time_hours:

@@ -28,9 +28,9 @@ from ignite_train.checkpoint.run_objects import SavedRun, checked_objects
 from ignite_train.checkpoint.run_state import check_contents, restore_model
 from ignite_train.checkpoint.state_rules import StateRules
 from ignite_train.checkpoint.writer import GIVE_UP_AFTER, CheckpointWriter
+from ignite_train.engine.dispatch import Dispatcher, Stateful
 from ignite_train.errors import CheckpointError
 from ignite_train.handler import Handler
-from ignite_train.loop.dispatch import Dispatcher, Stateful
 from ignite_train.metrics import score_mode
 from ignite_train.ranks import collectives
 from ignite_train.trainer import Trainer
@@ -239,7 +239,7 @@ class Checkpoint(Handler):
                 evaluator.
             TypeError: the `state_dict` of an optimizer does not have the form of torch's.
         """
-        if trainer._resume_with is not None:
+        if trainer.resume_with is not None:
             raise ValueError("a trainer must have one Checkpoint at most, got a second; give the first more cadences")
         if self._run is not None:
             raise ValueError(
@@ -258,7 +258,7 @@ class Checkpoint(Handler):
         self._follow_evaluations()
         for one in (trainer, *run.trainers.values()):
             one.mark_everything()
-        trainer._resume_with = self._resuming
+        trainer.resume_with = self._resuming
         if self.cadence.every_seconds is not None:
             trainer.piggybacks.append(self.cadence)
         trainer.on_enter.append(self._start)

@@ -84,7 +84,7 @@ class Freeze(Handler):
             raise ValueError(
                 "module must leave something that trains, got all parameters of the optimizer; pass a part of the model"
             )
-        trainer._before_norm.append(self._drop)
+        trainer.moments.before_norm.append(self._drop)
 
     def is_frozen(self, state: TrainState) -> bool:
         """Whether the parameters stay in the next step."""

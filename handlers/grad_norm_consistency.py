@@ -146,7 +146,7 @@ class GradNormConsistency(PiggybackHandler):
             return
         if not all(map(math.isfinite, mismatch[1])):
             raise GradNormMismatchError(*mismatch, ())
-        noticed_in = self._trainer.state.iteration
+        noticed_in = self.trainer.state.iteration
 
         def judge(trainer: Trainer) -> None:
             handle.remove()
@@ -156,7 +156,7 @@ class GradNormConsistency(PiggybackHandler):
             raise GradNormMismatchError(*mismatch, differing, all_differ=bool(differing) and not common)
 
         # Attached only now: on an accelerator an update is faster without handlers of GRADIENTS_READY.
-        handle = self._trainer.prepend_event_handler(TrainEvents.GRADIENTS_READY, judge)
+        handle = self.trainer.prepend_event_handler(TrainEvents.GRADIENTS_READY, judge)
 
     def _compare(self, sums: list[float]) -> tuple[int, tuple[float, ...]] | None:
         sent, self._sent = self._sent, None

@@ -131,7 +131,7 @@ class GradientMonitor(Handler):
         with torch.no_grad():
             weights = _local(self._parameters)
             gradients = _local([_NONE.to(p.device, p.dtype) if p.grad is None else p.grad for p in self._parameters])
-            factor = trainer._update.mean_factor()
+            factor = trainer.process.mean_factor()
             self._found = [_norms(gradients) * factor, _norms(weights)]
             if self.with_histograms:
                 self._found += [_counts(weight) for weight in weights]

@@ -122,12 +122,12 @@ class OuterOptimizer(Handler):
                 "OuterOptimizer needs replicas that train on their own, got a trainer that reduces gradients in each update; "
                 "pass the plain model and options=UpdateOptions(reduction='local') to create_trainer"
             )
-        if trainer._after_update:
+        if trainer.moments.after_update:
             raise ValueError("trainer must have one OuterOptimizer at most, got a second one; attach it once")
         self._inside = [*trainer.optimizers.values()]
         self._take_parameters(trainer.model)
         self._keep_weights()
-        trainer._after_update.append(self._count)
+        trainer.moments.after_update.append(self._count)
         trainer.add_event_handler(Events.COMPLETED, self._warn_of_rest)
         trainer.prepend_event_handler(Events.STARTED, self)
         trainer.prepend_event_handler(Events.STARTED, _Replica(self, trainer))

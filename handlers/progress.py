@@ -19,10 +19,10 @@ from tqdm.auto import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from ignite_train.arguments import one_of
+from ignite_train.engine.dispatch import stateful_handlers
+from ignite_train.engine.loop import Loop
 from ignite_train.events import Event, every
 from ignite_train.handler import Handler
-from ignite_train.loop.dispatch import stateful_handlers
-from ignite_train.loop.loop import Loop
 from ignite_train.metrics import PUBLISHED_METRICS, grouped_metrics, is_published_metric, single_metrics
 from ignite_train.ranks import collectives
 from ignite_train.trainer import Trainer

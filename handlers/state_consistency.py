@@ -224,7 +224,7 @@ class StateConsistency(PiggybackHandler):
             return
         world_size = collectives.world_size()
         if present < world_size:
-            self._compare(self._check(self._trainer))
+            self._compare(self._check(self.trainer))
             raise ValueError(
                 f"event must fire in the same updates on all ranks, got one in which StateConsistency had a digest on "
                 f"{present} of {world_size} ranks: attach it alike on all ranks, to an event with the same counter on all"

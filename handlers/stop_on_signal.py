@@ -197,7 +197,7 @@ def _receive(number: int, _frame: FrameType | None) -> None:
     for handler in _listening:
         if number in handler._requests and handler._trainer is not None:
             handler.received = handler.received or signal.Signals(number)
-            handler._trainer._requests.stop = True
+            handler._trainer.requests.stop = True
 
 
 def _forget_in_child() -> None:

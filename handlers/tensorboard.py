@@ -262,7 +262,7 @@ class TensorBoard(RecordingHandler):
     def _write_evaluation(self, evaluator: Engine, trainer: Trainer, tag: str) -> None:
         super()._write_evaluation(evaluator, trainer, tag)
         if not self._has_layout and self._file is not None:
-            names = single_metrics(evaluator.state.metrics, self._left_out)
+            names = single_metrics(evaluator.state.metrics, self.left_out)
             self._lay_out(self._file, [*names], trainer.state.iteration)
 
     # --- what is written once ---------------------------------------------------------------------------------------------

@@ -13,10 +13,9 @@ import torch
 from ignite.engine import Engine, Events, RemovableEventHandle
 
 from ignite_train.arguments import check_state_dict, did_you_mean, real_number
+from ignite_train.engine.sections import SECTIONS, Sections
 from ignite_train.events import Event, every
 from ignite_train.handler import Handler
-from ignite_train.loop.progress import run_progress
-from ignite_train.loop.sections import SECTIONS, Sections
 from ignite_train.ranks import collectives
 from ignite_train.state import UpdateOutput
 from ignite_train.trainer import Trainer
@@ -149,7 +148,7 @@ class TrainingMetrics(Handler):
         """
         self._sections = trainer.sections
         self._until_interval = self._sections.seconds()
-        trainer._on_record.append(self._note)
+        trainer.moments.on_record.append(self._note)
         trainer.prepend_event_handler(Events.COMPLETED, self)
         if evaluator is not None:
             self.watch(evaluator)
@@ -338,7 +337,7 @@ class TrainingMetrics(Handler):
     def _publish_progress(
         self, metrics: dict[str, Any], trainer: Trainer, seconds: Mapping[str, float], by_section: Mapping[str, float]
     ) -> None:
-        progress = run_progress(trainer)
+        progress = trainer.progress.of_run(trainer.state)
         if progress is None:
             return
         updates = self._sums["updates"]

@@ -10,10 +10,10 @@ from typing import Any, Literal
 from ignite.engine import Engine, Events, RemovableEventHandle
 
 from ignite_train.arguments import describe, did_you_mean, positive_int
+from ignite_train.engine.dispatch import Dispatcher
 from ignite_train.evaluation.evaluator import kept_state
 from ignite_train.events import Event
 from ignite_train.handler import Handler
-from ignite_train.loop.dispatch import Dispatcher
 from ignite_train.metrics import refuse_other_mode, score_mode
 from ignite_train.trainer import Trainer
 

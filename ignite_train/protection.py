@@ -64,7 +64,7 @@ def protect_ranks(trainer: Trainer, protect: Protect, model: nn.Module) -> Train
     handlers = [_make(trainer, name, settings) for name, settings in chosen.items()]
     for handler, where in handlers if collectives.world_size() > 1 else ():
         handler.attach(trainer, *where)
-        trainer._defaults.append(handler)
+        trainer.default_handlers.append(handler)
     return trainer
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import MethodType
 from typing import Any, Protocol
 
 from ignite.engine import Events, RemovableEventHandle
-from ignite.engine import State as IgniteState
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -20,23 +20,21 @@ from ignite_train.arguments import check_state_dict, describe, positive_int
 from ignite_train.carried import Carried
 from ignite_train.data.arriving_group import ArrivingGroup
 from ignite_train.data.grouping import MicroBatchGrouping, MicroBatchPass
-from ignite_train.data.stream import Stream
+from ignite_train.data.run_data import RunData
+from ignite_train.engine.dispatch import Attachable, Stateful, add_counters
+from ignite_train.engine.ignite_state import from_ignite_state, is_ignite_state
+from ignite_train.engine.limits import checked_limits, checked_loader
+from ignite_train.engine.loop import Batches, SessionLoop
+from ignite_train.engine.sections import Sections
 from ignite_train.events import EVENT_COUNTERS, TrainEvents
 from ignite_train.forward import ForwardOutput
-from ignite_train.loop.dispatch import Attachable, Stateful
-from ignite_train.loop.ignite_state import from_ignite_state, is_ignite_state
-from ignite_train.loop.limits import checked_limits, refuse_ended_iterator, refuse_used_iterator
-from ignite_train.loop.loop import Batches
-from ignite_train.loop.progress import run_progress
-from ignite_train.loop.sections import Sections
-from ignite_train.loop.session_loop import SessionLoop
 from ignite_train.model.optimizers import parts_as_optimizers
 from ignite_train.model.precision import refuse_cached_autocast
 from ignite_train.ranks import collectives
 from ignite_train.ranks.messages import Outgoing, Piggyback, RankRequests
 from ignite_train.state import TrainState, UpdateOutput
 
-__all__ = ["DefaultHandler", "OutputTransform", "Process", "Trainer"]
+__all__ = ["DefaultHandler", "Moments", "OutputTransform", "Process", "Trainer"]
 
 _COUNTERS = ("iteration", "num_steps", "num_skipped", "num_micro_batches")
 _LIMITS = ("epoch_length", "max_epochs", "max_iters")
@@ -80,6 +78,23 @@ class DefaultHandler(Protocol):
         """Undoes its `attach`. All ranks call it alike."""
 
 
+@dataclass(slots=True)
+class Moments:
+    """Functions that an update calls at moments which are no events: they are few, and each costs nothing where it has none.
+
+    Attributes:
+        on_backward: called with the result of a forward when its backward is done.
+        before_norm: called with the trainer after an update's last backward, before the norm is taken, on every rank.
+        after_update: called with the trainer when an update is counted, before its last events.
+        on_record: called with the record of an update, after `after_update`.
+    """
+
+    on_backward: list[Callable[[ForwardOutput], None]] = field(default_factory=list)
+    before_norm: list[Callable[[Trainer], None]] = field(default_factory=list)
+    after_update: list[Callable[[Trainer], None]] = field(default_factory=list)
+    on_record: list[Callable[[UpdateOutput], None]] = field(default_factory=list)
+
+
 class Trainer(SessionLoop):
     """An Ignite engine whose iteration is one optimizer update; `create_trainer` makes it.
 
@@ -102,44 +117,38 @@ class Trainer(SessionLoop):
         super().__init__(update)
         self.state = TrainState() if state is None else state
         this = weakref.proxy(self)
-        self.state._progress = lambda: None if (progress := run_progress(this)) is None else progress.before
-        self._requests = RankRequests()
+        self.state._progress = lambda: None if (done := this.progress.of_run(this.state)) is None else done.before
+        self.requests = RankRequests()
         self.piggybacks: list[Piggyback] = []
-        self._on_backward: list[Callable[[ForwardOutput], None]] = []  # called when a forward's backward is done
-        self._before_norm: list[Callable[[Trainer], None]] = []  # called after an update's last backward, on every rank
-        self._after_update: list[Callable[[Trainer], None]] = []  # called when an update is counted, before its last events
-        self._on_record: list[Callable[[UpdateOutput], None]] = []  # called after that with its record
+        self.moments = Moments()
         self.replicas_are_equal = True  # False while replicas that train locally differ
-        self._stateful_parts: dict[str, Stateful] = dict(parts or {})
-        self._description = dict(settings or {})
-        self._max_micro_batches: int | None = None  # of the rank that has the most in this update; None if unknown
-        self._resume_with: Callable[[str | Path], AbstractContextManager[None]] | None = None  # of a `Checkpoint`
-        self._defaults: list[DefaultHandler] = []  # attached by default and not by the user
-        self._update, self._grouping = update, grouping
+        self.parts: dict[str, Stateful] = dict(parts or {})
+        self._config = dict(settings or {})
+        self.resume_with: Callable[[str | Path], AbstractContextManager[None]] | None = None  # of a `Checkpoint`
+        self.default_handlers: list[DefaultHandler] = []  # attached by default and not by the user
+        self._update = update
+        self.data = RunData(grouping, self.state, self.progress, lambda: this.fire_event(Events.DATALOADER_STOP_ITERATION))
         self._is_spoilt_told = False
         self._output_transform = output_transform
-        self._groups: MicroBatchPass | None = None  # of the pass that is running or ran last
-        self._pass_is_opened = False  # the pass of the open epoch
-        self._position: Mapping[str, Any] = {}  # in the data, where no pass has been made since it was loaded
-        self._on_changed_data = "raise"
-        self._stream: Stream | None = None  # with epoch_length: the data of the run
-        self._ranks_have_more = True
         self._micro_batches_before = 0  # this update
-        self._fetched: Sequence[Any] = ()  # the group of the update that begins next, as it came
-        self._kept: tuple[Any, MicroBatchPass] | None = None  # what the latest run left open: data and its pass
         self.register_events(*TrainEvents, event_to_attr=EVENT_COUNTERS)
+
+    @property
+    def process(self) -> Process:
+        """The update that each iteration does."""
+        return self._update
 
     @property
     def model(self) -> nn.Module:
         """The model that is trained, with its wrapper."""
-        model = self._stateful_parts["model"]
+        model = self.parts["model"]
         assert isinstance(model, nn.Module)  # noqa: S101  # `create_trainer` has checked it
         return model
 
     @property
     def optimizers(self) -> Mapping[str, Optimizer]:
         """The optimizers by the names that they were given, or the only one as `"optimizer"`."""
-        found = parts_as_optimizers(self._stateful_parts)
+        found = parts_as_optimizers(self.parts)
         return {"optimizer": found} if isinstance(found, Optimizer) else found
 
     @property
@@ -148,11 +157,11 @@ class Trainer(SessionLoop):
 
         It stands in each checkpoint and in TensorBoard. A handler may add what it was made with.
         """
-        return self._description
+        return self._config
 
     def __repr__(self) -> str:
-        parts = [type(part).__name__ for part in self._stateful_parts.values()]
-        steps, precision = (self._description.get(name) for name in ("accumulation_steps", "precision"))
+        parts = [type(part).__name__ for part in self.parts.values()]
+        steps, precision = (self._config.get(name) for name in ("accumulation_steps", "precision"))
         settings = [f"accumulation_steps={steps}"] * (steps is not None) + [str(precision)] * (precision is not None)
         counters = [f"epoch {self.state.epoch}", f"update {self.state.iteration}"]
         return f"{type(self).__name__}({', '.join([*parts, *settings, *counters])})"
@@ -192,35 +201,20 @@ class Trainer(SessionLoop):
                 iterator ended before the limit, or `resume` asks for what is not there.
             CheckpointError: no checkpoint can be read.
         """
-        self._refuse_nested_run()
+        self.progress.refuse_nested_run()
         refuse_cached_autocast()
-        loader, state = self._as_loader(data), self.state
-        self._stream = self._as_stream(loader, epoch_length)
+        loader, state = checked_loader(data), self.state
+        self.data.begin_run(loader, epoch_length)
         with self._resuming(resume):
             limits = checked_limits(state, max_epochs, max_iters)
-            if self._stream is None:
-                half_read = self._epoch_open and loader is state.dataloader and self._kept is None
-                refuse_used_iterator(loader, limits[0], half_read=half_read)
+            self.data.refuse_used_iterator(loader, limits[0])
             state.max_epochs, state.max_iters = limits
-            if self._is_done(state) and self._ended:
-                self.logger.warning(
-                    f"nothing to do: epoch {state.epoch} and update {state.iteration} are done and the limit is "
-                    f"max_epochs={state.max_epochs}, max_iters={state.max_iters}; raise it to continue"
-                )
-                return state
-            self._requests = RankRequests(stop_epoch=self._epoch_open and self._requests.stop_epoch)
+            self.requests = RankRequests(stop_epoch=self.progress.epoch_open and self.requests.stop_epoch)
             try:
-                self._run(loader)
+                super().run(loader)
             finally:
-                self._pause_reading()
+                self.data.pause()
         return state
-
-    def _pause_reading(self) -> None:
-        """Ends the thread of a loader of which the next run reads on; a pass that is over has ended its own."""
-        if self._stream is not None:
-            self._stream.pause()
-        if self._kept is not None:
-            self._kept[1].pause()
 
     @contextmanager
     def session(self, *, max_iters: int | None = None, resume: str | Path = "auto") -> Iterator[TrainState]:
@@ -249,13 +243,14 @@ class Trainer(SessionLoop):
             ValueError: `max_iters` is below 1 or below what was trained already, or `resume` asks for what is not there.
             CheckpointError: no checkpoint can be read.
         """
-        self._refuse_nested_run()
+        self.progress.refuse_nested_run()
         refuse_cached_autocast()
-        with self._resuming(resume):
-            self._limit_session(max_iters)
-            self._requests, self._stream = RankRequests(), None
-            with self._in_session():
-                yield self.state
+        with self._resuming(resume), super().session(max_iters=max_iters) as state:
+            yield state
+
+    def _begin_session(self, max_iters: int | None) -> None:
+        super()._begin_session(max_iters)
+        self.requests, self.data.stream = RankRequests(), None
 
     def update(self, micro_batches: list[Any]) -> UpdateOutput:
         """Does one update on the group that it is given, as `run` does on those that it cuts from a loader.
@@ -283,53 +278,35 @@ class Trainer(SessionLoop):
             RuntimeError: it is called inside a handler of its own run or update, or while `run` has left an epoch open, or a
                 stop was asked for, or a `Checkpoint` is attached and no session is open.
         """
-        self._check_update(micro_batches)
-        state = self.state
-        self._max_micro_batches = self._grouping.max_micro_batches_of(micro_batches)
-        if self._grouping.none_is_empty:
-            micro_batches = [micro_batch for micro_batch in micro_batches if micro_batch is not None]
-        self._fetched, self._micro_batches_before = self._sized(micro_batches), state.num_micro_batches
-        self._iterate_on(micro_batches)
-        assert state.update_output is not None  # noqa: S101  # each update publishes one
-        return state.update_output
-
-    def _check_update(self, micro_batches: Any) -> None:
         if not isinstance(micro_batches, list):
             raise TypeError(f"micro_batches must be a list, got {describe(micro_batches)}; pass update([micro_batch])")
-        if any(micro_batch is None for micro_batch in micro_batches) and not self._grouping.none_is_empty:
+        if any(micro_batch is None for micro_batch in micro_batches) and not self.data.grouping.none_is_empty:
             raise TypeError("micro_batches must not hold None; leave it out, since a rank without data passes update([])")
-        self._refuse_update()
-        if self._resume_with is not None and not self._session_is_open:
-            raise RuntimeError("update needs a session where a Checkpoint is attached; write: with trainer.session(): ...")
-        self._warn_of_no_session()
+        super().update(micro_batches)
+        assert self.state.update_output is not None  # noqa: S101  # each update publishes one
+        return self.state.update_output
 
-    def _as_stream(self, data: Iterable[Any], epoch_length: int | None) -> Stream | None:
-        """The data of a run with `epoch_length`; the one there is, if a run on the same data continues."""
-        length = None if epoch_length is None else positive_int("epoch_length", epoch_length)
-        stream = self._stream
-        if stream is not None and stream.data is data and self._groups is not None:
-            stream.updates_per_epoch = length or stream.updates_per_epoch
-            return stream
-        trainer = weakref.proxy(self)
-        if length is None:
-            return None
-        return Stream(data, length, lambda: trainer.fire_event(Events.DATALOADER_STOP_ITERATION))
+    def _refuse_update(self) -> None:
+        super()._refuse_update()
+        if self.resume_with is not None and not self.progress.session_open:
+            raise RuntimeError("update needs a session where a Checkpoint is attached; write: with trainer.session(): ...")
+
+    def _begin_update(self, batch: list[Any]) -> Sequence[Any]:
+        self._micro_batches_before = self.state.num_micro_batches
+        return self.data.given(batch)
 
     def _expected_length(self, data: Iterable[Any]) -> int | None:
-        source = data if self._stream is None else self._stream
-        return self._grouping.updates(
-            source, epoch=self.state.epoch + (not self._epoch_open), first_update=self.state.iteration + 1
-        )
+        return self.data.expected_length(data)
 
     @property
     def checkpoint(self) -> object:
         """The handler that saves and resumes this run; None if there is none."""
-        return self._resume_with.__self__ if isinstance(self._resume_with, MethodType) else None
+        return self.resume_with.__self__ if isinstance(self.resume_with, MethodType) else None
 
     def _resuming(self, resume: str | Path) -> AbstractContextManager[None]:
         """The `with` in which a run trains: its `Checkpoint`, if there is one, restores the state when it is entered."""
-        if self._resume_with is not None:
-            return self._resume_with(resume)
+        if self.resume_with is not None:
+            return self.resume_with(resume)
         if resume not in ("auto", "never"):
             raise ValueError(f"resume must be 'auto' or 'never' without checkpoints, got {resume!r}; attach a Checkpoint first")
         return nullcontext()
@@ -348,7 +325,7 @@ class Trainer(SessionLoop):
         if agreed or collectives.world_size() == 1:
             super().terminate(skip_completed)
         else:
-            self._requests.stop = True
+            self.requests.stop = True
 
     def terminate_epoch(self, skip_epoch_completed: bool = False, *, agreed: bool = False) -> None:
         """Ends the epoch on all ranks after the same update; as `terminate` does the run. In EPOCH_COMPLETED it does nothing.
@@ -359,12 +336,12 @@ class Trainer(SessionLoop):
         Raises:
             RuntimeError: it is called in a session.
         """
-        if self._session_is_open:
+        if self.progress.session_open:
             raise RuntimeError("terminate_epoch was called in a session, which has no epochs; call terminate()")
         if agreed or collectives.world_size() == 1:
             super().terminate_epoch(skip_epoch_completed)
         else:
-            self._requests.stop_epoch = True
+            self.requests.stop_epoch = True
 
     def interrupt(self, *, agreed: bool = False) -> None:
         """Ends the run on all ranks after the same update, so that the next `run` continues there; as `terminate` does.
@@ -374,7 +351,7 @@ class Trainer(SessionLoop):
         if agreed or collectives.world_size() == 1 or not self.interrupt_resume_enabled:  # or else Ignite refuses
             super().interrupt()
         else:
-            self._requests.interrupt = True
+            self.requests.interrupt = True
 
     def mark_everything(self) -> None:
         """Has each update remember buffers and random state, so that one that an exception breaks off leaves no trace.
@@ -394,19 +371,19 @@ class Trainer(SessionLoop):
                 "one without the exception; attach Checkpoint before the first run"
             )
 
-    def _publish(self, output: UpdateOutput) -> None:
+    def publish(self, output: UpdateOutput) -> None:
         """Puts the record of an update, and what the output transform makes of it, into the state."""
         self.state.update_output = output
         self.state.output = output if self._output_transform is None else self._output_transform(output)
 
-    def _amend(self, output: UpdateOutput) -> UpdateOutput:
+    def amend(self, output: UpdateOutput) -> UpdateOutput:
         """Replaces the record that was published; the output transform is called once an update, and not again."""
         if self.state.output is self.state.update_output:
             self.state.output = output
         self.state.update_output = output
         return output
 
-    def _finish_update(self, requests: RankRequests, *, applied: bool) -> None:
+    def finish_update(self, requests: RankRequests, *, applied: bool) -> None:
         """Fires the last event of an update that has had its effect, and does what the ranks asked for together."""
         if requests.stop:
             self.terminate(agreed=True)
@@ -414,12 +391,12 @@ class Trainer(SessionLoop):
             self.terminate_epoch(agreed=True)
         if requests.interrupt:
             self.interrupt(agreed=True)
-        self._ranks_have_more = requests.more_data > 0
-        for callback in self._after_update:
+        self.data.ranks_have_more = requests.more_data > 0
+        for callback in self.moments.after_update:
             callback(self)
         state, output = self.state, self.state.update_output
         assert output is not None  # noqa: S101  # published before
-        for record in self._on_record:
+        for record in self.moments.on_record:
             record(output)
         if applied:
             self.fire_event(_STEP_COMPLETED)
@@ -437,7 +414,7 @@ class Trainer(SessionLoop):
         """How the time of this trainer's runs divides into sections, measured from the first time that this is asked for."""
         if self._sections is None:
             self._sections = sections = Sections()
-            self._begin_section = sections.switch
+            self.begin_section = sections.switch
             self.on_enter.insert(0, lambda _: sections.switch("handler"))
             self.on_exit.append(lambda: sections.switch(None))
         return self._sections
@@ -457,8 +434,8 @@ class Trainer(SessionLoop):
 
     def replace_default(self, handler: object) -> None:
         """Takes off the default handler of the same kind. A handler that can be a default calls it when it is attached."""
-        for default in [default for default in self._defaults if isinstance(handler, type(default))]:
-            self._defaults.remove(default)
+        for default in [default for default in self.default_handlers if isinstance(handler, type(default))]:
+            self.default_handlers.remove(default)
             default.detach(self)
 
     def total_updates(self, data: Iterable[Any], max_epochs: int = 1, *, epoch_length: int | None = None) -> int:
@@ -479,12 +456,12 @@ class Trainer(SessionLoop):
             TypeError: `data` cannot be iterated, or a number is not an integer.
             ValueError: a number is below 1, or a loader has no length and no `epoch_length` is given.
         """
-        loader, epochs = self._as_loader(data), positive_int("max_epochs", max_epochs)
+        loader, epochs = checked_loader(data), positive_int("max_epochs", max_epochs)
         if epoch_length is not None:
             return epochs * positive_int("epoch_length", epoch_length)
         total = 0
         for epoch in range(1, epochs + 1):
-            updates = self._grouping.updates(loader, epoch=epoch, first_update=total + 1)
+            updates = self.data.grouping.updates(loader, epoch=epoch, first_update=total + 1)
             if updates is None:
                 raise ValueError(
                     f"data must have a length on all ranks, got {type(loader).__name__}; pass epoch_length to this and to run, "
@@ -513,15 +490,7 @@ class Trainer(SessionLoop):
             TypeError: `data` cannot be iterated.
             RuntimeError: it is called within an epoch, which is one pass over the loader that it began with.
         """
-        loader = self._as_loader(data)
-        if self._stream is not None:
-            self._stream.replace(loader)
-        elif self._reading:
-            raise RuntimeError(
-                "set_data was called within an epoch, which is one pass over its loader; call it in DATALOADER_STOP_ITERATION, "
-                "EPOCH_STARTED or EPOCH_COMPLETED, or pass epoch_length=... to run"
-            )
-        self.state.dataloader = loader
+        self.data.replace(checked_loader(data))
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]  # Ignite returns an OrderedDict
         """Counters, limits, position in the epoch, user keys, the loss scaling and what forward carries.
@@ -533,13 +502,15 @@ class Trainer(SessionLoop):
         """
         state = self.state
         saved: dict[str, Any] = {name: getattr(state, name) for name in _COUNTERS}
-        if self._iterating and not self._settled:  # an update that has not had its effect is not done
+        if self.progress.iterating and not self.progress.settled:  # an update that has not had its effect is not done
             saved["iteration"], saved["num_micro_batches"] = state.iteration - 1, self._micro_batches_before
-        saved["epochs_completed"] = state.epoch - self._epoch_open
-        saved["epoch_iteration"] = self._groups_done() if self._epoch_open else 0
+        saved["epochs_completed"] = state.epoch - self.progress.epoch_open
+        saved["epoch_iteration"] = self.progress.iterations_in_epoch if self.progress.epoch_open else 0
         saved["epoch_length"], saved["max_epochs"], saved["max_iters"] = state.epoch_length, state.max_epochs, state.max_iters
-        saved["ended"], saved["update"] = self._ended, self._update.state_dict()
-        saved["end_of_epoch"] = [self.should_terminate_single_epoch, self._requests.stop_epoch] if self._epoch_open else []
+        saved["ended"], saved["update"] = self.progress.ended, self._update.state_dict()
+        saved["end_of_epoch"] = (
+            [self.should_terminate_single_epoch, self.requests.stop_epoch] if self.progress.epoch_open else []
+        )
         saved["carried"] = state.carried.state_dict()
         clash = next((key for key in self.state_dict_user_keys if key in saved), None)
         if clash is not None:
@@ -559,7 +530,7 @@ class Trainer(SessionLoop):
         if isinstance(state_dict, Mapping) and "micro_batch" in state_dict:  # what earlier versions called this counter
             state_dict = {"num_micro_batches": state_dict["micro_batch"], **state_dict}
         if is_ignite_state(state_dict):
-            converted = from_ignite_state(state_dict, self._description.get("accumulation_steps", 1))
+            converted = from_ignite_state(state_dict, self._config.get("accumulation_steps", 1))
             state_dict = {**state_dict, **converted, "update": self._update.state_dict()}
         counters = (*_COUNTERS, "epochs_completed", "epoch_iteration")
         check_state_dict("Trainer", state_dict, [*counters, *_LIMITS, "ended", "update", *self.state_dict_user_keys], counters)
@@ -569,18 +540,16 @@ class Trainer(SessionLoop):
         carried.load_state_dict(state_dict.get("carried", carried.state_dict()))  # earlier versions had none
         self._update.load_state_dict(state_dict["update"])
         self.state.carried.load_state_dict(carried.state_dict())
-        self._groups, self._position, self._kept = None, {}, None
-        if self._stream is not None:  # its place must be found again
-            self._stream = self._as_stream(self._stream.data, self._stream.updates_per_epoch)
-        self._epoch_started = self._interrupted = False
+        self.data.forget_position()
+        self.progress.epoch_started = self.progress.interrupted = False
         self.state.update_output = self.state.output = None  # a checkpoint puts its record back after this
         for key in (*_COUNTERS, *_LIMITS, *self.state_dict_user_keys):
             setattr(self.state, key, state_dict[key])
-        self._epoch_iteration, self._ended = state_dict["epoch_iteration"], bool(state_dict["ended"])
-        self._epoch_open = self._epoch_iteration > 0
+        self.progress.epoch_iteration, self.progress.ended = state_dict["epoch_iteration"], bool(state_dict["ended"])
+        self.progress.epoch_open = self.progress.epoch_iteration > 0
         asked = state_dict.get("end_of_epoch") or (False, False)  # those of earlier versions have none
-        self.should_terminate_single_epoch, self._requests = asked[0], RankRequests(stop_epoch=bool(asked[1]))
-        self.state.epoch = state_dict["epochs_completed"] + self._epoch_open
+        self.should_terminate_single_epoch, self.requests = asked[0], RankRequests(stop_epoch=bool(asked[1]))
+        self.state.epoch = state_dict["epochs_completed"] + self.progress.epoch_open
 
     def register_events(self, *event_names: Any, event_to_attr: Mapping[Any, str] | None = None) -> None:
         """Adds events that can be fired; `event_to_attr` names the state attribute that their filters look at.
@@ -591,10 +560,7 @@ class Trainer(SessionLoop):
         """
         super().register_events(*event_names)
         if event_to_attr:
-            self.state.event_to_attr.update(event_to_attr)
-            self.state._update_attrs()
-            for event, attribute in event_to_attr.items():
-                IgniteState.event_to_attr.setdefault(event, attribute)
+            add_counters(self.state, event_to_attr)
 
     def add_event_handler(self, event_name: Any, handler: Any, *args: Any, **kwargs: Any) -> RemovableEventHandle:
         """As in Ignite; a misspelt event is answered with the nearest one.
@@ -616,141 +582,49 @@ class Trainer(SessionLoop):
             )
         return super().add_event_handler(event_name, handler, *args, **kwargs)
 
-    def _data_position(self) -> Mapping[str, Any]:
-        """Where this rank stands in its data, and how to find that place again: for `_load_data_position`, in plain types.
-
-        Without it a resumed run reads past what was done, in the order in which the loader then gives it.
-        """
-        if self._groups is None:
-            return self._position
-        if self._epoch_open and not self._pass_is_opened:  # the latest pass is that of the epoch before
-            return self._groups.position_at_end()
-        return self._groups.position(self._groups_done())
-
-    def _load_data_position(self, position: Mapping[str, Any], *, on_changed_data: str = "raise") -> None:
-        """Has the next run start there. To be called after `load_state_dict`.
-
-        Args:
-            position: see `_data_position`.
-            on_changed_data: what happens in the middle of an epoch if the loader is another one: `"raise"` or `"warn"`.
-        """
-        self._groups, self._position, self._on_changed_data = None, position, on_changed_data
-
-    def _outgoing(self) -> Outgoing:
+    def outgoing(self) -> Outgoing:
         """What this rank sends with the statistics of the running update."""
-        self._requests.changes_gradients = self._has_handlers(_GRADIENTS_REDUCED)
-        return Outgoing(self._requests, self.piggybacks)
-
-    def _groups_done(self) -> int:
-        return self._epoch_iteration + (self._iterating and self._settled)
+        self.requests.changes_gradients = self.has_handlers(_GRADIENTS_REDUCED)
+        return Outgoing(self.requests, self.piggybacks)
 
     # --- what the loop asks -----------------------------------------------------------------------------------------------
 
     def _open(self, data: Iterable[Any]) -> MicroBatchPass:
-        source = data if self._stream is None else self._stream
-        kept, self._kept = self._kept, None
-        if self._stream is not None:
-            self._stream.on_changed_data = self._on_changed_data
-        if kept is not None and self._may_continue(source is kept[0]):
-            kept[1].length = kept[1].length if self._stream is None else self._stream.updates_per_epoch
-            return self._opened(kept[1])
-        skip, epoch = self._epoch_iteration, self.state.epoch
-        first_update = self.state.iteration + 1 - skip
-        broken_off = self._pass_is_opened and self._groups is not None and self._groups.reads(source)
-        position = self._data_position() if skip or self._groups is None or broken_off else {}
-        position = {**position, "on_changed_data": self._on_changed_data} if position else {}
-        return self._opened(self._grouping(source, epoch=epoch, first_update=first_update, skip=skip, position=position))
-
-    def _opened(self, groups: MicroBatchPass) -> MicroBatchPass:
-        self._groups, self._pass_is_opened, self._fetched = groups, True, ()
-        self._ranks_have_more = groups.length is not None or sum(collectives.everyones(groups.more)) > 0
-        return groups
-
-    def _may_continue(self, is_same: bool) -> bool:
-        """Whether all ranks run on what they ran on before. Collective.
-
-        Raises:
-            ValueError: some do and some do not, so that an iterator cannot be continued.
-        """
-        others, same = collectives.largest(not is_same, is_same)
-        if others and same:
-            raise ValueError(
-                "data must be what it was before the stop on all ranks, since an iterator on one of them is half read, got "
-                "other data on some; pass the same objects to run, or other data on all ranks"
-            )
-        return not others
+        return self.data.open(data)
 
     def _keeps_open(self, batches: Any) -> bool:
-        if self._epoch_open and self._stopping() and self._reads_iterator():
-            self._kept = (self.state.dataloader if self._stream is None else self._stream), batches
-        return self._kept is not None
-
-    def _reads_iterator(self) -> bool:
-        """Whether the data of some rank is an iterator, which cannot be opened again. Collective."""
-        data = self.state.dataloader if self._stream is None else self._stream.data
-        return collectives.any_rank(isinstance(data, Iterator))
+        return self.data.keeps_open(batches)
 
     def _fetch(self, batches: Any) -> Any:
         group = super()._fetch(batches)
-        micro_batches = group if isinstance(group, (list, Sequence)) else ()  # or else the pass has ended
         if self._sections is not None and type(group) is ArrivingGroup:  # an abstract class is asked slowly
             group.waiting = partial(self._sections.within, "data")
-        if self._stream is not None and not micro_batches and not batches.num_read:
-            refuse_ended_iterator(self.state, self._stream.data)
-        self._fetched = self._sized(micro_batches)
-        self._requests.more_data, self._micro_batches_before = batches.more, self.state.num_micro_batches
-        self._max_micro_batches = batches.max_micro_batches
+        self.data.fetched(group, batches)
+        self.requests.more_data, self._micro_batches_before = batches.more, self.state.num_micro_batches
         return group
 
     def _take_back(self) -> None:
         super()._take_back()
-        if self._epoch_open and self._pass_is_opened and self._epoch_iteration == 0 and self._groups is not None:
-            self._groups.take_back_opening()  # what was drawn for the first group is drawn again, the same
+        self.data.take_back()
 
     def _close_epoch(self, started: float) -> None:
-        groups = self._groups
-        assert groups is not None  # noqa: S101  # a pass was made
-        if self._epoch_iteration == 0:
-            if isinstance(self.state.dataloader, Iterator) and self.state.iteration > 0:
-                refuse_ended_iterator(self.state, self.state.dataloader)
-            raise groups.no_group_error(self.state.epoch)
-        groups.finish()
+        self.data.finish()
         try:
             super()._close_epoch(started)
         finally:  # a handler of EPOCH_COMPLETED may raise an error when the epoch is closed
-            self._pass_is_opened = self._epoch_open
-        self._data_ended &= self._stream is None  # a stream says itself when a pass has ended
-        self._requests.stop_epoch = False  # what handlers of EPOCH_COMPLETED asked for is done already
+            self.data.epoch_closed()
+        self.progress.data_ended &= self.data.stream is None  # a stream says itself when a pass has ended
+        self.requests.stop_epoch = False  # what handlers of EPOCH_COMPLETED asked for is done already
 
     def _batch(self) -> Sequence[Any]:
-        """The group of the update that begins: handlers may have replaced micro-batches, but not changed their number.
-
-        Raises:
-            TypeError: it is not a list, or has another number of micro-batches.
-        """
-        group, fetched, self._fetched = self.state.batch, self._fetched, ()
-        if group is not fetched and isinstance(fetched, ArrivingGroup):
-            fetched = fetched.whole()  # the place in the data is that after it
-        if not isinstance(group, (list, ArrivingGroup)) or len(group) != len(fetched):
-            got = f"{len(group)} of them" if isinstance(group, list) else describe(group)
-            raise TypeError(
-                f"state.batch must be a list of the update's {len(fetched)} micro-batches, got {got}; a handler that "
-                "changes data puts state.batch = [change(micro_batch) for micro_batch in state.batch]"
-            )
-        return self._sized(group)
-
-    def _sized(self, group: Sequence[Any]) -> Sequence[Any]:
-        """The group, of which the state tells the size."""
-        arrives = not isinstance(group, (list, tuple)) and isinstance(group, ArrivingGroup)  # an abstract class is asked slowly
-        self.state._group_size = group.known_size if arrives else len(group)  # type: ignore[attr-defined]
-        return group
+        return self.data.group()
 
     def _epoch_is_over(self, batches: Batches) -> bool:
-        return super()._epoch_is_over(batches) or not self._ranks_have_more
+        return super()._epoch_is_over(batches) or not self.data.ranks_have_more
 
     def _take_up_stops(self, *, between_updates: bool = False) -> None:
         """Between two epochs, where a run is entered, and in a single process no update carries requests to other ranks."""
-        stop, interrupt = self._requests.stop, self._requests.interrupt
+        stop, interrupt = self.requests.stop, self.requests.interrupt
         if between_updates:
             stop, interrupt = (number > 0 for number in collectives.largest(stop, interrupt))
         if between_updates or collectives.world_size() == 1:

@@ -789,7 +789,7 @@ def test_a_supervised_trainer_says_what_it_takes(batch, says):
     )
     assert prepared.run([batch]).num_steps == 1
     trainer.run([(torch.ones(2, 2), torch.ones(2, 1))] * 2, max_epochs=2)
-    assert not trainer._has_handlers(TrainEvents.MICRO_BATCH_STARTED)
+    assert not trainer.has_handlers(TrainEvents.MICRO_BATCH_STARTED)
 
 
 @pytest.mark.parametrize("bare", [True, False], ids=["factor-1", "factor-half"])

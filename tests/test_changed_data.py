@@ -346,7 +346,7 @@ def place_after(loader: Any) -> tuple[Any, dict[str, Any]]:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     trainer = create_trainer(model, optimizer, lambda model, x: model(x.float()[:, None]).mean(), accumulation_steps=2)
     trainer.run(loader, max_iters=5)
-    place = dict(trainer._data_position())
+    place = dict(trainer.data.position())
     del place["description"]
     place.pop("micro_batches", None)
     place["generators"] = [*place["generators"].values()]
@@ -365,7 +365,7 @@ def rest_after(earlier: Any, place: dict[str, Any], loader: Any) -> list[int]:
 
     trainer = create_trainer(model, torch.optim.SGD(model.parameters(), lr=1e-3), forward, accumulation_steps=2)
     trainer.load_state_dict(earlier.state_dict())
-    trainer._load_data_position(place)
+    trainer.data.load_position(place)
     trainer.run(loader, max_epochs=1)
     return seen
 

@@ -772,7 +772,7 @@ class Disturber(Piggyback):
 
 def interrupt_before_numbers_are_read(setup: Setup) -> None:
     interrupt = Once(KeyboardInterrupt())
-    setup.trainer._begin_section = lambda section: interrupt() if section == "reduction" else None
+    setup.trainer.begin_section = lambda section: interrupt() if section == "reduction" else None
 
 
 def fail_in_step_completed(setup: Setup) -> None:
@@ -1374,7 +1374,7 @@ FORMS: dict[str, Callable[[Tensor], Any]] = {
     "pair": lambda squares: (squares.sum(), len(squares)),
     "triple": lambda squares: (squares.sum(), torch.tensor(float(len(squares))), {"first": (squares[0].sum(), 2)}),
     "without-a-size": lambda squares: ForwardOutput(squares.mean(), logs={"first": squares[0].sum()}),
-    "size-below-one": lambda squares: (squares.sum(), 0.25),
+    "size-below-one": lambda squares: ForwardOutput(squares.sum(), 0.25),
     "no-size": lambda squares: (squares.sum(), 0),
 }
 

@@ -499,7 +499,7 @@ def mismatched(patch: pytest.MonkeyPatch, update: int, what: str) -> tuple[str, 
     queued = _watch(patch.setattr)
     with pytest.raises((GradNormMismatchError, StateMismatchError)) as caught:
         trainer.run(data(None)[:6])
-    moved = [not torch.equal(weights[-1], model.weight), trainer._has_handlers(TrainEvents.GRADIENTS_READY)]
+    moved = [not torch.equal(weights[-1], model.weight), trainer.has_handlers(TrainEvents.GRADIENTS_READY)]
     return str(caught.value), moved, queued, trainer.state.iteration
 
 

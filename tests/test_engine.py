@@ -28,7 +28,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from ignite_train import TrainEvents, TrainState, UpdateOptions, create_evaluator, create_trainer
-from ignite_train.loop.dispatch import stateful_handlers
+from ignite_train.engine.dispatch import stateful_handlers
 from update_options import with_options
 
 

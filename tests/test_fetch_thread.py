@@ -428,7 +428,7 @@ def run_case(name: str, *, fetch_in_thread: bool) -> Any:
         loader = loader_of(Noisy(), **options)
     trainer.run(loader, **limits)
     assert reading_threads() == []
-    return end_of(model, trainer), events, bit_by_bit(trainer._data_position())
+    return end_of(model, trainer), events, bit_by_bit(trainer.data.position())
 
 
 @pytest.mark.parametrize("name", CASES)

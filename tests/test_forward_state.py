@@ -91,7 +91,7 @@ def test_a_resumed_run_goes_through_the_same_places(build: Build, micro_batches:
     first.run(micro_batches, max_epochs=2)
     second = build(parts, accumulation_steps=2).trainer
     second.load_state_dict(first.state_dict())
-    second._load_data_position(first._data_position())
+    second.data.load_position(first.data.position())
     second.run(micro_batches)
     assert parts.places == whole.places
 

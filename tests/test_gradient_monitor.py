@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bits import bit_by_bit
 from ignite_train import ForwardOutput, Trainer, TrainEvents, UpdateOptions, count_traffic, create_trainer
+from ignite_train.engine.dispatch import entries
 from ignite_train.handlers import Checkpoint, Freeze, GradientMonitor
 from mistakes import Mistake, assert_one_line
 from ranks import run_ranks
@@ -162,13 +163,13 @@ def watched(*, with_monitor: bool) -> tuple[list[int], list[bool]]:
     if with_monitor:
         GradientMonitor(EVERY).attach(trainer)
     event = TrainEvents.BACKWARD_COMPLETED
-    trainer.add_event_handler(event, lambda: listens.append(trainer._has_handlers(TrainEvents.GRADIENTS_READY)))
+    trainer.add_event_handler(event, lambda: listens.append(trainer.has_handlers(TrainEvents.GRADIENTS_READY)))
     with count_traffic("cpu") as traffic:
         trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: reads.append(len(traffic.host_reads)))
         trainer.run(DATA[:5], max_epochs=1)
     assert traffic.collectives == []
     # a handler of one of these has the state of the generators read in each update
-    assert not any(map(trainer._has_handlers, (Events.GET_BATCH_COMPLETED, Events.ITERATION_STARTED)))
+    assert not any(map(trainer.has_handlers, (Events.GET_BATCH_COMPLETED, Events.ITERATION_STARTED)))
     return [after - before for before, after in pairwise(reads)], listens
 
 
@@ -205,8 +206,8 @@ def test_a_skipped_update_and_an_exception_leave_nothing_behind() -> None:
         trainer.run(DATA, max_epochs=2)
     assert not trainer.state.metrics
     assert not monitor._weights
-    assert trainer._has_handlers(TrainEvents.GRADIENTS_READY)  # that of the test alone
-    assert len(trainer._entries(TrainEvents.GRADIENTS_READY)) == 1
+    assert trainer.has_handlers(TrainEvents.GRADIENTS_READY)  # that of the test alone
+    assert len(entries(trainer, TrainEvents.GRADIENTS_READY)) == 1
 
 
 def test_weights_that_are_zero_have_no_ratio() -> None:

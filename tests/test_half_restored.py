@@ -47,7 +47,7 @@ def build(directory: Path, seed: int) -> tuple[Trainer, Counts]:
 
 
 def results(trainer: Trainer, counts: Counts) -> Any:
-    model, optimizer = (trainer._stateful_parts[name].state_dict() for name in ("model", "optimizer"))
+    model, optimizer = (trainer.parts[name].state_dict() for name in ("model", "optimizer"))
     return bit_by_bit([model, optimizer, counts.number, trainer.state.iteration, torch.get_rng_state()])
 
 

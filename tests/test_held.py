@@ -251,7 +251,7 @@ def test_it_is_taken_where_nothing_is_held(kind: str) -> None:
     """One micro-batch to an update, and a ring that is as long as a group: as in a loop by hand."""
     for steps, containers in ((1, 1), (3, 3)):
         trainer, seen = make(steps), []
-        trainer._on_backward.append(lambda output, seen=seen: seen.append(float(output.outputs)))
+        trainer.moments.on_backward.append(lambda output, seen=seen: seen.append(float(output.outputs)))
         trainer.run(Refilling(kind, containers))
         assert seen == [float(index) for index in range(NUMBER)]
 
@@ -309,6 +309,6 @@ def test_a_view_into_memory_that_is_written_elsewhere_is_not_refused() -> None:
 
     numbers = count()
     trainer = make(4)
-    trainer._on_backward.append(lambda output: next(numbers))
+    trainer.moments.on_backward.append(lambda output: next(numbers))
     trainer.run(Columns())
     assert next(numbers) == NUMBER

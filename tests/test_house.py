@@ -30,7 +30,7 @@ ROWS = (
     ("device",),
     ("model",),
     ("ranks",),
-    ("loop",),
+    ("engine",),
     ("data",),
     ("trainer", "evaluation"),
     ("update", "checkpoint", "handler"),
@@ -99,6 +99,23 @@ NAMELESS = {"base", "common", "helpers", "types", "utils"}
 PROBES = {
     ("dispatch.py", "name"): "Ignite's events are strings or enum members, and anything may be passed by mistake",
 }
+
+# Private names of Python, torch and Ignite that files of ours have given to something of their own as well.
+OF_OTHERS = {
+    "_buffers": "nn.Module",
+    "_device": "ignite.metrics.Metric",
+    "_fields": "NamedTuple",
+    "_indices": "a sparse Tensor",
+    "_iterator": "DataLoader",
+    "_modules": "nn.Module",
+    "_parameters": "nn.Module",
+    "_replace": "NamedTuple",
+    "_values": "a sparse Tensor",
+    "_version": "Tensor",
+}
+
+# Still reached from outside: hooks of the update, and the members that kinds of `Update` share.
+STILL_REACHED = {"_failures", "_forward", "_leftovers", "_lower_scale", "_nonfinite_error", "_record", "_scaled", "_search"}
 
 CORE = sorted(path for path in (ROOT / "ignite_train").rglob("*.py") if "handlers" not in path.parts)
 HANDLERS = sorted((ROOT / "handlers").glob("[!_]*.py"))
@@ -378,6 +395,34 @@ def test_public_members_of_the_trainer_are_documented():
 
     assert {"gradients", "on_exit", "piggybacks"} <= members
     assert [name for name in sorted(members) if not re.search(rf"[Tt]rainer\.{name}\b", documents)] == []
+
+
+def _defined_names(path: Path) -> set[str]:
+    """What the file defines: functions, classes, and whatever it assigns to."""
+    names = set()
+    for node in ast.walk(_tree(path)):
+        if isinstance(node, Function | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            names.add(node.attr)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+    return names
+
+
+def test_no_file_reaches_a_private_name_of_another():
+    """What another file needs of an object is public: `x._name` stands only in a file that defines `_name`."""
+    own = {path: _defined_names(path) for path in LIBRARY}
+    ours = set().union(*own.values()) - OF_OTHERS.keys() - STILL_REACHED
+    reached = [
+        f"{_name(path)}:{node.lineno} {node.attr}"
+        for path in LIBRARY
+        for node in ast.walk(_tree(path))
+        if isinstance(node, ast.Attribute) and node.attr in ours - own[path]
+        if node.attr.startswith("_") and not node.attr.startswith("__")
+    ]
+
+    assert reached == []
 
 
 # --- how it is written ---

@@ -462,7 +462,7 @@ def test_a_logger_of_the_users_gets_ignites_messages(caplog):
 def test_a_long_time_is_written_as_hours_minutes_and_seconds(caplog, monkeypatch):
     """Of the epoch and of the run, as Ignite does; a handler of COMPLETED is a part of the run."""
     now = [0.0]
-    monkeypatch.setattr("ignite_train.loop.loop.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr("ignite_train.engine.loop.time", SimpleNamespace(perf_counter=lambda: now[0]))
     trainer, _ = make()
     trainer.logger = logging.getLogger("mine")
     for event, seconds in ((Events.ITERATION_COMPLETED, 3725.25), (Events.COMPLETED, 60.0)):

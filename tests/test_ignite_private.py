@@ -108,13 +108,6 @@ def prepare_batch() -> bool:
     return bool(x == 1) and bool(y == 0)
 
 
-def is_done() -> bool:
-    """`Engine._is_done(state)` is asked of a state alone; ours, in its place, knows which epochs are over."""
-    engine, _ = make()
-    engine.run([1], max_epochs=1)
-    return bool(Engine._is_done(engine.state))
-
-
 def predictions() -> bool:
     """`EpochMetric` keeps lists `_predictions` and `_targets`, and looks `idist.all_gather` up when it computes."""
     metric = EpochMetric(lambda predictions, targets: 0.0, check_compute_fn=False)
@@ -155,16 +148,15 @@ def computation_model() -> bool:
 
 # Each part: what is looked for in the library, the one file that may have it, and what must be true of Ignite.
 PARTS: dict[str, tuple[str, str, Callable[[], bool]]] = {
-    "_event_handlers": (r"\._event_handlers\b", "loop/dispatch.py", event_handlers),
-    "remove_event_handler": (r"super\(\)\.remove_event_handler", "loop/dispatch.py", new_list_where_one_is_removed),
-    "_handler_wrapper": (r"\b_handler_wrapper\b", "loop/dispatch.py", handler_wrapper),
-    "every_event_filter": (r"\bevery_event_filter\b", "loop/dispatch.py", every_event_filter),
-    "_parent": (r"\._parent\b", "loop/dispatch.py", parent),
-    "_fire_event": (r"def _fire_event\b", "loop/dispatch.py", fire_event),
-    "_assert_allowed_event": (r"\b_assert_allowed_event\b", "loop/dispatch.py", assert_allowed_event),
-    "_process_function": (r"\._process_function\b", "loop/loop.py", process_function),
-    "_update_attrs": (r"\._update_attrs\b", "trainer.py", update_attrs),
-    "_is_done": (r"def _is_done\b", "loop/loop.py", is_done),
+    "_event_handlers": (r"\._event_handlers\b", "engine/dispatch.py", event_handlers),
+    "remove_event_handler": (r"super\(\)\.remove_event_handler", "engine/dispatch.py", new_list_where_one_is_removed),
+    "_handler_wrapper": (r"\b_handler_wrapper\b", "engine/dispatch.py", handler_wrapper),
+    "every_event_filter": (r"\bevery_event_filter\b", "engine/dispatch.py", every_event_filter),
+    "_parent": (r"\._parent\b", "engine/dispatch.py", parent),
+    "_fire_event": (r"def _fire_event\b", "engine/dispatch.py", fire_event),
+    "_assert_allowed_event": (r"\b_assert_allowed_event\b", "engine/dispatch.py", assert_allowed_event),
+    "_process_function": (r"\._process_function\b", "engine/dispatch.py", process_function),
+    "_update_attrs": (r"\._update_attrs\b", "engine/dispatch.py", update_attrs),
     "_predictions": (r'"_predictions"', "evaluation/uneven_metrics.py", predictions),
     "_num_classes": (r'"_num_classes"', "evaluation/uneven_metrics.py", learnt_by_classification),
     "_device": (r"metric\._device\b", "evaluation/uneven_metrics.py", device_of_a_metric),

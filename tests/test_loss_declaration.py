@@ -346,7 +346,7 @@ def test_only_the_first_micro_batch_is_looked_at() -> None:
         trainer.run([batch()] * 3, max_epochs=2)
     trainer.run([batch()] * 3, max_epochs=3)  # a warning would be an error here
     assert len(caught) == 1
-    assert not trainer._has_handlers(TrainEvents.FORWARD_COMPLETED)
+    assert not trainer.has_handlers(TrainEvents.FORWARD_COMPLETED)
 
 
 def mean_with_size(m: nn.Module, b: Batch) -> ForwardOutput:

@@ -411,7 +411,7 @@ def test_every_optimizer_goes_on_bitwise(form: str, has_names: bool, tmp_path: P
     resumed = build(tmp_path / "parts", frozen, seed=4)
     resumed.run(LOADER, max_iters=7)
     for name in ("model", "optimizer"):
-        assert bit_by_bit(resumed._stateful_parts[name].state_dict()) == bit_by_bit(whole._stateful_parts[name].state_dict())
+        assert bit_by_bit(resumed.parts[name].state_dict()) == bit_by_bit(whole.parts[name].state_dict())
     assert resumed.state.iteration == 7
 
 
@@ -499,7 +499,7 @@ def test_a_state_that_is_wider_than_the_weights_goes_on_bitwise(optimizer: Any, 
             )
             Checkpoint(directory).attach(trainer)
             trainer.run(LOADER, max_iters=limit)
-        found.append([bit_by_bit(trainer._stateful_parts[name].state_dict()) for name in ("model", "optimizer")])
+        found.append([bit_by_bit(trainer.parts[name].state_dict()) for name in ("model", "optimizer")])
     assert found[0] == found[1]
 
 
@@ -531,7 +531,7 @@ def test_what_an_optimizer_of_another_library_keeps_is_its_own_affair(tmp_path: 
             torch.manual_seed(0)
             run = build(tmp_path / folder, with_zeros)
             run.run(LOADER, max_iters=limit)
-        found.append(bit_by_bit(run._stateful_parts["model"].state_dict()))
+        found.append(bit_by_bit(run.parts["model"].state_dict()))
     assert found[0] == found[1]
 
 
@@ -958,15 +958,15 @@ class Facade(torch.optim.Optimizer):
     """Two optimizers as one, with a state of its own form."""
 
     def __init__(self, *parts: torch.optim.Optimizer) -> None:
-        self._stateful_parts = parts
+        self.parts = parts
         super().__init__([group for part in parts for group in part.param_groups], {})
 
     def step(self) -> None:  # type: ignore[override]
-        for part in self._stateful_parts:
+        for part in self.parts:
             part.step()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"os": [part.state_dict() for part in self._stateful_parts]}
+        return {"os": [part.state_dict() for part in self.parts]}
 
 
 def test_an_optimizer_whose_state_has_another_form_is_refused_when_it_is_attached(tmp_path: Path) -> None:

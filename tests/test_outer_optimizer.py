@@ -933,7 +933,7 @@ def _attach_twice() -> None:
 
 def _other_parameters() -> None:
     trainer, _ = make()
-    trainer._after_update.clear()
+    trainer.moments.after_update.clear()
     OuterOptimizer(torch.optim.SGD(linear().parameters(), lr=1.0), every=2).attach(trainer)
 
 

@@ -603,10 +603,10 @@ def test_only_a_bar_is_moved_in_each_update(monkeypatch: pytest.MonkeyPatch, sty
     trainer, _, _ = make()
     ProgressLog(style).attach(trainer, Events.EPOCH_COMPLETED)
     seen: list[bool] = []
-    trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: seen.append(trainer._has_handlers(EVERY)))
+    trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: seen.append(trainer.has_handlers(EVERY)))
     for epochs in (1, 2):
         trainer.run(DATA, max_epochs=epochs)
-        seen.append(trainer._has_handlers(EVERY))
+        seen.append(trainer.has_handlers(EVERY))
     assert seen == [style == "bar", False] * 2
 
 

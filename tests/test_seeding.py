@@ -139,8 +139,8 @@ def test_a_resumed_run_needs_no_snapshot_of_the_generators(saved: str, tmp_path:
         if saved == "by Checkpoint":
             Checkpoint(tmp_path / "run").attach(trainer)
         elif parts:
-            for name, part in trainer._stateful_parts.items():
-                part.load_state_dict(parts[0]._stateful_parts[name].state_dict())
+            for name, part in trainer.parts.items():
+                part.load_state_dict(parts[0].parts[name].state_dict())
             trainer.load_state_dict(parts[0].state_dict())
         trainer.run(DATA, max_iters=max_iters)
         parts.append(trainer)

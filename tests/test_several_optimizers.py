@@ -418,7 +418,7 @@ def test_a_list_has_numbers_for_names(tmp_path: Path) -> None:
     unbroken.trainer.run(cuts.cut(cuts.samples(), [2, 3]), max_iters=4)
     assert states[1].state() == unbroken.state()
     alone = network()
-    assert "optimizers/0" in create_trainer(alone, [SGD(alone.parameters())], cuts.forward)._stateful_parts
+    assert "optimizers/0" in create_trainer(alone, [SGD(alone.parameters())], cuts.forward).parts
 
 
 def on_rank_resumed(directory: Path, way: str) -> tuple[Any, Any]:

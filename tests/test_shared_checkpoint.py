@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,6 @@ from torch import Tensor, nn
 import cuts
 from bits import bit_by_bit
 from ignite_train import CheckpointError, ForwardOutput, Trainer, TrainEvents, UpdateOptions, create_trainer
-from ignite_train.checkpoint.manifest import compact_json
 from ignite_train.handlers import Checkpoint, LearningRateSchedule, ModelEMA, StateMismatchError
 from ranks import run_ranks
 
@@ -111,33 +108,6 @@ def test_what_another_trainer_carried_is_not_taken_by_other_ranks(tmp_path: Path
     with pytest.raises(CheckpointError, match=r"holds what forward carried on each of 2 ranks \('mean' in state.carried\)"):
         train(tmp_path)
     assert train(tmp_path, leave_out=("carried",))
-
-
-def as_an_earlier_version(path: Path) -> None:
-    """Takes the counters of the other trainer out of what rank 1 wrote, and makes the checksum right."""
-    index, manifest = (json.loads((path / name).read_bytes()) for name in ("rank-00001.json", "manifest.json"))
-    del index["objects"]["to_save/first"]
-    data = compact_json(index)
-    (path / "rank-00001.json").write_bytes(data)
-    manifest["manifest"]["files"]["rank-00001.json"] = {"size": len(data), "crc32": zlib.crc32(data)}
-    body = compact_json(manifest["manifest"])
-    (path / "manifest.json").write_bytes(b'{"crc32":"%08x","manifest":%b}\n' % (zlib.crc32(body), body))
-
-
-def counters(directory: Path) -> list[int]:
-    """Of both trainers when they are resumed."""
-    first, second = Part(), Part()
-    Checkpoint(directory, to_save={"first": first.trainer}).attach(second.trainer)
-    with first.trainer.session(), second.trainer.session():
-        return [part.trainer.state.iteration for part in (first, second)]
-
-
-@pytest.mark.slow
-def test_the_other_trainer_of_an_earlier_version_was_written_by_rank_0(tmp_path: Path) -> None:
-    """Every rank takes what that wrote."""
-    run_ranks(carried_message, tmp_path)
-    as_an_earlier_version(tmp_path / "update-00000002")
-    assert run_ranks(counters, tmp_path) == [[2, 2]] * 2
 
 
 def test_names_that_could_meet_are_refused(tmp_path: Path) -> None:

@@ -17,9 +17,10 @@ from clock import Clock
 from ignite_train import Trainer, TrainEvents, UpdateOptions, count_traffic, create_evaluator, create_trainer
 from ignite_train.device import event_times, to_host
 from ignite_train.device.event_times import EventTimes, event_maker
+from ignite_train.engine.dispatch import entries
+from ignite_train.engine.sections import SECTIONS, Sections
 from ignite_train.events import every
 from ignite_train.handlers import Profiler, StepTimer, TrainingMetrics, Validation
-from ignite_train.loop.sections import SECTIONS, Sections
 from ranks import run_ranks
 
 DATA = cuts.cut(cuts.samples(), [4, 12, 7, 9, 16, 16])  # six micro-batches
@@ -194,7 +195,7 @@ def test_nothing_is_attached_inside_the_update() -> None:
     assert trainer._sections is not None
     bare = make()
     for event in {*TrainEvents} - {TrainEvents.STEP_COMPLETED, TrainEvents.STEP_SKIPPED}:
-        assert len(trainer._entries(event)) == len(bare._entries(event))
+        assert len(entries(trainer, event)) == len(entries(bare, event))
     with count_traffic() as traffic:
         trainer.run(DATA, max_epochs=1)
     with count_traffic() as expected:

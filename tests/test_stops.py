@@ -141,7 +141,7 @@ def test_asked_for_in_every_event_a_stop_still_lets_each_run_get_on() -> None:
         trainer, seen, fired = make()
         trainer.add_event_handler(event, trainer.terminate)
         data, ends = micro_batches(), []
-        while trainer.state.epoch < EPOCHS or trainer._epoch_open:
+        while trainer.state.epoch < EPOCHS or trainer.progress.epoch_open:
             trainer.run(data, max_epochs=EPOCHS)
             ends.append(trainer.state.iteration)
             assert len(ends) < 3 * LAST, f"runs that are stopped in {event} do not get on"

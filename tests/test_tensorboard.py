@@ -253,7 +253,7 @@ def test_without_histograms_nothing_stands_before_the_step(tmp_path: Path) -> No
     """A handler of GRADIENTS_READY would keep an accelerator from queueing it."""
     trainer, _ = make()
     TensorBoard(tmp_path).attach(trainer)
-    assert not trainer._has_handlers(TrainEvents.GRADIENTS_READY)
+    assert not trainer.has_handlers(TrainEvents.GRADIENTS_READY)
 
 
 def test_a_histogram_leaves_out_what_is_not_finite(tmp_path: Path) -> None:

@@ -28,9 +28,8 @@ from ignite_train import (
     create_evaluator,
     create_trainer,
 )
+from ignite_train.engine.sections import SECTIONS
 from ignite_train.handlers import Checkpoint, TrainingMetrics, Validation, training_metrics
-from ignite_train.loop.progress import run_progress
-from ignite_train.loop.sections import SECTIONS
 from ignite_train.metrics import PUBLISHED_METRICS, TIMED_METRICS, grouped_metric, single_metrics
 from ranks import run_ranks
 from setups import InfiniteIn
@@ -524,7 +523,7 @@ def test_progress_is_below_one_and_rises(limit: dict[str, int]) -> None:
     trainer, seen = make(accumulation_steps=[1, 2, 3] if "max_epochs" in limit else 2), []
     begin = (Events.STARTED, Events.EPOCH_STARTED, Events.ITERATION_STARTED)
     for event in (*begin, EVERY, Events.EPOCH_COMPLETED, Events.COMPLETED):
-        trainer.add_event_handler(event, lambda: seen.append(run_progress(trainer)))
+        trainer.add_event_handler(event, lambda: seen.append(trainer.progress.of_run(trainer.state)))
     trainer.run(DATA, **limit)
     known = [progress for progress in seen if progress is not None]
     assert [progress.after for progress in known] == sorted(progress.after for progress in known)
@@ -539,12 +538,14 @@ def test_progress_is_below_one_and_rises(limit: dict[str, int]) -> None:
 def test_progress_of_a_run_that_continues_between_epochs_is_what_it_was() -> None:
     """It begins where the epoch before has ended, with no update of the next one done."""
     whole, ended = make(), []
-    whole.add_event_handler(Events.EPOCH_COMPLETED(once=2), lambda: ended.append((run_progress(whole), whole.state_dict())))
+    whole.add_event_handler(
+        Events.EPOCH_COMPLETED(once=2), lambda: ended.append((whole.progress.of_run(whole.state), whole.state_dict()))
+    )
     whole.run(DATA, max_epochs=4)
     ((expected, state),) = ended
     resumed, begun = make(), []
     resumed.load_state_dict(state)
-    resumed.add_event_handler(Events.STARTED, lambda: begun.append(run_progress(resumed)))
+    resumed.add_event_handler(Events.STARTED, lambda: begun.append(resumed.progress.of_run(resumed.state)))
     resumed.run(DATA)
     assert begun == [expected] == [(pytest.approx((2 - 1 / len(DATA)) / 4), 0.5)]
 

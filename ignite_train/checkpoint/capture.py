@@ -22,8 +22,8 @@ from ignite_train.checkpoint.run_objects import RunObjects, SavedRun
 from ignite_train.checkpoint.shards import own_piece
 from ignite_train.checkpoint.state_rules import StateRules
 from ignite_train.checkpoint.tree import TreeEncoder, path_name, tensors_in
+from ignite_train.engine.dispatch import Stateful
 from ignite_train.errors import CheckpointError
-from ignite_train.loop.dispatch import Stateful
 from ignite_train.model.optimizers import GathersState, optimizer_state
 from ignite_train.model.random_state import RandomState, capture_random_state
 from ignite_train.model.tensor_digests import content_digest, tensor_digests
@@ -116,7 +116,7 @@ def _own_state(trainer: Trainer, objects: RunObjects, rules: StateRules, *, main
     return {
         **{name: other.state_dict() for name, other in objects.trainers.items()},
         "trainer": trainer.state_dict(),
-        "data": trainer._data_position(),
+        "data": trainer.data.position(),
         "results": {"output": state.update_output and asdict(state.update_output), "metrics": metrics},
         "buffers": buffers.pop("model", {}),
         "buffers_of": buffers,

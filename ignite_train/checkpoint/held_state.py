@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ignite_train.checkpoint.tensor_classes import is_composed
-from ignite_train.loop.dispatch import Stateful, attached
+from ignite_train.engine.dispatch import Stateful, attached
 
 __all__ = ["HeldState"]
 

@@ -85,7 +85,7 @@ class Resumption:
         self._half_restored = path
         together(collectives.gather_objects, f"resuming from {path}", state.restore)
         self._half_restored = None
-        trainer._load_data_position(trainer._data_position(), on_changed_data=self._on_changed_data)
+        trainer.data.load_position(trainer.data.position(), on_changed_data=self._on_changed_data)
         self._state = state
         self._writer.resume_from(path)
         if collectives.is_main_rank():

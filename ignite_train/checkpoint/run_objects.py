@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ignite_train.arguments import describe
 from ignite_train.checkpoint.optimizer_state import check_loads
 from ignite_train.checkpoint.schedule_state import schedules_of
-from ignite_train.loop.dispatch import Attachable, Stateful, stateful_handlers
+from ignite_train.engine.dispatch import Attachable, Stateful, stateful_handlers
 from ignite_train.model.memory_layout import own_memory
 from ignite_train.model.optimizers import GathersState
 from ignite_train.trainer import Trainer
@@ -83,10 +83,10 @@ class SavedRun:
     def objects(self) -> RunObjects:
         """All that has a state, besides the trainer itself, as attached by now. An object is listed once."""
         others = {name: entry for name, entry in self._named.items() if name not in self.trainers}
-        shared = self.trainer._stateful_parts | others
+        shared = self.trainer.parts | others
         own = {f"{HANDLERS}{name}": entry for name, entry in stateful_handlers(self.trainer).items()}
         for prefix, trainer in self.trainers.items():
-            _add(shared, f"{prefix}/", trainer._stateful_parts)
+            _add(shared, f"{prefix}/", trainer.parts)
             _add(own, f"{prefix}/{HANDLERS}", stateful_handlers(trainer))
         known = {id(entry) for entry in (*shared.values(), *own.values())}
         for number, evaluator in enumerate(self.evaluators, start=1):

@@ -23,8 +23,8 @@ from ignite_train.checkpoint.schedule_state import rescale_schedule
 from ignite_train.checkpoint.state_rules import StateRules
 from ignite_train.checkpoint.tensor_classes import tensor_classes
 from ignite_train.checkpoint.tree import KeyPath, decode, tensors_in
+from ignite_train.engine.dispatch import Stateful
 from ignite_train.errors import CheckpointError
-from ignite_train.loop.dispatch import Stateful
 from ignite_train.model.optimizers import GathersState, InnerState, load_optimizer_state
 from ignite_train.model.random_state import check_generators, restore_random_state, seed_new_rank
 from ignite_train.ranks import collectives
@@ -97,7 +97,7 @@ class RunState:
     def restore(self) -> None:
         """Puts everything back: counters, place in the data, and all that `restore_objects` does."""
         self._trainer.load_state_dict(self._own["trainer"])
-        self._trainer._load_data_position(self._own["data"])
+        self._trainer.data.load_position(self._own["data"])
         # A handler of STARTED or EPOCH_STARTED may add the groups that an optimizer lacks, so it has its state after them.
         lacking = [name for name in self._objects.optimizers if self._missing_groups(name)]
         self._restore_objects(self._objects.without(lacking))
@@ -142,7 +142,7 @@ class RunState:
         for key in self._trainer.state_dict_user_keys:
             setattr(state, key, copy.deepcopy(self._own["trainer"][key]))
         if results["output"]:
-            self._trainer._publish(UpdateOutput(**results["output"]))
+            self._trainer.publish(UpdateOutput(**results["output"]))
         state.metrics = copy.deepcopy(results["metrics"])
         for name, entry in objects.shared.items():
             _load(entry, self._shared[name])
@@ -221,7 +221,7 @@ class RunState:
         world_size = reader.manifest.world_size
         if world_size in (1, collectives.world_size()):
             return
-        replicas = {*self._objects.optimizers} if self._trainer._after_update else set()
+        replicas = {*self._objects.optimizers} if self._trainer.moments.after_update else set()
         free = {*self._objects.handlers(), *replicas}
         differing = [name for name in self._objects.compared() if name in reader.names(1) and name not in free]
         if differing:

@@ -108,7 +108,8 @@ def why_not_rescaled(schedule: Any) -> str:
 
 def rescale_schedule(schedule: LRScheduler, optimizer: Optimizer, bases: Sequence[float]) -> None:
     """Gives a schedule other base rates at its current place; the rates of `optimizer` are multiples of them already."""
-    schedule.base_lrs = [*bases[: len(schedule.base_lrs)]]
+    if "base_lrs" in vars(schedule):  # a sequence of schedules has none of its own
+        schedule.base_lrs = [*bases[: len(schedule.base_lrs)]]
     schedule._last_lr = [float(group["lr"]) for group in optimizer.param_groups]
     for part in _parts(schedule):
         rescale_schedule(part, optimizer, bases)

@@ -25,7 +25,7 @@ class Stream:
         on_pass_ended: called when a pass has ended, before the next begins; it may call `replace`.
 
     Attributes:
-        on_changed_data: what happens in the middle of a pass if the data is another one; see `Trainer._load_data_position`.
+        on_changed_data: what happens in the middle of a pass if the data is another one; see `RunData.load_position`.
     """
 
     def __init__(self, data: Iterable[Any], updates_per_epoch: int, on_pass_ended: Callable[[], None]) -> None:

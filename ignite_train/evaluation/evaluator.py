@@ -23,9 +23,10 @@ from ignite_train.data.grouping import POLICIES, Uneven
 from ignite_train.data.position import open_loader
 from ignite_train.data.samplers import samplers_of
 from ignite_train.device.to_device import ToDevice
+from ignite_train.engine.limits import checked_loader
+from ignite_train.engine.loop import Loop
 from ignite_train.evaluation.uneven_metrics import metrics_published_at, uneven_metrics
 from ignite_train.forward import BoundForward, Forward, ForwardOutput, as_forward_output, bind_forward
-from ignite_train.loop.loop import Loop
 from ignite_train.model.first_forward import FirstForward
 from ignite_train.model.forward_state import ForwardState
 from ignite_train.model.loss_declaration import check_forward
@@ -104,21 +105,21 @@ class Evaluator(Loop):
             ValueError: the sampler repeats samples, which would count twice; or no rank has a sample; or the ranks have
                 different numbers of micro-batches and the evaluator was made with `uneven="error"`.
         """
-        self._refuse_nested_run()
-        loader = self._as_loader(data)
+        self.progress.refuse_nested_run()
+        loader = checked_loader(data)
         _refuse_padding(loader)
         name, limit = ("epoch_length", epoch_length) if max_iters is None else ("max_iters", max_iters)
         self._limit = None if limit is None else positive_int(name, limit)
         self._refuse_running_metrics(loader)
         vars(self.state).update(vars(EvaluatorState()))  # what others have put there stays
         self.state.max_epochs = 1
-        self._epoch_open = False
+        self.progress.epoch_open = False
         self._forward_state = ForwardState(self.model, self.state.carried)
         self.statistics = Statistics(self.statistics.device)  # without the logs of another run, which would be published as 0
         training = [module for module in self.model.modules() if module.training]
         self.model.eval()
         try:
-            self._run(loader)
+            super().run(loader)
         finally:
             for module in training:
                 module.training = True

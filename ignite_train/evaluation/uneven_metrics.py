@@ -15,7 +15,7 @@ from ignite.exceptions import NotComputableError
 from ignite.metrics import Metric
 from torch import Tensor
 
-from ignite_train.loop.dispatch import attached
+from ignite_train.engine.dispatch import attached
 from ignite_train.ranks import collectives
 
 _LEARNT = ("_type", "_num_classes")

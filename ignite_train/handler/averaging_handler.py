@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ignite_train.arguments import check_same_model, describe
+from ignite_train.engine.dispatch import attached
 from ignite_train.evaluation.evaluator import Evaluator
 from ignite_train.events import Event, TrainEvents
 from ignite_train.handler.handler import Handler
-from ignite_train.loop.dispatch import attached
 from ignite_train.model.averaged_tensors import (
     averaged_statistics,
     averaged_tensors,

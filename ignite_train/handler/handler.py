@@ -11,8 +11,8 @@ from typing import Any
 from ignite.engine import CallableEventWithFilter, Engine, Events, EventsList, RemovableEventHandle
 
 from ignite_train.arguments import describe
+from ignite_train.engine.dispatch import Attachable
 from ignite_train.events import Event
-from ignite_train.loop.dispatch import Attachable
 from ignite_train.ranks import collectives
 from ignite_train.ranks.messages import Piggyback
 from ignite_train.trainer import Trainer
@@ -100,13 +100,13 @@ class PiggybackHandler(Handler, Piggyback):
 
     is_collective = True
 
-    _trainer: Trainer
+    trainer: Trainer
     _handle: RemovableEventHandle
 
     def attach(self, trainer: Trainer, event: Event = Events.ITERATION_COMPLETED) -> RemovableEventHandle:
         """Calls the handler at `event`, before other handlers there. It must fire in the same updates on all ranks."""
         trainer.replace_default(self)
-        self._trainer = trainer
+        self.trainer = trainer
         if collectives.world_size() > 1 and self not in trainer.piggybacks:
             trainer.piggybacks.append(self)
             trainer.prepend_event_handler(Events.COMPLETED, self.settle)

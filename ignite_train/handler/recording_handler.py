@@ -56,7 +56,7 @@ class RecordingHandler(Handler):
         self.begin: int | None = None
         self._trainer: weakref.ref[Trainer] | None = None  # so that the trainer's memory is free once nothing else holds it
         self._failures = 0
-        self._left_out: set[str] = set()
+        self.left_out: set[str] = set()
         self._names: tuple[str, ...] = ()  # of the metrics, when they were written last
         self._written_names: tuple[str, ...] = ()
         self._held: dict[str, dict[str, float]] = {}  # of evaluations before the run, by tag
@@ -142,7 +142,7 @@ class RecordingHandler(Handler):
         names, values = tuple(metrics), [*metrics.values()]
         if names == self._names and {*map(type, values)} == {float}:  # as most often
             return self._written_names, values
-        numbers = single_metrics(metrics, self._left_out)
+        numbers = single_metrics(metrics, self.left_out)
         if tuple(numbers) != self._names:
             self._names, self._written_names = tuple(numbers), tuple(map(self.written_name, numbers))
         written = dict(zip(self._written_names, numbers.values(), strict=True))
@@ -171,7 +171,7 @@ class RecordingHandler(Handler):
             self._write(trainer, tuple(numbers), [*numbers.values()])
 
     def _write_evaluation(self, evaluator: Engine, trainer: Trainer, tag: str) -> None:
-        numbers = grouped_metrics(evaluator.state.metrics, self._left_out, tag)
+        numbers = grouped_metrics(evaluator.state.metrics, self.left_out, tag)
         if self.begin is None and trainer.state.iteration == 0 and self.may_be_continued():
             self._held[tag] = numbers
         else:

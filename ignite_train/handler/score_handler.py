@@ -10,8 +10,8 @@ from typing import Any, Literal
 from ignite.engine import Engine, Events
 
 from ignite_train.arguments import describe, did_you_mean
+from ignite_train.engine.dispatch import Dispatcher
 from ignite_train.handler.handler import Handler
-from ignite_train.loop.dispatch import Dispatcher
 from ignite_train.metrics import refuse_other_mode, score_mode
 from ignite_train.ranks import collectives
 from ignite_train.trainer import Trainer

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from ignite_train.loop.dispatch import Attachable, attached
+from ignite_train.engine.dispatch import Attachable, attached
 from ignite_train.ranks.unlike_ranks import described_parameters
 from ignite_train.ranks.wrapping import own_parameters
 from ignite_train.trainer import Trainer
@@ -24,14 +24,14 @@ _OF_EACH_RANK = {"seed"}  # which may differ
 def start_description(trainer: Trainer) -> dict[str, str]:
     """Settings, collective handlers and the model's parameters by name; see `Attachable.is_collective`."""
     description: dict[str, str] = {}
-    update = vars(trainer._update)  # of an `Update`, whose folder this one does not import
-    settings = {**trainer._description, **{name: update[name] for name in _OF_UPDATE if name in update}}
+    update = vars(trainer.process)  # of an `Update`, whose folder this one does not import
+    settings = {**trainer.config, **{name: update[name] for name in _OF_UPDATE if name in update}}
     for name, value in settings.items():
         if name not in _OF_EACH_RANK:
             description |= _plain(name, value)
     for name, count in sorted(Counter(_collective_handlers(trainer)).items()):
         description[f"the handler {name}"] = str(count)
-    model = trainer._stateful_parts.get("model")
+    model = trainer.parts.get("model")
     if isinstance(model, nn.Module):
         description |= described_parameters(model, own_parameters(update.get("model", model)))
     return description

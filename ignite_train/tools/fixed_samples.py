@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from ignite_train.arguments import describe
 from ignite_train.data.resumable_loader import ResumableLoader
 from ignite_train.data.samplers import HasEpoch
-from ignite_train.loop.dispatch import Stateful
+from ignite_train.engine.dispatch import Stateful
 from ignite_train.tools.tuned import Settings
 
 __all__ = ["FixedSamples"]

@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ignite_train.arguments import check_state_dict, describe
+from ignite_train.engine.dispatch import stateful_handlers
 from ignite_train.errors import ForwardContractError
 from ignite_train.evaluation.uneven_metrics import metrics_published_at, uneven_metrics
 from ignite_train.events import TrainEvents
 from ignite_train.forward import ForwardOutput
-from ignite_train.loop.dispatch import stateful_handlers
 from ignite_train.metrics import is_published_metric
 from ignite_train.ranks import collectives
 from ignite_train.trainer import Trainer
@@ -68,7 +68,7 @@ def attach_metric(trainer: Trainer, metric: Metric, name: str) -> None:
     if not isinstance(name, str) or is_published_metric(name):
         raise ValueError(f"name must be a string that handlers do not publish a metric under, got {name!r}")
     held = _MetricOfTraining(metric, name)
-    trainer._on_backward.append(held.hold)
+    trainer.moments.on_backward.append(held.hold)
     trainer.prepend_event_handler(Events.EPOCH_STARTED, held.begin_epoch)
     trainer.prepend_event_handler(Events.ITERATION_STARTED, held.begin_update)
     trainer.prepend_event_handler(TrainEvents.STEP_COMPLETED, held.count)

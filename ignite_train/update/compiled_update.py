@@ -125,18 +125,18 @@ class CompiledUpdate(Update):
         result = self._result
         if result is None:
             return super()._reduce(trainer)
-        trainer._begin_section("reduction")
+        trainer.begin_section("reduction")
         if self.seeding is not None:
             self.seeding.step()
         norm, loss, size, *rest = self._read(result)  # sync
         logs, weights = _logs(result.logs, rest)
         if not trainer.piggybacks and 0 <= size < math.inf:  # as `Statistics.finish` does, which takes longer
-            requests = trainer._requests
+            requests = trainer.requests
             agreed = RankRequests(requests.stop, requests.stop_epoch, requests.more_data, requests.interrupt)
             return Totals(size, loss, result.num_micro_batches, 0, logs, agreed, norm, (), weights)
         statistics = self._host_statistics
         statistics.add(ForwardOutput(loss, size, _pairs(logs, weights)))  # type: ignore[arg-type]  # a number for the loss
-        statistics.pack(*trainer._outgoing(), alone=True)
+        statistics.pack(*trainer.outgoing(), alone=True)
         return statistics.finish(norm)._replace(num_micro_batches=result.num_micro_batches)
 
     def _read(self, result: _Result) -> list[float]:
@@ -183,7 +183,7 @@ class CompiledUpdate(Update):
         if not self.journal.moved:
             return super()._show_gradients(trainer, totals, decision)
         output = self._record(totals, decision)
-        trainer._publish(output)
+        trainer.publish(output)
         return output
 
     # --- whether there is a graph -----------------------------------------------------------------------------------------
@@ -241,9 +241,9 @@ class CompiledUpdate(Update):
     def _why_not_now(self, trainer: Trainer) -> str | None:
         """Why this update cannot be a graph; asked in each, as handlers and hooks come and go."""
         for event in _SEEING:
-            if trainer._has_handlers(event):
+            if trainer.has_handlers(event):
                 return f"{event.name} has a handler"
-        if trainer._on_backward or trainer._before_norm:
+        if trainer.moments.on_backward or trainer.moments.before_norm:
             return "a handler or a metric looks at each backward"
         if _hooks_on_saved_tensors(True) is not None:
             return "hooks on saved tensors are set, and graphs do not call them"

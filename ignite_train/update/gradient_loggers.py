@@ -7,8 +7,8 @@ from typing import Any
 
 from ignite.engine import CallableEventWithFilter, Events
 
+from ignite_train.engine.dispatch import attached
 from ignite_train.events import TrainEvents
-from ignite_train.loop.dispatch import attached
 from ignite_train.trainer import Trainer
 
 __all__ = ["warn_of_gradient_loggers"]

@@ -87,8 +87,10 @@ class GraphTrial:
 @torch.no_grad()
 def _distance(one: Tensor, other: Tensor | None) -> float:
     """L2 norm of the difference, in float64; 0 where it is not finite. Synchronises with the device."""
-    wide = one.detach().to(torch.complex128 if one.is_complex() else torch.float64)
-    return float(torch.nan_to_num(torch.linalg.vector_norm(wide if other is None else wide - other), 0.0, 0.0, 0.0))  # sync
+    dtype = torch.complex128 if one.is_complex() else torch.float64
+    wide = one.detach().to(dtype)
+    distance = wide if other is None else wide - other.to(dtype)
+    return float(torch.nan_to_num(torch.linalg.vector_norm(distance), 0.0, 0.0, 0.0))  # sync
 
 
 def _rounding(tensor: Tensor) -> float:

@@ -188,7 +188,7 @@ class Counters(Part):
 
     def keep(self, mark: tuple[Trainer, int], ending: Ending) -> None:
         """Counts the update."""
-        mark[0]._settled = True
+        mark[0].progress.settled = True
         self._state.num_steps += ending.applied
         self._state.num_skipped += not ending.applied
 

@@ -144,7 +144,7 @@ class LocalUpdate(Update):
         own = super()._finish(replace(output, skipped_reason=self._own.decision.skipped_reason))
         if output.applied:
             self._trainer.replicas_are_equal = False
-        if not self._trainer._after_update and not self._is_warned:
+        if not self._trainer.moments.after_update and not self._is_warned:
             self._is_warned = True
             logging.getLogger("ignite_train").warning(
                 "with reduction='local' nothing makes the replicas equal again; attach an OuterOptimizer, or use one process"

@@ -89,11 +89,11 @@ class QueuedStep:
         for rate in rates:
             may_step = may_step * torch.isfinite(rate).reshape(()).to(may_step.device)
         statistics.send(norm, [may_step, *rates])
-        trainer._begin_section("optimizer")
+        trainer.begin_section("optimizer")
         # Told before the kernels are queued, so that after an interrupt the device is asked whether they have stepped.
         self._stepping.watch.leave_to_device(lambda: bool(may_step.item() == 1.0))  # sync
         self._stepping.step_if(may_step, divisor)
-        trainer._begin_section("reduction")
+        trainer.begin_section("reduction")
         totals = statistics.finish(norm)
         self._stepping.watch.decided(moved=totals.more[0] == 1.0)
         self._learning_rates.learn(totals.more[1:])
@@ -102,7 +102,7 @@ class QueuedStep:
     def _why_not_queued(self, trainer: Trainer) -> str | None:
         """Why the host must know the numbers before the step; asked in each update, as handlers and hooks come and go."""
         for event in (TrainEvents.GRADIENTS_REDUCED, TrainEvents.GRADIENTS_READY):
-            if trainer._has_handlers(event):
+            if trainer.has_handlers(event):
                 return f"{event.name} has a handler"
         if {device for device, _ in self._gradients.kinds} != {self._statistics.device}:
             return "gradients are not on the device of the loss"

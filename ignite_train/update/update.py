@@ -189,7 +189,7 @@ class Update:
         Returns:
             What the trainer's output transform has made of the update's record.
         """
-        begin_section = trainer._begin_section
+        begin_section = trainer.begin_section
         begin_section("forward")
         if trainer.handlers_token is not self._chosen_by:
             self.journal.choose()
@@ -214,7 +214,7 @@ class Update:
                 raise
             journal.close(ending)
         # The update has ended: an error in a handler below cannot undo it, and no retry makes it twice.
-        trainer._finish_update(totals.requests, applied=ending.applied)
+        trainer.finish_update(totals.requests, applied=ending.applied)
         return trainer.state.output
 
     def named_gradients(self) -> dict[str, Tensor]:
@@ -255,8 +255,8 @@ class Update:
 
     def _choose(self, trainer: Trainer) -> None:
         """Chooses what the handlers that are attached need. Asked again whenever others are."""
-        self._is_guarded = trainer._has_handlers(_FORWARD_COMPLETED) or trainer._has_handlers(_BACKWARD_COMPLETED)
-        self._is_shown = trainer._has_handlers(_GRADIENTS_READY)
+        self._is_guarded = trainer.has_handlers(_FORWARD_COMPLETED) or trainer.has_handlers(_BACKWARD_COMPLETED)
+        self._is_shown = trainer.has_handlers(_GRADIENTS_READY)
         self._chosen_by = None if self.buffers.is_looking else trainer.handlers_token
 
     def _begin(self, trainer: Trainer, micro_batches: Sequence[Any]) -> None:
@@ -271,7 +271,7 @@ class Update:
             self._agrees_on_scale, self._group_size = self._first_scale.awaits_size, len(micro_batches)
         if self._closure_step is not None:
             self._closure_step.mark()
-        self._num_placeholders = self.reduction.num_placeholders(micro_batches, trainer._max_micro_batches)
+        self._num_placeholders = self.reduction.num_placeholders(micro_batches, trainer.data.max_micro_batches)
 
     def _accumulate(self, trainer: Trainer, micro_batches: Sequence[Any], done: int = 0) -> None:
         """Adds up gradients of micro-batches that are not `done`. They cross the ranks in the last backward, or after it."""
@@ -293,16 +293,14 @@ class Update:
                         if number < len(micro_batches):
                             # Asked for now, so that it is copied while backward runs.
                             self.transfer.ahead(micro_batches[number])
-                        trainer._begin_section("backward")
+                        trainer.begin_section("backward")
                         if last and sends_early:
                             # All sums are known before backward. Sent now, they arrive while it runs, ahead of its gradients.
-                            self.reduction.begin(
-                                trainer._outgoing(), self.statistics, self.gradients, state.forward_output.loss
-                            )
+                            self.reduction.begin(trainer.outgoing(), self.statistics, self.gradients, state.forward_output.loss)
                         self.backward(self._scaled(state.forward_output.loss), retain_graph=retains, create_graph=creates)
                         # The next backward adds to these gradients in place, which must not reach those of another parameter.
                         self.gradients.separate()
-                        for callback in trainer._on_backward:
+                        for callback in trainer.moments.on_backward:
                             callback(state.forward_output)
             if self._is_guarded or trainer.handlers_token is not self._chosen_by:
                 self._fire(trainer, _BACKWARD_COMPLETED)
@@ -324,7 +322,7 @@ class Update:
         """Counts the micro-batch of this index in the group, seeds what it draws, and tells handlers."""
         state = trainer.state
         state.num_micro_batches, state.micro_batch_in_group = state.num_micro_batches + 1, index
-        trainer._begin_section("forward")
+        trainer.begin_section("forward")
         if self.seeding is not None:
             self.seeding.micro_batch(index)
         trainer.fire_event(_MICRO_BATCH_STARTED)
@@ -335,14 +333,14 @@ class Update:
         A norm that float32 cannot have added up, since the squares are too large or too small for it, is taken again. All ranks
         do so alike where the norm is a reduced one.
         """
-        trainer._begin_section("reduction")
+        trainer.begin_section("reduction")
         if self.seeding is not None:
             self.seeding.step()
         if self._agrees_on_scale:
             self._agree_on_scale(0.0)
-        for callback in trainer._before_norm:
+        for callback in trainer.moments.before_norm:
             callback(trainer)
-        norm = self.reduction.end(trainer._outgoing(), self.statistics, self.gradients)
+        norm = self.reduction.end(trainer.outgoing(), self.statistics, self.gradients)
         if self.statistics.on_host:
             totals = self.statistics.finish(norm)
         else:
@@ -372,7 +370,7 @@ class Update:
         They may set the learning rates too, and so may the output transform: those that the step finds are in the record.
         """
         output = self._record(totals, decision)
-        trainer._publish(output)
+        trainer.publish(output)
         if totals.num_out_of_memory:
             trainer.fire_event(TrainEvents.OUT_OF_MEMORY)
         if trainer.handlers_token is not self._chosen_by:
@@ -380,7 +378,7 @@ class Update:
         with self._guard.readable(decision.mean_factor) if self._is_shown else _NOTHING:
             trainer.fire_event(_GRADIENTS_READY)
         if not self.stepping.watch.entered and (rates := self.learning_rates()) != output.learning_rates:
-            output = trainer._amend(replace(output, learning_rates=rates))
+            output = trainer.amend(replace(output, learning_rates=rates))
         return output
 
     def _record(self, totals: Totals, decision: Decision) -> UpdateOutput:
@@ -424,7 +422,7 @@ class Update:
         after, number = self._closure_step(trainer, micro_batches, self._num_placeholders, decision, output.sample_size)
         if after.skipped_reason is not None:
             output = replace(output, loss=after.loss, grad_norm=after.grad_norm, skipped_reason=after.skipped_reason)
-        return after, trainer._amend(replace(output, num_evaluations=number))
+        return after, trainer.amend(replace(output, num_evaluations=number))
 
     def _finish(self, output: UpdateOutput) -> Ending:
         """Tells how the update ended."""
@@ -482,13 +480,13 @@ class Update:
 
     def _run_placeholder(self, trainer: Trainer, *, last: bool) -> None:
         """In place of a micro-batch that this rank does not have: joins the collectives of the other ranks, in their order."""
-        trainer._begin_section("reduction")
+        trainer.begin_section("reduction")
         with self.reduction.context(last=last):
             zero = self.reduction.run_placeholder(lambda micro_batch: self._forward(micro_batch).loss)
             if self._agrees_on_scale:
                 self._agree_on_scale(0.0)
             if last:
-                self.reduction.begin(trainer._outgoing(), self.statistics, self.gradients, zero)
+                self.reduction.begin(trainer.outgoing(), self.statistics, self.gradients, zero)
             torch.autograd.backward(zero)
 
     def _scaled(self, loss: Tensor) -> Tensor:

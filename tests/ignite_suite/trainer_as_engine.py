@@ -40,7 +40,7 @@ class Processing:
 
     def __call__(self, trainer: Trainer, micro_batches: list[Any]) -> Any:
         output = self.process_function(trainer, micro_batches[0])
-        trainer._settled = True
+        trainer.progress.settled = True
         trainer.state.num_steps += 1
         trainer.state.num_micro_batches += 1
         return output
@@ -89,13 +89,15 @@ class TrainerAsEngine(Trainer):
         if state.max_epochs is None and state.max_iters is None:
             return bool(state.epoch)
         if max_epochs is None and max_iters is None:
-            return self._ended and self._is_done(state)
-        return self._ended and not self._epoch_open and (max_epochs == state.epoch or max_iters == state.iteration)
+            return self.progress.ended and self._limit_is_reached()
+        return (
+            self.progress.ended and not self.progress.epoch_open and (max_epochs == state.epoch or max_iters == state.iteration)
+        )
 
-    def fire_event(self, event_name: Any) -> None:
+    def fire_event(self, event_name: Any, **event_kwargs: Any) -> None:
         """By way of `_fire_event`, which Ignite's tests override to write down what fires."""
         self._assert_allowed_event(event_name)
-        self._fire_event(event_name)
+        self._fire_event(event_name, **event_kwargs)
 
     def _fetch(self, batches: Any) -> Any:
         group = super()._fetch(batches)

@@ -7,17 +7,18 @@ import inspect
 import logging
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import IntEnum
 from typing import Any, Protocol, runtime_checkable
 
 from ignite.engine import CallableEventWithFilter, Engine, EventEnum, EventsList, RemovableEventHandle
+from ignite.engine import State as IgniteState
 
 from ignite_train.arguments import did_you_mean
+from ignite_train.engine.sections import Sections, unmeasured
 from ignite_train.events import Event, EveryNth
-from ignite_train.loop.sections import Sections, unmeasured
 
-__all__ = ["Attachable", "Dispatcher", "Stage", "Stateful", "attached", "call", "stateful_handlers"]
+__all__ = ["Attachable", "Dispatcher", "Stage", "Stateful", "add_counters", "attached", "call", "entries", "stateful_handlers"]
 
 
 _IGNITES_EVERY_NTH = CallableEventWithFilter.every_event_filter(1).__code__
@@ -91,7 +92,7 @@ class Dispatcher(Engine):
         self._stages: dict[Any, list[tuple[Callable[..., Any], Stage]]] = {}  # by event, for handlers that do not react
         self._stage = Stage.REACT  # of what `add_event_handler` adds
         self._sections: Sections | None = None  # where something measures how the time divides into sections
-        self._begin_section: Callable[[str], object] = unmeasured
+        self.begin_section: Callable[[str], object] = unmeasured
         super().__init__(process)
         self.logger = logging.getLogger("ignite_train")
 
@@ -151,16 +152,22 @@ class Dispatcher(Engine):
         if stage != Stage.REACT:
             stages.append((added[0], stage))
 
-    def _has_handlers(self, event: Any) -> bool:
+    @property
+    def process(self) -> Any:
+        """The process function of the engine."""
+        return self._process_function
+
+    def has_handlers(self, event: Any) -> bool:
         """Whether `event` has handlers, with or without a filter."""
         return bool(self._event_handlers.get(event))
 
-    def _entries(self, event: Any) -> tuple[Any, ...]:
-        """The handlers of `event` as Ignite stores them, for `call`."""
-        return tuple(self._event_handlers.get(event, ()))
+    def fire_event(self, event_name: Any, **event_kwargs: Any) -> None:
+        """Calls the handlers of `event_name`; without handlers it costs one look-up.
 
-    def fire_event(self, event_name: Any) -> None:
-        """Calls the handlers of `event_name`; without handlers it costs one look-up."""
+        Args:
+            event_name: the event.
+            event_kwargs: what each handler gets by name, beside its own arguments.
+        """
         handlers = self._event_handlers.get(event_name)
         self.last_event_name = event_name
         if handlers:
@@ -169,11 +176,11 @@ class Dispatcher(Engine):
             if place == len(handlers):
                 return
             if self._sections is None:
-                _call_all(handlers, state, (), {}, place)
+                _call_all(handlers, state, (), event_kwargs, place)
                 return
             before = self._sections.switch("handler")
             try:
-                _call_all(handlers, state, (), {}, place)
+                _call_all(handlers, state, (), event_kwargs, place)
             finally:
                 self._sections.switch(before)
         elif handlers is None:
@@ -238,6 +245,22 @@ def _number_of(event_filter: Any) -> int | None:
     if isinstance(event_filter, types.FunctionType) and event_filter.__code__ is _IGNITES_EVERY_NTH:
         return inspect.getclosurevars(event_filter).nonlocals.get("every")
     return None
+
+
+def add_counters(state: IgniteState, event_to_attr: Mapping[Any, str]) -> None:
+    """Gives a state with a map of its own the counters of events, which filters look at.
+
+    The events are put into Ignite's map of the whole process too, unless they are there, since loggers look there.
+    """
+    state.event_to_attr.update(event_to_attr)
+    state._update_attrs()
+    for event, attribute in event_to_attr.items():
+        IgniteState.event_to_attr.setdefault(event, attribute)
+
+
+def entries(engine: Engine, event: Any) -> tuple[Any, ...]:
+    """The handlers of `event` as Ignite stores them, for `call`."""
+    return tuple(engine._event_handlers.get(event, ()))
 
 
 def attached(engine: Engine) -> Iterator[tuple[Any, Any, tuple[Any, ...]]]:

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from ignite_train.arguments import positive_int
+from ignite_train.arguments import describe, positive_int
 from ignite_train.state import TrainState
 
-__all__ = ["checked_limits", "refuse_ended_iterator", "refuse_used_iterator"]
+__all__ = ["checked_limits", "checked_loader", "refuse_ended_iterator", "refuse_used_iterator"]
+
+
+def checked_loader(data: Any) -> Iterable[Any]:
+    """The data of a run.
+
+    Raises:
+        TypeError: it cannot be iterated, or is a mapping or text.
+    """
+    if not isinstance(data, Iterable) or isinstance(data, (str, bytes, Mapping)):
+        raise TypeError(f"data must be a loader of micro-batches, got {describe(data)}")
+    return data
 
 
 def refuse_used_iterator(loader: Iterable[Any], max_epochs: int | None, *, half_read: bool) -> None:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
-from ignite.engine import Events, State
+from ignite.engine import Events
 
-from ignite_train.arguments import describe
-from ignite_train.loop.dispatch import Dispatcher, call
+from ignite_train.engine.dispatch import Dispatcher, call, entries
+from ignite_train.engine.limits import checked_limits
+from ignite_train.engine.progress import Progress
+from ignite_train.state import TrainState
 
-__all__ = ["Batches", "Loop"]
+__all__ = ["Batches", "Loop", "SessionLoop"]
 
 _END = object()
 # Of each iteration: firing one without handlers takes about as long as finding it in its class.
@@ -64,18 +66,7 @@ class Loop(Dispatcher):
         super().__init__(process)
         self.on_enter: list[Callable[[Any], object]] = []
         self.on_exit: list[Callable[[], object]] = []
-        # When the latest batch was requested, before GET_BATCH_STARTED, and when it was there: `time.perf_counter`, in seconds.
-        self._settled = True  # whether the running iteration has had its effect and must not be repeated
-        self._running = False
-        self._iterating = False
-        self._interrupted = False  # the latest run ended by `interrupt`, and this one continues it
-        self._epoch_open = False  # EPOCH_STARTED has been reached and EPOCH_COMPLETED has not
-        self._epoch_started = False  # the handlers of the open epoch's EPOCH_STARTED have run in this process
-        self._epoch_iteration = 0  # iterations of the open epoch that are done
-        self._stops = self._epoch_ends = False  # what was asked for has taken effect: no other batch of the run, of the epoch
-        self._reading = False  # a pass over the data is open
-        self._data_ended = False  # the pass of the epoch before has ended in this run, or before its interrupt, by itself
-        self._ended = False  # the latest run has come to its closing events
+        self.progress = Progress()
 
     def _expected_length(self, data: Iterable[Any]) -> int | None:  # noqa: ARG002  # for subclasses
         """Iterations of the epoch that begins next, if that can be known before its pass over the data."""
@@ -85,41 +76,54 @@ class Loop(Dispatcher):
         """Starts the pass of the open epoch over the data, after the `_epoch_iteration` batches that are done."""
         raise NotImplementedError
 
-    def _run(self, data: Iterable[Any]) -> None:
-        """Runs epochs until a limit of the state is reached or the run is stopped."""
-        state = self.state
+    def run(self, data: Iterable[Any]) -> Any:  # type: ignore[override]  # subclasses take what Ignite's takes
+        """Runs epochs until a limit of the state is reached or the run is stopped.
+
+        Returns:
+            The state.
+        """
+        state, progress = self.state, self.progress
+        if progress.ended and self._limit_is_reached():
+            self.logger.warning(
+                f"nothing to do: epoch {state.epoch} and update {state.iteration} are done and the limit is "
+                f"max_epochs={state.max_epochs}, max_iters={state.max_iters}; raise it to continue"
+            )
+            return state
         try:
             with self._between_events(data):
-                over = self._stops or (not self._epoch_open and self._is_done(state))  # of an open one the end may be left
+                # Of an epoch that is open the end may be left.
+                over = progress.stops or (not progress.epoch_open and self._limit_is_reached())
                 while not over:
                     self._run_epoch()
                     self._take_up_stops(between_updates=True)
-                    over = self._stops or self._is_done(state)
+                    over = progress.stops or self._limit_is_reached()
         except StopIteration as error:
             raise RuntimeError("a handler or the update raised StopIteration; only the data may end an epoch") from error
+        return state
 
     @contextmanager
     def _between_events(self, data: Iterable[Any] | None) -> Iterator[None]:
         """What a run is from STARTED to its closing events, or to EXCEPTION_RAISED. `data` is None without epochs."""
-        self._refuse_nested_run()
-        state, started = self.state, time.perf_counter()
+        self.progress.refuse_nested_run()
+        state, progress, started = self.state, self.progress, time.perf_counter()
         self.should_terminate = self.should_interrupt = False
-        self.should_terminate_single_epoch = self._epoch_open and self.should_terminate_single_epoch  # not done yet
-        state.dataloader, continues = data, self._interrupted
-        self._running, self._ended, self._interrupted, self._data_ended = True, False, False, self._data_ended and continues
+        self.should_terminate_single_epoch = progress.epoch_open and self.should_terminate_single_epoch  # not done yet
+        state.dataloader, continues = data, progress.interrupted
+        progress.running, progress.ended, progress.interrupted = True, False, False
+        progress.data_ended = progress.data_ended and continues
         self._log(f"Engine run starting with max_epochs={state.max_epochs}, max_iters={state.max_iters}.")
         try:
             for callback in self.on_enter:
                 callback(self)
             if data is not None:
                 self._take_up_stops(between_updates=True)
-            if not self._epoch_open:
+            if not self.progress.epoch_open:
                 state.epoch_length = None if data is None else self._expected_length(data) or state.epoch_length
             if not continues:
                 self.fire_event(Events.STARTED)
             yield
-            self._interrupted = bool(self.should_interrupt and not self.should_terminate)
-            self._ended = not self._interrupted  # an interrupted run has yet to fire COMPLETED
+            self.progress.interrupted = bool(self.should_interrupt and not self.should_terminate)
+            self.progress.ended = not self.progress.interrupted  # an interrupted run has yet to fire COMPLETED
             state.times[Events.COMPLETED.name] = time.perf_counter() - started
             self._fire_closing_events()
             state.times[Events.COMPLETED.name] = time.perf_counter() - started
@@ -129,65 +133,57 @@ class Loop(Dispatcher):
             self._take_back()
             raise
         finally:
-            self._running = self._iterating = self.should_interrupt = False
+            self.progress.running = self.progress.iterating = self.should_interrupt = False
             state.batch = None
             with ExitStack() as at_exit:  # an error of one leaves none out
                 for function in reversed(self.on_exit):
                     at_exit.callback(function)
 
-    def _refuse_nested_run(self) -> None:
-        if self._running:
-            raise RuntimeError("run was called inside a handler of the same run; call terminate() there, or use another engine")
-
-    def _as_loader(self, data: Any) -> Iterable[Any]:
-        if not isinstance(data, Iterable) or isinstance(data, (str, bytes, Mapping)):
-            raise TypeError(f"data must be a loader of micro-batches, got {describe(data)}")
-        return data
-
     def _begin_epoch(self) -> None:
         """Begins an epoch, or continues the one that a call of `run` has left open. Handlers may replace the data."""
         state = self.state
-        if not self._epoch_open:
-            self._epoch_open, self._epoch_started, self._epoch_iteration = True, False, 0
+        if not self.progress.epoch_open:
+            self.progress.epoch_open, self.progress.epoch_started, self.progress.epoch_iteration = True, False, 0
             state.epoch += 1
-            if self._data_ended:
+            if self.progress.data_ended:
                 data: Any = state.dataloader
                 state.epoch_length = self._expected_length(data) or state.epoch_length
                 self.fire_event(Events.DATALOADER_STOP_ITERATION)
-        if not self._epoch_started:
+        if not self.progress.epoch_started:
             self.fire_event(Events.EPOCH_STARTED)
-            self._epoch_started = True
+            self.progress.epoch_started = True
 
     def _run_epoch(self) -> None:
         state, started = self.state, time.perf_counter()
         self._begin_epoch()
         data: Any = state.dataloader
-        self._begin_section("data")
+        self.begin_section("data")
         batches, whole = self._open(data), False
-        self._reading, self._data_ended = True, False
+        self.progress.reading, self.progress.data_ended = True, False
         state.epoch_length = batches.length or state.epoch_length
         try:
             over = self._epoch_is_over(batches)
-            while not (over or self._stops or self._reached_max_iters()):
+            while not (over or self.progress.stops or self._reached_max_iters()):
                 state.batch = None  # not held while the next one is fetched
-                self._begin_section("data")
+                self.begin_section("data")
                 self.fire_event(_GET_BATCH_STARTED)
                 state.batch = self._fetch(batches)
                 if state.batch is _END:
                     state.batch, over = None, True
                     break
                 self._iterate()
-                over = not self._stops and self._epoch_is_over(batches)
+                over = not self.progress.stops and self._epoch_is_over(batches)
             if over:
                 self._close_epoch(started)
             whole = True
         finally:
-            self._reading = False
-            if not (whole and self._keeps_open(batches)):
+            self.progress.reading = False
+            stopped = whole and self.progress.epoch_open and self._stopping()
+            if not (stopped and self._keeps_open(batches)):
                 batches.close(whole=whole)
 
     def _keeps_open(self, batches: Batches) -> bool:  # noqa: ARG002  # for subclasses
-        """Whether the pass, which ends here unless an exception ended it, is what the next `run` continues."""
+        """Whether the pass, which a request to stop has ended within its epoch, is what the next `run` continues."""
         return False
 
     def _fetch(self, batches: Batches) -> Any:
@@ -198,11 +194,11 @@ class Loop(Dispatcher):
         state = self.state
         self.fire_event(_GET_BATCH_COMPLETED)
         state.iteration += 1
-        self._iterating, self._settled = True, False
+        self.progress.iterating, self.progress.settled = True, False
         self.fire_event(_ITERATION_STARTED)
-        state.output = self._process(self, self._batch())
-        self._iterating = False
-        self._epoch_iteration += 1
+        state.output = self.process(self, self._batch())
+        self.progress.iterating = False
+        self.progress.epoch_iteration += 1
         try:
             self.fire_event(_ITERATION_COMPLETED)
         finally:
@@ -210,13 +206,8 @@ class Loop(Dispatcher):
 
     def _take_up_stops(self, *, between_updates: bool = False) -> None:  # noqa: ARG002  # for subclasses
         """Has what was asked for take effect. Called after each iteration and each epoch, and where a run is entered."""
-        self._stops = self._stopping()
-        self._epoch_ends = self._epoch_iteration > 0 and bool(self.should_terminate_single_epoch)
-
-    @property
-    def _process(self) -> Callable[[Any, Any], Any]:
-        """The process function of the engine."""
-        return self._process_function
+        self.progress.stops = self._stopping()
+        self.progress.epoch_ends = self.progress.epoch_iteration > 0 and bool(self.should_terminate_single_epoch)
 
     def _batch(self) -> Any:
         """What the running iteration works on: `state.batch`, as handlers may have replaced it."""
@@ -224,12 +215,12 @@ class Loop(Dispatcher):
 
     def _close_epoch(self, started: float) -> None:
         if self.should_terminate_single_epoch:
-            self._fire_event(Events.TERMINATE_SINGLE_EPOCH, iter_counter=self._epoch_iteration)
+            self.fire_event(Events.TERMINATE_SINGLE_EPOCH, iter_counter=self.progress.epoch_iteration)
         else:
-            self._data_ended, self.state.epoch_length = True, self._epoch_iteration
+            self.progress.data_ended, self.state.epoch_length = True, self.progress.epoch_iteration
         fires = self.should_terminate_single_epoch != "skip_epoch_completed"
         self.should_terminate_single_epoch = False
-        self._epoch_open = self._reading = False
+        self.progress.epoch_open = self.progress.reading = False
         times = self.state.times
         times[Events.EPOCH_COMPLETED.name] = time.perf_counter() - started
         if fires:
@@ -256,24 +247,25 @@ class Loop(Dispatcher):
         return bool(self.should_terminate or self.should_interrupt)
 
     def _epoch_is_over(self, batches: Batches) -> bool:
-        over = batches.length is not None and self._epoch_iteration >= batches.length
-        return over or self._epoch_ends
+        over = batches.length is not None and self.progress.epoch_iteration >= batches.length
+        return over or self.progress.epoch_ends
 
     def _reached_max_iters(self) -> bool:
         limit = self.state.max_iters
         return limit is not None and self.state.iteration >= limit
 
-    def _is_done(self, state: State) -> bool:  # type: ignore[override]  # Ignite's is static and divides by epoch_length
+    def _limit_is_reached(self) -> bool:
+        state = self.state
         if state.max_iters is not None:
             return state.iteration >= state.max_iters
-        return state.max_epochs is not None and state.epoch - self._epoch_open >= state.max_epochs
+        return state.max_epochs is not None and state.epoch - self.progress.epoch_open >= state.max_epochs
 
     def _observe(self, error: BaseException) -> None:
         """Shows `error` to every handler of EXCEPTION_RAISED, once."""
         where = f"epoch {self.state.epoch}, iteration {self.state.iteration}"
         self.logger.error(f"the run ended at {where} by {type(error).__name__}: {error}")
         self.last_event_name = Events.EXCEPTION_RAISED
-        for entry in self._entries(Events.EXCEPTION_RAISED):
+        for entry in entries(self, Events.EXCEPTION_RAISED):
             try:
                 call(entry, (error,), {})
             except BaseException as raised:
@@ -282,12 +274,128 @@ class Loop(Dispatcher):
 
     def _take_back(self) -> None:
         """Takes back the counters of an iteration that did not finish, and a request that it has not answered."""
-        if self._iterating and self._settled:
-            self._epoch_iteration += self._epoch_open
+        if self.progress.iterating and self.progress.settled:
+            self.progress.epoch_iteration += self.progress.epoch_open
             return
-        self.state.iteration -= self._iterating
-        if self._epoch_iteration > 0 and not self._epoch_ends:  # EPOCH_STARTED does not ask again, the others do
+        self.state.iteration -= self.progress.iterating
+        if (
+            self.progress.epoch_iteration > 0 and not self.progress.epoch_ends
+        ):  # EPOCH_STARTED does not ask again, the others do
             self.should_terminate_single_epoch = False
+
+
+class SessionLoop(Loop):
+    """A loop that also does single iterations on request: in a session, which has no epochs and reads no data, or without."""
+
+    state: TrainState
+
+    def __init__(self, process: Callable[[Any, Any], Any]) -> None:
+        super().__init__(process)
+        self._has_warned_of_session = False
+
+    @property
+    def in_session(self) -> bool:
+        """Whether a session is open: from after its STARTED to before its closing events."""
+        return self.progress.session_open
+
+    @property
+    def is_iterating(self) -> bool:
+        """Whether an iteration is under way, of a run or on request: handlers of its events find the state half changed."""
+        return self.progress.iterating or self.progress.updating
+
+    @contextmanager
+    def session(self, *, max_iters: int | None = None) -> Iterator[TrainState]:
+        """What a run is from STARTED to its closing events, with iterations on request between them.
+
+        Args:
+            max_iters: the limit. None: the one that was given before, if any.
+
+        Yields:
+            The state.
+        """
+        self._begin_session(max_iters)
+        with self._between_events(None):
+            self.progress.session_open = True
+            try:
+                yield self.state
+            finally:
+                self.progress.session_open = False
+
+    def update(self, batch: Any) -> Any:
+        """Does one iteration on `batch`. After an exception the counters are those before it, unless it has had its effect."""
+        self._refuse_update()
+        self._warn_of_no_session()
+        self.state.batch = self._begin_update(batch)
+        self.progress.updating = self.progress.iterating = True
+        self.progress.settled = False
+        self.state.iteration += 1
+        try:
+            self.fire_event(Events.ITERATION_STARTED)
+            self.process(self, self._batch())
+            self.progress.iterating = False
+            self.fire_event(Events.ITERATION_COMPLETED)
+        finally:
+            self._take_back()
+            self.progress.updating = self.progress.iterating = False
+            self.state.batch = None
+            self.begin_section("handler")
+
+    def _begin_session(self, max_iters: int | None) -> None:
+        """Sets the limits of a session that begins: None is the limit that was given before, if any.
+
+        Raises:
+            RuntimeError: `run` has left an epoch open.
+            ValueError: `max_iters` is below 1 or below what was done already.
+        """
+        state = self.state
+        if self.progress.epoch_open:
+            raise RuntimeError(
+                f"session was opened in the middle of epoch {state.epoch}, which run has left after update "
+                f"{state.iteration}; end the epoch with run first"
+            )
+        state.max_epochs = None
+        state.max_iters = state.max_iters if max_iters is None else checked_limits(state, None, max_iters)[1]
+
+    def _begin_update(self, batch: Any) -> Any:
+        """What the iteration that was asked for works on."""
+        return batch
+
+    def _refuse_update(self) -> None:
+        """Raises where no iteration can be asked for.
+
+        Raises:
+            RuntimeError: a stop was asked for, or the limit is reached; or it is asked for inside a handler of its own run or
+                iteration, or while `run` has left an epoch open.
+        """
+        state = self.state
+        if self.progress.session_open and not self.progress.updating:
+            if self._stopping():
+                raise RuntimeError(
+                    "update was called after a request to stop; leave the loop where trainer.should_terminate is set"
+                )
+            if self._reached_max_iters():
+                raise RuntimeError(f"update was called after max_iters={state.max_iters} updates; raise session's max_iters")
+            return
+        if self.progress.running or self.progress.updating:
+            raise RuntimeError("update was called inside a handler of its own run or update; call it from another trainer's")
+        if self.progress.epoch_open:
+            raise RuntimeError(
+                f"update was called in the middle of epoch {state.epoch}, which run has left after update "
+                f"{state.iteration}; end the epoch with run first"
+            )
+
+    def _warn_of_no_session(self) -> None:
+        """Says once what takes no part, where something would."""
+        if (
+            not self.progress.session_open
+            and not self._has_warned_of_session
+            and (self.on_enter or self.has_handlers(Events.STARTED))
+        ):
+            self._has_warned_of_session = True
+            self.logger.warning(
+                "update was called without a session, in which STARTED, COMPLETED, FailureBoard, HangWatch and whatever else "
+                "begins and ends with a run have no part; write: with trainer.session(): ..."
+            )
 
 
 def _clock(seconds: float) -> str:

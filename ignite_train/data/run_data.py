@@ -1,0 +1,242 @@
+"""The data of a trainer's runs: the loader, the pass over it that is open, and the place in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from ignite_train.arguments import describe, positive_int
+from ignite_train.data.arriving_group import ArrivingGroup
+from ignite_train.data.grouping import MicroBatchGrouping, MicroBatchPass
+from ignite_train.data.stream import Stream
+from ignite_train.engine.limits import refuse_ended_iterator, refuse_used_iterator
+from ignite_train.engine.progress import Progress
+from ignite_train.ranks import collectives
+from ignite_train.state import TrainState
+
+__all__ = ["RunData"]
+
+
+class RunData:
+    """The data that a trainer reads, group by group.
+
+    A pass is one reading of the loader from its beginning to its end. With `epoch_length` an epoch is a number of updates, and
+    passes follow each other inside of a `Stream`; otherwise an epoch is a pass.
+
+    Args:
+        grouping: makes groups of micro-batches.
+        state: the counters of the trainer, and its loader.
+        progress: where its loop stands.
+        on_pass_ended: called with `epoch_length`, when a pass has ended and before the next one begins.
+
+    Attributes:
+        stream: with `epoch_length`, the data of the run; otherwise None.
+        max_micro_batches: of the rank that has the most in this update; None if unknown.
+        ranks_have_more: whether there is another update in this epoch, as far as the ranks have agreed.
+    """
+
+    def __init__(
+        self, grouping: MicroBatchGrouping, state: TrainState, progress: Progress, on_pass_ended: Callable[[], None]
+    ) -> None:
+        self.grouping = grouping
+        self.stream: Stream | None = None
+        self.max_micro_batches: int | None = None
+        self.ranks_have_more = True
+        self._state, self._progress, self._on_pass_ended = state, progress, on_pass_ended
+        self._groups: MicroBatchPass | None = None  # the pass that is running or ran last
+        self._pass_is_opened = False  # the pass of the open epoch
+        self._place: Mapping[str, Any] = {}  # where no pass has been made since it was loaded
+        self._on_changed_data = "raise"
+        self._fetched: Sequence[Any] = ()  # the group of the update that begins next, as it came
+        self._kept: tuple[Any, MicroBatchPass] | None = None  # what the latest run left open: data and its pass
+
+    # --- the data of a run
+
+    def begin_run(self, data: Iterable[Any], epoch_length: int | None) -> None:
+        """Takes the data of a run that begins. The stream of the run before continues if it reads the same data."""
+        length = None if epoch_length is None else positive_int("epoch_length", epoch_length)
+        if self.stream is not None and self.stream.data is data and self._groups is not None:
+            self.stream.updates_per_epoch = length or self.stream.updates_per_epoch
+        else:
+            self.stream = None if length is None else Stream(data, length, self._on_pass_ended)
+
+    def refuse_used_iterator(self, data: Iterable[Any], max_epochs: int | None) -> None:
+        """Refuses an iterator that the run would have to read more than once.
+
+        Raises:
+            TypeError: it is one, and more than one pass is needed.
+        """
+        if self.stream is None:
+            half_read = self._progress.epoch_open and data is self._state.dataloader and self._kept is None
+            refuse_used_iterator(data, max_epochs, half_read=half_read)
+
+    def replace(self, data: Iterable[Any]) -> None:
+        """Has the run continue with another loader.
+
+        Raises:
+            RuntimeError: a pass is open, which is an epoch.
+        """
+        if self.stream is not None:
+            self.stream.replace(data)
+        elif self._progress.reading:
+            raise RuntimeError(
+                "set_data was called within an epoch, which is one pass over its loader; call it in DATALOADER_STOP_ITERATION, "
+                "EPOCH_STARTED or EPOCH_COMPLETED, or pass epoch_length=... to run"
+            )
+        self._state.dataloader = data
+
+    def pause(self) -> None:
+        """Ends the thread of a loader of which the next run reads on; a pass that is over has ended its own."""
+        if self.stream is not None:
+            self.stream.pause()
+        if self._kept is not None:
+            self._kept[1].pause()
+
+    def expected_length(self, data: Iterable[Any]) -> int | None:
+        """Updates of the epoch that begins next, if that can be known before its pass."""
+        source = data if self.stream is None else self.stream
+        epoch = self._state.epoch + (not self._progress.epoch_open)
+        return self.grouping.updates(source, epoch=epoch, first_update=self._state.iteration + 1)
+
+    # --- the place in the data
+
+    def position(self) -> Mapping[str, Any]:
+        """Where this rank stands in its data, and how to find that place again: for `load_position`, in plain types.
+
+        Without it a resumed run reads past what was done, in the order in which the loader then gives it.
+        """
+        if self._groups is None:
+            return self._place
+        if self._progress.epoch_open and not self._pass_is_opened:  # the latest pass is that of the epoch before
+            return self._groups.position_at_end()
+        return self._groups.position(self._progress.iterations_in_epoch)
+
+    def load_position(self, position: Mapping[str, Any], *, on_changed_data: str = "raise") -> None:
+        """Has the next run start there. To be called after the trainer's `load_state_dict`.
+
+        Args:
+            position: see `position`.
+            on_changed_data: what happens in the middle of an epoch if the loader is another one: `"raise"` or `"warn"`.
+        """
+        self._groups, self._place, self._on_changed_data = None, position, on_changed_data
+
+    def forget_position(self) -> None:
+        """Has the next run find its place again, since the counters have changed."""
+        self._groups, self._place, self._kept = None, {}, None
+        if self.stream is not None:
+            self.begin_run(self.stream.data, self.stream.updates_per_epoch)
+
+    # --- a pass
+
+    def open(self, data: Iterable[Any]) -> MicroBatchPass:
+        """Opens the pass of the epoch, after the updates of it that are done, or continues the one that was kept."""
+        source = data if self.stream is None else self.stream
+        kept, self._kept = self._kept, None
+        if self.stream is not None:
+            self.stream.on_changed_data = self._on_changed_data
+        if kept is not None and _all_continue(is_same=source is kept[0]):
+            kept[1].length = kept[1].length if self.stream is None else self.stream.updates_per_epoch
+            return self._opened(kept[1])
+        skip, epoch = self._progress.epoch_iteration, self._state.epoch
+        first_update = self._state.iteration + 1 - skip
+        broken_off = self._pass_is_opened and self._groups is not None and self._groups.reads(source)
+        position = self.position() if skip or self._groups is None or broken_off else {}
+        position = {**position, "on_changed_data": self._on_changed_data} if position else {}
+        return self._opened(self.grouping(source, epoch=epoch, first_update=first_update, skip=skip, position=position))
+
+    def _opened(self, groups: MicroBatchPass) -> MicroBatchPass:
+        self._groups, self._pass_is_opened, self._fetched = groups, True, ()
+        self.ranks_have_more = groups.length is not None or sum(collectives.everyones(groups.more)) > 0
+        return groups
+
+    def keeps_open(self, groups: MicroBatchPass) -> bool:
+        """Whether the next run continues this pass: on some rank the data is an iterator, read only once. Collective."""
+        data = self._state.dataloader if self.stream is None else self.stream
+        keeps = collectives.any_rank(isinstance(data.data if isinstance(data, Stream) else data, Iterator))
+        if keeps:
+            self._kept = data, groups
+        return keeps
+
+    def take_back(self) -> None:
+        """After an error before the first update of an epoch: what was drawn for its group is drawn again, the same."""
+        first = self._progress.epoch_open and self._progress.epoch_iteration == 0
+        if first and self._pass_is_opened and self._groups is not None:
+            self._groups.take_back_opening()
+
+    def finish(self) -> None:
+        """Ends a pass from which no group is needed any more.
+
+        Raises:
+            ValueError: it had no group at all.
+        """
+        groups, state = self._groups, self._state
+        assert groups is not None  # noqa: S101  # a pass was made
+        if self._progress.epoch_iteration == 0:
+            if isinstance(state.dataloader, Iterator) and state.iteration > 0:
+                refuse_ended_iterator(state, state.dataloader)
+            raise groups.no_group_error(state.epoch)
+        groups.finish()
+
+    def epoch_closed(self) -> None:
+        """Notes whether the pass still is that of the open epoch: no longer, unless closing it has failed."""
+        self._pass_is_opened = self._progress.epoch_open
+
+    # --- a group
+
+    def fetched(self, group: Any, groups: MicroBatchPass) -> None:
+        """Notes the group that came for the next update, or that the pass has ended.
+
+        Raises:
+            ValueError: the data ended before the limit of the run.
+        """
+        micro_batches = group if isinstance(group, (list, Sequence)) else ()
+        if self.stream is not None and not micro_batches and not groups.num_read:
+            refuse_ended_iterator(self._state, self.stream.data)
+        self._fetched = self._sized(micro_batches)
+        self.max_micro_batches = groups.max_micro_batches
+
+    def given(self, group: list[Any]) -> list[Any]:
+        """A group that `update` was given, without what is no micro-batch. On some trainers collective."""
+        self.max_micro_batches = self.grouping.max_micro_batches_of(group)
+        if self.grouping.none_is_empty:
+            group = [micro_batch for micro_batch in group if micro_batch is not None]
+        self._fetched = self._sized(group)
+        return group
+
+    def group(self) -> Sequence[Any]:
+        """The group of the update that begins: handlers may have replaced micro-batches, but not changed their number.
+
+        Raises:
+            TypeError: it is not a list, or has another number of micro-batches.
+        """
+        group, fetched, self._fetched = self._state.batch, self._fetched, ()
+        if group is not fetched and isinstance(fetched, ArrivingGroup):
+            fetched = fetched.whole()  # the place in the data is that after it
+        if not isinstance(group, (list, ArrivingGroup)) or len(group) != len(fetched):
+            got = f"{len(group)} of them" if isinstance(group, list) else describe(group)
+            raise TypeError(
+                f"state.batch must be a list of the update's {len(fetched)} micro-batches, got {got}; a handler that "
+                "changes data puts state.batch = [change(micro_batch) for micro_batch in state.batch]"
+            )
+        return self._sized(group)
+
+    def _sized(self, group: Sequence[Any]) -> Sequence[Any]:
+        """The group, of which the state tells the size."""
+        arrives = not isinstance(group, (list, tuple)) and isinstance(group, ArrivingGroup)  # an abstract class is asked slowly
+        self._state._group_size = group.known_size if arrives else len(group)  # type: ignore[attr-defined]
+        return group
+
+
+def _all_continue(*, is_same: bool) -> bool:
+    """Whether all ranks run on what they ran on before. Collective.
+
+    Raises:
+        ValueError: some do and some do not, so that an iterator cannot be continued.
+    """
+    others, same = collectives.largest(not is_same, is_same)
+    if others and same:
+        raise ValueError(
+            "data must be what it was before the stop on all ranks, since an iterator on one of them is half read, got "
+            "other data on some; pass the same objects to run, or other data on all ranks"
+        )
+    return not others
