@@ -60,7 +60,7 @@ from ignite_train.update.journal import (
     Scale,
     Seeds,
 )
-from ignite_train.update.loss_scaling import BeginsBySize, LossScaling
+from ignite_train.update.loss_scaling import BeginsBySize, LossScaling, NoLossScaling
 from ignite_train.update.nonfinite_search import NonFiniteSearch
 from ignite_train.update.norm_limits import NormLimits
 from ignite_train.update.options import UpdateOptions
@@ -150,7 +150,7 @@ class Update:
         may_skip = self.loss_scaling.enabled or self.options.on_nonfinite == "skip"
         self.buffers = Buffers(self.reduction.module, are_marked=may_skip)
         self._counters, self._scale = Counters(self.state), Scale(self.loss_scaling)
-        scale = [self._scale] if self.loss_scaling.enabled else []
+        scale = [] if type(self.loss_scaling) is NoLossScaling else [self._scale]
         self._leftovers = Leftovers(self.state, self.transfer, self.statistics)
         cleared = Cleared(self.gradients, are_kept=self.options.keep_gradients)
         # With a seed the numbers of an update are a function of it, and the generators are given back at each end.
