@@ -16,7 +16,7 @@ from torch import nn
 from ignite_train.arguments import one_of, path_of, positive_int
 from ignite_train.checkpoint.cadence import Cadence
 from ignite_train.checkpoint.capture import capture
-from ignite_train.checkpoint.config import plain_config, versions
+from ignite_train.checkpoint.config import handler_settings, plain_config, versions
 from ignite_train.checkpoint.directory import Contents, together
 from ignite_train.checkpoint.disk import refuse_other_systems
 from ignite_train.checkpoint.held_state import HeldState
@@ -30,7 +30,7 @@ from ignite_train.checkpoint.state_rules import StateRules
 from ignite_train.checkpoint.writer import GIVE_UP_AFTER, CheckpointWriter
 from ignite_train.engine.dispatch import Dispatcher, Stateful
 from ignite_train.errors import CheckpointError
-from ignite_train.handler import Handler
+from ignite_train.kinds_of_handlers import Handler
 from ignite_train.metrics import score_mode
 from ignite_train.ranks import collectives
 from ignite_train.trainer import Trainer
@@ -98,7 +98,8 @@ class Checkpoint(Handler):
             A failure to write the last state, at the end of the run, is always raised.
         leave_out: names of attached handlers whose state is neither saved nor restored, such as `("LambdaStateScheduler",)`. A
             handler whose state cannot be stored is left out too, with a warning. `"carried"` starts a run without the
-            values of `state.carried`, which another number of ranks cannot take over.
+            values of `state.carried`, which another number of ranks cannot take over, and `"loss_scaling"` one with a fresh
+            scale, as another class of loss scaling needs.
         script_wins: options of the optimizer, such as `("lr", "weight_decay")`, that keep the script's value when the run
             resumes. All others are taken from the checkpoint, and the log lists those that differ. With `"lr"`, a restored
             schedule keeps its place and its shape, over the script's rate.
@@ -446,7 +447,7 @@ class Checkpoint(Handler):
             serial=0,
             world_size=collectives.world_size(),
             score=None if score is None or not math.isfinite(score) else score,
-            config=plain_config(self.config, trainer.config),
+            config=plain_config(self.config, trainer.config, handler_settings(self._attached()[0].engines)),
             versions=versions(),
             files={},
         )

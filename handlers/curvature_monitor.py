@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from ignite_train.arguments import describe, positive_int, real_number
 from ignite_train.device.to_device import ToDevice
 from ignite_train.forward import BoundForward, Forward, as_forward_output, bind_forward
-from ignite_train.handler import Handler
+from ignite_train.kinds_of_handlers import Handler
 from ignite_train.model.forward_state import ForwardState
 from ignite_train.model.micro_batch_rollback import writing_error, written_into
 from ignite_train.ranks import collectives

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from ignite.engine import Engine
 
-from ignite_train.arguments import positive_int, real_number
-from ignite_train.handler import ScoreHandler
+from ignite_train.arguments import COUNT, NUMBER, check_fields, optional, positive_int, real_number
+from ignite_train.kinds_of_handlers import ScoreHandler
 from ignite_train.ranks import collectives
 from ignite_train.trainer import Trainer
 
@@ -100,7 +100,14 @@ class EarlyStopping(ScoreHandler):
         return super().state_dict() | own
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restores them."""
+        """Restores them.
+
+        Raises:
+            ValueError: something in it is not what `state_dict()` gives; or the same score was ranked in the other direction.
+        """
+        number, count = optional(NUMBER), optional(COUNT)
+        fields = {"best": number, "best_update": count, "num_bad": COUNT, "latest": number}
+        check_fields(type(self).__name__, state_dict, fields)
         super().load_state_dict(state_dict)
         self.best, self.best_update = state_dict["best"], state_dict["best_update"]
         self.num_bad, self._latest = state_dict["num_bad"], state_dict["latest"]

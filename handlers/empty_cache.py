@@ -9,7 +9,7 @@ from ignite.engine import Events, RemovableEventHandle
 
 from ignite_train.arguments import real_number
 from ignite_train.events import Event, every
-from ignite_train.handler import Handler
+from ignite_train.kinds_of_handlers import Handler
 from ignite_train.ranks import collectives
 from ignite_train.ranks.messages import Piggyback
 from ignite_train.trainer import Trainer

@@ -12,8 +12,8 @@ from ignite.engine import Events
 from ignite_train.arguments import named_ranks
 from ignite_train.errors import TrainingError
 from ignite_train.events import TrainEvents
-from ignite_train.handler import Handler
-from ignite_train.handler.start_description import start_description
+from ignite_train.kinds_of_handlers import Handler
+from ignite_train.kinds_of_handlers.start_description import start_description
 from ignite_train.ranks import collectives
 from ignite_train.ranks.sealed_messages import SealedMessages
 from ignite_train.ranks.whereabouts import find_whereabouts

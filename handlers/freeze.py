@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from ignite_train.arguments import describe, positive_int
-from ignite_train.handler import Handler
+from ignite_train.kinds_of_handlers import Handler
 from ignite_train.model.optimizers import stepped_parameters
 from ignite_train.state import TrainState
 from ignite_train.trainer import Trainer

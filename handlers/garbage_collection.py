@@ -8,7 +8,7 @@ from functools import partial
 from ignite.engine import Events, RemovableEventHandle
 
 from ignite_train.events import Event, every
-from ignite_train.handler import Handler
+from ignite_train.kinds_of_handlers import Handler
 from ignite_train.trainer import Trainer
 
 __all__ = ["GarbageCollection"]

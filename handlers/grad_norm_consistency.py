@@ -15,7 +15,7 @@ from torch import Tensor
 from ignite_train.arguments import named_ranks, real_number
 from ignite_train.errors import TrainingError
 from ignite_train.events import Event, TrainEvents
-from ignite_train.handler import PiggybackHandler
+from ignite_train.kinds_of_handlers import PiggybackHandler
 from ignite_train.ranks import collectives
 from ignite_train.trainer import Trainer
 

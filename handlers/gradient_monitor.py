@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from ignite_train.arguments import positive_int
 from ignite_train.events import TrainEvents
-from ignite_train.handler import Handler
+from ignite_train.kinds_of_handlers import Handler
 from ignite_train.ranks import collectives
 from ignite_train.trainer import Trainer
 

@@ -14,8 +14,8 @@ from typing import NamedTuple
 from ignite.engine import Engine
 
 from ignite_train.arguments import named_ranks, real_number
-from ignite_train.handler import Handler
-from ignite_train.handler.start_description import start_description
+from ignite_train.kinds_of_handlers import Handler
+from ignite_train.kinds_of_handlers.start_description import start_description
 from ignite_train.ranks import collectives
 from ignite_train.ranks.sealed_messages import SealedMessages
 from ignite_train.ranks.whereabouts import find_whereabouts

@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import (
 from ignite_train.arguments import describe
 from ignite_train.engine.dispatch import attached
 from ignite_train.events import Event, TrainEvents
-from ignite_train.handler import Handler
+from ignite_train.kinds_of_handlers import Handler
 from ignite_train.model.learning_rates import are_of
 from ignite_train.model.warm_up_schedule import WarmUpSchedule
 from ignite_train.ranks import collectives

@@ -13,9 +13,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-from ignite_train.arguments import check_state_dict, path_of
-from ignite_train.handler import RecordingHandler
-from ignite_train.handler.recording_handler import numbered_path
+from ignite_train.arguments import COUNT, check_fields, optional, path_of
+from ignite_train.kinds_of_handlers import RecordingHandler
+from ignite_train.kinds_of_handlers.recording_handler import numbered_path
 from ignite_train.trainer import Trainer
 
 __all__ = ["Csv", "JsonLines", "LogFile"]
@@ -72,9 +72,9 @@ class LogFile(RecordingHandler):
 
         Raises:
             TypeError: `state_dict` is not a mapping.
-            ValueError: a key is missing.
+            ValueError: a key is missing, or something in it is not what `state_dict()` gives.
         """
-        check_state_dict(type(self).__name__, state_dict, ("written", "latest", "lines"), ("latest", "lines"))
+        check_fields(type(self).__name__, state_dict, {"written": optional(COUNT), "latest": COUNT, "lines": COUNT})
         self.finish()
         self.written, self._latest, self._lines = (state_dict[name] for name in ("written", "latest", "lines"))
         self._is_known = True

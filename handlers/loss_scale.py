@@ -7,7 +7,7 @@ import logging
 from ignite.engine import Events, RemovableEventHandle
 
 from ignite_train.events import Event
-from ignite_train.handler import Handler
+from ignite_train.kinds_of_handlers import Handler
 from ignite_train.trainer import Trainer
 
 __all__ = ["LossScaleLogger"]

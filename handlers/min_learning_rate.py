@@ -8,9 +8,9 @@ from typing import Any
 from ignite.engine import Events, RemovableEventHandle
 from torch.optim import Optimizer
 
-from ignite_train.arguments import describe, real_number
+from ignite_train.arguments import FLAG, check_fields, describe, real_number
 from ignite_train.events import Event
-from ignite_train.handler import Handler
+from ignite_train.kinds_of_handlers import Handler
 from ignite_train.model.learning_rates import are_of
 from ignite_train.trainer import Trainer
 
@@ -78,5 +78,10 @@ class MinLearningRate(Handler):
         return {"was_above": self._was_above}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restores it."""
+        """Restores it.
+
+        Raises:
+            ValueError: something in it is not what `state_dict()` gives.
+        """
+        check_fields("MinLearningRate", state_dict, {"was_above": FLAG})
         self._was_above = state_dict["was_above"]

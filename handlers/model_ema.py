@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ignite_train.arguments import describe, real_number
-from ignite_train.handler import AveragingHandler
+from ignite_train.kinds_of_handlers import AveragingHandler
 
 __all__ = ["ModelEMA"]
 

@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from ignite_train.arguments import describe, one_of
 from ignite_train.evaluation.evaluator import Evaluator
-from ignite_train.handler import Handler
+from ignite_train.kinds_of_handlers import Handler
 from ignite_train.ranks import collectives
 from ignite_train.trainer import Trainer
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from ignite_train.arguments import describe, real_number
 from ignite_train.engine.dispatch import attached
 from ignite_train.events import Event, TrainEvents
-from ignite_train.handler import Handler
+from ignite_train.kinds_of_handlers import Handler
 from ignite_train.model.averaged_tensors import averaged_tensors, move_towards
 from ignite_train.model.optimizers import stepped_parameters
 from ignite_train.ranks import collectives

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from ignite_train.arguments import describe
 from ignite_train.evaluation.evaluator import Evaluator
-from ignite_train.handler import Handler
+from ignite_train.kinds_of_handlers import Handler
 from ignite_train.model.learning_rates import are_of
 from ignite_train.trainer import Trainer
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ignite_train.arguments import check_same_model, check_state_dict, describe, one_of, positive_int
+from ignite_train.arguments import COUNT, MAPPING, check_fields, check_same_model, describe, one_of, positive_int
 from ignite_train.errors import NonFiniteError
-from ignite_train.handler import Handler
+from ignite_train.kinds_of_handlers import Handler
 from ignite_train.model.optimizers import load_optimizer_state
 from ignite_train.ranks import collectives
 from ignite_train.ranks.buckets import mean_over_ranks
@@ -149,9 +149,9 @@ class OuterOptimizer(Handler):
         """Takes it over, with the options of the outer optimizer, and warns of those that the script sets to other values.
 
         Raises:
-            ValueError: it is of another model.
+            ValueError: it is of another model, or something in it is not what `state_dict()` gives.
         """
-        check_state_dict("OuterOptimizer", state_dict, ("optimizer", "weights", "num_outer_steps"), ("num_outer_steps",))
+        check_fields("OuterOptimizer", state_dict, {"optimizer": MAPPING, "weights": MAPPING, "num_outer_steps": COUNT})
         saved = state_dict["weights"]
         check_same_model(saved, self._weights)
         self._warn_of_options(state_dict["optimizer"])
@@ -293,6 +293,7 @@ class _Replica:
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        check_fields("OuterOptimizer", state_dict, {"num_updates": COUNT, "num_ranks": COUNT})
         num_updates, num_ranks = state_dict["num_updates"], state_dict["num_ranks"]
         if num_updates and num_ranks != collectives.world_size():
             raise ValueError(

@@ -13,7 +13,7 @@ from ignite.engine import Events, RemovableEventHandle
 
 from ignite_train.arguments import describe, path_of, positive_int
 from ignite_train.engine.sections import RANGES, Sections
-from ignite_train.handler import Handler
+from ignite_train.kinds_of_handlers import Handler
 from ignite_train.ranks import collectives
 from ignite_train.trainer import Trainer
 

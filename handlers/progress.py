@@ -22,7 +22,7 @@ from ignite_train.arguments import one_of
 from ignite_train.engine.dispatch import stateful_handlers
 from ignite_train.engine.loop import Loop
 from ignite_train.events import Event, every
-from ignite_train.handler import Handler
+from ignite_train.kinds_of_handlers import Handler
 from ignite_train.metrics import PUBLISHED_METRICS, grouped_metrics, is_published_metric, single_metrics
 from ignite_train.ranks import collectives
 from ignite_train.trainer import Trainer

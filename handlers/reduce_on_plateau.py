@@ -9,8 +9,8 @@ from typing import Any, Literal
 from ignite.engine import Engine
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from ignite_train.arguments import describe
-from ignite_train.handler import ScoreHandler
+from ignite_train.arguments import COUNT, TEXT, check_fields, describe, optional
+from ignite_train.kinds_of_handlers import ScoreHandler
 from ignite_train.metrics import refuse_other_mode
 from ignite_train.model.learning_rates import are_of
 from ignite_train.ranks import collectives
@@ -109,8 +109,9 @@ class ReduceOnPlateau(ScoreHandler):
         """Restores them.
 
         Raises:
-            ValueError: the scheduler was made for the other direction.
+            ValueError: the scheduler was made for the other direction, or something in it is not what `state_dict()` gives.
         """
+        check_fields("ReduceOnPlateau", state_dict, {"mode": TEXT, "_latest_update": optional(COUNT)})
         refuse_other_mode(self.score, self.mode, self.score, state_dict["mode"])
         self._latest_update = state_dict["_latest_update"]
         self.scheduler.load_state_dict({key: value for key, value in state_dict.items() if key != "_latest_update"})

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from ignite_train.arguments import did_you_mean, named_ranks
 from ignite_train.errors import TrainingError
 from ignite_train.events import Event, every
-from ignite_train.handler import PiggybackHandler
+from ignite_train.kinds_of_handlers import PiggybackHandler
 from ignite_train.model.optimizers import OneOrSeveralOptimizers, as_optimizers
 from ignite_train.model.tensor_digests import content_digest, tensor_digests
 from ignite_train.ranks import collectives

@@ -15,7 +15,7 @@ from ignite_train.arguments import one_of, positive_int
 from ignite_train.device.event_times import EventTimes, event_maker
 from ignite_train.engine.sections import RANGES, SECTIONS, Sections
 from ignite_train.events import Event, every
-from ignite_train.handler import PiggybackHandler
+from ignite_train.kinds_of_handlers import PiggybackHandler
 from ignite_train.ranks import collectives
 from ignite_train.trainer import Trainer
 

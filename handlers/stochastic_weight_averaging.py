@@ -11,7 +11,7 @@ from ignite.engine import Events, RemovableEventHandle
 
 from ignite_train.arguments import describe
 from ignite_train.events import Event
-from ignite_train.handler import AveragingHandler
+from ignite_train.kinds_of_handlers import AveragingHandler
 from ignite_train.trainer import Trainer
 
 __all__ = ["StochasticWeightAveraging"]

@@ -16,7 +16,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from ignite_train.arguments import real_number
-from ignite_train.handler import Handler
+from ignite_train.kinds_of_handlers import Handler
 from ignite_train.ranks import collectives
 from ignite_train.trainer import Trainer
 

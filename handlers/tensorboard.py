@@ -15,12 +15,12 @@ from ignite.engine import Engine, Events, RemovableEventHandle
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ignite_train.arguments import describe, path_of, positive_int
+from ignite_train.arguments import COUNT, FLAG, NUMBERS, SEQUENCE, check_fields, describe, optional, path_of, positive_int
 from ignite_train.checkpoint.config import versions
 from ignite_train.events import Event, TrainEvents
-from ignite_train.handler import EVERY_50, RecordingHandler
-from ignite_train.handler.event_file import EventFile, event_files, is_finished
-from ignite_train.handler.recording_handler import numbered_path
+from ignite_train.kinds_of_handlers import EVERY_50, RecordingHandler
+from ignite_train.kinds_of_handlers.event_file import EventFile, event_files, is_finished
+from ignite_train.kinds_of_handlers.recording_handler import numbered_path
 from ignite_train.metrics import PUBLISHED_METRICS, grouped_metric, single_metrics
 from ignite_train.ranks import collectives
 from ignite_train.ranks.wrapping import unwrap
@@ -160,11 +160,14 @@ class TensorBoard(RecordingHandler):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes them over: points of the same update that were written after the state was taken are hidden too."""
+        count = optional(COUNT)
+        fields = {"written": count, "latest": count, "points": NUMBERS, "has_layout": FLAG, "others": SEQUENCE}
+        check_fields("TensorBoard", state_dict, fields)
         self.written, self._latest = state_dict["written"], state_dict["latest"]
         points, self._loaded = state_dict["points"], True
         self._points = [(tuple(points), [*points.values()])] if points else []
-        self._others = [bytes(summary.tolist()) for summary in state_dict.get("others", ())]
-        self._has_layout = bool(state_dict.get("has_layout"))  # earlier versions had none
+        self._others = [bytes(summary.tolist()) for summary in state_dict["others"]]
+        self._has_layout = state_dict["has_layout"]
         self._close()
 
     # --- points -----------------------------------------------------------------------------------------------------------

@@ -9,9 +9,9 @@ from typing import Any
 
 from ignite.engine import Events, RemovableEventHandle
 
-from ignite_train.arguments import real_number
+from ignite_train.arguments import NUMBER, check_fields, real_number
 from ignite_train.events import Event
-from ignite_train.handler import Handler
+from ignite_train.kinds_of_handlers import Handler
 from ignite_train.trainer import Trainer
 
 __all__ = ["TimeLimit"]
@@ -69,7 +69,12 @@ class TimeLimit(Handler):
         return {"elapsed_seconds": self.elapsed_seconds}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continues to count from there."""
+        """Continues to count from there.
+
+        Raises:
+            ValueError: something in it is not what `state_dict()` gives.
+        """
+        check_fields("TimeLimit", state_dict, {"elapsed_seconds": NUMBER})
         self._before = state_dict["elapsed_seconds"]
         self._started = None if self._started is None else time.monotonic()
 

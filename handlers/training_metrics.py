@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from ignite.engine import Engine, Events, RemovableEventHandle
 
-from ignite_train.arguments import check_state_dict, did_you_mean, real_number
+from ignite_train.arguments import MAPPING, NUMBER, NUMBERS, TEXTS, check_fields, did_you_mean, real_number
 from ignite_train.engine.sections import SECTIONS, Sections
 from ignite_train.events import Event, every
-from ignite_train.handler import Handler
+from ignite_train.kinds_of_handlers import Handler
 from ignite_train.ranks import collectives
 from ignite_train.state import UpdateOutput
 from ignite_train.trainer import Trainer
@@ -199,23 +199,21 @@ class TrainingMetrics(Handler):
 
         Raises:
             TypeError: `state_dict` is not a mapping.
-            ValueError: a key is missing.
+            ValueError: a key is missing, or something in it is not what `state_dict()` gives.
         """
-        check_state_dict("TrainingMetrics", state_dict, ("sums", "logs"), ())
-        saved = state_dict["sums"]
-        check_state_dict("TrainingMetrics", saved, [name for name in _SUMS if name != "grad_norm_max"], ())
+        owner, numbers = "TrainingMetrics", dict.fromkeys(("sums", "logs", "log_weights"), NUMBERS)
+        check_fields(owner, state_dict, {**numbers, "published": TEXTS, "seconds": MAPPING})
+        sums, seconds = state_dict["sums"], state_dict["seconds"]
+        check_fields(owner, sums, dict.fromkeys(_SUMS, NUMBER))
+        check_fields(owner, seconds, dict.fromkeys(("interval", "totals"), NUMBERS))
+        check_fields(owner, seconds["interval"], dict.fromkeys(SECTIONS, NUMBER))
+        check_fields(owner, seconds["totals"], dict.fromkeys((*SECTIONS, "updates"), NUMBER))
         self._reset(self._clock())
-        self._sums = {name: saved.get(name, 0.0) for name in _SUMS}  # earlier versions had no maximum
-        self._logs = dict(state_dict["logs"])
-        self._log_weights = dict(state_dict.get("log_weights", {}))  # earlier versions had none
-        self._published = {*state_dict.get("published", ())}
-        if "seconds" in state_dict:
-            self._loaded |= state_dict["seconds"]["interval"]
-            self._totals |= state_dict["seconds"]["totals"]
-        else:  # of an earlier version
-            self._loaded |= {"data": saved.get("waited", 0.0), "update": saved.get("seconds", 0.0) - saved.get("waited", 0.0)}
-        for seconds in (self._loaded, self._totals):  # earlier versions did not tell the sections of an update apart
-            seconds["forward"] += seconds.pop("update", 0.0)
+        self._sums = {name: sums[name] for name in _SUMS}
+        self._logs, self._log_weights = dict(state_dict["logs"]), dict(state_dict["log_weights"])
+        self._published = {*state_dict["published"]}
+        self._loaded |= seconds["interval"]
+        self._totals |= seconds["totals"]
 
     def _reset(self, now: dict[str, float]) -> None:
         """Begins an interval, at what `_clock` has said."""

@@ -9,11 +9,11 @@ from typing import Any, Literal
 
 from ignite.engine import Engine, Events, RemovableEventHandle
 
-from ignite_train.arguments import describe, did_you_mean, positive_int
+from ignite_train.arguments import COUNT, NUMBER, TEXT, check_fields, describe, did_you_mean, optional, positive_int
 from ignite_train.engine.dispatch import Dispatcher
 from ignite_train.evaluation.evaluator import kept_state
 from ignite_train.events import Event
-from ignite_train.handler import Handler
+from ignite_train.kinds_of_handlers import Handler
 from ignite_train.metrics import refuse_other_mode, score_mode
 from ignite_train.trainer import Trainer
 
@@ -149,8 +149,11 @@ class Validation(Handler):
         """Restores them.
 
         Raises:
-            ValueError: the same score was ranked in the other direction.
+            ValueError: something in it is not what `state_dict()` gives; or the same score was ranked in the other direction.
         """
+        count = optional(COUNT)
+        fields = {"best": optional(NUMBER), "best_update": count, "score": TEXT, "mode": TEXT, "latest_update": count}
+        check_fields("Validation", state_dict, fields)
         refuse_other_mode(self.score, self.mode, state_dict["score"], state_dict["mode"])
         self.best, self.best_update = state_dict["best"], state_dict["best_update"]
         self._latest_update = state_dict["latest_update"]

@@ -3,25 +3,95 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from torch import Tensor
 
 __all__ = [
+    "COUNT",
+    "FLAG",
+    "MAPPING",
+    "NUMBER",
+    "NUMBERS",
+    "SEQUENCE",
+    "TEXT",
+    "TEXTS",
+    "Field",
+    "check_fields",
     "check_same_model",
     "check_state_dict",
     "describe",
     "did_you_mean",
     "named_ranks",
     "one_of",
+    "optional",
     "path_of",
     "positive_int",
     "real_number",
+    "settings_of",
     "whole_number",
 ]
+
+
+_MAX_COUNT = 2**53
+
+
+class Field(NamedTuple):
+    """What an entry of a state may be.
+
+    Attributes:
+        what: in words.
+        accepts: whether a value is that.
+    """
+
+    what: str
+    accepts: Callable[[Any], bool]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, float) or (type(value) is int and abs(value) < _MAX_COUNT)
+
+
+def _are_texts(values: Iterable[Any]) -> bool:
+    return all(isinstance(value, str) for value in values)
+
+
+COUNT = Field("an integer of at least 0", lambda value: type(value) is int and 0 <= value < _MAX_COUNT)
+NUMBER = Field("a number", _is_number)
+FLAG = Field("True or False", lambda value: isinstance(value, bool))
+TEXT = Field("a string", lambda value: isinstance(value, str))
+TEXTS = Field("a list of strings", lambda value: isinstance(value, (list, tuple)) and _are_texts(value))
+MAPPING = Field("a mapping", lambda value: isinstance(value, Mapping))
+SEQUENCE = Field("a list", lambda value: isinstance(value, (list, tuple)))
+NUMBERS = Field(
+    "numbers by name", lambda value: isinstance(value, Mapping) and _are_texts(value) and all(map(_is_number, value.values()))
+)
+
+
+def optional(field: Field) -> Field:
+    """The field, or None."""
+    return Field(f"{field.what}, or None", lambda value: value is None or field.accepts(value))
+
+
+def check_fields(owner: str, state_dict: Any, fields: Mapping[str, Field]) -> None:
+    """Checks that `state_dict` has all `fields`, of the kinds that they must have: a file may hold anything.
+
+    Raises:
+        TypeError: `state_dict` is not a mapping.
+        ValueError: a key is missing, or a value is of another kind.
+    """
+    check_state_dict(owner, state_dict, fields, ())
+    for key, field in fields.items():
+        if not field.accepts(state_dict[key]):
+            raise ValueError(
+                f"state_dict[{key!r}] must be {field.what}, got {state_dict[key]!r:.60}; it is not that of {owner}"
+            )
 
 
 def check_state_dict(owner: str, state_dict: Any, keys: Iterable[str], counters: Iterable[str]) -> None:
@@ -38,7 +108,7 @@ def check_state_dict(owner: str, state_dict: Any, keys: Iterable[str], counters:
         raise ValueError(f"state_dict must have the keys of {owner}.state_dict(), got one without {', '.join(missing)}")
     for key in counters:
         if isinstance(state_dict[key], bool) or not isinstance(state_dict[key], int) or state_dict[key] < 0:
-            raise ValueError(f"state_dict[{key!r}] must be an integer of at least 0, got {state_dict[key]!r}")
+            raise ValueError(f"state_dict[{key!r}] must be an integer of at least 0, got {state_dict[key]!r:.60}")
 
 
 def check_same_model(saved: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
@@ -47,7 +117,10 @@ def check_same_model(saved: Mapping[str, Any], tensors: Mapping[str, Any]) -> No
     Raises:
         ValueError: one is missing, or has another shape.
     """
-    wrong = [name for name, value in tensors.items() if name not in saved or saved[name].shape != value.shape]
+    if not isinstance(saved, Mapping):
+        raise ValueError(f"state_dict must be of the same model, got {describe(saved)}")
+    found = ((name, saved.get(name), value) for name, value in tensors.items())
+    wrong = [name for name, other, value in found if not isinstance(other, Tensor) or other.shape != value.shape]
     if wrong:
         raise ValueError(f"state_dict must be of the same model, got one without a fitting {wrong[0]!r}")
 
@@ -144,3 +217,15 @@ def did_you_mean(value: Any, choices: Iterable[str]) -> str:
     by_folded = {choice.lower(): choice for choice in choices}
     matches = difflib.get_close_matches(str(value).lower(), by_folded, n=1, cutoff=0.5)
     return f"; did you mean {by_folded[matches[0]]!r}?" if matches else ""
+
+
+def settings_of(entry: object) -> dict[str, Any]:
+    """The arguments of an object's construction that are attributes too, where they are plain values."""
+    names = inspect.signature(type(entry)).parameters
+    return {name: value for name, value in vars(entry).items() if name in names and _is_plain(value)}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str))

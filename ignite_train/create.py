@@ -190,7 +190,7 @@ def create_trainer(
         seeding=_seeding(seed, device),
     )
     parts = {"model": reduction.module, **optimizers_as_parts(optimizers)}
-    description = _description(accumulation_steps, max_grad_norm, precision, options.reduction, seed)
+    description = _description(accumulation_steps, max_grad_norm, precision, options.reduction, seed) | update.config
     trainer = Trainer(update, _grouping(accumulation_steps, options, model), parts, description, state, output_transform)
     _complete(trainer, update, model, options)
     return protect_ranks(trainer, protect, model)

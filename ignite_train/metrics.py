@@ -125,8 +125,8 @@ def refuse_other_mode(score: str, mode: str, saved_score: Any, saved_mode: Any) 
     """
     if saved_score == score and saved_mode != mode:
         raise ValueError(
-            f"mode must be {saved_mode!r} for the score {score!r}, as when the checkpoint was saved, got {mode!r}: its best "
-            "score would be the worst; pass the same mode, or train from the beginning in another directory"
+            f"mode must be {saved_mode!r:.60} for the score {score!r}, as when the checkpoint was saved, got {mode!r}: its "
+            "best score would be the worst; pass the same mode, or train from the beginning in another directory"
         )
 
 

@@ -145,10 +145,18 @@ class TrainState(_Carrying):
         """See above."""
         return None if self.batch is None else self._group_size
 
+    @group_size.setter
+    def group_size(self, number: int | None) -> None:
+        self._group_size = number
+
     @property
     def progress(self) -> float | None:
         """See above."""
         return self._progress()
+
+    def ask_for_progress(self, progress: Callable[[], float | None]) -> None:
+        """Has `progress` return what this function does. A trainer calls it."""
+        self._progress = progress
 
     def get_event_attrib_value(self, event_name: Any) -> int:
         """The counter that a filter on `event_name` looks at.

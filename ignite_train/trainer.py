@@ -117,7 +117,7 @@ class Trainer(SessionLoop):
         super().__init__(update)
         self.state = TrainState() if state is None else state
         this = weakref.proxy(self)
-        self.state._progress = lambda: None if (done := this.progress.of_run(this.state)) is None else done.before
+        self.state.ask_for_progress(lambda: None if (done := this.progress.of_run(this.state)) is None else done.before)
         self.requests = RankRequests()
         self.piggybacks: list[Piggyback] = []
         self.moments = Moments()

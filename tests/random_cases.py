@@ -4,20 +4,26 @@ A case is drawn from a number. It fixes a model made of several kinds of layers 
 options, how the samples are cut into micro-batches, updates and ranks, and what goes wrong on the way. The reference holds
 contiguous copies of the parameters, computes each update's gradient over all samples at once, and steps with torch's for-loop
 implementation, so that it shares neither layout nor kernel nor accumulation with what is under test. With `reduction="local"`
-it does so for the samples of each rank apart, and makes outer steps by the formula of SGD.
+it does so for the samples of each rank apart, and makes outer steps by the formula of SGD. It knows nothing of checkpoints,
+exceptions and loaders: a program that is broken off, resumed or fed from one container comes to the same.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import ignite.distributed as idist
 import torch
+import torch.distributed as dist
 from ignite.engine import Events
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -26,7 +32,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ignite_train import ForwardOutput, StaticLossScaling, Trainer, TrainEvents, UpdateOptions, create_trainer
-from ignite_train.handlers import OuterOptimizer
+from ignite_train.handlers import Checkpoint, OuterOptimizer
 
 FEATURES = 8
 PIECES = ("linear", "conv", "transposed", "gain", "shared", "unused", "frozen", "complex", "embedding")
@@ -54,7 +60,11 @@ TRAITS = (
     "whole",  # what is not a whole group is left out
 )
 SEEDED = "seeded"  # one more: `seed=` is given. Drawn by numbers of its own, so that the others stay what they were
+MOVING = "moving"  # a buffer moves in each forward; drawn likewise
+GAPPED, LATE = "gapped", "late"  # pieces that are drawn likewise: a parameter with gaps in memory; one that joins in the run
 OUTER_RATE = 0.7
+PARTS = ("x", "token", "y", "weight", "is_too_large")  # of a micro-batch
+_CAN_BE_PLAIN = "fast" in {field.name for field in fields(UpdateOptions)}
 TOLERANCES = {torch.float64: 1e-8, torch.float32: 2e-3}
 
 
@@ -87,6 +97,12 @@ class Case:
     empty: frozenset[tuple[int, int]] = frozenset()  # rank and micro-batch in whose place the loader gives None
     traits: frozenset[str] = frozenset()  # see `TRAITS`
     outer: tuple[int, float] | None = None  # with local replicas: updates to an outer step, and its momentum
+    refilled: Literal["", "list", "dict", "tensors"] = ""  # what the loader yields again and again, with other contents
+    raising: tuple[str, int] | None = None  # where an exception comes, and in which update; see `_with_exception`
+    has_checkpoint: bool = False
+    is_fed: bool = False  # the buffer that moves takes part in forward
+    joins: int | None = None  # the update in which a parameter joins the optimizer
+    ends: int | None = None  # the update after which the run ends and another process, as it were, resumes it
 
 
 def draw(seed: int, world_size: int, *, local: bool = False) -> Case:
@@ -95,7 +111,12 @@ def draw(seed: int, world_size: int, *, local: bool = False) -> Case:
     drawn = "auto" if world_size == 1 else rng.choice(("ddp", "auto", "explicit", "fsdp"))
     case = _draw(seed, rng, world_size, "local" if local else drawn)
     case = _with_traits(_with_shape(case, _numbers("shape", seed)), _numbers("traits", seed))
-    return _with_outer_optimizer(case, _numbers("outer", seed)) if local else case
+    case = _with_outer_optimizer(case, _numbers("outer", seed)) if local else case
+    for name, add in _ADDED.items():
+        rng = _numbers(name, seed)
+        if rng.random() < 0.25:
+            case = add(case, rng)
+    return case
 
 
 def _draw(seed: int, rng: random.Random, world_size: int, reduction: str) -> Case:
@@ -190,6 +211,83 @@ def _with_outer_optimizer(case: Case, rng: random.Random) -> Case:
     return replace(case, outer=rng.choice((None, (1, 0.0), (2, 0.9), (3, 0.9))))
 
 
+def _with_fused_closure(case: Case, rng: random.Random) -> Case:
+    if case.implementation != "fused" or case.second is not None or case.closure or case.reduction in ("fsdp", "local"):
+        return case
+    return replace(case, closure=rng.choice((True, "replay")), on_out_of_memory="raise", too_large=None)
+
+
+def _with_gaps(case: Case, rng: random.Random) -> Case:
+    return case if case.reduction == "fsdp" else replace(case, pieces=(*case.pieces, GAPPED))
+
+
+def _with_shared_state(case: Case, rng: random.Random) -> Case:
+    """The case with an optimizer whose momenta are each on one rank."""
+    if len(case.sizes) == 1 or case.reduction in ("fsdp", "local") or case.second is not None or case.closure:
+        return case
+    pieces = tuple(piece for piece in case.pieces if piece != "complex") or ("linear",)
+    return replace(case, optimizer="SGD", implementation="shared", options={"lr": 0.02, "momentum": 0.9}, pieces=pieces)
+
+
+def _with_refilled(case: Case, rng: random.Random) -> Case:
+    """The case with a loader that yields one container. On several ranks where none is held: one rank alone would raise."""
+    is_held = case.accumulation_steps > 1 or not case.sized
+    if "demanded" in case.traits or (len(case.sizes) > 1 and is_held):
+        return case
+    kinds: tuple[Literal["list", "dict", "tensors"], ...] = ("list", "dict", "tensors")
+    return replace(case, refilled=rng.choice(kinds))
+
+
+def _with_joining(case: Case, rng: random.Random) -> Case:
+    """The case with a parameter that is frozen at first, where nothing else has to know it as trained, or as frozen."""
+    is_wrapped = len(case.sizes) > 1 and case.reduction not in ("explicit", "local")
+    if is_wrapped or case.outer is not None or not _num_updates(case):
+        return case
+    return replace(case, pieces=(*case.pieces, LATE), joins=rng.randint(1, _num_updates(case)))
+
+
+def _with_buffer(case: Case, rng: random.Random) -> Case:
+    if case.reduction == "fsdp" or case.on_out_of_memory == "split" or case.closure is True:
+        return case
+    return replace(case, traits=case.traits | {MOVING}, is_fed=len(case.sizes) == 1)
+
+
+def _with_end(case: Case, rng: random.Random) -> Case:
+    return replace(case, ends=rng.randrange(1, _num_updates(case)), has_checkpoint=True) if _num_updates(case) > 1 else case
+
+
+def _with_exception(case: Case, rng: random.Random) -> Case:
+    """The case with an exception that the program catches.
+
+    It comes when gradients are ready, at the end of the first step from that update on, between two optimizers' steps ("half"),
+    or at the end of the update.
+    """
+    update = rng.randint(1, max(1, _num_updates(case)))
+    if case.reduction == "local" or update == case.ends:
+        return case
+    where = rng.choice(("ready", "step", "completed"))
+    if case.second is not None and where == "step" and rng.random() < 0.5:
+        where = "half"
+    case = replace(case, raising=(where, update), has_checkpoint=case.has_checkpoint or rng.random() < 0.5)
+    if case.poisoned is None and rng.random() < 0.5:
+        case = replace(case, on_nonfinite="raise")  # then nothing is copied unless something else asks for it
+    are_marked = case.has_checkpoint or case.on_nonfinite == "skip"
+    return replace(case, is_fed=case.is_fed and (are_marked or where != "ready"))
+
+
+# In this order: the later ones look at what the earlier ones have made of the case.
+_ADDED = {
+    "fused closures": _with_fused_closure,
+    "gaps": _with_gaps,
+    "shared state": _with_shared_state,
+    "refilled": _with_refilled,
+    "joining": _with_joining,
+    "buffer": _with_buffer,
+    "ends": _with_end,
+    "raising": _with_exception,
+}
+
+
 def _draw_pieces(rng: random.Random, *, complex_too: bool, sharded: bool) -> set[str]:
     pieces = {piece for piece in PIECES if rng.random() < 0.4} | {rng.choice(("linear", "transposed", "conv"))}
     if sharded:  # needs whole floating-point tensors with one dimension at least, each with a gradient
@@ -209,11 +307,19 @@ class Mixture(nn.Module):
         self.gain, self.unused = nn.Parameter(torch.randn(())), nn.Parameter(torch.randn(3))
         self.frozen = nn.Parameter(torch.randn(FEATURES), requires_grad=False)
         self.complex = nn.Parameter(0.3 * torch.randn(FEATURES, dtype=torch.complex64))
-        for name in set(PIECES) - set(case.pieces):
+        self.gapped = nn.Parameter(torch.empty(0))
+        self.gaps = 0.3 * torch.randn(FEATURES, 4).to(case.dtype)
+        self.gapped.data = self.gaps[:, ::2]
+        self.late = nn.Parameter(0.3 * torch.randn(FEATURES), requires_grad=False)
+        self.moves, self.is_fed = MOVING in case.traits, case.is_fed
+        if self.moves:
+            self.register_buffer("moved", torch.zeros((), dtype=case.dtype))
+        for name in {*PIECES, GAPPED, LATE} - set(case.pieces):
             setattr(self, name, None)
         for name, parameter in self.named_parameters():
             wide = torch.complex128 if case.dtype is torch.float64 else torch.complex64
-            parameter.data = parameter.data.to(wide if name == "complex" else case.dtype)
+            if name != GAPPED:
+                parameter.data = parameter.data.to(wide if name == "complex" else case.dtype)
         if case.channels_last and "conv" in case.pieces:
             self.conv.weight.data = self.conv.weight.data.to(memory_format=torch.channels_last)
 
@@ -234,6 +340,14 @@ class Mixture(nn.Module):
             out = out + (x.to(self.complex.dtype) @ self.complex).abs().square() * 0.1
         if "embedding" in self.pieces:
             out = out + self.embedding(token).squeeze(1)
+        if GAPPED in self.pieces:
+            out = out + torch.tanh(x @ self.gapped).sum(1)
+        if LATE in self.pieces:
+            out = out + x @ self.late
+        if self.moves:
+            out = out + self.moved if self.is_fed else out
+            with torch.no_grad():
+                self.moved.mul_(0.5).add_(torch.tanh(out.detach().mean()), alpha=0.5)
         return out * self.gain if "gain" in self.pieces else out
 
 
@@ -277,7 +391,7 @@ def loss_and_weight(case: Case, model: Any, micro_batch: tuple[Tensor, ...], pla
     """The weighted sum of squared errors, and the sum of the weights. The model tells the dtype."""
     dtype = next(model.parameters()).dtype
     dtype = dtype if dtype.is_floating_point else dtype.to_real()
-    x, token, y, weight, _ = micro_batch
+    x, token, y, weight, _ = micro_batch.values() if isinstance(micro_batch, dict) else micro_batch
     is_container = isinstance(model, nn.ModuleDict)
     out = model["net"](x.to(dtype), token) if is_container else model(x.to(dtype), token)
     out = model["outside"](out) if is_container else out
@@ -321,7 +435,10 @@ _FLAGS = {"forloop": {"foreach": False}, "foreach": {"foreach": True}, "fused": 
 
 def make_optimizers(case: Case, named: list[tuple[str, nn.Parameter]], *, by_for_loops: bool = False) -> dict[str, Any]:
     """The optimizer, or two by name; in the implementation of the case, or all by for-loops."""
-    flags = _FLAGS["forloop" if by_for_loops else case.implementation]
+    named = [(name, parameter) for name, parameter in named if not name.endswith(LATE)]
+    if case.implementation == "shared" and not by_for_loops:
+        return {"": SharedMomenta(parameter_groups(case, named), **case.options)}
+    flags = _FLAGS["forloop" if by_for_loops or case.implementation == "shared" else case.implementation]
     kind = getattr(torch.optim, case.optimizer)
     if case.second is None:
         inner = kind(parameter_groups(case, named), **case.options, **flags)
@@ -359,29 +476,93 @@ class Sharpness(torch.optim.Optimizer):
         self.inner.step()
 
 
+class SharedMomenta(torch.optim.Optimizer):
+    """SGD with momentum, each rank of which has the momenta of its share of the parameters, and tells the others the steps."""
+
+    def __init__(self, params: Any, lr: float, momentum: float) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # noqa: ARG002
+        numbered = enumerate((group, parameter) for group in self.param_groups for parameter in group["params"])
+        for number, (group, parameter) in numbered:
+            if parameter.grad is None:
+                continue
+            step = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
+            if number % dist.get_world_size() == dist.get_rank():
+                state = self.state[parameter]
+                state["momentum"] = group["momentum"] * state.get("momentum", 0.0) + parameter.grad
+                step.copy_(state["momentum"])
+            dist.all_reduce(step)
+            parameter.sub_(step, alpha=group["lr"])
+
+
+def join(optimizers: dict[str, Any], model: nn.Module) -> None:
+    """Has the parameter that is late joined the first optimizer."""
+    (late,) = (parameter for name, parameter in model.named_parameters() if name.endswith(LATE))
+    if not late.requires_grad:
+        late.requires_grad_(True)
+        first = next(iter(optimizers.values()))
+        (first.inner if isinstance(first, Sharpness) else first).add_param_group({"params": [late]})
+
+
 def forward_of_graph(case: Case, model: nn.Module, micro_batch: tuple[Tensor, ...]) -> ForwardOutput:
     """A forward that does not ask where it is."""
     return ForwardOutput(*loss_and_weight(case, model, micro_batch, Place(1, 0, {})))
 
 
+class AccidentError(Exception):
+    """What goes wrong in a handler or in a step, and is caught."""
+
+
+class Trained(NamedTuple):
+    """What a program has come to on this rank."""
+
+    values: dict[str, Tensor]  # parameters, and the buffer that takes part in forward
+    records: dict[int, tuple[float, float, float, bool]]  # by update: loss, sample size, norm and whether it stepped
+    counters: tuple[int, int, int]  # updates, steps, skips
+    written: dict[str, Tensor]  # the states of the optimizers, and the buffers
+
+
 def train(
     case: Case,
     compile: Any = False,  # noqa: A002, FBT002
-) -> tuple[dict[str, Tensor], list[tuple[float, float, float, bool]]]:
-    """What the library comes to on this rank: parameters; loss, sample size, norm and whether it stepped, an update."""
-    model, rank, world_size = make_model(case, is_sparse=case.is_sparse), idist.get_rank(), idist.get_world_size()
-    named = list(model.named_parameters())
+    *,
+    fast: bool = True,
+) -> Trained:
+    """What the library comes to on this rank."""
+    records: dict[int, tuple[float, float, float, bool]] = {}
+    ahead = [case.raising] if case.raising else []  # what is still to go wrong
+    generator = torch.get_rng_state()
+    with _directory(case) as directory:
+        for end in (None,) if case.ends is None else (case.ends, None):
+            model = make_model(case, is_sparse=case.is_sparse)
+            trainer, optimizers = _make_trainer(case, model, compile, fast=fast)
+            if directory is not None:
+                Checkpoint(directory, asynchronous=False).attach(trainer)
+            _attach_handlers(case, trainer, model, optimizers)
+            _note(trainer, records)
+            _go_wrong(trainer, optimizers, ahead)
+            _run(case, trainer, micro_batches(case, idist.get_rank()), end)
+    if SEEDED in case.traits and case.ends is None and not torch.equal(torch.get_rng_state(), generator):
+        raise RuntimeError("the seeds of the updates have moved the generator of the process")
+    if GAPPED in case.pieces and not torch.equal(*(_gaps(one) for one in (model, make_model(case)))):
+        raise RuntimeError("what lies between the elements of a parameter was written to")
+    return _trained(case, trainer, model, optimizers, records)
+
+
+def _make_trainer(case: Case, model: nn.Module, compile: Any, *, fast: bool) -> tuple[Trainer, dict[str, Any]]:  # noqa: A002
     wrapped: Any = model
     if case.reduction == "fsdp":
-        fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
-        named = list(model.named_parameters())
-    elif world_size > 1 and case.reduction not in ("explicit", "local"):
+        fully_shard(model, mesh=init_device_mesh("cpu", (idist.get_world_size(),)))
+    elif idist.get_world_size() > 1 and case.reduction not in ("explicit", "local"):
         wrapped = DistributedDataParallel(model, find_unused_parameters=True)
-    optimizers = make_optimizers(case, named)
+    optimizers = make_optimizers(case, list(model.named_parameters()))
 
-    def forward(model: nn.Module, micro_batch: tuple[Tensor, ...], state: Any) -> ForwardOutput:
+    def forward(model: nn.Module, micro_batch: Any, state: Any) -> ForwardOutput:
         limit = 1 if case.on_out_of_memory == "split" else 0
-        if len(micro_batch[0]) > limit and bool(micro_batch[4].any()):
+        x, *_, is_too_large = micro_batch.values() if isinstance(micro_batch, dict) else micro_batch
+        if len(x) > limit and bool(is_too_large.any()):
             raise torch.OutOfMemoryError("a micro-batch that is too large")
         place = Place(state.iteration, state.micro_batch_in_group or 0, state.carried)
         return ForwardOutput(*loss_and_weight(case, model, micro_batch, place))
@@ -395,26 +576,83 @@ def train(
         max_grad_norm=_limit(case, optimizers),
         loss_scaling=None if case.loss_scale is None else StaticLossScaling(case.loss_scale),
         seed=case.seed if SEEDED in case.traits else None,
-        options=_options(case),
+        options=_options(case) if fast else replace(_options(case), fast=False),
     )
-    _attach_handlers(case, trainer, model)
-    records: list[tuple[float, float, float, bool]] = []
+    return trainer, optimizers
 
+
+@contextmanager
+def _directory(case: Case) -> Iterator[Path | None]:
+    """A temporary directory, the same on all ranks, where there are checkpoints."""
+    if not case.has_checkpoint:
+        yield None
+        return
+    is_first = idist.get_rank() == 0
+    name = [tempfile.mkdtemp(prefix="random-case-") if is_first else ""]
+    if idist.get_world_size() > 1:
+        dist.broadcast_object_list(name)
+    try:
+        yield Path(name[0])
+        idist.barrier()
+    finally:
+        if is_first:
+            shutil.rmtree(name[0])
+
+
+def _note(trainer: Trainer, records: dict[int, tuple[float, float, float, bool]]) -> None:
     @trainer.on(Events.ITERATION_COMPLETED)
     def note() -> None:
         output = trainer.state.output
         assert output is not None
-        records.append((output.loss, output.sample_size, output.grad_norm, output.applied))
-
-    generator = torch.get_rng_state()
-    _run(case, trainer, micro_batches(case, rank))
-    if SEEDED in case.traits and not torch.equal(torch.get_rng_state(), generator):
-        raise RuntimeError("the seeds of the updates have moved the generator of the process")
-    whole = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in model.named_parameters()}
-    return {name: parameter.detach() for name, parameter in whole.items()}, records
+        records[trainer.state.iteration] = (output.loss, output.sample_size, output.grad_norm, output.applied)
 
 
-def _attach_handlers(case: Case, trainer: Trainer, model: nn.Module) -> None:
+def _go_wrong(trainer: Trainer, optimizers: dict[str, Any], ahead: list[tuple[str, int]]) -> None:
+    """Raises once, in the place and the update that are ahead."""
+    if not ahead:
+        return
+    where, update = ahead[0]
+
+    def fail(*_: Any) -> None:
+        if ahead and (trainer.state.iteration == update or (where in ("step", "half") and trainer.state.iteration > update)):
+            raise AccidentError(ahead.pop())
+
+    if where == "ready":
+        trainer.add_event_handler(TrainEvents.GRADIENTS_READY, fail)
+    elif where == "completed":
+        trainer.add_event_handler(Events.ITERATION_COMPLETED, fail)
+    else:
+        [*optimizers.values()][0 if where == "half" else -1].register_step_post_hook(fail)
+
+
+def _trained(case: Case, trainer: Trainer, model: nn.Module, optimizers: dict[str, Any], records: Any) -> Trained:
+    values = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in model.named_parameters()}
+    buffers = dict(model.named_buffers())
+    state = trainer.state
+    written = {
+        f"{name} {number} {key}": value.detach()
+        for name, optimizer in optimizers.items()
+        for number, part in optimizer.state_dict()["state"].items()
+        for key, value in part.items()
+        if isinstance(value, Tensor) and case.reduction != "fsdp"
+    }
+    return Trained(
+        {name: value.detach() for name, value in {**values, **(buffers if case.is_fed else {})}.items()},
+        records,
+        (state.iteration, state.num_steps, state.num_skipped),
+        {**written, **buffers},
+    )
+
+
+def _gaps(model: nn.Module) -> Tensor:
+    """What lies between the elements of the parameter with gaps."""
+    (mixture,) = (module for module in model.modules() if isinstance(module, Mixture))
+    return mixture.gaps[:, 1::2]
+
+
+def _attach_handlers(case: Case, trainer: Trainer, model: nn.Module, optimizers: dict[str, Any]) -> None:
+    if case.joins is not None:
+        trainer.add_event_handler(Events.ITERATION_STARTED(once=case.joins), lambda: join(optimizers, model))
     if "changed" in case.traits:
         trainer.add_event_handler(TrainEvents.GRADIENTS_REDUCED, lambda: change(model))
     if case.outer is not None:
@@ -428,13 +666,31 @@ def _limit(case: Case, optimizers: dict[str, Any]) -> Any:
     return dict.fromkeys(optimizers, limit) if limit is not None and case.limits_each else limit
 
 
-def _run(case: Case, trainer: Trainer, mine: list[Any]) -> None:
-    if "demanded" not in case.traits:
-        trainer.run(mine if case.sized else _Unsized(mine), max_epochs=1)
+def _run(case: Case, trainer: Trainer, mine: list[Any], end: int | None) -> None:
+    if "demanded" in case.traits:
+        _demand(case, trainer, mine, end)
         return
-    with trainer.session():
-        for update in range(_num_updates(case)):
-            trainer.update(mine[update * case.accumulation_steps : (update + 1) * case.accumulation_steps])
+    if end is not None:
+        trainer.add_event_handler(Events.ITERATION_COMPLETED(once=end), trainer.terminate)
+    if case.refilled:
+        loader: Any = _Refilled(mine, case.refilled) if case.sized else _Unsized(_Refilled(mine, case.refilled))
+    else:
+        loader = mine if case.sized else _Unsized(mine)
+    try:
+        trainer.run(loader, max_epochs=1)
+    except AccidentError:
+        trainer.run(loader, max_epochs=1)
+
+
+def _demand(case: Case, trainer: Trainer, mine: list[Any], end: int | None) -> None:
+    with trainer.session() as state:
+        for update in range(state.iteration, _num_updates(case) if end is None else end):
+            group = mine[update * case.accumulation_steps : (update + 1) * case.accumulation_steps]
+            try:
+                trainer.update(group)
+            except AccidentError as error:
+                if error.args[0][0] == "ready" or (error.args[0][0] == "step" and case.closure):  # it was not made
+                    trainer.update(group)
 
 
 def _num_updates(case: Case) -> int:
@@ -455,8 +711,35 @@ def _options(case: Case) -> UpdateOptions:
     )
 
 
+class _Refilled:
+    """Gives its micro-batches in one container, which has the next one's contents when that is read."""
+
+    def __init__(self, items: list[Any], kind: str) -> None:
+        self.items, self.kind = items, kind
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __iter__(self) -> Any:
+        named = dict[str, Tensor]()
+        listed = list[Tensor]()
+        tensors = tuple(torch.empty(0, dtype=part.dtype) for part in next((one for one in self.items if one is not None), ()))
+        for item in self.items:
+            if item is None:
+                yield None
+                continue
+            named.update(zip(PARTS, item, strict=True))
+            listed[:] = item
+            for number, (tensor, part) in enumerate(zip(tensors, item, strict=True)):
+                if number % 2:
+                    tensor.set_(part)
+                else:
+                    tensor.data = part
+            yield {"dict": named, "list": listed, "tensors": tensors}[self.kind]
+
+
 class _Unsized:
-    def __init__(self, items: list[Any]) -> None:
+    def __init__(self, items: Any) -> None:
         self.items = items
 
     def __iter__(self) -> Any:
@@ -515,34 +798,51 @@ class _ByHand:
         for parameter in self._model.parameters():
             wide = torch.complex128 if parameter.is_complex() else torch.float64
             parameter.data = parameter.data.to(wide).clone(memory_format=torch.contiguous_format)
+        for buffer in self._model.buffers():
+            buffer.data = buffer.data.double()
         named = list(self._model.named_parameters())
         self._optimizers = make_optimizers(case, named, by_for_loops=True)
         self._ranks = [micro_batches(case, rank) for rank in ranks]
         self._carried: list[dict[str, Any]] = [{} for _ in self._ranks]
+        self._breaks_at = case.raising[1] if case.raising is not None and case.raising[0] == "half" else math.inf
 
     @property
     def parameters(self) -> dict[str, Tensor]:
         """By name, sharing the memory of the model's."""
-        return {name: parameter.detach() for name, parameter in self._model.named_parameters()}
+        buffers = self._model.named_buffers() if self._case.is_fed else ()
+        return {name: parameter.detach() for name, parameter in (*self._model.named_parameters(), *buffers)}
 
     def update(self, number: int) -> tuple[float, float, float, bool]:
         """Loss, sample size, norm, and whether it stepped."""
+        if number == self._case.joins:
+            join(self._optimizers, self._model)
         before = [dict(values) for values in self._carried]
+        buffers = [buffer.clone() for buffer in self._model.buffers()]
         loss, size, norm = self._evaluate(number, before)
         if size == 0:
             return math.nan, size, math.nan, False
         if not math.isfinite(norm) or not math.isfinite(loss):
             self._carried = before
+            self._set_buffers(buffers)
             return loss, size, norm, False
-        after = self._carried
+        after, buffers_after = self._carried, [buffer.clone() for buffer in self._model.buffers()]
         for optimizer in self._optimizers.values():
             if self._case.closure:
+                self._set_buffers(buffers)
                 optimizer.step(torch.enable_grad()(lambda: self._evaluate(number, before)))
             else:
                 optimizer.step()
+            if number >= self._breaks_at:  # the other optimizer did not make its step
+                self._breaks_at = math.inf
+                break
         if self._case.closure == "replay":
             self._carried = after
+            self._set_buffers(buffers_after)
         return loss, size, norm, True
+
+    def _set_buffers(self, values: list[Tensor]) -> None:
+        for buffer, value in zip(self._model.buffers(), values, strict=True):
+            buffer.copy_(value)
 
     def _evaluate(self, number: int, before: list[dict[str, Any]]) -> tuple[float, float, float]:
         """Loss, sample size and norm; it leaves the clipped gradients, if they are finite."""
@@ -597,26 +897,56 @@ def without_what_no_graph_can_hold(case: Case) -> Case:
         on_out_of_memory="raise",
         too_large=None,
         traits=case.traits - {"carried", "changed", "placed"},
+        raising=case.raising if case.raising is not None and case.raising[0] == "completed" else None,
     )
 
 
 def difference_of_graphs(case: Case) -> str:
-    """What is wrong where updates are graphs, run operation by operation; empty if nothing is."""
+    """What is wrong where updates are graphs, run operation by operation; empty if nothing is.
+
+    All that an update writes is compared with the plain path: the state of the optimizer and the buffers too.
+    """
     torch._dynamo.reset()
-    return difference(without_what_no_graph_can_hold(case), {"update": True, "backend": "eager"})
+    case, how = without_what_no_graph_can_hold(case), {"update": True, "backend": "eager"}
+    if (found := difference(case, how)) or case.refilled:
+        return found
+    plain, graph = train(case, fast=not _CAN_BE_PLAIN).written, train(case, how).written
+    return _unequal(graph, plain, TOLERANCES[case.dtype]) if graph.keys() == plain.keys() else f"{[*graph]}, not {[*plain]}"
 
 
 def difference(case: Case, compile: Any = False) -> str:  # noqa: A002, FBT002
-    """What is wrong with the case on this rank; empty if nothing is."""
+    """What is wrong with the case on this rank, with and without accelerations; empty if nothing is."""
     by_hand = partial(local_reference, rank=idist.get_rank()) if case.reduction == "local" else reference
-    (found, records), (expected, expected_records) = train(case, compile), by_hand(case)
-    tolerance = TOLERANCES[case.dtype]
-    if len(records) != len(expected_records):
-        return f"{len(records)} updates and not {len(expected_records)}"
-    for number, (one, other) in enumerate(zip(records, expected_records, strict=True), start=1):
-        close = _same(one[:3], other[:3], tolerance)
-        if one[3] != other[3] or not close:
-            return f"update {number}: loss, sample size, norm, stepped are {one} and not {other}"
+    expected, records = by_hand(case)
+    for fast in (True, False) if _CAN_BE_PLAIN and compile is False else (True,):
+        try:
+            found = train(case, compile, fast=fast)
+        except ValueError as error:
+            is_held = case.accumulation_steps > 1 or not case.sized
+            if case.refilled and is_held and "each micro-batch in a container and memory of its own" in str(error):
+                continue
+            raise
+        if wrong := _wrong(case, found, expected, records):
+            return wrong if fast else f"without accelerations: {wrong}"
+    return ""
+
+
+def _wrong(case: Case, found: Trained, expected: dict[str, Tensor], records: list[tuple[float, float, float, bool]]) -> str:
+    applied = [record[3] for record in records]
+    counters = (len(applied), sum(applied), len(applied) - sum(applied))
+    if found.counters != counters:
+        return f"updates, steps and skips are {found.counters} and not {counters}"
+    absent = [number for number in range(1, len(records) + 1) if number not in found.records]
+    if len(absent) > (case.raising is not None and case.raising[0] in ("step", "half")):
+        return f"updates {absent} were not recorded"
+    for number, record in found.records.items():
+        other = records[number - 1]
+        if record[3] != other[3] or not _same(record[:3], other[:3], TOLERANCES[case.dtype]):
+            return f"update {number}: loss, sample size, norm, stepped are {record} and not {other}"
+    return _unequal(found.values, expected, TOLERANCES[case.dtype])
+
+
+def _unequal(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> str:
     for name, value in found.items():
         wide = value.to(expected[name].dtype)
         if not torch.allclose(wide, expected[name], rtol=tolerance, atol=tolerance):

@@ -296,6 +296,36 @@ def test_replay_leaves_the_draws_of_the_optimizer() -> None:
     assert [number for _, number in drawn] == [first, others[0], first, *others[1:4], others[2], others[4]]
 
 
+class Packed(nn.Module):
+    """A linear layer; with `holds`, an attribute holds the memory in which its weight lies, with gaps."""
+
+    def __init__(self, *, holds: bool) -> None:
+        super().__init__()
+        memory = torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(6, 2)
+        self.weight = nn.Parameter(torch.empty(0))
+        self.weight.data = memory[:, 0]
+        self.memory = memory if holds else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+def test_replay_keeps_the_step_of_a_parameter_whose_memory_an_attribute_holds_too() -> None:
+    """The attribute is put back for the evaluation, and what the optimizer has made of the parameter stays."""
+    found = []
+    for holds in (False, True):
+        model = Packed(holds=holds)
+
+        def forward(model: nn.Module, x: Tensor) -> ForwardOutput:
+            return ForwardOutput(model(x).square().sum(), len(x))
+
+        optimizer = LBFGS(model.parameters(), lr=0.1, max_iter=3)
+        trainer = create_trainer(model, optimizer, forward, options=UpdateOptions(closure="replay"))
+        trainer.run([torch.eye(6, dtype=torch.float64) * (1 + n) for n in range(4)], max_epochs=1)
+        found.append(model.weight.detach().clone())
+    assert torch.equal(*found)
+
+
 def test_what_fires_and_counts() -> None:
     """Events of micro-batches fire in the first evaluation, GRADIENTS_REDUCED in each, those of the update once."""
     model = network()

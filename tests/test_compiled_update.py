@@ -1046,6 +1046,24 @@ def test_a_graph_that_draws_from_pythons_generator_is_compared(caplog, backend):
     assert [("wrongly" in reason) for reason in reasons(caplog)] == [True] * (backend != "eager")
 
 
+@pytest.mark.parametrize("kind", ["tensor", "buffer"])
+def test_masks_of_booleans_are_compared(kind):
+    """What a graph has written is compared as it is tried, also where it is of booleans, in a micro-batch or in a buffer."""
+
+    def forward(model: nn.Module, batch: tuple[Tensor, Tensor]) -> ForwardOutput:
+        x, mask = batch
+        mask = model.mask if kind == "buffer" else mask
+        return ForwardOutput((model(x).squeeze(1) * mask).square().sum(), len(x))
+
+    model = nn.Linear(4, 1)
+    model.register_buffer("mask", torch.tensor([True, False, True]))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    how = {"update": True, "backend": "eager"}
+    trainer = create_trainer(model, optimizer, forward, compile=how)
+    trainer.run([(torch.randn(3, 4), torch.tensor([True, False, True])) for _ in range(3)], max_epochs=1)
+    assert trainer.state.num_steps == 3
+
+
 @pytest.mark.slow
 def test_hooks_on_saved_tensors_are_called():
     """They may change values, as compression does; updates within them are made without a graph."""

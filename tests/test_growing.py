@@ -66,6 +66,42 @@ def test_a_group_that_was_added_in_the_run_comes_back(update: int, adds_first: b
     assert trainer.state.iteration == 12
 
 
+class Outer(torch.optim.Optimizer):
+    """An optimizer around another one, with which it has its groups in common, as many implementations of SAM."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__([parameter for group in inner.param_groups for parameter in group["params"]], {})
+        self.inner, self.param_groups = inner, inner.param_groups
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner.step(closure)
+
+
+@pytest.mark.parametrize("update", [4, slow(6)])
+def test_a_group_that_was_added_to_an_optimizer_inside_comes_back(update: int, tmp_path: Path) -> None:
+    """It is a group of both optimizers, and both states fit when it is there again."""
+
+    def run(directory: Path, limit: int) -> Any:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
+        optimizer = Outer(torch.optim.AdamW(model[1].parameters(), lr=0.01))
+        model[0].requires_grad_(False)
+
+        def unfreeze() -> None:
+            model[0].requires_grad_(True)
+            optimizer.inner.add_param_group({"params": [*model[0].parameters()], "lr": 0.003})
+
+        trainer = create_trainer(model, optimizer, forward)
+        trainer.add_event_handler(Events.ITERATION_STARTED(once=3), unfreeze)
+        Checkpoint(directory, every=1).attach(trainer)
+        trainer.run(LOADER, max_iters=limit)
+        return bit_by_bit([model.state_dict(), optimizer.inner.state_dict()])
+
+    whole = run(tmp_path / "whole", 8)
+    run(tmp_path / "parts", update)
+    assert run(tmp_path / "parts", 8) == whole
+
+
 def test_the_log_says_which_group_was_added(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     script(tmp_path, 10)
     script(tmp_path, 12)

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -384,7 +385,7 @@ def test_a_run_that_was_overtaken_commits_nothing_and_removes_nothing_of_the_oth
     save(tmp_path, 1)
     place = CheckpointDirectory(tmp_path, Overtaken(tmp_path), taken)
     for _ in range(2):
-        with pytest.raises(CheckpointError, match=r"rank 0, CheckpointError: pid 123 on host 'elsewhere' has taken over"):
+        with pytest.raises(CheckpointError, match=r"rank 0, LockTakenOverError: pid 123 on host 'elsewhere' has taken over"):
             save(tmp_path, 2, place=place)
 
     assert names(tmp_path) == sorted([f".unfinished-{'b' * 16}-1234", LOCK, "update-00000001"])
@@ -541,7 +542,7 @@ def test_an_owner_who_wakes_up_after_the_next_run_has_ended_is_told(tmp_path, ta
     taken.hold()
     taken.release()
     sleeper = DirectoryLock(tmp_path)
-    sleeper.token = "f" * 16
+    sleeper.token, sleeper._held_in = "f" * 16, (os.getpid(), *lock._identity(tmp_path))
     with pytest.raises(CheckpointError, match="has taken over"):
         sleeper.check()
     for _ in range(2):
@@ -585,3 +586,137 @@ def newest_update(job: Job) -> int:
     found = checkpoint.find(job.checkpoints)[-1].manifest
     assert found is not None
     return found.update
+
+
+# --- another directory under a run ---
+
+
+def _renamed(directory: Path) -> None:
+    directory.rename(directory.with_name("elsewhere"))
+
+
+def _removed(directory: Path) -> None:
+    shutil.rmtree(directory)
+
+
+def _replaced(directory: Path) -> None:
+    _renamed(directory)
+    directory.mkdir()
+
+
+def _link_is_switched(directory: Path) -> None:
+    """As where a disk is no longer mounted there: the way is the same, and leads elsewhere."""
+    directory.parent.joinpath("other").mkdir()
+    directory.unlink()
+    directory.symlink_to(directory.parent / "other", target_is_directory=True)
+
+
+@pytest.mark.parametrize("on_error", ["raise", "warn"])
+@pytest.mark.parametrize("change", [_renamed, _removed, _replaced, _link_is_switched])
+def test_a_run_does_not_save_to_another_directory_than_it_began_with(
+    tmp_path: Path, build: Any, micro_batches: Any, caplog: Any, change: Callable[[Path], None], on_error: str
+) -> None:
+    """One that is gone, or not the same, is a failed save: nothing is made there; `on_error` decides, the last one raises."""
+    directory = tmp_path / "run"
+    if change is _link_is_switched:
+        (tmp_path / "disk").mkdir()
+        directory.symlink_to(tmp_path / "disk", target_is_directory=True)
+    setup = build()
+    Checkpoint(directory, every=1, on_error=on_error, asynchronous=False).attach(setup.trainer)  # type: ignore[arg-type]
+
+    def act(trainer: Any) -> None:
+        if trainer.state.iteration == 2:
+            change(directory)
+
+    setup.trainer.add_event_handler("ITERATION_COMPLETED", act)
+    with pytest.raises(CheckpointError, match=r"was (renamed, )?removed, replaced or unmounted") as caught:
+        setup.trainer.run(micro_batches, max_epochs=2)
+
+    assert not directory.exists() or names(directory) == []
+    assert str(directory) in str(caught.value)
+    assert "\n" not in str(caught.value)
+    lost = [line for line in caplog.messages if "training continues" in line]
+    assert bool(lost) == (on_error == "warn")
+    assert setup.trainer.state.iteration == (2 if on_error == "raise" else 6)
+
+
+def test_a_directory_that_comes_back_is_saved_to_again(tmp_path: Path, taken: DirectoryLock) -> None:
+    """As one does that is mounted again; and what a run has given back may be removed before the next."""
+    directory = tmp_path / "run"
+    place = CheckpointDirectory(directory, QuickDisk(), DirectoryLock(directory))
+    save(directory, 1, place=place)
+    _renamed(directory)
+    with pytest.raises(CheckpointError, match="unmounted"):
+        save(directory, 2, place=place)
+    (tmp_path / "elsewhere").rename(directory)
+    save(directory, 3, place=place)
+    assert place.lock is not None
+    place.lock.release()
+    shutil.rmtree(directory)
+    save(directory, 4, place=place)
+    place.lock.release()
+    assert names(directory) == ["update-00000004"]
+
+
+def test_a_run_that_has_lost_its_lock_ends_also_with_warnings(
+    tmp_path: Path, build: Any, micro_batches: Any, caplog: Any
+) -> None:
+    """A lock that was taken over never comes back: no line says that training continues."""
+    setup = build()
+    Checkpoint(tmp_path, every=1, on_error="warn", asynchronous=False).attach(setup.trainer)
+
+    def act(trainer: Any) -> None:
+        if trainer.state.iteration == 2:
+            leave(tmp_path, token="b" * 16)
+
+    setup.trainer.add_event_handler("ITERATION_COMPLETED", act)
+    with pytest.raises(CheckpointError, match="has taken over"):
+        setup.trainer.run(micro_batches, max_epochs=2)
+    assert setup.trainer.state.iteration == 2
+    assert "training continues" not in caplog.text
+
+
+FORKED = """
+import os, sys, threading
+from pathlib import Path
+from ignite_train.checkpoint import lock
+from small_checkpoints import QuickDisk, contents, keep, manifest
+from ignite_train.checkpoint.writer import CheckpointWriter
+
+class Slow(QuickDisk):
+    begun, go_on = threading.Event(), threading.Event()
+    def create(self, path):
+        self.begun.set()
+        assert self.go_on.wait(100)
+        return super().create(path)
+
+writer = CheckpointWriter(Path(sys.argv[1]), keep(2), asynchronous=True, warns=False)
+writer.disk = Slow()
+with writer.holding():
+    writer.prepare()
+    writer.save(contents(1, "run"), manifest(1))
+    assert Slow.begun.wait(100)
+    child = os.fork()
+    if child == 0:
+        try:
+            writer.abandon(1000.0)
+            raise SystemExit(3)
+        finally:
+            writer.wait()
+    token = lock.writer_of(writer.directory.path)
+    status = os.waitpid(child, 0)[1]
+    assert token and lock.writer_of(writer.directory.path) == token
+    assert os.waitstatus_to_exitcode(status) == 3
+    Slow.go_on.set()
+    writer.wait()
+print(writer.latest.name)
+"""
+
+
+@pytest.mark.slow
+def test_a_forked_child_neither_waits_for_its_parents_save_nor_releases_its_lock(tmp_path: Path) -> None:
+    """It leaves at once by an exception, while the parent's thread, which it does not have, is busy."""
+    command = [sys.executable, "-W", "ignore", "-c", FORKED, str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(Path(__file__).parent)])}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_SECONDS / 4, env=environment)
+    assert (done.returncode, done.stdout.strip()) == (0, "update-00000001"), done.stderr

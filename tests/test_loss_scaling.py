@@ -189,7 +189,7 @@ def test_a_scale_goes_far_below_one(policy):
 
 
 def test_a_scale_may_begin_below_one_and_at_its_bounds():
-    """Of every policy; a static one of a half comes back from its state."""
+    """Of every policy, also of a static one."""
     for kind in (TorchLossScaling, FairseqLossScaling, DeepSpeedLossScaling):
         policy = kind(0.5, min_scale=0.5, max_scale=0.5, on_floor="hold")
         assert scales(policy, EARLY) == [0.5] * len(EARLY)
@@ -234,11 +234,11 @@ def test_state_survives_at_every_update(policy, overflows):
 
 
 def test_static_and_none_keep_theirs():
-    """A static scale never moves and comes back from its state; without scaling there is nothing to keep."""
+    """A static scale never moves, and is the script's and not that of a state; without scaling there is nothing to keep."""
     static, other, none = StaticLossScaling(512), StaticLossScaling(2.0), NoLossScaling()
     assert scales(static, MIXED) == [512.0] * len(MIXED)
     other.load_state_dict(static.state_dict())
-    assert other.scale == 512.0
+    assert other.scale == 2.0
     assert scales(none, MIXED) == [1.0] * len(MIXED)
     assert (none.enabled, static.enabled, none.state_dict()) == (False, True, {})
 

@@ -27,8 +27,8 @@ from ignite_train import (
 )
 from ignite_train import checkpoint as checkpoints
 from ignite_train.checkpoint.inspection import main
-from ignite_train.handler import Handler
 from ignite_train.handlers import Checkpoint, LearningRateSchedule, TrainingMetrics, outer_optimizer
+from ignite_train.kinds_of_handlers import Handler
 from ranks import run_ranks
 
 UPDATE = 4  # of three to an epoch: in the middle of the second

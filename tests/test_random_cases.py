@@ -1,4 +1,4 @@
-"""Random training programs come to what they must, on one rank and on two."""
+"""Random training programs come to what they must, on one rank, two and three."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ranks import run_ranks
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled:UserWarning")
 
 
-def on_rank(seeds: range) -> list[str]:
-    return failures(seeds, world_size=2)
+def on_rank(seeds: range, world_size: int = 2) -> list[str]:
+    return failures(seeds, world_size=world_size)
 
 
 @pytest.mark.slow
 def test_some_programs_on_one_rank():
     """Whatever the layers, layouts, optimizer, cuts and accidents, the parameters are those of one large float64 batch."""
-    assert failures(range(60), world_size=1) == []
+    assert failures(range(150), world_size=1) == []
 
 
 @pytest.mark.slow
@@ -34,6 +34,12 @@ def test_some_programs_with_compiled_updates(caplog):
 def test_some_programs_on_two_ranks():
     """The same over two ranks, in each way of crossing them, with uneven data."""
     assert run_ranks(on_rank, range(10_000, 10_030)) == [[], []]
+
+
+@pytest.mark.slow
+def test_some_programs_on_three_ranks():
+    """The same over three ranks, where shares of the parameters and of the data are more uneven."""
+    assert run_ranks(on_rank, range(40_000, 40_015), 3, world_size=3) == [[], [], []]
 
 
 def on_local_rank(seeds: range) -> list[str]:
@@ -54,26 +60,35 @@ def test_a_program_whose_dense_layer_was_divided_twice():
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("start", range(100_000, 100_700, 100))
+@pytest.mark.parametrize("start", range(100_000, 100_900, 100))
 def test_many_programs_on_one_rank(start):
-    """As above: 700 more."""
+    """As above: 900 more."""
     assert failures(range(start, start + 100), world_size=1) == []
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1200)
 @lets_torch_read_grad
-def test_many_programs_with_compiled_updates():
-    """As above: 100 more."""
-    assert failures(range(300_000, 300_100), world_size=1, run=difference_of_graphs) == []
+@pytest.mark.parametrize("start", range(300_000, 300_100, 25))
+def test_many_programs_with_compiled_updates(start):
+    """As above: 100 more. Moments and buffers are compared with those of the plain path, too."""
+    assert failures(range(start, start + 25), world_size=1, run=difference_of_graphs) == []
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("start", range(200_000, 200_500, 50))
+@pytest.mark.parametrize("start", range(200_000, 200_600, 50))
 def test_many_programs_on_two_ranks(start):
-    """As above: 500 more."""
+    """As above: 600 more."""
     assert run_ranks(on_rank, range(start, start + 50), timeout_seconds=600) == [[], []]
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("start", range(400_000, 400_200, 50))
+def test_many_programs_on_three_ranks(start):
+    """As above: 200 more."""
+    assert run_ranks(on_rank, range(start, start + 50), 3, world_size=3, timeout_seconds=600) == [[], [], []]
 
 
 @pytest.mark.nightly

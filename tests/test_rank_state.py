@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 from bits import bit_by_bit
 from ignite_train import CheckpointError, ForwardOutput, UpdateOptions, create_trainer
 from ignite_train.checkpoint.reader import CheckpointReader
-from ignite_train.handler import Handler
 from ignite_train.handlers import Checkpoint
+from ignite_train.kinds_of_handlers import Handler
 from ranks import run_ranks
 from tiers import slow
 
@@ -127,3 +127,35 @@ def test_what_is_equal_is_written_once(tmp_path: Path) -> None:
         assert "optimizer" in stored.names(0)
         assert "optimizer" not in stored.names(1)
     assert not isinstance(train(str(tmp_path), 7, torch.optim.AdamW), str)
+
+
+def train_apart(directory: str, updates: int) -> Any:
+    """Replicas that train on their own, and that nothing makes equal."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+
+    def forward(model: nn.Module, x: Tensor) -> ForwardOutput:
+        return ForwardOutput((model(x) - 1).square().sum(), len(x))
+
+    trainer = create_trainer(model, optimizer, forward, options=UpdateOptions(reduction="local"))
+    Checkpoint(directory).attach(trainer)
+    mine = X[idist.get_rank() :: 2]
+    trainer.run([mine[i : i + 1] for i in range(6)], max_iters=updates)
+    return bit_by_bit([model.state_dict(), optimizer.state_dict()])
+
+
+def apart_and_resumed(directory: str) -> list[Any]:
+    whole = train_apart(f"{directory}/whole", 4)
+    stopped = train_apart(f"{directory}/parts", 2)
+    return [whole, stopped, train_apart(f"{directory}/parts", 2), train_apart(f"{directory}/parts", 4)]
+
+
+def test_replicas_that_train_on_their_own_have_their_own_model_back(tmp_path: Path) -> None:
+    """Also where a start has made no update; and another number of ranks is refused, for there is no one model."""
+    found = run_ranks(apart_and_resumed, str(tmp_path))
+    for whole, stopped, idle, resumed in found:
+        assert (idle, resumed) == (stopped, whole)
+    assert found[0][0] != found[1][0]
+    with pytest.raises(CheckpointError, match="'model' that differs between its 2 ranks, and this run has 1; use 2 ranks"):
+        train_apart(str(tmp_path / "parts"), 5)

@@ -306,7 +306,7 @@ def test_a_parameter_without_a_copy_is_refused_by_its_name(copies, first):
         model.calls = 1
     mark = state.mark()
     model()
-    with pytest.raises(TrainingError, match=r"it has moved model\.target, of which there is no copy"):
+    with pytest.raises(TrainingError, match=r"it has moved model\.target, which was not copied"):
         state.put_back(mark)
     assert model.calls == first - 1  # all else is back
 

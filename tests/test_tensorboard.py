@@ -28,8 +28,8 @@ from torch.utils.tensorboard.summary import text
 
 import cuts
 from ignite_train import Evaluator, ForwardOutput, Trainer, TrainEvents, UpdateOptions, create_evaluator, create_trainer
-from ignite_train.handler.event_file import EventFile
 from ignite_train.handlers import Checkpoint, TensorBoard, TrainingMetrics, Validation
+from ignite_train.kinds_of_handlers.event_file import EventFile
 from ignite_train.metrics import TIMED_METRICS
 from ranks import run_ranks
 
@@ -438,7 +438,7 @@ def own_clock(monkeypatch: pytest.MonkeyPatch) -> _Clock:
     """So that no test waits for a second to pass."""
     clock = _Clock(1000.25)
     monkeypatch.setattr("ignite_train.handlers.tensorboard.time", clock)
-    monkeypatch.setattr("ignite_train.handler.event_file.time", clock)
+    monkeypatch.setattr("ignite_train.kinds_of_handlers.event_file.time", clock)
     return clock
 
 

@@ -605,46 +605,30 @@ def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> Non
         TrainingMetrics(**options)
 
 
-OLD_SUMS = {"updates": 3.0, "steps": 2.0, "loss": 3.0, "sample_size": 4.0, "grad_norm": 5.0, "clipped": 1.0}
-
-
-@pytest.mark.parametrize(
-    ("times", "expected"),
-    [
-        ({"sums": {**OLD_SUMS, "seconds": 10.0, "waited": 4.0}}, {"data": 4.0, "forward": 6.0}),
-        ({"sums": OLD_SUMS}, {}),
-        (
-            {"sums": OLD_SUMS, "seconds": {"interval": {"data": 1.0, "update": 2.0}, "totals": {"data": 10.0, "update": 20.0}}},
-            {"data": 11.0, "forward": 22.0},
-        ),
-        (
-            {"sums": OLD_SUMS, "seconds": {"interval": {"backward": 3.0}, "totals": {"forward": 7.0, "backward": 30.0}}},
-            {"forward": 7.0, "backward": 33.0},
-        ),
-    ],
-    ids=["sums of times", "no times", "two sections", "sections of today"],
-)
-def test_a_state_of_an_earlier_version_is_continued(times: dict[str, Any], expected: dict[str, float]) -> None:
-    """They had no maximum, no denominators, and fewer sections: all of an update then is forward now."""
-    metrics = TrainingMetrics()
-    metrics.load_state_dict({"logs": {"correct": 2.0}, **times})
-    assert metrics.seconds_by_section == dict.fromkeys(SECTIONS, 0.0) | expected
-    state = metrics.state_dict()
-    assert state["sums"] == OLD_SUMS | {"grad_norm_max": 0.0}
-    assert (state["logs"], state["log_weights"], state["published"]) == ({"correct": 2.0}, {}, [])
+def _damaged(*path: str, value: Any = None) -> dict[str, Any]:
+    """The state of a fresh handler with another value at a path; without a value that is left out."""
+    state = here = TrainingMetrics().state_dict()
+    for key in path[:-1]:
+        here = here[key]
+    del here[path[-1]]
+    here |= {} if value is None else {path[-1]: value}
+    return state
 
 
 @pytest.mark.parametrize(
     ("state", "error", "message"),
     [
         (None, TypeError, "must be what TrainingMetrics.state_dict\\(\\) gave"),
-        ({"sums": OLD_SUMS}, ValueError, "got one without logs"),
-        ({"sums": {"updates": 1.0}, "logs": {}}, ValueError, "got one without steps, loss, sample_size, grad_norm, clipped"),
+        (_damaged("logs"), ValueError, "got one without logs"),
+        (_damaged("sums", "grad_norm_max"), ValueError, "got one without grad_norm_max"),
+        (_damaged("sums", "loss", value="x"), ValueError, r"state_dict\['sums'\] must be numbers by name, got \{'updates'"),
+        (_damaged("seconds", "totals", "data", value=[]), ValueError, r"state_dict\['totals'\] must be numbers by name, got"),
+        (_damaged("published", value=[1]), ValueError, r"state_dict\['published'\] must be a list of strings, got \[1\]"),
     ],
-    ids=["none", "no logs", "no sums"],
+    ids=["none", "no logs", "no maximum", "text", "list", "no name"],
 )
 def test_a_state_that_is_not_one_is_refused(state: Any, error: type[Exception], message: str) -> None:
-    """One line says what is missing."""
+    """One line says what is missing, or is not what it must be."""
     with pytest.raises(error, match=message):
         TrainingMetrics().load_state_dict(state)
 

@@ -79,7 +79,7 @@ def _differing(objects: RunObjects, trees: Mapping[str, Any], tensors: Mapping[s
     """The shared objects of which some rank holds other bits than the others, so that each writes its own. Collective.
 
     A distributed optimizer may hold the moments of its share of the parameters on each rank. The trained models are compared by
-    `StateConsistency`, or differ on purpose; each rank writes its buffers anyway.
+    `StateConsistency`; those of replicas that train on their own are compared here. Each rank writes its buffers anyway.
     """
     if collectives.world_size() == 1:
         return set()

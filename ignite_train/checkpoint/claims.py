@@ -74,7 +74,8 @@ class Claims:
                 self.check_optimizer(path, name, objects, rules)
             elif isinstance(entry, InnerState):
                 none_decided: list[dict[str, Any]] = [{} for _ in entry.inner.param_groups]
-                check_optimizer_state(path, name, entry.inner, self.shared[name], None, names, none_decided)
+                missing = self.missing_groups(name.rpartition(".")[0], objects) if entry.shares_groups else []
+                check_optimizer_state(path, name, entry.inner, self.shared[name], None, names, none_decided, missing)
         self._check_schedules(path, objects, rules)
         self._check_this_rank(path, objects)
 
@@ -86,6 +87,8 @@ class Claims:
 
     def missing_groups(self, name: str, objects: RunObjects) -> list[list[nn.Parameter]]:
         """The parameter groups that an optimizer lacks, as `RunObjects.missing_groups` has them; they need torch's form."""
+        if name not in objects.optimizers:  # it is inside of another one
+            return []
         saved = self.shared[name]
         has_groups = isinstance(saved, Mapping) and not has_own_form(saved)
         return objects.missing_groups(name, self.described("optimizers", name)) if has_groups else []
@@ -123,8 +126,9 @@ class Claims:
             if saved is None:
                 continue
             optimizers = [key for key, optimizer in objects.optimizers.items() if optimizer is schedule.optimizer]
-            groups = [self.shared[key].get("param_groups", ()) for key in optimizers] + [schedule.optimizer.param_groups]
-            check_schedule(path, name, schedule, saved, self.described("schedules", name), max(map(len, groups)))
+            groups: list[Any] = [self.shared[key].get("param_groups", ()) for key in optimizers]
+            groups.append(schedule.optimizer.param_groups)
+            check_schedule(path, name, schedule, saved, self.described("schedules", name), max(groups, key=len))
             if "lr" not in rules.script_wins:
                 continue
             if reason := why_not_rescaled(schedule) or self._why_no_multiple(schedule, objects, rules):

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ignite_train.checkpoint.disk import Disk
-from ignite_train.checkpoint.lock import LOCK, DirectoryLock, writer_of
+from ignite_train.checkpoint.lock import LOCK, DirectoryLock, LockTakenOverError, writer_of
 from ignite_train.checkpoint.manifest import (
     MANIFEST,
     MAX_INDEX_BYTES,
@@ -34,6 +34,7 @@ from ignite_train.checkpoint.manifest import (
     count_marks,
     is_checkpoint_name,
     parse_manifest,
+    printable,
     read_manifest,
     seal,
 )
@@ -48,6 +49,7 @@ __all__ = ["CheckpointDirectory", "Contents", "Exchange", "Written", "commit", "
 
 _logger = logging.getLogger(__name__)
 _UNFINISHED, _REMOVED, _DAMAGED = ".unfinished-", ".removed-", "damaged-"
+_MAX_LENGTH = 700  # of what is told of an error of one rank
 _TRIAL_BYTES = 4096  # so that a full disk refuses them
 T = TypeVar("T")
 Exchange = Callable[[Any], list[Any]]
@@ -73,16 +75,19 @@ def together(exchange: Exchange, what: str, work: Callable[[], T]) -> list[T]:
     """Does `work` on every rank, and returns the results of all of them, in rank order. Collective.
 
     Raises:
-        CheckpointError: `work` raised on some rank. All ranks raise the same error, which names each that failed.
+        CheckpointError: `work` raised on some rank. All ranks raise the same error, which names each that failed; it is a
+            `LockTakenOverError` if one of these was.
     """
     try:
-        mine: tuple[bool, Any] = (True, work())
+        mine: tuple[type[CheckpointError] | None, Any] = (None, work())
     except Exception as error:
-        mine = (False, f"{type(error).__name__}: {' '.join(str(error).split())}")
+        kind = LockTakenOverError if isinstance(error, LockTakenOverError) else CheckpointError
+        mine = (kind, printable(f"{type(error).__name__}: {error}", _MAX_LENGTH))
     outcomes = exchange(mine)
-    failures = [f"rank {rank}, {text}" for rank, (ok, text) in enumerate(outcomes) if not ok]
+    failures = [f"rank {rank}, {text}" for rank, (kind, text) in enumerate(outcomes) if kind is not None]
     if failures:
-        raise CheckpointError(f"{what} failed: {'; '.join(failures)}")
+        kind = LockTakenOverError if any(kind is LockTakenOverError for kind, _ in outcomes) else CheckpointError
+        raise kind(f"{what} failed: {'; '.join(failures)}")
     return [value for _, value in outcomes]
 
 
@@ -181,13 +186,11 @@ class CheckpointDirectory:
         """Makes a directory for the files of a new checkpoint, and returns its name.
 
         Raises:
-            CheckpointError: another run writes here.
+            CheckpointError: another run writes here; or the directory is no longer that of the saves before, in this run.
             CheckpointFormatError: there is a checkpoint of a newer format, which this version can neither order nor replace.
         """
-        for path in reversed([path for path in (self.path, *self.path.parents) if not path.exists()]):
-            with suppress(FileExistsError):  # another run beside this one has just made it
-                self.disk.make_directory(path)
-            self.disk.sync_directory(path.parent)  # a checkpoint is as durable as the way to it
+        if self.lock is None or not self.lock.token:  # once it is held, a directory that is gone must not be made again
+            self._make()
         if self.lock is not None:
             self.lock.hold()
         for failure in self.scan()[1]:
@@ -198,6 +201,12 @@ class CheckpointDirectory:
         name = f"{_UNFINISHED}{token}{os.urandom(6).hex()}"
         self.disk.make_directory(self.path / name)
         return name
+
+    def _make(self) -> None:
+        for path in reversed([path for path in (self.path, *self.path.parents) if not path.exists()]):
+            with suppress(FileExistsError):  # another run beside this one has just made it
+                self.disk.make_directory(path)
+            self.disk.sync_directory(path.parent)  # a checkpoint is as durable as the way to it
 
     def abandon(self, name: str) -> None:
         """Removes the files of a save that failed, as far as possible."""

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-__all__ = ["Expected", "expected_state"]
+__all__ = ["WAYS", "Expected", "expected_state", "torchs_class"]
 
 _SIZES = (2, 3, 4, 5, 6, 7)  # of the parameter that is tried: all differ, and none is 1
-_WAYS = {"fused", "foreach", "capturable", "differentiable", "maximize"}  # of computing the same state
+WAYS = {"fused", "foreach", "capturable", "differentiable", "maximize"}  # of computing the same state
 
 
 class Expected:
@@ -51,17 +51,23 @@ def expected_state(
         dtype: of the parameter.
         options: of its group. Only those count that switch something on or off.
     """
-    torchs = [one for one in kind.__mro__ if one is not Optimizer and f"{one.__module__}.".startswith("torch.optim.")]
-    if not torchs or num_dimensions > len(_SIZES):
+    torchs: Any = torchs_class(kind)
+    if torchs is None or num_dimensions > len(_SIZES):
         return {}
     switches: dict[str, Any] = {}
-    for name, entry in inspect.signature(torchs[0]).parameters.items():
+    for name, entry in inspect.signature(torchs).parameters.items():
         value = options.get(name)
-        if isinstance(entry.default, bool) and isinstance(value, bool) and name not in _WAYS:
+        if isinstance(entry.default, bool) and isinstance(value, bool) and name not in WAYS:
             switches[name] = value
         elif type(entry.default) in (int, float) and entry.default == 0 and isinstance(value, (int, float)):
             switches[name] = 0.5 if value else 0
-    return _tried(torchs[0], num_dimensions, dtype, tuple(switches.items()))
+    return _tried(torchs, num_dimensions, dtype, tuple(switches.items()))
+
+
+def torchs_class(kind: type[Optimizer]) -> Any:
+    """The optimizer of torch that a class is, or derives from; None for one of another library."""
+    found = (one for one in kind.__mro__ if one is not Optimizer and f"{one.__module__}.".startswith("torch.optim."))
+    return next(found, None)
 
 
 @lru_cache(maxsize=256)

@@ -18,7 +18,7 @@ from typing import Any
 
 from ignite_train.errors import CheckpointError
 
-__all__ = ["HEARTBEAT_SECONDS", "LOCK", "STALE_SECONDS", "DirectoryLock", "writer_of"]
+__all__ = ["HEARTBEAT_SECONDS", "LOCK", "STALE_SECONDS", "DirectoryLock", "LockTakenOverError", "writer_of"]
 
 HEARTBEAT_SECONDS = 2.0
 STALE_SECONDS = 12.0  # a lock whose count has not changed for this long is taken over
@@ -29,6 +29,10 @@ _JOIN_SECONDS = 5.0
 
 _logger = logging.getLogger(__name__)
 _held_here: set[str] = set()  # tokens of the locks that this process holds
+
+
+class LockTakenOverError(CheckpointError):
+    """Another run has taken over the directory of this one, which never gets it back."""
 
 
 class DirectoryLock:
@@ -48,6 +52,7 @@ class DirectoryLock:
     def __init__(self, directory: Path) -> None:
         self.directory, self.token = directory, ""
         self._beats = 0
+        self._held_in: tuple[int, ...] = ()  # process, device and number of the directory, when it was taken
         self._owner_may_wake = False  # of the lock that this one took over
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
@@ -70,6 +75,7 @@ class DirectoryLock:
         token = os.urandom(8).hex()
         self._take(token)
         self.token, self._over = token, threading.Event()
+        self._held_in = os.getpid(), *_identity(self.directory)
         _held_here.add(token)
         self._thread = threading.Thread(target=self._beat, args=(token, self._over), name="CheckpointLock", daemon=True)
         self._thread.start()
@@ -78,24 +84,36 @@ class DirectoryLock:
         """Checks that the lock is still held by this run. A lock file that was removed is written again.
 
         Raises:
-            CheckpointError: another run holds it, or this one has released it.
+            LockTakenOverError: another run holds it.
+            CheckpointError: this one has released it; or the directory is no longer the one in which it was taken.
         """
         if not self.token:
             raise CheckpointError(f"this run has ended and writes no more checkpoints to {self.directory}")
         found = _read(self.path)
+        if self._is_own(found):
+            return
+        if _identity(self.directory) != self._held_in[1:]:
+            raise CheckpointError(
+                f"{self.directory} is not the directory to which this run has begun to save: that was renamed, removed, "
+                "replaced or unmounted; put it back, or end this run and start it again"
+            )
         if found is None and self._create(self.token):
             return
-        holder = _parsed(found or _read(self.path) or b"")
-        if holder.get("token") != self.token:
-            raise CheckpointError(
+        found = found or _read(self.path)
+        if not self._is_own(found):
+            holder = _parsed(found or b"")
+            raise LockTakenOverError(
                 f"{_named(holder)} has taken over {self.directory} while this run stood still; this run must not write there "
                 "any more: end it"
             )
 
+    def _is_own(self, found: bytes | None) -> bool:
+        return found is not None and _parsed(found).get("token") == self.token
+
     def release(self) -> None:
-        """Releases the lock, if it is held. The file of another run stays."""
+        """Releases the lock, if it is held. The file of another run stays, and so does that of a process that forked this."""
         token, self.token = self.token, ""
-        if not token:
+        if not token or self._held_in[0] != os.getpid():
             return
         self._over.set()
         if self._thread is not None:
@@ -192,10 +210,19 @@ def writer_of(directory: Path) -> str:
     return ""
 
 
+def _identity(directory: Path) -> tuple[int, ...]:
+    """What tells a directory from another one at the same path; empty if there is none."""
+    try:
+        found = directory.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return ()
+    return found.st_dev, found.st_ino
+
+
 def _read(path: Path) -> bytes | None:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     try:
         return os.read(descriptor, _SIZE)

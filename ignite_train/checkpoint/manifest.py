@@ -32,6 +32,7 @@ __all__ = [
     "is_checkpoint_name",
     "one_line",
     "parse_manifest",
+    "printable",
     "read_file",
     "read_manifest",
     "reading_error",
@@ -288,6 +289,11 @@ def _value(tree: Any, key: str) -> Any:
 def one_line(error: Exception) -> str:
     """The text of an error about a checkpoint, as one line of limited length without control characters from a file."""
     missing = error.filename if isinstance(error, FileNotFoundError) else None
-    text = f"it has no {Path(missing).name}" if isinstance(missing, (str, Path)) else " ".join(str(error).split())
-    printable = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text[:_MAX_REASON_LENGTH])
-    return printable if len(text) <= _MAX_REASON_LENGTH else f"{printable}..."
+    return printable(f"it has no {Path(missing).name}" if isinstance(missing, (str, Path)) else str(error))
+
+
+def printable(text: str, limit: int = _MAX_REASON_LENGTH) -> str:
+    """A text, which a file may have given, as one line of at most `limit` characters, without control characters."""
+    line = " ".join(text[: 4 * limit].split())
+    shown = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in line[:limit])
+    return shown if len(shown) <= limit and len(line) <= limit and len(text) <= 4 * limit else f"{shown[:limit]}..."

@@ -6,6 +6,7 @@ that is given a moment of another shape reads and writes beyond its memory.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ignite_train.arguments import describe
-from ignite_train.checkpoint.expected_state import Expected, expected_state
+from ignite_train.checkpoint.expected_state import WAYS, Expected, expected_state, torchs_class
 from ignite_train.checkpoint.reader import TensorClaim
 from ignite_train.checkpoint.tree import dtype_name
 from ignite_train.errors import CheckpointError
@@ -165,8 +166,52 @@ def _why_other_state(
         or _other_class(optimizer, saved, description)
         or _why_not_torch_shape(saved, [len(group) for group in groups])
         or _other_parameters(groups, description, names)
+        or _why_not_stepped(_part(optimizer), saved["param_groups"], options)
         or next(_other_state(_part(optimizer), _members(groups, saved, names, options)), "")
     )
+
+
+def _why_not_stepped(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]], decided: Sequence[Mapping[str, Any]]) -> str:
+    """Why a step with the saved options fails, where one with the script's does not. Tries the class of torch alone."""
+    kind = torchs_class(type(optimizer))
+    if kind is None:
+        return ""
+    tried: set[str] = set()
+    for index, group in enumerate(saved):
+        merged = {**group, **(decided[index] if index < len(decided) else {}), "params": []}
+        if repr(merged) in tried:  # many groups have the same options
+            continue
+        tried.add(repr(merged))
+        problem = _failure(kind, merged)
+        own = optimizer.param_groups[min(index, len(optimizer.param_groups) - 1)]
+        if problem and not _failure(kind, own):
+            return f"with the options of param_groups[{index}] {problem}"
+    return ""
+
+
+def _failure(kind: Any, group: Mapping[str, Any]) -> str:
+    """How a step of an optimizer with these options fails; empty if it does not."""
+    for key, value in group.items():
+        if key in WAYS and not (value is None or isinstance(value, bool)):
+            return f"{key} is {describe(value)}"
+    options = {key: 0.1 if isinstance(value, (Tensor, TensorClaim)) else value for key, value in group.items()}
+    options = {key: value for key, value in options.items() if key not in (*_NOT_OPTIONS, *WAYS)}
+    parameter = torch.nn.Parameter(torch.ones(2, 2), requires_grad=True)  # Muon takes matrices
+    try:
+        tried = kind([parameter])
+        tried.load_state_dict({"state": {}, "param_groups": [{**options, "params": [0]}]})
+        (loaded,) = tried.param_groups
+        lacking = [key for key in tried.defaults if key not in loaded and key not in WAYS]
+        if lacking:
+            return f"{lacking[0]!r} is missing"
+        known = inspect.signature(kind).parameters
+        tried = kind([parameter], **{key: value for key, value in loaded.items() if key in known and key != "params"})
+        parameter.grad = torch.ones_like(parameter)
+        tried.step()
+        tried.step()  # which takes what the first has left, as momentum is
+    except Exception as error:
+        return f"a step fails by {type(error).__name__}: {error!s:.200}"
+    return ""
 
 
 class _Member(NamedTuple):

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ignite_train.arguments import did_you_mean, path_of
-from ignite_train.checkpoint.config import config_changes, plain_config, versions
+from ignite_train.checkpoint.config import config_changes, handler_settings, plain_config, versions
 from ignite_train.checkpoint.directory import CheckpointDirectory, together
 from ignite_train.checkpoint.disk import Disk
-from ignite_train.checkpoint.manifest import MANIFEST, Manifest, one_line
+from ignite_train.checkpoint.manifest import MANIFEST, Manifest, one_line, printable
 from ignite_train.checkpoint.reader import CheckpointReader
 from ignite_train.checkpoint.run_objects import SavedRun
 from ignite_train.checkpoint.run_state import RunState
@@ -32,6 +32,7 @@ from ignite_train.ranks import collectives
 __all__ = ["Resumption", "checkpoint_to_resume", "log_how_exact", "read_agreed"]
 
 _logger = logging.getLogger(__name__)
+_MAX_LENGTH = 900  # of what is told of a checkpoint
 _WORDS = ("auto", "must", "never")
 T = TypeVar("T")
 
@@ -82,15 +83,19 @@ class Resumption:
         retention = self._writer.retention
         if retention.metric is not None and manifest.scored_by is not None:
             refuse_other_mode(retention.metric, "min" if retention.lower_is_better else "max", *manifest.scored_by)
-        self._half_restored = path
+        self._half_restored, script = path, self._settings()
         together(collectives.gather_objects, f"resuming from {path}", state.restore)
         self._half_restored = None
         trainer.data.load_position(trainer.data.position(), on_changed_data=self._on_changed_data)
         self._state = state
         self._writer.resume_from(path)
         if collectives.is_main_rank():
-            _log_resumption(path, manifest, plain_config(self._config, trainer.config), state)
+            changed = config_changes(manifest.config, script, self._settings())
+            _log_resumption(path, manifest, [*state.changed, *changed], state)
         return manifest
+
+    def _settings(self) -> Any:
+        return plain_config(self._config, self._run.trainer.config, handler_settings(self._run.engines))
 
     def _refuse_half_restored(self) -> None:
         """Raises CheckpointError if training would continue with a mixture of two states."""
@@ -239,16 +244,15 @@ def log_how_exact(loader: Any) -> None:
         _logger.info(note)
 
 
-def _log_resumption(path: Path, manifest: Manifest, config: Any, state: RunState) -> None:
+def _log_resumption(path: Path, manifest: Manifest, changed: list[str], state: RunState) -> None:
     """Says where a run resumes, and what is different now.
 
     Args:
         path: the checkpoint.
         manifest: of it.
-        config: what `plain_config` gives for this run.
+        changed: what the script sets to other values than the script that wrote it, a line each.
         state: what was read from it.
     """
-    changed = [*state.changed, *config_changes(manifest.config, config)]
     before, now = manifest.versions, versions()
     changed += [f"{name}: {before.get(name)} -> {now[name]}" for name in now if before.get(name) != now[name]]
     if manifest.world_size != collectives.world_size():
@@ -257,10 +261,10 @@ def _log_resumption(path: Path, manifest: Manifest, config: Any, state: RunState
     for note, names in (
         ("changed since", changed),
         ("starts from the beginning, because the checkpoint has no state for it", state.fresh),
-        ("in the checkpoint and not used, because it is not attached", state.unused),
+        ("in the checkpoint and not used, because it is not attached or is left out", state.unused),
     ):
         if names:
-            notes.append(f"{note}: {', '.join(names)}")
+            notes.append(f"{note}: {', '.join(printable(name) for name in names)}")
     _logger.log(logging.WARNING if len(notes) > 1 else logging.INFO, "; ".join(notes))
 
 
@@ -313,9 +317,9 @@ def _attempt(path: Path, read: Callable[[CheckpointReader], T]) -> tuple[tuple[T
         with CheckpointReader(path) as reader:
             return (read(reader), reader.manifest), "", ""
     except DamagedCheckpointError as error:
-        return None, "", str(error)
+        return None, "", printable(str(error), _MAX_LENGTH)
     except CheckpointError as error:
-        return None, str(error), ""
+        return None, printable(str(error), _MAX_LENGTH), ""
     except OSError as error:
         return None, str(UnreadableCheckpointError(str(path), one_line(error))), ""
     except Exception as error:  # whole, but of another kind; the other ranks wait for this one's answer

@@ -103,7 +103,10 @@ class SavedRun:
         alike = {name: e for name, e in own.items() if isinstance(e, Attachable) and e.same_on_all_ranks}
         shared, own = shared | alike, {name: entry for name, entry in own.items() if name not in alike}
         shared = {name: SavedModule(entry) if isinstance(entry, nn.Module) else entry for name, entry in shared.items()}
-        return RunObjects(shared, own, self.trainers)
+        trained = {"model": self.trainer, **{f"{name}/model": trainer for name, trainer in self.trainers.items()}}
+        # Replicas that train on their own, and that no handler makes equal, are as many models as there are ranks.
+        apart = {name for name, one in trained.items() if not one.replicas_are_equal and not one.moments.after_update}
+        return RunObjects(shared, own, self.trainers, frozenset(apart))
 
     def modules(self) -> list[nn.Module]:
         """The modules that are saved."""
@@ -168,16 +171,18 @@ class RunObjects:
         shared: the same on all ranks, or sharded over them: rank 0 writes what is whole and each rank its shard.
         own: of each rank, and written by each.
         trainers: the other trainers, whose state is of each rank too.
+        apart: the trained models that are another one on each rank.
     """
 
     shared: dict[str, Stateful]
     own: dict[str, Stateful]
     trainers: dict[str, Trainer] = field(default_factory=dict)
+    apart: frozenset[str] = frozenset()
 
     def without(self, names: Collection[str]) -> RunObjects:
         """All but these."""
         shared, own = ({k: v for k, v in entries.items() if k not in names} for entries in (self.shared, self.own))
-        return RunObjects(shared, own, self.trainers)
+        return RunObjects(shared, own, self.trainers, self.apart)
 
     def with_whole_states(self) -> dict[str, Stateful]:
         """The shared objects that give their state without asking other ranks, by name."""
@@ -186,9 +191,9 @@ class RunObjects:
     def compared(self) -> list[str]:
         """The names of the shared objects that should have the same bits on all ranks, or else each rank writes its own.
 
-        An optimizer that gathers its parts on rank 0 is none of them, nor are the trained models.
+        An optimizer that gathers its parts on rank 0 is none of them, nor are the trained models, unless they are apart.
         """
-        models = {"model", *(f"{name}/model" for name in self.trainers)}
+        models = {"model", *(f"{name}/model" for name in self.trainers)} - self.apart
         return [name for name, entry in self.shared.items() if name not in models and not isinstance(entry, GathersState)]
 
     def paths_that_may_differ(self, name: str) -> Iterable[tuple[str, ...]]:

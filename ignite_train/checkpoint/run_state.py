@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,7 @@ class RunState:
         saved = [name for name in ("buffers_of", *self._objects.own) if name in names and name not in gathered]
         own = dict.fromkeys((*EVERY_RANK, *saved, *self._objects.trainers), source)
         self._writers = {name: source if name in names else 0 for name in self._objects.shared}
+        self._are_apart = world_size > 1 and "model" in reader.names(1)
         self._check_differing(reader)
         self._claims = self._checked_claims(reader, own)
         sharded, classes = _ShardedTensors(self._objects.shared), tensor_classes(self._objects.with_whole_states())
@@ -88,6 +90,7 @@ class RunState:
         self.unused = [name for name in unused if not name.endswith("/state.metrics")]  # what is shown, and not a state
         published = [name for name, entry in self._objects.own.items() if isinstance(entry, PublishedMetrics)]
         self.fresh = [*added, *(name for name in self._objects.own if name not in own and name not in published)]
+        self._compare_loss_scaling()
         self.changed = rules.changes(self._objects, self._claims.description)
         if rules.drops_carried:
             self._drop_carried()
@@ -96,10 +99,14 @@ class RunState:
 
     def restore(self) -> None:
         """Puts everything back: counters, place in the data, and all that `restore_objects` does."""
-        self._trainer.load_state_dict(self._own["trainer"])
+        with _naming("trainer"):
+            self._trainer.load_state_dict(self._own["trainer"])
+        if self._are_apart:
+            self._trainer.replicas_are_equal = False
         self._trainer.data.load_position(self._own["data"])
         # A handler of STARTED or EPOCH_STARTED may add the groups that an optimizer lacks, so it has its state after them.
-        lacking = [name for name in self._objects.optimizers if self._missing_groups(name)]
+        outer = [name for name in self._objects.optimizers if self._missing_groups(name)]
+        lacking = [name for name in self._objects.shared if any(name == one or name.startswith(f"{one}.") for one in outer)]
         self._restore_objects(self._objects.without(lacking))
 
     def restore_objects(self) -> None:
@@ -145,12 +152,15 @@ class RunState:
             self._trainer.publish(UpdateOutput(**results["output"]))
         state.metrics = copy.deepcopy(results["metrics"])
         for name, entry in objects.shared.items():
-            _load(entry, self._shared[name])
+            with _naming(name):
+                _load(entry, self._shared[name])
         for name, entry in objects.own.items():
             if name in self._own:
-                _load(entry, self._own[name])
+                with _naming(name):
+                    _load(entry, self._own[name])
         for name, trainer in objects.trainers.items():
-            trainer.load_state_dict(copy.deepcopy(self._own[name]))
+            with _naming(name):
+                trainer.load_state_dict(copy.deepcopy(self._own[name]))
         self._restore_buffers()
         for name, optimizer in objects.optimizers.items():
             self._let_script_win(name, optimizer)
@@ -212,6 +222,21 @@ class RunState:
                 self.unused.append("state.carried" if name == "trainer" else f"state.carried of {name}")
             self._own[name].pop("carried", None)
 
+    def _compare_loss_scaling(self) -> None:
+        """Notes where the loss scaling starts fresh, or is not used; without a state of it, its policy keeps its own."""
+        for name, trainer in (("trainer", self._trainer), *self._objects.trainers.items()):
+            update, now = self._own[name].get("update"), "loss_scaling" in trainer.config
+            if not isinstance(update, dict):
+                continue  # which is refused when it is restored
+            was = update.get("loss_scaling", {}) != {}
+            if self._rules.drops_loss_scaling:
+                update["loss_scaling"] = {}
+            label = "loss_scaling" if name == "trainer" else f"loss_scaling of {name}"
+            if was and (not now or self._rules.drops_loss_scaling):
+                self.unused.append(label)
+            elif now and not was:
+                self.fresh.append(label)
+
     def _check_differing(self, reader: CheckpointReader) -> None:
         """State of a shared object that differs between the ranks, so that each has written its own, needs as many ranks.
 
@@ -223,7 +248,9 @@ class RunState:
             return
         replicas = {*self._objects.optimizers} if self._trainer.moments.after_update else set()
         free = {*self._objects.handlers(), *replicas}
-        differing = [name for name in self._objects.compared() if name in reader.names(1) and name not in free]
+        # Each rank has written its model where replicas train on their own.
+        compared = ["model", *self._objects.compared()]
+        differing = [name for name in compared if name in reader.names(1) and name not in free]
         if differing:
             raise CheckpointError(
                 f"{reader.path} holds a state of {differing[0]!r} that differs between its {world_size} ranks, and this run "
@@ -308,6 +335,17 @@ def _load(entry: Stateful, saved: Any) -> None:
         load_optimizer_state(entry, copy.deepcopy(saved))
     else:
         entry.load_state_dict(copy.deepcopy(saved))
+
+
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """In it, an error is a refusal that names the part of the run whose state was to be restored."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{name!r} refuses its state: {type(error).__name__}: {error}") from error
 
 
 class _ShardedTensors:

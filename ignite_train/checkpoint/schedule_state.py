@@ -5,14 +5,20 @@ torch's `load_state_dict` of a schedule sets any attributes that it is given, un
 
 from __future__ import annotations
 
+import copy
+import math
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from torch.optim import Optimizer
+import torch
+from torch import Tensor
+from torch.optim import SGD, Optimizer
 from torch.optim import lr_scheduler as schedulers
 from torch.optim.lr_scheduler import LRScheduler
 
 from ignite_train.arguments import describe
+from ignite_train.checkpoint.reader import TensorClaim
 from ignite_train.errors import CheckpointError
 from ignite_train.model.warm_up_schedule import WarmUpSchedule
 
@@ -62,7 +68,9 @@ def describe_schedule(schedule: LRScheduler) -> dict[str, Any]:
     return {"class": type(schedule).__qualname__, "options": _options(schedule.state_dict())}
 
 
-def check_schedule(path: str, name: str, schedule: LRScheduler, saved: Any, description: Any, num_groups: int) -> None:
+def check_schedule(
+    path: str, name: str, schedule: LRScheduler, saved: Any, description: Any, groups: Sequence[Mapping[str, Any]]
+) -> None:
     """Checks that a saved state is of this schedule.
 
     Args:
@@ -71,12 +79,12 @@ def check_schedule(path: str, name: str, schedule: LRScheduler, saved: Any, desc
         schedule: of this run, fresh.
         saved: its state in the checkpoint.
         description: what `describe_schedule` gave for it; None if it is not known.
-        num_groups: how many parameter groups there are; those that were added to the optimizer later have no base rate.
+        groups: the parameter groups of its optimizer, as saved; those that were added later have no base rate.
 
     Raises:
         CheckpointError: it is of another schedule.
     """
-    problem = _why_other(schedule, saved, description, num_groups)
+    problem = _why_other(schedule, saved, description, len(groups)) or _why_not_stepped(schedule, saved, groups)
     if problem:
         handler = name.partition("/")[2]
         raise CheckpointError(
@@ -126,10 +134,53 @@ def _why_other(schedule: LRScheduler, saved: Any, description: Any, num_groups: 
     found = {key for key in saved if isinstance(key, str) and not key.startswith("_")} - _PROGRESS
     if public != found:
         return f"it has {sorted(found)!r:.200}, and {mine} has {sorted(public)!r:.200}"
+    other = [key for key in sorted(public) if not _same_kind(current[key], saved[key])]
+    if other:
+        return f"its {other[0]} is {describe(saved[other[0]])} and not like {current[other[0]]!r:.60}"
     for key in ("base_lrs", "_last_lr"):
         if key in current and not (isinstance(saved.get(key), list) and 0 < len(saved[key]) <= num_groups):
             return f"it has {saved.get(key)!r:.60} for the {num_groups} parameter groups"
     return ""
+
+
+def _why_not_stepped(schedule: LRScheduler, saved: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> str:
+    """Why the next step with a saved state fails, where one with the state of the fresh schedule does not.
+
+    Only those of torch and of this library are tried: a step of another class may need more, or do more.
+    """
+    if not f"{type(schedule).__module__}.".startswith(("torch.", "ignite_train.")):
+        return ""
+    problem = _failure(schedule, saved, groups)
+    return problem if problem and not _failure(schedule, schedule.state_dict(), schedule.optimizer.param_groups) else ""
+
+
+def _failure(schedule: LRScheduler, state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> str:
+    """How a step of a copy of the schedule fails on an optimizer without a model; empty if it does not."""
+    stand_in = SGD([{"params": [torch.zeros(1)]} for _ in groups], lr=0.1)
+    for group, options in zip(stand_in.param_groups, groups, strict=True):
+        group |= {key: _plain_option(value) for key, value in options.items() if key not in ("params", "param_names")}
+    try:
+        tried: Any = copy.deepcopy(schedule, {id(schedule.optimizer): stand_in})
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the order of steps, which is not that of a training
+            tried.load_state_dict(copy.deepcopy({key: value for key, value in state.items() if key != "_latest_update"}))
+            tried.step(*([1.0] if isinstance(tried, schedulers.ReduceLROnPlateau) else []))
+            _options(tried.state_dict())
+        rates = [float(group["lr"]) for group in stand_in.param_groups]
+    except Exception as error:
+        return f"its next step fails by {type(error).__name__}: {error!s:.200}"
+    return "" if all(map(math.isfinite, rates)) else f"its next step sets the learning rates {rates!r:.100}"
+
+
+def _plain_option(value: Any) -> Any:
+    """An option as the stand-in takes it; instead of a tensor that is not read yet, or lies on a device, some number."""
+    return 0.1 if isinstance(value, (Tensor, TensorClaim)) else copy.deepcopy(value)
+
+
+def _same_kind(mine: Any, other: Any) -> bool:
+    """Whether another value of an option may stand in the place of one: a number for a number, a string for a string."""
+    kinds = ((bool,), (int, float), (str,))
+    return next((type(other) in kind for kind in kinds if type(mine) in kind), True)
 
 
 def _options(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,13 +18,15 @@ __all__ = ["StateRules"]
 
 _logger = logging.getLogger(__name__)
 _CARRIED = "carried"  # in `leave_out`: what forward has carried on each rank, in `state.carried`
+_LOSS_SCALING = "loss_scaling"  # in `leave_out`: the scale of the loss and the counters of its policy
 
 
 class StateRules:
     """What a `Checkpoint` was told about the state that it saves and reads, and which options the script has set.
 
     Args:
-        leave_out: names of attached handlers whose state is neither saved nor read. "carried" drops what forward has carried.
+        leave_out: names of attached handlers whose state is neither saved nor read. "carried" drops what forward has carried,
+            and "loss_scaling" starts with a fresh scale.
         script_wins: options of the optimizer that keep the script's value when a run is resumed.
 
     Raises:
@@ -49,10 +51,10 @@ class StateRules:
         """
         objects = run.objects()
         self.note(objects)
-        handlers = sorted({name.partition("/")[2] for name in objects.handlers()} | {*holders, _CARRIED})
+        handlers = sorted({name.partition("/")[2] for name in objects.handlers()} | {*holders, _CARRIED, _LOSS_SCALING})
         options = sorted({key for groups in self._script.values() for group in groups for key in group})
         for argument, given, known, what in (
-            ("leave_out", self.leave_out, handlers, f"{_CARRIED!r} or attached handlers that have a state"),
+            ("leave_out", self.leave_out, handlers, f"{_CARRIED!r}, {_LOSS_SCALING!r} or attached handlers that have a state"),
             ("script_wins", self.script_wins, options, "options of the optimizer"),
         ):
             for name in given:
@@ -63,6 +65,11 @@ class StateRules:
     def drops_carried(self) -> bool:
         """Whether a resumed run starts without what forward has carried."""
         return _CARRIED in self.leave_out
+
+    @property
+    def drops_loss_scaling(self) -> bool:
+        """Whether a resumed run starts with a fresh scale of the loss."""
+        return _LOSS_SCALING in self.leave_out
 
     def keep(self, objects: RunObjects) -> RunObjects:
         """All objects except those that the user leaves out."""

@@ -17,7 +17,7 @@ from typing import Any
 
 from ignite_train.checkpoint.directory import CheckpointDirectory, Contents, commit, together, try_out
 from ignite_train.checkpoint.disk import Disk
-from ignite_train.checkpoint.lock import DirectoryLock
+from ignite_train.checkpoint.lock import DirectoryLock, LockTakenOverError
 from ignite_train.checkpoint.manifest import Manifest
 from ignite_train.checkpoint.retention import Retention
 from ignite_train.checkpoint.tensor_files import Snapshot, await_devices
@@ -64,6 +64,7 @@ class CheckpointWriter:
         self._snapshot = Snapshot()
         self._group: Any = None
         self._thread: threading.Thread | None = None  # of a save that may not be durable yet
+        self._process = os.getpid()  # which started it; a forked one does not have it
         self._durable = threading.Event()  # or failed
         self._removing: threading.Thread | None = None  # that of the save before, which may be busy with older ones
         self._error: BaseException | None = None
@@ -176,7 +177,7 @@ class CheckpointWriter:
         thread = threading.Thread(target=write, name=_THREAD, daemon=True)
         try:
             thread.start()  # before the copy: a thread that begins keeps the interpreter from this one for milliseconds
-            self._thread = thread
+            self._thread, self._process = thread, os.getpid()
             if is_beside:
                 contents = replace(contents, pieces=self._snapshot.take(contents.pieces))
             else:
@@ -197,6 +198,8 @@ class CheckpointWriter:
         Raises:
             CheckpointError: the latest save failed, on all ranks alike.
         """
+        if self._process != os.getpid():
+            self._thread = None
         if self._thread is None:
             return
         self._durable.wait()
@@ -212,6 +215,8 @@ class CheckpointWriter:
         self._failures += 1
         if not self.warns or not isinstance(error, CheckpointError):
             raise CheckpointError(str(error)) from error
+        if isinstance(error, LockTakenOverError):
+            raise error
         if is_last:
             raise CheckpointError(f"{error}; the run is over, and its last state is not on the disk") from error
         if self._failures >= self.give_up_after:
@@ -225,7 +230,7 @@ class CheckpointWriter:
 
     def abandon(self, patience_seconds: float) -> None:
         """After an exception: waits for a save that is still being written; its failure is only logged."""
-        if self._thread is None:
+        if self._thread is None or self._process != os.getpid():
             return
         if not self._durable.wait(patience_seconds):
             why = "the disk is slow, or other ranks do not answer"

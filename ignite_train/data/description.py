@@ -88,7 +88,7 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any], *, jumps: bool) -
     if _DRAWN not in before or _DRAWN not in now:
         keys = [key for key in keys if key != _DRAWN]
     refused = [_line(key, before, now) for key in keys if key not in harmless]
-    return refused, [_line(key, before, now) for key in keys if key in harmless and not (jumps and key == "batch_size")]
+    return refused, [_line(key, before, now) for key in keys if key in harmless]
 
 
 def attributes_of_samplers(loader: Iterable[Any]) -> dict[str, Any]:
@@ -198,7 +198,8 @@ def _has_fixed_order(described: Mapping[str, Any]) -> bool:
 
 def _line(key: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     if key == "order":
-        return f"order: {before.get(key, 'drawn')} -> {now.get(key, 'drawn')} (the version that wrote it can finish the epoch)"
+        orders = [each.get(key, "drawn") for each in (before, now)]
+        return f"order: {orders[0]!s:.60} -> {orders[1]} (the version that wrote it can finish the epoch)"
     if key == _DRAWN:
-        return f"{key}: {before[key]} -> {now[key]}"
-    return f"{key}: {before.get(key)!r} -> {now.get(key)!r}"
+        return f"{key}: {before[key]!s:.60} -> {now[key]!s:.60}"
+    return f"{key!s:.60}: {before.get(key)!r:.60} -> {now.get(key)!r:.60}"

@@ -5,14 +5,17 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sized
+from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol, runtime_checkable
 from weakref import WeakSet
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from ignite_train.arguments import COUNT, check_fields
 from ignite_train.data.description import Seekable, attributes_of_samplers, changes, describe_data, length_of
 from ignite_train.data.resumable_loader import ResumableLoader
+from ignite_train.errors import CheckpointError, TrainingError
 from ignite_train.model.random_state import (
     capture_random_state,
     generators_within,
@@ -142,7 +145,12 @@ class DataPosition:
         Raises:
             ValueError: another number of ranks wrote it and the loader cannot seek; or it is another loader, so that samples
                 would be missed or used twice.
+            CheckpointError: it cannot be the place in this loader.
         """
+        with self._refusing() if saved else nullcontext():
+            self._find(saved, skip)
+
+    def _find(self, saved: Mapping[str, Any], skip: int) -> None:
         self.release_workers()  # of a pass that was broken off before its first group
         self._compare(saved, in_epoch=skip > 0)
         if skip:
@@ -173,8 +181,22 @@ class DataPosition:
             self.hold_workers()
         if self._generators_before is not None:
             restore_random_state(self._generators_before)
-            self._set_own_generators(self._own_after)
+            with self._refusing():
+                self._set_own_generators(self._own_after)
             self._generators_before = None
+
+    @contextmanager
+    def _refusing(self) -> Iterator[None]:
+        """In it, an error of what was saved, which may come from any file, is a refusal."""
+        try:
+            yield
+        except (AttributeError, LookupError, TypeError, RuntimeError, OverflowError) as error:
+            if isinstance(error, TrainingError):
+                raise
+            raise CheckpointError(
+                f"the place in the data that was saved is not one of this {type(self._loader).__name__}: "
+                f"{type(error).__name__}: {' '.join(str(error).split()):.300}; start in another directory"
+            ) from error
 
     def hold_workers(self) -> None:
         """Refuses another pass over a loader with persistent workers, until `release_workers`.
@@ -259,7 +281,7 @@ class DataPosition:
         if harmless and collectives.is_main_rank():
             _logger.warning(f"the data has changed since the checkpoint: {', '.join(harmless)}")
         found = collectives.gather_objects(refused) if in_epoch and not accepted else []
-        reports = [f"{'; '.join(lines)} (rank {rank})" for rank, lines in enumerate(found) if lines]
+        reports = [f"{'; '.join(lines):.400} (rank {rank})" for rank, lines in enumerate(found) if lines]
         if reports:
             raise ValueError(
                 "data must be unchanged to resume in the middle of an epoch, or of a pass with epoch_length, got "
@@ -274,11 +296,12 @@ class DataPosition:
         if not isinstance(before, Mapping) or saved.get("world_size") != collectives.world_size():
             return []
         names = [", ".join(name for name in each if name.startswith("dataset.")) or "none" for each in (before, now)]
-        return [f"generators of the dataset: {names[0]} -> {names[1]}"] if names[0] != names[1] else []
+        return [f"generators of the dataset: {names[0]:.200} -> {names[1]:.200}"] if names[0] != names[1] else []
 
     def _go_to(self, saved: Mapping[str, Any]) -> None:
         same_ranks = saved.get("world_size", collectives.world_size()) == collectives.world_size()
         if self._seekable is not None and "samples" in saved:
+            check_fields("DataPosition", saved, {"samples": COUNT})
             self._first_sample = saved["samples"]
             self._seekable.seek(self._first_sample)
             self.jumps, self._own_after = True, saved["generators"] if same_ranks else {}
@@ -342,7 +365,11 @@ class DataPosition:
         """Says where a sampler of the user's own is not what it was at that place, since only its generators are put back."""
         before, now = saved.get("samplers", {}), attributes_of_samplers(self._loader)
         names = {**before, **now} if "samplers" in saved else {}
-        changed = [f"{name}: {before.get(name)!r} -> {now.get(name)!r}" for name in names if now.get(name) != before.get(name)]
+        changed = [
+            f"{name!s:.60}: {before.get(name)!r:.60} -> {now.get(name)!r:.60}"
+            for name in names
+            if now.get(name) != before.get(name)
+        ]
         if changed and self._stateful is None:
             _logger.warning(
                 f"the sampler is not as it was at this place of the data ({', '.join(changed)}), since its attributes are not "

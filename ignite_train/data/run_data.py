@@ -223,7 +223,7 @@ class RunData:
     def _sized(self, group: Sequence[Any]) -> Sequence[Any]:
         """The group, of which the state tells the size."""
         arrives = not isinstance(group, (list, tuple)) and isinstance(group, ArrivingGroup)  # an abstract class is asked slowly
-        self._state._group_size = group.known_size if arrives else len(group)  # type: ignore[attr-defined]
+        self._state.group_size = group.known_size if arrives else len(group)  # type: ignore[attr-defined]
         return group
 
 

@@ -245,8 +245,7 @@ class ForwardState:
         mark.arrays.roll_back()
         self._carried.replace(mark.carried)
         mark.random_state.restore()
-        left = {id(one) for one in stepped}
-        self._put_tensors_back(mark, left)
+        self._put_tensors_back(mark, [*stepped])
 
     # --- what there is --------------------------------------------------------------------------------------------------------
 
@@ -290,11 +289,15 @@ class ForwardState:
         return _Kept(tensor, tensor._version, alias, alias.clone() if is_copied else _norm(alias), not is_copied)
 
     @torch.no_grad()
-    def _put_tensors_back(self, mark: ForwardMark, left: set[int]) -> None:
-        lost = mark.places.moved()
-        for one in mark.kept:
-            if id(one.tensor) in left or not one.has_moved():
-                continue
+    def _put_tensors_back(self, mark: ForwardMark, stepped: Sequence[Tensor]) -> None:
+        left = {id(one) for one in stepped}
+        lost = [one for one in mark.places.moved() if id(one) not in left]
+        moved = [one for one in mark.kept if id(one.tensor) not in left and one.has_moved()]
+        # A module may hold the memory of its parameters in another tensor too, as one that packs them does.
+        memory = {_memory(one) for one in (*(one.alias for one in moved), *lost)}
+        shared = [one for one in stepped if _memory(one) in memory] if memory else []
+        values = [one.clone() for one in shared]
+        for one in moved:
             self._moving[id(one.tensor)] = one.tensor
             if one.is_norm:
                 lost.append(one.tensor)
@@ -302,8 +305,11 @@ class ForwardState:
             if _address(one.tensor) != _address(one.alias):
                 one.tensor.data = one.alias
             one.alias.copy_(one.values)
+        for parameter, value in zip(shared, values, strict=True):
+            parameter.data.copy_(value)  # which is no new version: it has not moved
         self._looks_at_values &= not mark.is_last_look
-        lost = [one for one in lost if id(one) not in left]
+        memory = {_memory(one) for one in shared}
+        lost = [one for one in lost if isinstance(one, nn.Parameter) or _memory(one) not in memory]
         if lost:
             name = self._names().get(id(lost[0]), "a tensor in an attribute")
             raise TrainingError(
@@ -332,6 +338,14 @@ def _address(tensor: Tensor) -> int:
         return tensor.data_ptr()
     except RuntimeError:
         return 0
+
+
+def _memory(tensor: Tensor) -> int:
+    """Where the memory begins that it has in common with its views; its own identity for one that has no such place."""
+    try:
+        return tensor.untyped_storage().data_ptr() or id(tensor)
+    except (NotImplementedError, RuntimeError):
+        return id(tensor)
 
 
 def _norm(tensor: Tensor) -> Tensor:

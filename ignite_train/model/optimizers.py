@@ -94,11 +94,14 @@ class InnerState:
     Args:
         outer: the one that the run steps.
         inner: the one inside.
+
+    Attributes:
+        shares_groups: whether they have the same list of groups, so that one that is added to either is in both.
     """
 
     def __init__(self, outer: Optimizer, inner: Optimizer) -> None:
         self.inner, self._outer = inner, outer
-        self._shares_groups = inner.param_groups is outer.param_groups
+        self.shares_groups = inner.param_groups is outer.param_groups
 
     def state_dict(self) -> dict[str, Any]:
         """That of the inner one."""
@@ -107,7 +110,7 @@ class InnerState:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """To be called after the outer one has loaded its own."""
         load_optimizer_state(self.inner, state_dict)
-        if self._shares_groups:
+        if self.shares_groups:
             self.inner.param_groups = self._outer.param_groups
 
 

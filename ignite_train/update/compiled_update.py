@@ -108,7 +108,7 @@ class CompiledUpdate(Update):
         self._step = CompiledStep(self.optimizer, self.model)
         self._forward_state = ForwardState(self.model, self.carried, without_first_look(self.forward))
         self._host_statistics = self.statistics if self.statistics.on_host else Statistics(torch.device("cpu"))
-        self._leftovers.statistics.append(self._host_statistics)
+        self.leftovers.statistics.append(self._host_statistics)
         # not without dimensions: torch 2.13 drops what AOTAutograd's graphs write into such an input on the CPU
         self._num_made = torch.zeros(1, dtype=torch.float64, device=self.statistics.device)
 
@@ -182,7 +182,7 @@ class CompiledUpdate(Update):
         """See `Update`. A graph leaves no gradients, and its step was made."""
         if not self.journal.moved:
             return super()._show_gradients(trainer, totals, decision)
-        output = self._record(totals, decision)
+        output = self.make_record(totals, decision)
         trainer.publish(output)
         return output
 
@@ -197,8 +197,8 @@ class CompiledUpdate(Update):
         mark = self._forward_state.mark(micro_batch)
         named = [(name, parameter) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
         with torch.compiler.set_stance("force_eager"):
-            output = self._forward(micro_batch)
-            loss, parameters = self._scaled(output.loss), [parameter for _, parameter in named]
+            output = self.run_forward(micro_batch)
+            loss, parameters = self.scaled_loss(output.loss), [parameter for _, parameter in named]
             gradients = torch.autograd.grad(loss, parameters, allow_unused=True) if named else ()
         self._forward_state.put_back(mark)
         used = frozenset([name for (name, _), one in zip(named, gradients, strict=True) if one is not None])
@@ -297,7 +297,7 @@ class CompiledUpdate(Update):
             self._hand_over(error, gathered, done)
             return done
         trainer.state.micro_batch_in_group = None
-        self._search.forward_draws = graphs.draw
+        self.search.forward_draws = graphs.draw
         return done + 1
 
     def _begin_micro_batch(self, trainer: Trainer, index: int) -> None:
@@ -306,9 +306,9 @@ class CompiledUpdate(Update):
 
     def _hand_over(self, error: CannotCompileError, gathered: Gathered | None, done: int) -> None:
         """Has this update go the way of `Update`, which finds what was gathered; and all later ones, if nothing will change."""
-        if not self._search.forward_draws:  # as far as graphs go
-            self._search.forward_draws = True
-            self._search.mark(self.loss_scaling.scale)
+        if not self.search.forward_draws:  # as far as graphs go
+            self.search.forward_draws = True
+            self.search.mark(self.loss_scaling.scale)
         self._obstacle = None if error.is_passing else error.reason
         self._say(error.reason)
         if gathered is None:

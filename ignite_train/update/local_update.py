@@ -112,18 +112,19 @@ class LocalUpdate(Update):
                 return "overflow" if self.loss_scaling.enabled else "nonfinite"
         return None if self._own.num_stepping else "no_samples"
 
-    def _record(self, totals: Totals, decision: Decision) -> UpdateOutput:
+    def make_record(self, totals: Totals, decision: Decision) -> UpdateOutput:
+        """As of any update, and how many ranks made no step."""
         skipping = 0 if decision.skipped_reason is not None else collectives.world_size() - self._own.num_stepping
-        return replace(super()._record(totals, decision), num_ranks_skipped=skipping)
+        return replace(super().make_record(totals, decision), num_ranks_skipped=skipping)
 
     def _step_or_skip(self, update: int, decision: Decision, output: UpdateOutput, micro_batches: Sequence[Any]) -> None:
         """Steps along the gradients of this rank, or changes nothing on it. No step is ever queued."""
         own, reason = self._own.decision, decision.skipped_reason
         if reason == "nonfinite" and self.options.on_nonfinite == "raise":
-            raise self._nonfinite_error(update, micro_batches, replace(output, grad_norm=math.nan))  # it is that of others
+            raise self.nonfinite_error(update, micro_batches, replace(output, grad_norm=math.nan))  # it is that of others
         has_overflowed = self.loss_scaling.enabled and self._own.num_not_finite > 0
-        scale_fell = has_overflowed and self._lower_scale(micro_batches, output)
-        self._failures.count(update, output, scale_fell=scale_fell)
+        scale_fell = has_overflowed and self.lower_scale(micro_batches, output)
+        self.failures.count(update, output, scale_fell=scale_fell)
         if reason is None and self._own.num_not_finite:
             self._warn_of_skipping_ranks(update)
         if own.skipped_reason is None:

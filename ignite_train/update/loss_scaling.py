@@ -122,14 +122,14 @@ class StaticLossScaling:
         return {"scale": self.scale}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes the scale over.
+        """Keeps its own scale, which is a setting of the script.
 
         Raises:
             ValueError: it is the state of another policy, or the scale is not a positive number.
         """
         if set(state_dict) != {"scale"}:
-            raise ValueError(f"StaticLossScaling state must have the key 'scale' alone, got {list(state_dict)}")
-        self.scale = real_number("scale", state_dict["scale"], above=0)
+            raise ValueError(f"StaticLossScaling state must have the key 'scale' alone, got {list(state_dict)!r:.80}")
+        real_number("scale", state_dict["scale"], above=0)
 
 
 class _DynamicLossScaling:
@@ -168,7 +168,9 @@ class _DynamicLossScaling:
             ValueError: it is the state of another policy, or the scale is not a positive number.
         """
         if set(state_dict) != set(self._saved):
-            raise ValueError(f"{type(self).__name__} state must have the keys {list(self._saved)}, got {list(state_dict)}")
+            raise ValueError(
+                f"{type(self).__name__} state must have the keys {list(self._saved)}, got {list(state_dict)!r:.80}"
+            )
         real_number("scale", state_dict["scale"], above=0)
         for name in self._saved[1:]:
             value, least = state_dict[name], -1 if name.startswith("last_") else 0

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ignite_train.arguments import describe
+from ignite_train.arguments import describe, settings_of
 from ignite_train.carried import Carried
 from ignite_train.data.arriving_group import ArrivingGroup
 from ignite_train.device.to_device import ToDevice
@@ -105,11 +105,11 @@ class Update:
     journal: Journal = field(init=False)
     buffers: Buffers = field(init=False)
     _counters: Counters = field(init=False)
-    _leftovers: Leftovers = field(init=False)
+    leftovers: Leftovers = field(init=False)
     _scale: Scale = field(init=False)
     _gradient_changes: GradientChanges = field(init=False)
-    _failures: FailuresInARow = field(init=False)
-    _search: NonFiniteSearch = field(init=False)
+    failures: FailuresInARow = field(init=False)
+    search: NonFiniteSearch = field(init=False)
     _closure_step: ClosureStep | None = None
     _num_placeholders: int = 0
     _first_scale: BeginsBySize | None = None  # the policy, if its first scale depends on the first update
@@ -121,7 +121,7 @@ class Update:
 
     def __post_init__(self) -> None:
         # What it gives its parts to call must not keep it, its model and its optimizer alive.
-        self._failures = FailuresInARow(self.options.give_up_after)
+        self.failures = FailuresInARow(self.options.give_up_after)
         self._guard = HandlerGuard(self.gradients, self.optimizer, keeps_graph=self.options.create_graph)
         first = FirstForward(self.forward, self._guard.forward, WeakMethod(self._check_forward), WeakMethod(self._set_forward))
         self.forward = first
@@ -132,7 +132,7 @@ class Update:
             scales_loss=self.loss_scaling.enabled,
             max_grad_norm=self.max_grad_norm,
         )
-        self._search = NonFiniteSearch(
+        self.search = NonFiniteSearch(
             reduction=self.reduction,
             gradients=self.gradients,
             carried=self.carried,
@@ -151,11 +151,11 @@ class Update:
         self.buffers = Buffers(self.reduction.module, are_marked=may_skip)
         self._counters, self._scale = Counters(self.state), Scale(self.loss_scaling)
         scale = [] if type(self.loss_scaling) is NoLossScaling else [self._scale]
-        self._leftovers = Leftovers(self.state, self.transfer, self.statistics)
+        self.leftovers = Leftovers(self.state, self.transfer, self.statistics)
         cleared = Cleared(self.gradients, are_kept=self.options.keep_gradients)
         # With a seed the numbers of an update are a function of it, and the generators are given back at each end.
-        random = RandomNumbers(self._search, self.loss_scaling) if self.seeding is None else Seeds(self.seeding)
-        parts = (self._counters, *scale, CarriedValues(self.carried), self.buffers, cleared, self._leftovers, random)
+        random = RandomNumbers(self.search, self.loss_scaling) if self.seeding is None else Seeds(self.seeding)
+        parts = (self._counters, *scale, CarriedValues(self.carried), self.buffers, cleared, self.leftovers, random)
         return Journal(parts, self.stepping.watch)
 
     def _new_closure_step(self, optimizer: Optimizer) -> ClosureStep:
@@ -168,7 +168,7 @@ class Update:
             statistics=self.statistics,
             carried=self.carried,
             state=self.state,
-            forward=WeakMethod(self._forward),
+            forward=WeakMethod(self.run_forward),
             backward=WeakMethod(self._run_backward),
             decide=WeakMethod(self._decide),
             normalize=self.options.normalize,
@@ -227,7 +227,7 @@ class Update:
 
     def mark_everything(self) -> None:
         """See `Process`."""
-        self.buffers.are_marked = self._search.marks_always = True
+        self.buffers.are_marked = self.search.marks_always = True
         self._chosen_by = None
 
     @property
@@ -235,23 +235,37 @@ class Update:
         """See `Process`."""
         return self.buffers.are_spoilt
 
+    @property
+    def config(self) -> dict[str, Any]:
+        """The class and the settings of the loss scaling, where there is one, in plain types; see `Trainer.config`."""
+        policy = self.loss_scaling
+        return {"loss_scaling": {"class": type(policy).__name__, **settings_of(policy)}} if policy.enabled else {}
+
     def state_dict(self) -> dict[str, Any]:
         """What an update remembers of those before it: the loss scaling, and how many in a row failed."""
-        return {"loss_scaling": self.loss_scaling.state_dict(), "in_a_row": self._failures.state_dict()}
+        state = {"loss_scaling": self.loss_scaling.state_dict(), "in_a_row": self.failures.state_dict()}
+        return state | ({"scaled_by": type(self.loss_scaling).__name__} if self.loss_scaling.enabled else {})
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes it over.
+        """Takes it over. The scale starts fresh where the state has none.
 
         Raises:
-            ValueError: it is not the state of an update, or the loss scaling's is not of this policy.
+            ValueError: it is not the state of an update, or another class of loss scaling wrote it.
         """
         if not isinstance(state_dict, Mapping) or "loss_scaling" not in state_dict:
             raise ValueError(f"state_dict['update'] must be a mapping with the key loss_scaling, got {describe(state_dict)}")
         counts = state_dict.get("in_a_row", {})  # a checkpoint of an earlier version has none
         FailuresInARow(None).load_state_dict(counts)  # an error leaves both as they are
-        self.loss_scaling.load_state_dict(state_dict["loss_scaling"])
+        mine = type(self.loss_scaling).__name__
+        if self.loss_scaling.enabled and state_dict["loss_scaling"] != {}:  # as it is without a loss scaling
+            if (wrote := state_dict.get("scaled_by", mine)) != mine:
+                raise ValueError(
+                    f"{wrote!s:.60} wrote the scale of the loss, and this run has {mine}; pass the loss_scaling that it had, "
+                    "or start with a fresh scale by Checkpoint(..., leave_out=('loss_scaling',))"
+                )
+            self.loss_scaling.load_state_dict(state_dict["loss_scaling"])
         self.buffers.are_spoilt = False
-        self._failures.load_state_dict(counts)
+        self.failures.load_state_dict(counts)
 
     def _choose(self, trainer: Trainer) -> None:
         """Chooses what the handlers that are attached need. Asked again whenever others are."""
@@ -262,7 +276,7 @@ class Update:
     def _begin(self, trainer: Trainer, micro_batches: Sequence[Any]) -> None:
         if self.seeding is not None:
             self.seeding.begin(trainer.state.iteration)
-            self._search.mark(self.loss_scaling.scale)
+            self.search.mark(self.loss_scaling.scale)
             if isinstance(micro_batches, ArrivingGroup):
                 micro_batches.drawing = self.seeding.outside
         if self.options.train_mode and not self.reduction.module.training:
@@ -286,7 +300,7 @@ class Update:
                 # One part, unless the micro-batch had to be cut to fit into memory.
                 for part in (micro_batch,) if recovery is None else recovery.parts(micro_batch):
                     with _NOTHING if recovery is None else recovery.attempt(part):
-                        state.forward_output = self._forward(part)
+                        state.forward_output = self.run_forward(part)
                         self.statistics.add(state.forward_output)
                         if self._is_guarded or trainer.handlers_token is not self._chosen_by:
                             self._fire(trainer, _FORWARD_COMPLETED)
@@ -297,7 +311,7 @@ class Update:
                         if last and sends_early:
                             # All sums are known before backward. Sent now, they arrive while it runs, ahead of its gradients.
                             self.reduction.begin(trainer.outgoing(), self.statistics, self.gradients, state.forward_output.loss)
-                        self.backward(self._scaled(state.forward_output.loss), retain_graph=retains, create_graph=creates)
+                        self.backward(self.scaled_loss(state.forward_output.loss), retain_graph=retains, create_graph=creates)
                         # The next backward adds to these gradients in place, which must not reach those of another parameter.
                         self.gradients.separate()
                         for callback in trainer.moments.on_backward:
@@ -369,7 +383,7 @@ class Update:
 
         They may set the learning rates too, and so may the output transform: those that the step finds are in the record.
         """
-        output = self._record(totals, decision)
+        output = self.make_record(totals, decision)
         trainer.publish(output)
         if totals.num_out_of_memory:
             trainer.fire_event(TrainEvents.OUT_OF_MEMORY)
@@ -381,7 +395,8 @@ class Update:
             output = trainer.amend(replace(output, learning_rates=rates))
         return output
 
-    def _record(self, totals: Totals, decision: Decision) -> UpdateOutput:
+    def make_record(self, totals: Totals, decision: Decision) -> UpdateOutput:
+        """The record of an update whose sums and decision are known."""
         return UpdateOutput.from_update(
             loss=decision.loss,
             sample_size=totals.sample_size,
@@ -403,9 +418,9 @@ class Update:
         reason, moved = decision.skipped_reason, bool(self.stepping.watch.entered)
         assert reason is None or not moved  # noqa: S101  # host and device decide from the same numbers
         if reason == "nonfinite" and self.options.on_nonfinite == "raise":
-            raise self._nonfinite_error(update, micro_batches, output)
-        scale_fell = reason == "overflow" and self._lower_scale(micro_batches, output)
-        self._failures.count(update, output, scale_fell=scale_fell)
+            raise self.nonfinite_error(update, micro_batches, output)
+        scale_fell = reason == "overflow" and self.lower_scale(micro_batches, output)
+        self.failures.count(update, output, scale_fell=scale_fell)
         if reason is None and not moved:
             self.learning_rates.check(output.learning_rates)
             self.gradients.refuse_dropped()
@@ -443,7 +458,7 @@ class Update:
         if isinstance(error, torch.OutOfMemoryError) and self.recovery is None and self.state.micro_batch_in_group is not None:
             advise(error)
         if isinstance(error, FloatingPointError):
-            self._search.explain(error, micro_batches, self.loss_scaling.scale)
+            self.search.explain(error, micro_batches, self.loss_scaling.scale)
         if isinstance(error, RuntimeError) and (sparse := self.gradients.first_sparse()) is not None:
             raise SparseGradientError(sparse) from None
 
@@ -456,7 +471,8 @@ class Update:
     def _set_forward(self, forward: BoundForward) -> None:
         self.forward = forward
 
-    def _forward(self, micro_batch: Any) -> ForwardOutput:
+    def run_forward(self, micro_batch: Any) -> ForwardOutput:
+        """Runs the user's function on a micro-batch, which is copied to the device first, and checks the result."""
         with self.precision.autocast():
             output = as_forward_output(self.forward(self.model, self.transfer(micro_batch)))
         if self._agrees_on_scale:
@@ -475,38 +491,39 @@ class Update:
         self._first_scale.begin(total)
 
     def _run_backward(self, output: ForwardOutput) -> None:
-        options, loss = self.options, self._scaled(output.loss)
+        options, loss = self.options, self.scaled_loss(output.loss)
         self.backward(loss, retain_graph=options.retain_graph or options.create_graph, create_graph=options.create_graph)
 
     def _run_placeholder(self, trainer: Trainer, *, last: bool) -> None:
         """In place of a micro-batch that this rank does not have: joins the collectives of the other ranks, in their order."""
         trainer.begin_section("reduction")
         with self.reduction.context(last=last):
-            zero = self.reduction.run_placeholder(lambda micro_batch: self._forward(micro_batch).loss)
+            zero = self.reduction.run_placeholder(lambda micro_batch: self.run_forward(micro_batch).loss)
             if self._agrees_on_scale:
                 self._agree_on_scale(0.0)
             if last:
                 self.reduction.begin(trainer.outgoing(), self.statistics, self.gradients, zero)
             torch.autograd.backward(zero)
 
-    def _scaled(self, loss: Tensor) -> Tensor:
+    def scaled_loss(self, loss: Tensor) -> Tensor:
+        """The loss times the loss scale, for backward."""
         if not loss.requires_grad:
             raise ForwardContractError("the loss that forward returned has no graph; return it without .detach() or no_grad()")
         return loss if self.loss_scaling.scale == 1.0 else loss * self.loss_scaling.scale
 
-    def _lower_scale(self, micro_batches: Sequence[Any], output: UpdateOutput) -> bool:
+    def lower_scale(self, micro_batches: Sequence[Any], output: UpdateOutput) -> bool:
         """Tells the loss scaling of an overflow, and says whether the scale fell. At its floor all ranks look for the cause."""
         before = self.loss_scaling.scale
         try:
             return self._scale.overflow()
         except LossScaleFloorError as error:
-            if not self._search.has_mark(before):
+            if not self.search.has_mark(before):
                 raise
             found, absent = self._find_nonfinite(micro_batches, output)
             found += tuple(f"rank {rank} saw no overflow" for rank in absent)
             raise LossScaleFloorError(error.loss_scale, error.floor, found) from None
 
-    def _nonfinite_error(self, update: int, micro_batches: Sequence[Any], output: UpdateOutput) -> NonFiniteError:
+    def nonfinite_error(self, update: int, micro_batches: Sequence[Any], output: UpdateOutput) -> NonFiniteError:
         """The error that ends the run. Forward may have left a NaN where it stays, such as in running statistics."""
         error = NonFiniteError(update, output.loss, output.grad_norm, *self._find_nonfinite(micro_batches, output))
         if (name := spoilt_buffer(self.reduction.module)) is not None:
@@ -517,7 +534,7 @@ class Update:
         return error
 
     def _find_nonfinite(self, micro_batches: Sequence[Any], output: UpdateOutput) -> tuple[tuple[str, ...], tuple[int, ...]]:
-        return self._search(micro_batches, self._num_placeholders, loss_is_finite=math.isfinite(output.loss))
+        return self.search(micro_batches, self._num_placeholders, loss_is_finite=math.isfinite(output.loss))
 
     def _loss_without_wrapper(self, micro_batch: Any, index: int | None = None) -> Tensor:
         """The loss of a micro-batch that is run again, times the loss scale; `index` in the group, None for a placeholder."""

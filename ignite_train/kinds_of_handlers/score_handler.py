@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 from ignite.engine import Engine, Events
 
-from ignite_train.arguments import describe, did_you_mean
+from ignite_train.arguments import COUNT, TEXT, check_fields, describe, did_you_mean, optional
 from ignite_train.engine.dispatch import Dispatcher
-from ignite_train.handler.handler import Handler
+from ignite_train.kinds_of_handlers.handler import Handler
 from ignite_train.metrics import refuse_other_mode, score_mode
 from ignite_train.ranks import collectives
 from ignite_train.trainer import Trainer
@@ -76,8 +76,9 @@ class ScoreHandler(Handler):
         """Restores it.
 
         Raises:
-            ValueError: the same score was ranked in the other direction.
+            ValueError: something in it is not what `state_dict()` gives; or the same score was ranked in the other direction.
         """
+        check_fields(type(self).__name__, state_dict, {"latest_update": optional(COUNT), "score": TEXT, "mode": TEXT})
         refuse_other_mode(self.score, self.mode, state_dict["score"], state_dict["mode"])
         self._latest_update = state_dict["latest_update"]
 

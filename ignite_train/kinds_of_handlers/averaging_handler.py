@@ -12,11 +12,11 @@ from ignite.engine import RemovableEventHandle
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ignite_train.arguments import check_same_model, describe
+from ignite_train.arguments import COUNT, MAPPING, check_fields, check_same_model, describe
 from ignite_train.engine.dispatch import attached
 from ignite_train.evaluation.evaluator import Evaluator
 from ignite_train.events import Event, TrainEvents
-from ignite_train.handler.handler import Handler
+from ignite_train.kinds_of_handlers.handler import Handler
 from ignite_train.model.averaged_tensors import (
     averaged_statistics,
     averaged_tensors,
@@ -146,9 +146,10 @@ class AveragingHandler(Handler):
         """Restores the averages and their number.
 
         Raises:
-            ValueError: it is of another model; nothing is changed.
+            ValueError: it is of another model, or something in it is not what `state_dict()` gives; nothing is changed.
         """
         self._attached()
+        check_fields(type(self).__name__, state_dict, {"num_updates": COUNT, "model": MAPPING})
         saved = state_dict["model"]
         check_same_model(saved, self._averages)
         self.num_updates = state_dict["num_updates"]

@@ -12,7 +12,7 @@ from ignite.engine import Engine, Events, RemovableEventHandle
 
 from ignite_train.arguments import one_of
 from ignite_train.events import Event, every
-from ignite_train.handler.handler import Handler
+from ignite_train.kinds_of_handlers.handler import Handler
 from ignite_train.metrics import grouped_metric, grouped_metrics, single_metrics
 from ignite_train.ranks import collectives
 from ignite_train.trainer import Trainer
