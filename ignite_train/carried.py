@@ -59,7 +59,7 @@ class Carried(UserDict[Any, Any]):
 
     def begin_update(self) -> None:
         """Remembers the values, for `rewind` and `roll_back`."""
-        self._before = _copies(self.data)
+        self._before = _copies(self.data) if self.data else {}
 
     def end_update(self) -> None:
         """Keeps what the update has made of them."""

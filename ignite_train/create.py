@@ -55,7 +55,7 @@ from ignite_train.update.local_update import LocalUpdate
 from ignite_train.update.loss_scaling import LossScaling, NoLossScaling, TorchLossScaling
 from ignite_train.update.norm_limits import NormLimits
 from ignite_train.update.options import UpdateOptions
-from ignite_train.update.out_of_memory import RaiseOutOfMemory, RecoverFromOutOfMemory, Recovery
+from ignite_train.update.out_of_memory import RecoverFromOutOfMemory
 from ignite_train.update.queued_step import QueuedStep
 from ignite_train.update.sparse_gradients import refuse_sparse_gradients
 from ignite_train.update.update import Update
@@ -502,9 +502,9 @@ def _recovery(
     statistics: Statistics,
     carried: Carried,
     forward: BoundForward,
-) -> Recovery:
+) -> RecoverFromOutOfMemory | None:
     if on_out_of_memory == "raise":
-        return RaiseOutOfMemory()
+        return None
     if isinstance(reduction, PlaceholderReduction):
         raise ValueError(
             f"on_out_of_memory must be 'raise' with uneven='replay', got {on_out_of_memory!r}: a rank that drops or splits a "

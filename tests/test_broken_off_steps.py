@@ -90,7 +90,8 @@ def train(trainer: Trainer) -> None:
 def outcome(trainer: Trainer, model: nn.Module) -> list[Any]:
     state = trainer.state
     counters = [state.iteration, state.num_steps, state.num_skipped, state.num_micro_batches, state.carried["count"].item()]
-    return [counters, trainer._update.state_dict(), *(parameter.tolist() for parameter in model.parameters())]
+    update = {**trainer._update.state_dict(), "scaled_by": ""}  # the policy that raises has a name of its own
+    return [counters, update, *(parameter.tolist() for parameter in model.parameters())]
 
 
 @pytest.mark.parametrize(
@@ -114,8 +115,8 @@ def test_a_run_that_continues_makes_each_step_once(device: str, site: str, steps
         train(trainer)
     counters = trainer.state.iteration, trainer.state.num_steps, trainer.state.num_micro_batches
     assert counters == (steps, steps, 2 * steps)
-    assert len(queued) == (BROKEN - 1 if site == "sums" else BROKEN)
-    assert all(queued) == (device == "accelerator")
+    number = BROKEN - 1 if site == "sums" else BROKEN
+    assert queued == [True] * (number if device == "accelerator" else 0)
     train(trainer)
     undisturbed = make(None)
     train(undisturbed[0])
@@ -138,7 +139,7 @@ def test_a_step_that_a_failed_device_cannot_tell_of_is_not_counted(monkeypatch: 
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """For each update whose numbers are read, whether its step was queued."""
+    """For each update whose numbers are read from a device, whether its step was queued."""
     found: list[bool] = []
     ordinary: Callable[..., Any] = QueuedStep.__call__
 

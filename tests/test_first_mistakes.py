@@ -181,6 +181,18 @@ def test_a_gradient_that_is_changed_too_early(name: str) -> None:
     assert model.weight.grad is None
 
 
+@pytest.mark.parametrize("event", ["BACKWARD_COMPLETED", "GRADIENTS_READY"])
+def test_a_handler_that_is_attached_within_the_update_is_watched_too(event: str) -> None:
+    _, _, trainer = make(summed)
+
+    @trainer.on(TrainEvents.MICRO_BATCH_STARTED(once=2))
+    def attach(trainer: Trainer) -> None:
+        trainer.add_event_handler(EVENTS[event], clip)
+
+    with pytest.raises(GradientAccessError, match=f"a handler of {event} must not change gradients"):
+        trainer.run(DATA)
+
+
 @pytest.mark.parametrize("event", [*EVENTS.values(), TrainEvents.GRADIENTS_REDUCED], ids=lambda event: event.name)
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_step_in_a_handler(event: Any, fused: bool) -> None:

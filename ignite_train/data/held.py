@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from operator import is_
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -17,7 +18,9 @@ __all__ = ["Held"]
 _MOST_PARTS = 64  # of a micro-batch are looked at
 _CHUNKS, _CHUNK_BYTES = 8, 128  # of the contents of an array
 _FEW_BYTES = 1024  # are compared in full
-_Part = tuple[Any, int, int, bytes]  # an object, which is kept so that no other gets its identity; address, version, contents
+# The objects of a micro-batch, kept so that no other gets the identity of one; and of each address, version and contents.
+_Parts = tuple[list[Any], list[tuple[int, int, bytes]]]
+_NO_MEMORY = 0, 0, b""
 _OPAQUE = (str, bytes, int, float, complex, type, FunctionType, ModuleType, nn.Module)
 
 
@@ -35,7 +38,9 @@ class Held:
     """
 
     def __init__(self, micro_batches: Iterable[Any] = ()) -> None:
-        self._noted = [(micro_batch, _parts(micro_batch)) for micro_batch in micro_batches]
+        self._noted: list[tuple[Any, _Parts]] = []
+        for micro_batch in micro_batches:
+            self.add(micro_batch)
 
     def add(self, micro_batch: Any) -> None:
         """Notes one that was read."""
@@ -63,36 +68,47 @@ class Held:
                 raise _changed_error()
 
 
-def _parts(micro_batch: Any) -> list[_Part]:
-    """The objects that a micro-batch is made of: containers, what they hold, and the attributes of other objects."""
-    found, seen, left = list[_Part](), set[int](), [micro_batch]
+def _parts(micro_batch: Any) -> _Parts:
+    """The objects that a micro-batch is made of: containers, what they hold, and the attributes of other objects.
+
+    It is asked twice for each micro-batch, so usual containers and usual tensors cost no call of their own.
+    """
+    found, facts, seen, left = list[Any](), list[tuple[int, int, bytes]](), set[int](), [micro_batch]
     while left and len(found) < _MOST_PARTS:
         value = left.pop()
-        if isinstance(value, Tensor):
-            found.append(_of_tensor(value))
+        found.append(value)
+        kind = type(value)
+        if kind is Tensor or isinstance(value, Tensor):
+            facts.append(_of_tensor(value))
         elif isinstance(value, np.ndarray):
             strides = None if value.flags.c_contiguous else list(value.strides)
             address = value.ctypes.data
-            found.append((value, address, 0, _sample(address, value.shape, value.itemsize, strides) if value.size else b""))
+            facts.append((address, 0, _sample(address, value.shape, value.itemsize, strides) if value.size else b""))
         else:
-            found.append((value, 0, 0, b""))
+            facts.append(_NO_MEMORY)
             if value is None or isinstance(value, _OPAQUE) or id(value) in seen:
                 continue
             seen.add(id(value))
-            left += _within(value)
-    return found
+            left += value if kind is tuple and len(value) < _MOST_PARTS else _within(value)
+    return found, facts
 
 
-def _of_tensor(tensor: Tensor) -> _Part:
+def _of_tensor(tensor: Tensor) -> tuple[int, int, bytes]:
     version = 0 if tensor.is_inference() else tensor._version
     if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta:
-        return tensor, 0, version, b""
+        return 0, version, b""
     address = tensor.data_ptr()
-    if not (tensor.is_cpu and tensor.numel()):
-        return tensor, address, version, b""
+    if not tensor.is_cpu:
+        return address, version, b""
+    if tensor.is_contiguous():
+        num_bytes = tensor.nbytes
+        if num_bytes <= _FEW_BYTES:
+            return address, version, ctypes.string_at(address, num_bytes) if num_bytes else b""
+        return address, version, _sample(address, (num_bytes,), 1, None)
+    if not tensor.numel():
+        return address, version, b""
     size = tensor.element_size()
-    strides = None if tensor.is_contiguous() else [size * stride for stride in tensor.stride()]
-    return tensor, address, version, _sample(address, tensor.shape, size, strides)
+    return address, version, _sample(address, tensor.shape, size, [size * stride for stride in tensor.stride()])
 
 
 def _within(value: Any) -> Iterable[Any]:
@@ -107,17 +123,22 @@ def _within(value: Any) -> Iterable[Any]:
     return variables.values()
 
 
-def _same(ones: list[_Part], others: list[_Part]) -> bool:
-    return len(ones) == len(others) and all(
-        one[1:] == other[1:] and (one[0] is other[0] or (isinstance(one[0], _OPAQUE) and one[0] == other[0]))
-        for one, other in zip(ones, others, strict=True)
-    )
+def _same(ones: _Parts, others: _Parts) -> bool:
+    """Whether the facts are the same, and the objects too; of numbers, strings and the like equal ones are."""
+    if ones[1] != others[1] or len(ones[0]) != len(others[0]):
+        return False
+    if all(map(is_, ones[0], others[0])):
+        return True
+    pairs = zip(ones[0], others[0], strict=True)
+    return all(one is other or (isinstance(one, _OPAQUE) and one == other) for one, other in pairs)
 
 
-def _marks(parts: list[_Part]) -> set[tuple[str, int]]:
-    """Keys of the objects and memory in a micro-batch: two micro-batches with a common key share something."""
-    own = [part for part in parts if part[0] is not None and not isinstance(part[0], _OPAQUE)]
-    return {("object", id(part[0])) for part in own} | {("address", part[1]) for part in own if part[1]}
+def _marks(parts: _Parts) -> set[tuple[str, int]]:
+    """What another micro-batch has too if it has an object, or its memory, in common with this one."""
+    own = [
+        (part, address) for part, (address, _, _) in zip(*parts, strict=True) if not isinstance(part, (*_OPAQUE, type(None)))
+    ]
+    return {("object", id(part)) for part, _ in own} | {("address", address) for _, address in own if address}
 
 
 def _sample(address: int, shape: Sequence[int], size: int, strides: Sequence[int] | None) -> bytes:

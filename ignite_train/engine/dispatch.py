@@ -79,9 +79,14 @@ class Dispatcher(Engine):
 
     Args:
         process: called with the engine and a batch; what it returns becomes `state.output`.
+
+    Attributes:
+        handlers_token: another object whenever a handler was attached or removed, so that what was chosen by the handlers that
+            there are is chosen again. It is no counter, which a trainer that is put back would count twice.
     """
 
     def __init__(self, process: Callable[[Any, Any], Any]) -> None:
+        self.handlers_token = object()
         self._registered: set[str] = set()
         self._stateful: dict[str, Stateful] = {}  # handlers with a state to save, by the name of their class
         self._stages: dict[Any, list[tuple[Callable[..., Any], Stage]]] = {}  # by event, for handlers that do not react
@@ -104,6 +109,7 @@ class Dispatcher(Engine):
         if isinstance(event_name, EventsList):  # Ignite calls this method again for each of them
             return super().add_event_handler(event_name, handler, *args, **kwargs)
         handle = super().add_event_handler(event_name, handler, *args, **kwargs)
+        self.handlers_token = object()
         self._move_to_stage(self._event_handlers[event_name], self._stages.setdefault(event_name, []))
         _list_stateful(self._stateful, handler)
         return handle
@@ -111,6 +117,7 @@ class Dispatcher(Engine):
     def remove_event_handler(self, handler: Callable[..., Any], event_name: Any) -> None:
         """As in Ignite. An object of which nothing is attached any more is no longer saved."""
         super().remove_event_handler(handler, event_name)
+        self.handlers_token = object()
         owner = _owner(handler)
         listed = {name: entry for name, entry in self._stateful.items() if entry is not owner}
         if len(listed) < len(self._stateful) and all(_owner(other) is not owner for _, other, _ in attached(self)):

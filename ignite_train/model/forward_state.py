@@ -177,7 +177,8 @@ class ForwardState:
         they have been seen to move, and that is looked at in the updates 1, 2, 4, 8, ....
         """
         if self._latest_look is not None:
-            self._drawn |= {id(one): one for one in self._latest_look.moved()}
+            moved = self._latest_look.moved()
+            self._drawn.update(zip(map(id, moved), moved, strict=True))
             self._latest_look = None
         self._num_updates += 1
         is_look = _is_power_of_two(self._num_updates)

@@ -54,12 +54,15 @@ class FusedKernels:
         gradients: those of its parameters.
         tensors: which of the groups' tensors have been looked at.
         said: what has been said in the log, also by the objects of optimizers around this one.
+
+    Attributes:
+        unfused: the groups whose kernel is not used in the step to come. Without any, it need not stand in this context.
     """
 
     def __init__(self, optimizer: Optimizer, gradients: Gradients, tensors: GroupTensors, said: set[str]) -> None:
         self._optimizer, self._gradients, self._tensors = optimizer, gradients, tensors
         self._avoided: set[int] = set()  # indices of the groups whose kernel is not used any more
-        self._unfused: list[dict[str, Any]] = []  # the groups whose kernel is not used in the step to come
+        self.unfused: list[dict[str, Any]] = []
         self._switched_off: list[dict[str, Any]] = []  # while it steps
         self._obstacle: str | None = None
         self._said = said
@@ -74,7 +77,7 @@ class FusedKernels:
             groups: what the step is about, as `gather` gave it. A gradient that is copied is replaced there too.
         """
         if not groups:
-            self._unfused = []
+            self.unfused = []
             return None
         if not self._tensors.are_known(groups):
             self._look(groups)
@@ -83,7 +86,7 @@ class FusedKernels:
 
     def __enter__(self) -> None:
         """The optimizer steps, in the way that `why_not_fused` has found."""
-        self._switched_off = self._unfused
+        self._switched_off = self.unfused
         for group in self._switched_off:
             group["fused"] = None
 
@@ -104,7 +107,7 @@ class FusedKernels:
         self.__enter__()
 
     def _look(self, groups: Sequence[SteppedGroup]) -> None:
-        self._unfused, self._obstacle = [], None
+        self.unfused, self._obstacle = [], None
         for stepped in groups:
             index, group, parameters, _, _ = stepped
             self._check_kernel(index, group, parameters)
@@ -117,7 +120,7 @@ class FusedKernels:
                 self._lay_out(stepped)
 
     def _avoid(self, group: dict[str, Any], why: str) -> None:
-        self._unfused.append(group)
+        self.unfused.append(group)
         self._obstacle = self._obstacle or why
 
     def _check_kernel(self, index: int, group: dict[str, Any], parameters: Sequence[nn.Parameter]) -> None:

@@ -312,11 +312,11 @@ def _is_plain(gradient: Tensor) -> bool:
 def _by_kind(gradients: list[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
     """Sorts them by device and dtype; mostly they are of one kind."""
     kind_of_each = [*zip(map(_DEVICE, gradients), map(_DTYPE, gradients), strict=True)]
-    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {kind: [] for kind in kind_of_each}
-    if len(kinds) == 1:
-        return dict.fromkeys(kinds, gradients)
+    if len({*kind_of_each}) == 1:
+        return {kind_of_each[0]: gradients}
+    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for kind, gradient in zip(kind_of_each, gradients, strict=True):
-        kinds[kind].append(gradient)
+        kinds.setdefault(kind, []).append(gradient)
     return kinds
 
 

@@ -78,6 +78,8 @@ def gather(optimizer: Optimizer) -> list[SteppedGroup]:
                 ]
                 gradients = [gradient for gradient in gradients if gradient is not None]
             found.append(SteppedGroup(index, group, parameters, gradients, []))
+    if not found:
+        return found
     every = found[0].parameters if len(found) == 1 else [*chain(*[stepped.parameters for stepped in found])]
     states = _states(optimizer.state, every)
     for stepped in found:

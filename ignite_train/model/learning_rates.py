@@ -39,8 +39,11 @@ class LearningRates:
 
     def __call__(self) -> tuple[float, ...]:
         """The rates as they are now. Waits for the device only for one that was set there since they were learned."""
-        rates = [group["lr"] for group in self._optimizer.param_groups]
-        return tuple([rate if type(rate) is float else self._number(index, rate) for index, rate in enumerate(rates)])
+        rates = []
+        for index, group in enumerate(self._optimizer.param_groups):
+            rate = group["lr"]
+            rates.append(rate if type(rate) is float else self._number(index, rate))
+        return tuple(rates)
 
     def check(self, rates: Sequence[float]) -> None:
         """Sees to it that `rates`, which are those of the groups, are finite.

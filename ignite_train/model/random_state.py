@@ -11,6 +11,8 @@ import hashlib
 import random
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import compress
+from operator import not_
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -70,7 +72,7 @@ class RandomState:
     def __init__(self, devices: torch.device | Sequence[torch.device], generators: Sequence[Generator] | None = None) -> None:
         self._devices = [devices] if isinstance(devices, torch.device) else devices
         self._generators = [torch.default_generator, *([PYTHON] if generators is None else generators)]
-        self._states = [get_generator_state(one) for one in self._generators]
+        self._states = [*map(get_generator_state, self._generators)]
         self._on_devices: list[tuple[ModuleType, torch.device, Tensor]] = []
         for device in self._devices:
             if device.type != "cpu":
@@ -100,8 +102,8 @@ class RandomState:
 
     def moved(self) -> list[Generator]:
         """Those of the generators that have been drawn from since; those of devices are left out."""
-        pairs = zip(self._generators, self._states, strict=True)
-        return [one for one, state in pairs if not _are_alike(get_generator_state(one), state)]
+        alike = map(_are_alike, map(get_generator_state, self._generators), self._states)
+        return [*compress(self._generators, map(not_, alike))]
 
 
 def capture_random_state(*, accelerators: bool = True) -> dict[str, Any]:
@@ -278,7 +280,13 @@ def _are_alike(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor):
         return torch.equal(one, other)
     if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_are_alike(value, other[key]) for key, value in one.items())
+        if one.keys() != other.keys():
+            return False
+        for key, value in one.items():
+            is_one = isinstance(value, (Tensor, np.ndarray, dict))
+            if not (_are_alike(value, other[key]) if is_one else value == other[key]):
+                return False
+        return True
     return bool(np.array_equal(one, other)) if isinstance(one, np.ndarray) else bool(one == other)
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from itertools import chain
-from operator import is_
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, suppress
+from itertools import repeat
+from operator import attrgetter, is_, is_not
 from typing import Any
 
 import torch
@@ -17,6 +17,8 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 from ignite_train.model.optimizers import Optimizers, each_optimizer, is_torchs, is_wrapped_by_scheduler
 
 __all__ = ["StepWatch"]
+
+_GRADIENT, _VERSION = attrgetter("grad"), attrgetter("_version")
 
 
 class StepWatch:
@@ -30,44 +32,47 @@ class StepWatch:
 
     Args:
         optimizer: whose steps, or those of several optimizers.
+
+    Attributes:
+        entered: the optimizers that have moved something, and whether their step has returned. Empty where nothing has moved;
+            while a device decides, `moved` asks it.
     """
 
     def __init__(self, optimizer: Optimizer | Optimizers) -> None:
         named = {"optimizer": optimizer} if isinstance(optimizer, Optimizer) else optimizer.labelled
-        self._watched = {one: _Watched(one) for one in named.values()}
         self._labels: Mapping[Optimizer, str] = {one: label for label, one in named.items()}
-        self._moved: dict[Optimizer, bool] = {}  # of the optimizers that have moved something, whether their step has returned
+        self.entered: dict[Optimizer, bool] = {}
+        self._watched = {one: _Watched(one, self.entered) for one in named.values()}
         self._ask_device: Callable[[], bool] | None = None
 
     def begin(self) -> None:
         """Nothing has moved in the update that begins."""
-        if self._moved:
-            self._moved = {}
+        self.entered.clear()
         self._ask_device = None
 
     @property
     def moved(self) -> bool:
         """Whether something has moved. Waits for the device, if it decides about a step whose numbers have not been read."""
-        if self._ask_device is not None and self._moved:
+        if self._ask_device is not None and self.entered:
             ask, made = self._ask_device, False
             # A device that has failed cannot tell, and counts as not having made the step.
             with suppress(RuntimeError):
                 made = ask()
             self._ask_device = None
             if not made:
-                self._moved = {}
-        return bool(self._moved)
+                self.entered.clear()
+        return bool(self.entered)
 
     def enter(self, optimizer: Optimizer) -> None:
         """A kernel is about to be called directly, with arguments that were looked at: what raises from here on has moved.
 
         It is one entry in a dict, and not the versions of all tensors, since this step is made to be quick.
         """
-        self._moved[optimizer] = False
+        self.entered[optimizer] = False
 
     def leave(self, optimizer: Optimizer) -> None:
         """The step that was entered has returned."""
-        self._moved[optimizer] = True
+        self.entered[optimizer] = True
 
     def leave_to_device(self, ask: Callable[[], bool]) -> None:
         """The device decides whether the steps to come move something; `ask` tells until `decided` is called. It may wait."""
@@ -77,36 +82,23 @@ class StepWatch:
         """The host knows now what the device has decided."""
         self._ask_device = None
         if not moved:
-            self._moved = {}
+            self.entered.clear()
 
     def take_back(self) -> None:
         """All that was moved was put back."""
-        self._moved = {}
+        self.entered.clear()
 
-    @contextmanager
-    def stepping(self, optimizer: Optimizer) -> Iterator[None]:
+    def stepping(self, optimizer: Optimizer) -> AbstractContextManager[None]:
         """Stands around a call of `optimizer.step`."""
-        watched = self._watched[optimizer]
-        watched.begin()
-        try:
-            yield
-        except BaseException:
-            if watched.may_have_moved():
-                self._moved[optimizer] = False
-            else:
-                watched.forget_new_state()
-            raise
-        # The first thing after the step: an interrupt from here on must not have it made again.
-        self._moved[optimizer] = True
-        watched.learn()
+        return self._watched[optimizer]
 
     def half_made(self) -> str | None:
         """What to add to an error that has come in the middle of the step; None if no step was made, or all of it."""
-        if not self._moved or (len(self._moved) == len(self._watched) and all(self._moved.values())):
+        if not self.entered or (len(self.entered) == len(self._watched) and all(self.entered.values())):
             return None
         parts = []
         for optimizer, label in self._labels.items():
-            returned = self._moved.get(optimizer)
+            returned = self.entered.get(optimizer)
             did = "made no step" if returned is None else "made its step" if returned else "raised when it had moved parameters"
             parts.append(f"{label} {did}")
         return (
@@ -116,11 +108,18 @@ class StepWatch:
 
 
 class _Watched:
-    """One optimizer, and how its parameters and its state were before its step."""
+    """One optimizer, and how its parameters and its state were before its step; the context of a step.
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer, self._all = optimizer, [*each_optimizer(optimizer)]
-        self._kinds: dict[int, tuple[list[nn.Parameter], int, list[list[nn.Parameter]]]] = {}
+    Args:
+        optimizer: which one.
+        entered: of the `StepWatch`, which is told.
+    """
+
+    def __init__(self, optimizer: Optimizer, entered: dict[Optimizer, bool]) -> None:
+        self._optimizer, self._entered, self._all = optimizer, entered, [*each_optimizer(optimizer)]
+        # Where `_parameters` were found: the lists of the groups with their lengths, and `step` of the optimizer and its class.
+        self._groups: list[tuple[list[nn.Parameter], int]] = []
+        self._steps: Any = None
         self._tells = False  # whether a step was seen to move versions
         self._num_steps = 0  # that were made while they were not known to do so
         self._parameters: list[list[nn.Parameter]] = []
@@ -129,21 +128,34 @@ class _Watched:
         self._values: list[Tensor] = []
         self._had_state = False
 
-    def begin(self) -> None:
+    def __enter__(self) -> None:
         """Notes how things are before the step."""
         optimizer = self._optimizer
         self._had_state = bool(optimizer.state)
-        self._parameters = [self._looked_at(one) for one in self._all]
-        self._tensors = self._look()
-        self._versions = [*map(_version, self._tensors)]
+        if not (self._tells and self._are_parameters_known()):
+            self._find_parameters()
+        self._tensors = tensors = self._look()
+        self._versions = _versions(tensors)
         if not self._tells:
             hooks = bool(optimizer._optimizer_step_pre_hooks or _global_optimizer_pre_hooks)
             # Moments come into being in the first step, so the second one is the first whose versions tell something.
             self._values = self._sums() if hooks or self._num_steps < 2 else []
 
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+        """Tells whether the step has moved something. One that has returned has."""
+        if kind is None:
+            # The first thing after the step: an interrupt from here on must not have it made again.
+            self._entered[self._optimizer] = True
+            if not self._tells:
+                self.learn()
+        elif self.may_have_moved():
+            self._entered[self._optimizer] = False
+        else:
+            self.forget_new_state()
+
     def may_have_moved(self) -> bool:
         """Whether the step, which has raised, has changed parameters, or state that was there."""
-        if [*map(_version, self._tensors)] != self._versions or (self._had_state and not self._are_same(self._look())):
+        if _versions(self._tensors) != self._versions or (self._had_state and not self._are_same(self._look())):
             return True
         if self._tells:
             return False
@@ -151,10 +163,8 @@ class _Watched:
 
     def learn(self) -> None:
         """Notes whether the step, which has returned, shows in the versions."""
-        if self._tells:
-            return
         if self._are_same(self._look()):
-            self._tells = [*map(_version, self._tensors)] != self._versions
+            self._tells = _versions(self._tensors) != self._versions
         self._num_steps += 1
         self._values = []
 
@@ -166,6 +176,24 @@ class _Watched:
     def _are_same(self, tensors: list[Tensor]) -> bool:
         return len(tensors) == len(self._tensors) and all(map(is_, tensors, self._tensors))
 
+    def _are_parameters_known(self) -> bool:
+        """Whether those that were looked at have gradients, and stand in the same groups as when they were found."""
+        groups, known = self._optimizer.param_groups, self._steps
+        if len(self._all) > 1 or len(groups) != len(self._groups):
+            return False
+        if known != (vars(self._optimizer).get("step"), type(self._optimizer).step):
+            return False
+        for group, (parameters, number) in zip(groups, self._groups, strict=True):
+            if group["params"] is not parameters or len(parameters) != number:
+                return False
+        (parameters,) = self._parameters
+        return all(map(is_not, map(_GRADIENT, parameters), repeat(None)))
+
+    def _find_parameters(self) -> None:
+        self._parameters = [self._looked_at(one) for one in self._all]
+        self._steps = vars(self._optimizer).get("step"), type(self._optimizer).step
+        self._groups = [(group["params"], len(group["params"])) for group in self._optimizer.param_groups]
+
     def _looked_at(self, optimizer: Optimizer) -> list[nn.Parameter]:
         """All parameters, or, of an optimizer of torch, the first with a gradient of each group, device and dtype.
 
@@ -175,33 +203,26 @@ class _Watched:
         step, kind = vars(optimizer).get("step"), type(optimizer)
         if not is_torchs(kind.step) or not (step is None or is_wrapped_by_scheduler(step, kind)):
             return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        found = []
+        found: list[nn.Parameter] = []
         for group in optimizer.param_groups:
-            for same in self._by_kind(group["params"]):
-                first = next((parameter for parameter in same if parameter.grad is not None), None)
-                if first is not None:
-                    found.append(first)
+            first: dict[Any, nn.Parameter] = {}
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    first.setdefault((parameter.device, parameter.dtype), parameter)
+            found += first.values()
         return found
-
-    def _by_kind(self, parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-        """The parameters of a group by device and dtype; sorted again where their number is another one."""
-        known = self._kinds.get(id(parameters))
-        if known is None or known[0] is not parameters or known[1] != len(parameters):
-            kinds: dict[Any, list[nn.Parameter]] = {}
-            for parameter in parameters:
-                kinds.setdefault((parameter.device, parameter.dtype), []).append(parameter)
-            self._kinds[id(parameters)] = known = parameters, len(parameters), [*kinds.values()]
-        return known[2]
 
     def _look(self) -> list[Tensor]:
         """The parameters that are looked at, and the tensors of their state."""
         tensors: list[Tensor] = []
         for optimizer, parameters in zip(self._all, self._parameters, strict=True):
             tensors += parameters
-            if optimizer.state:
-                states = [optimizer.state.get(parameter) for parameter in parameters]
-                entries = chain.from_iterable(state.values() for state in states if isinstance(state, Mapping))
-                tensors += [entry for entry in entries if isinstance(entry, Tensor)]
+            if not (states := optimizer.state):
+                continue
+            for parameter in parameters:
+                entries = states.get(parameter)
+                if entries and isinstance(entries, Mapping):
+                    tensors += [entry for entry in entries.values() if isinstance(entry, Tensor)]
         return tensors
 
     @torch.no_grad()
@@ -216,6 +237,9 @@ class _Watched:
         return found
 
 
-def _version(tensor: Tensor) -> int:
-    """How often it was written to. Tensors made in inference mode do not count that."""
-    return -1 if tensor.is_inference() else tensor._version
+def _versions(tensors: list[Tensor]) -> list[int]:
+    """How often each was written to. Tensors made in inference mode do not count that."""
+    try:
+        return [*map(_VERSION, tensors)]
+    except RuntimeError:
+        return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from operator import itemgetter
 from typing import Any
 
@@ -27,6 +27,7 @@ __all__ = ["LARGEST_DIVISOR", "SMALLEST_DIVISOR", "Stepping", "SteppingTogether"
 _FOLDING = (Adagrad, Adam, AdamW, SGD)  # with fused=True they divide by `grad_scale` while they read the gradient
 LARGEST_DIVISOR = torch.finfo(torch.float32).max  # in which the kernel holds it
 SMALLEST_DIVISOR = torch.finfo(torch.float32).tiny
+_NOTHING = nullcontext()
 _DTYPES, _DTYPE = {torch.float32, torch.bfloat16, torch.float16}, itemgetter(1)
 
 
@@ -130,7 +131,9 @@ class Stepping:
 
     def _step(self, *closure: Callable[[], Tensor]) -> None:
         """Calls the optimizer's own step."""
-        with self._kernels if not self._inner else self._all_kernels(), self.watch.stepping(self._optimizer):
+        # A closure may find other gradients, for which groups are switched within the step.
+        switches = closure or self._inner or self._kernels.unfused
+        with self._all_kernels() if switches else _NOTHING, self.watch.stepping(self._optimizer):
             try:
                 self._optimizer.step(*closure)  # type: ignore[arg-type]  # torch declares that a closure returns a float
             except torch.OutOfMemoryError as error:

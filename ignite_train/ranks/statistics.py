@@ -127,12 +127,14 @@ class Statistics:
         self._num_ranks, self._num_beside = 1, 0
         self._vector: Tensor | None = None
         self._work: dist.Work | None = None
-        self._reading.forget()
+        if not self.on_host:
+            self._reading.forget()
 
     def add(self, output: ForwardOutput) -> None:
         """Adds one micro-batch. On an accelerator nothing is read back."""
         self._count += 1
-        self._sums[0] += self._number(output.sample_size)
+        size = output.sample_size
+        self._sums[0] += float(size) if type(size) is int else self._number(size)
         self._sums[1] += self._number(output.loss)
         for name, value in output.logs.items():
             if type(value) is tuple:
@@ -179,7 +181,7 @@ class Statistics:
         stop, stop_epoch, more_data = requests.stop, requests.stop_epoch, requests.more_data  # as they are now
         self._requests = RankRequests(stop, stop_epoch, more_data, requests.interrupt, requests.changes_gradients)
         self._piggybacks = piggybacks
-        self._payload = [float(number) for piggyback in piggybacks for number in piggyback.payload()]
+        self._payload = [float(number) for piggyback in piggybacks for number in piggyback.payload()] if piggybacks else []
         self._num_ranks = 1 if alone else self._world_size
         alone = self._num_ranks == 1
         if alone and not self.on_host:
@@ -257,7 +259,7 @@ class Statistics:
     def _own(self, norm: float | Tensor | None) -> tuple[Totals, list[float]]:
         """The sums of this rank, which is alone, and the payload of its piggybacks."""
         norm = math.sqrt(self._norm_squared) if norm is None else float(norm)
-        loss, logs = float(self._sums[1]), {name: float(value) for name, value in self._logs.items()}
+        loss, logs = float(self._sums[1]), dict(zip(self._logs, map(float, self._logs.values()), strict=True))
         sample_size, payload = float(self._sums[0]), self._payload
         return Totals(sample_size, loss, self._count, self.num_out_of_memory, logs, self._requests, norm), payload
 

@@ -283,15 +283,14 @@ class CompiledUpdate(Update):
                 moved = self.transfer(micro_batch)
                 if not is_last:
                     self.transfer.ahead(micro_batches[done + 1])
-                with self.recovery.attempt(micro_batch):
-                    if not is_last:
-                        gathered = graphs.add(moved, numbers, gathered)
-                    else:
-                        self._num_before = self._num_known
-                        self.stepping.watch.leave_to_device(self._has_made_step)
-                        self.stepping.watch.enter(self.optimizer)  # type: ignore[arg-type]  # one, as seen before
-                        vector, logs = graphs.end(moved, numbers, gathered, tensors.states, self._num_made)
-                        self._result = _Result(vector, logs, done + 1)
+                if not is_last:
+                    gathered = graphs.add(moved, numbers, gathered)
+                else:
+                    self._num_before = self._num_known
+                    self.stepping.watch.leave_to_device(self._has_made_step)
+                    self.stepping.watch.enter(self.optimizer)  # type: ignore[arg-type]  # one, as seen before
+                    vector, logs = graphs.end(moved, numbers, gathered, tensors.states, self._num_made)
+                    self._result = _Result(vector, logs, done + 1)
         except CannotCompileError as error:
             self.stepping.watch.decided(moved=False)
             self._begun = done

@@ -34,18 +34,19 @@ class GradientChanges:
     max_grad_norm: float | None
     _has_logged: bool = False
 
-    def __call__(self, trainer: Trainer, decision: Decision, *, are_changed: bool) -> Decision:
+    def __call__(self, trainer: Trainer, decision: Decision) -> Decision:
         """Gives the decision about the gradients as they are after the event. Collective, where the norm is.
+
+        Called where some rank has a handler, on all of them.
 
         Args:
             trainer: fires the event.
             decision: about the gradients before the event.
-            are_changed: whether some rank has a handler, so that all of them do the same arithmetic.
 
         Raises:
             NoGradientError: handlers have dropped all gradients.
         """
-        if decision.skipped_reason not in (None, "nonfinite") or not are_changed:
+        if decision.skipped_reason not in (None, "nonfinite"):
             return decision
         if not self._has_logged:
             self._has_logged = True

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,7 +17,7 @@ from ignite_train.trainer import Trainer
 
 __all__ = ["HandlerGuard"]
 
-_FORWARD_COMPLETED, _BACKWARD_COMPLETED = TrainEvents.FORWARD_COMPLETED, TrainEvents.BACKWARD_COMPLETED
+_BACKWARD_COMPLETED = TrainEvents.BACKWARD_COMPLETED
 
 
 class HandlerGuard:
@@ -36,12 +35,6 @@ class HandlerGuard:
 
     def __init__(self, gradients: Gradients, optimizer: Optimizer | Optimizers, *, keeps_graph: bool) -> None:
         self._gradients, self._optimizer, self._keeps_graph = gradients, optimizer, keeps_graph
-
-    def firing(self, trainer: Trainer) -> Callable[[Any], None]:
-        """What fires the events of a micro-batch: the trainer itself where they have no handlers."""
-        if trainer.has_handlers(_FORWARD_COMPLETED) or trainer.has_handlers(_BACKWARD_COMPLETED):
-            return partial(self._fire, trainer)
-        return trainer.fire_event
 
     @contextmanager
     def readable(self, mean_factor: float) -> Iterator[None]:
@@ -83,7 +76,8 @@ class HandlerGuard:
                 "step along; use torch.autograd.grad(loss, inputs), or set .grad to None again"
             )
 
-    def _fire(self, trainer: Trainer, event: Any) -> None:
+    def fire(self, trainer: Trainer, event: Any) -> None:
+        """Fires an event of a micro-batch, whose handlers may read gradients."""
         may_change = event is _BACKWARD_COMPLETED and self._keeps_graph
         with self.no_step(f"a handler of {event.name}") if may_change else self._unchanged(event.name):
             trainer.fire_event(event)

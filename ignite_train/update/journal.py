@@ -69,9 +69,12 @@ class Part:
 
     Attributes:
         kept_at: the ends at which the change is kept; at the others it is put back.
+        is_idle: whether `mark` and `keep` have nothing to do, so that only `put_back` is called. After a change of it the
+            journal has to `choose` again.
     """
 
     kept_at: frozenset[End] = frozenset(End)
+    is_idle = False
 
     def mark(self) -> Any:
         """Gives what `put_back` needs. Also the place to begin from a clean state."""
@@ -96,12 +99,16 @@ class Journal:
 
     def __init__(self, parts: Sequence[Part], steps: StepWatch) -> None:
         self.parts, self.steps = tuple(parts), steps
-        # Sorted out once: an update of a small model takes less time than asking each part what it does at each end.
-        self._markers = [(index, part.mark) for index, part in enumerate(parts) if _is_own(part, "mark")]
-        self._enders = {end: [*_enders(parts, end)] for end in End}
+        self.choose()
         self._marks: list[Any] = []
         self._ending: Ending | None = None
         self._left: Iterator[tuple[int, Callable[..., None]]] = iter(())
+
+    def choose(self) -> None:
+        """Sorts out what is called: a small model's update takes less time than asking each part what it does at each end."""
+        parts = self.parts
+        self._markers = [(index, one.mark) for index, one in enumerate(parts) if _is_own(one, "mark") and not one.is_idle]
+        self._enders = {end: [*_enders(parts, end)] for end in End}
 
     def __enter__(self) -> Journal:
         self._ending, self._left = None, iter(())
@@ -119,7 +126,9 @@ class Journal:
     def close(self, ending: Ending) -> None:
         """Ends the update."""
         self._left, self._ending = iter(self._enders[ending.end]), ending
-        self._end_parts(ending)
+        marks = self._marks
+        for index, end in self._left:  # where one raises, `__exit__` ends the others
+            end(marks[index], ending)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
         if error is not None:
@@ -146,7 +155,7 @@ class Journal:
 def _enders(parts: Sequence[Part], end: End) -> Iterator[tuple[int, Callable[..., None]]]:
     for index, part in enumerate(parts):
         name = "keep" if end in part.kept_at else "put_back"
-        if _is_own(part, name):
+        if _is_own(part, name) and not (part.is_idle and name == "keep"):
             yield index, part.keep if name == "keep" else part.put_back
 
 
@@ -159,22 +168,22 @@ def _is_own(part: Part, name: str) -> bool:
 
 
 class Counters(Part):
-    """The counters of the trainer's state, and whether its iteration has had its effect. Nothing else counts steps."""
+    """The counters of the trainer's state, and whether its iteration has had its effect. Nothing else counts steps.
+
+    Attributes:
+        trainer: whose update is about to be marked. The mark takes it, so that it is held no longer than the update runs.
+    """
 
     kept_at = COUNTED
 
     def __init__(self, state: TrainState) -> None:
         self._state = state
-        self._trainer: Trainer | None = None
-
-    def begin(self, trainer: Trainer) -> None:
-        """Tells whose update is about to be marked; held until the update has ended."""
-        self._trainer = trainer
+        self.trainer: Trainer | None = None
 
     def mark(self) -> tuple[Trainer, int]:
         """The trainer, and its number of micro-batches."""
-        trainer, self._trainer = self._trainer, None
-        assert trainer is not None  # noqa: S101  # `begin` comes before
+        trainer, self.trainer = self.trainer, None
+        assert trainer is not None  # noqa: S101  # the update has set it
         return trainer, self._state.num_micro_batches
 
     def keep(self, mark: tuple[Trainer, int], ending: Ending) -> None:
@@ -228,6 +237,16 @@ class Buffers(Part):
         self._rollback = BufferRollback(module)
         self._versions: list[tuple[Tensor, int]] | None = None
         self._move: bool | None = None  # whether the first update has moved buffers
+
+    @property
+    def is_looking(self) -> bool:
+        """Whether the next update finds out what forward does to them."""
+        return self._move is None and not self.are_marked
+
+    @property
+    def is_idle(self) -> bool:  # type: ignore[override]  # an attribute of those in which it never changes
+        """Whether it is known what forward does to them, and nothing is copied."""
+        return self._move is not None and not self.are_marked
 
     def mark(self) -> bool:
         """Copies them, if that is needed; and notes in the first update whether forward changes them at all."""
@@ -301,12 +320,12 @@ class RandomNumbers(Part):
 
     kept_at = COUNTED
 
-    def __init__(self, search: NonFiniteSearch) -> None:
-        self._search = search
+    def __init__(self, search: NonFiniteSearch, loss_scaling: LossScaling) -> None:
+        self._search, self._loss_scaling = search, loss_scaling
 
     def mark(self) -> None:
-        """That of the update before is of no use. The update has it remembered when it begins."""
-        self._search.forget()
+        """Has it remembered, where the update may be run again."""
+        self._search.mark(self._loss_scaling.scale)
 
     def put_back(self, mark: None, ending: Ending) -> None:  # noqa: ARG002
         """Goes back to it."""

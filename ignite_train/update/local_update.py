@@ -141,12 +141,8 @@ class LocalUpdate(Update):
                 f"gradients are not finite, while others stepped; such updates so far: {number}"
             )
 
-    def _ending(self, output: UpdateOutput) -> Ending:
-        own = super()._ending(replace(output, skipped_reason=self._own.decision.skipped_reason))
-        return own._replace(applied=output.applied)
-
-    def _finish(self, output: UpdateOutput) -> None:
-        super()._finish(replace(output, skipped_reason=self._own.decision.skipped_reason))
+    def _finish(self, output: UpdateOutput) -> Ending:
+        own = super()._finish(replace(output, skipped_reason=self._own.decision.skipped_reason))
         if output.applied:
             self._trainer.replicas_are_equal = False
         if not self._trainer.moments.after_update and not self._is_warned:
@@ -154,3 +150,4 @@ class LocalUpdate(Update):
             logging.getLogger("ignite_train").warning(
                 "with reduction='local' nothing makes the replicas equal again; attach an OuterOptimizer, or use one process"
             )
+        return own._replace(applied=output.applied)

@@ -71,12 +71,9 @@ class NonFiniteSearch:
         self.forward_draws, self.marks_always = True, False
         self._is_marked = False
 
-    def forget(self) -> None:
-        """An update begins, whose random state has not been remembered."""
-        self._is_marked = False
-
     def mark(self, loss_scale: float) -> None:
-        """Remembers the state before an update at this loss scale, if a search in it is possible."""
+        """Remembers the state before an update at this loss scale, if a search in it is possible. Forgets the one before."""
+        self._is_marked = False
         if self.forward_draws and (loss_scale <= self._largest_scale or self.marks_always):
             self._draws = self._forward_state.mark_draws()
             self._is_marked = True

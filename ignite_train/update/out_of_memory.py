@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
 from types import TracebackType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +19,7 @@ from ignite_train.model.gradients import Gradients
 from ignite_train.model.micro_batch_rollback import writing_error, written_into
 from ignite_train.ranks.statistics import Statistics
 
-__all__ = ["OnOutOfMemory", "RaiseOutOfMemory", "RecoverFromOutOfMemory", "Recovery"]
+__all__ = ["OnOutOfMemory", "RecoverFromOutOfMemory", "advise"]
 
 OnOutOfMemory = Literal["raise", "skip", "split"]
 """What a `torch.OutOfMemoryError` in forward or backward does: it is raised, with advice; or the micro-batch gets weight zero
@@ -28,40 +27,15 @@ OnOutOfMemory = Literal["raise", "skip", "split"]
 text of its message."""
 
 
-class Recovery(Protocol):
-    """How the update goes through a micro-batch that may not fit."""
-
-    def parts(self, micro_batch: Any) -> Iterable[Any]:
-        """The micro-batch, or what it is cut into; longer by what an attempt had to cut."""
-
-    def attempt(self, part: Any) -> AbstractContextManager[Any]:
-        """The context of forward and backward of one part."""
-
-
-class RaiseOutOfMemory:
-    """Lets the error through, with a summary of the memory and what to do about it."""
-
-    def parts(self, micro_batch: Any) -> Iterable[Any]:
-        """The micro-batch as it is."""
-        return (micro_batch,)
-
-    def attempt(self, part: Any) -> RaiseOutOfMemory:  # noqa: ARG002
-        """Itself: there is nothing to remember."""
-        return self
-
-    def __enter__(self) -> None:
-        """Nothing to prepare."""
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: TracebackType | None) -> None:
-        """Adds advice to an error of memory."""
-        if error is not None and isinstance(error, torch.OutOfMemoryError):
-            error.add_note(
-                "to fit: smaller micro-batches with more accumulation_steps (the update stays the same), precision='bf16', "
-                "activation checkpointing; or options=UpdateOptions(on_out_of_memory='skip') or 'split', on several ranks with "
-                "reduction='explicit' there"
-            )
-            if summary := memory_summary():
-                error.add_note(summary)
+def advise(error: torch.OutOfMemoryError) -> None:
+    """Adds advice and a summary of the memory to an error that ends the run."""
+    error.add_note(
+        "to fit: smaller micro-batches with more accumulation_steps (the update stays the same), precision='bf16', "
+        "activation checkpointing; or options=UpdateOptions(on_out_of_memory='skip') or 'split', on several ranks with "
+        "reduction='explicit' there"
+    )
+    if summary := memory_summary():
+        error.add_note(summary)
 
 
 class RecoverFromOutOfMemory:

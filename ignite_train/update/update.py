@@ -60,11 +60,11 @@ from ignite_train.update.journal import (
     Scale,
     Seeds,
 )
-from ignite_train.update.loss_scaling import BeginsBySize, LossScaling
+from ignite_train.update.loss_scaling import BeginsBySize, LossScaling, NoLossScaling
 from ignite_train.update.nonfinite_search import NonFiniteSearch
 from ignite_train.update.norm_limits import NormLimits
 from ignite_train.update.options import UpdateOptions
-from ignite_train.update.out_of_memory import Recovery
+from ignite_train.update.out_of_memory import RecoverFromOutOfMemory, advise
 from ignite_train.update.queued_step import QueuedStep
 from ignite_train.update.weak_method import WeakMethod
 
@@ -95,7 +95,7 @@ class Update:
     learning_rates: LearningRates
     stepping: Stepping | SteppingTogether
     queued_step: QueuedStep
-    recovery: Recovery
+    recovery: RecoverFromOutOfMemory | None
     carried: Carried
     max_grad_norm: float | None
     norm_limits: NormLimits | None
@@ -113,6 +113,9 @@ class Update:
     _closure_step: ClosureStep | None = None
     _num_placeholders: int = 0
     _first_scale: BeginsBySize | None = None  # the policy, if its first scale depends on the first update
+    _chosen_by: object = None  # the token of the handlers for which the flags below were chosen
+    _is_guarded: bool = False  # whether an event has handlers that must not change gradients, so that these are compared
+    _is_shown: bool = False  # whether GRADIENTS_READY has handlers
     _group_size: int = 0  # how many micro-batches this rank has in the running update, as far as is known when it begins
     _agrees_on_scale: bool = False  # whether the first loss scale is still to be found in the running update
 
@@ -147,11 +150,12 @@ class Update:
         may_skip = self.loss_scaling.enabled or self.options.on_nonfinite == "skip"
         self.buffers = Buffers(self.reduction.module, are_marked=may_skip)
         self._counters, self._scale = Counters(self.state), Scale(self.loss_scaling)
+        scale = [] if type(self.loss_scaling) is NoLossScaling else [self._scale]
         self.leftovers = Leftovers(self.state, self.transfer, self.statistics)
         cleared = Cleared(self.gradients, are_kept=self.options.keep_gradients)
         # With a seed the numbers of an update are a function of it, and the generators are given back at each end.
-        random = RandomNumbers(self.search) if self.seeding is None else Seeds(self.seeding)
-        parts = (self._counters, self._scale, CarriedValues(self.carried), self.buffers, cleared, self.leftovers, random)
+        random = RandomNumbers(self.search, self.loss_scaling) if self.seeding is None else Seeds(self.seeding)
+        parts = (self._counters, *scale, CarriedValues(self.carried), self.buffers, cleared, self.leftovers, random)
         return Journal(parts, self.stepping.watch)
 
     def _new_closure_step(self, optimizer: Optimizer) -> ClosureStep:
@@ -187,7 +191,10 @@ class Update:
         """
         begin_section = trainer.begin_section
         begin_section("forward")
-        self._counters.begin(trainer)
+        if trainer.handlers_token is not self._chosen_by:
+            self.journal.choose()
+            self._choose(trainer)
+        self._counters.trainer = trainer
         with self.journal as journal:
             try:
                 self._begin(trainer, micro_batches)
@@ -201,13 +208,13 @@ class Update:
                 if self._closure_step is not None and decision.skipped_reason is None:
                     decision, output = self._step_with_closure(trainer, micro_batches, decision, output)
                 self._step_or_skip(trainer.state.iteration, decision, output, micro_batches)
-                self._finish(output)
+                ending = self._finish(output)
             except BaseException as error:
                 self._explain(error, micro_batches)
                 raise
-            journal.close(self._ending(output))
+            journal.close(ending)
         # The update has ended: an error in a handler below cannot undo it, and no retry makes it twice.
-        trainer.finish_update(totals.requests, applied=output.applied)
+        trainer.finish_update(totals.requests, applied=ending.applied)
         return trainer.state.output
 
     def named_gradients(self) -> dict[str, Tensor]:
@@ -221,6 +228,7 @@ class Update:
     def mark_everything(self) -> None:
         """See `Process`."""
         self.buffers.are_marked = self.search.marks_always = True
+        self._chosen_by = None
 
     @property
     def is_spoilt(self) -> bool:
@@ -259,14 +267,20 @@ class Update:
         self.buffers.are_spoilt = False
         self.failures.load_state_dict(counts)
 
+    def _choose(self, trainer: Trainer) -> None:
+        """Chooses what the handlers that are attached need. Asked again whenever others are."""
+        self._is_guarded = trainer.has_handlers(_FORWARD_COMPLETED) or trainer.has_handlers(_BACKWARD_COMPLETED)
+        self._is_shown = trainer.has_handlers(_GRADIENTS_READY)
+        self._chosen_by = None if self.buffers.is_looking else trainer.handlers_token
+
     def _begin(self, trainer: Trainer, micro_batches: Sequence[Any]) -> None:
         if self.seeding is not None:
             self.seeding.begin(trainer.state.iteration)
+            self.search.mark(self.loss_scaling.scale)
             if isinstance(micro_batches, ArrivingGroup):
                 micro_batches.drawing = self.seeding.outside
         if self.options.train_mode and not self.reduction.module.training:
             self.model.train()
-        self.search.mark(self.loss_scaling.scale)
         if self._first_scale is not None:
             self._agrees_on_scale, self._group_size = self._first_scale.awaits_size, len(micro_batches)
         if self._closure_step is not None:
@@ -275,36 +289,48 @@ class Update:
 
     def _accumulate(self, trainer: Trainer, micro_batches: Sequence[Any], done: int = 0) -> None:
         """Adds up gradients of micro-batches that are not `done`. They cross the ranks in the last backward, or after it."""
-        state, fire, begin_section = trainer.state, self._guard.firing(trainer), trainer.begin_section
+        state, recovery, creates = trainer.state, self.recovery, self.options.create_graph
+        retains = self.options.retain_graph or creates
+        sends_early = not self.reduction.may_drop_micro_batches
         for number, micro_batch in enumerate(islice(micro_batches, done, None), start=done + 1):
             last = number == len(micro_batches) + self._num_placeholders  # whose number is right by now, see ArrivingGroup
             self._begin_micro_batch(trainer, number - 1)
+            # DDP asks in forward already whether this backward will reduce, so the context covers both.
             with self.reduction.context(last=last):
-                for part in self.recovery.parts(micro_batch):  # one, unless it had to be cut to fit into memory
-                    with self.recovery.attempt(part):
+                # One part, unless the micro-batch had to be cut to fit into memory.
+                for part in (micro_batch,) if recovery is None else recovery.parts(micro_batch):
+                    with _NOTHING if recovery is None else recovery.attempt(part):
                         state.forward_output = self.run_forward(part)
                         self.statistics.add(state.forward_output)
-                        fire(_FORWARD_COMPLETED)
+                        if self._is_guarded or trainer.handlers_token is not self._chosen_by:
+                            self._fire(trainer, _FORWARD_COMPLETED)
                         if number < len(micro_batches):
-                            self.transfer.ahead(micro_batches[number])  # copied while backward runs
-                        begin_section("backward")
-                        if last:
+                            # Asked for now, so that it is copied while backward runs.
+                            self.transfer.ahead(micro_batches[number])
+                        trainer.begin_section("backward")
+                        if last and sends_early:
+                            # All sums are known before backward. Sent now, they arrive while it runs, ahead of its gradients.
                             self.reduction.begin(trainer.outgoing(), self.statistics, self.gradients, state.forward_output.loss)
-                        self.backward(
-                            self.scaled_loss(state.forward_output.loss),
-                            retain_graph=self.options.retain_graph or self.options.create_graph,
-                            create_graph=self.options.create_graph,
-                        )
+                        self.backward(self.scaled_loss(state.forward_output.loss), retain_graph=retains, create_graph=creates)
+                        # The next backward adds to these gradients in place, which must not reach those of another parameter.
                         self.gradients.separate()
                         for callback in trainer.moments.on_backward:
                             callback(state.forward_output)
-            fire(_BACKWARD_COMPLETED)
-            if self.options.create_graph:
+            if self._is_guarded or trainer.handlers_token is not self._chosen_by:
+                self._fire(trainer, _BACKWARD_COMPLETED)
+            if creates:
                 self.gradients.detach()
             state.forward_output = None  # and its graph
         state.micro_batch_in_group = None
         for number in range(self._num_placeholders, 0, -1):
             self._run_placeholder(trainer, last=number == 1)
+
+    def _fire(self, trainer: Trainer, event: TrainEvents) -> None:
+        """Fires an event of a micro-batch, if there are handlers. They may have come since the update began."""
+        if trainer.handlers_token is not self._chosen_by:
+            self._choose(trainer)
+        if self._is_guarded:
+            self._guard.fire(trainer, event)
 
     def _begin_micro_batch(self, trainer: Trainer, index: int) -> None:
         """Counts the micro-batch of this index in the group, seeds what it draws, and tells handlers."""
@@ -329,8 +355,11 @@ class Update:
         for callback in trainer.moments.before_norm:
             callback(trainer)
         norm = self.reduction.end(trainer.outgoing(), self.statistics, self.gradients)
-        totals = self.queued_step(trainer, norm, self.loss_scaling.scale)
-        if not (self.journal.moved or may_trust_norm(totals)):
+        if self.statistics.on_host:
+            totals = self.statistics.finish(norm)
+        else:
+            totals = self.queued_step(trainer, norm, self.loss_scaling.scale)
+        if not self.stepping.watch.entered and not may_trust_norm(totals):
             totals = totals._replace(norm=self.reduction.scaled_norm(self.gradients))
         return totals
 
@@ -346,7 +375,8 @@ class Update:
             max_grad_norm=self.max_grad_norm,
             normalize=self.options.normalize,
         )
-        return self._gradient_changes(trainer, decision, are_changed=totals.requests.changes_gradients)
+        # Whether some rank has a handler of GRADIENTS_REDUCED, so that all of them do the same arithmetic.
+        return self._gradient_changes(trainer, decision) if totals.requests.changes_gradients else decision
 
     def _show_gradients(self, trainer: Trainer, totals: Totals, decision: Decision) -> UpdateOutput:
         """Publishes the record of the update and lets handlers read the gradients.
@@ -357,10 +387,11 @@ class Update:
         trainer.publish(output)
         if totals.num_out_of_memory:
             trainer.fire_event(TrainEvents.OUT_OF_MEMORY)
-        has_handlers = trainer.has_handlers(_GRADIENTS_READY)
-        with self._guard.readable(decision.mean_factor) if has_handlers else _NOTHING:
+        if trainer.handlers_token is not self._chosen_by:
+            self._choose(trainer)
+        with self._guard.readable(decision.mean_factor) if self._is_shown else _NOTHING:
             trainer.fire_event(_GRADIENTS_READY)
-        if not self.journal.moved and (rates := self.learning_rates()) != output.learning_rates:
+        if not self.stepping.watch.entered and (rates := self.learning_rates()) != output.learning_rates:
             output = trainer.amend(replace(output, learning_rates=rates))
         return output
 
@@ -384,7 +415,7 @@ class Update:
 
     def _step_or_skip(self, update: int, decision: Decision, output: UpdateOutput, micro_batches: Sequence[Any]) -> None:
         """Unscales, normalises, clips and steps; or changes nothing. The device, or a closure, may have made the step."""
-        reason, moved = decision.skipped_reason, self.journal.moved
+        reason, moved = decision.skipped_reason, bool(self.stepping.watch.entered)
         assert reason is None or not moved  # noqa: S101  # host and device decide from the same numbers
         if reason == "nonfinite" and self.options.on_nonfinite == "raise":
             raise self.nonfinite_error(update, micro_batches, output)
@@ -408,12 +439,11 @@ class Update:
             output = replace(output, loss=after.loss, grad_norm=after.grad_norm, skipped_reason=after.skipped_reason)
         return after, trainer.amend(replace(output, num_evaluations=number))
 
-    def _finish(self, output: UpdateOutput) -> None:
+    def _finish(self, output: UpdateOutput) -> Ending:
         """Tells how the update ended."""
-        self.reduction.finish(applied=output.applied)
-
-    def _ending(self, output: UpdateOutput) -> Ending:
-        if output.applied:
+        applied = output.applied
+        self.reduction.finish(applied=applied)
+        if applied:
             return _STEPPED
         return Ending(End.NO_SAMPLES if output.skipped_reason == "no_samples" else End.SKIPPED, applied=False)
 
@@ -425,6 +455,8 @@ class Update:
         """
         if isinstance(error, TrainingError):
             return
+        if isinstance(error, torch.OutOfMemoryError) and self.recovery is None and self.state.micro_batch_in_group is not None:
+            advise(error)
         if isinstance(error, FloatingPointError):
             self.search.explain(error, micro_batches, self.loss_scaling.scale)
         if isinstance(error, RuntimeError) and (sparse := self.gradients.first_sparse()) is not None:
@@ -459,10 +491,8 @@ class Update:
         self._first_scale.begin(total)
 
     def _run_backward(self, output: ForwardOutput) -> None:
-        create_graph = self.options.create_graph
-        self.backward(
-            self.scaled_loss(output.loss), retain_graph=self.options.retain_graph or create_graph, create_graph=create_graph
-        )
+        options, loss = self.options, self.scaled_loss(output.loss)
+        self.backward(loss, retain_graph=options.retain_graph or options.create_graph, create_graph=options.create_graph)
 
     def _run_placeholder(self, trainer: Trainer, *, last: bool) -> None:
         """In place of a micro-batch that this rank does not have: joins the collectives of the other ranks, in their order."""
