@@ -14,8 +14,7 @@ import torch
 from ignite.engine import Engine
 
 from ignite_train.checkpoint.tree import TreeEncoder, decode
-from ignite_train.engine.dispatch import attached
-from ignite_train.kinds_of_handlers.handler import Handler
+from ignite_train.engine.dispatch import Attachable, attached
 
 __all__ = ["config_changes", "handler_settings", "plain_config", "versions"]
 
@@ -53,11 +52,11 @@ def handler_settings(engines: Iterable[Engine]) -> dict[str, dict[str, Any]]:
     Args:
         engines: the trainers and the evaluators.
     """
-    found: dict[int, Handler] = {}
+    found: dict[int, Attachable] = {}
     for engine in engines:
         for _, handler, _ in attached(engine):
             owner = handler.__self__ if isinstance(handler, MethodType) else handler
-            if isinstance(owner, Handler):
+            if isinstance(owner, Attachable):
                 found.setdefault(id(owner), owner)
     settings: dict[str, dict[str, Any]] = {}
     for owner in found.values():

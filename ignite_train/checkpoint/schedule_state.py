@@ -150,6 +150,8 @@ def _why_not_stepped(schedule: LRScheduler, saved: Mapping[str, Any], groups: Se
     """
     if not f"{type(schedule).__module__}.".startswith(("torch.", "ignite_train.")):
         return ""
+    if isinstance(schedule, schedulers.OneCycleLR) and saved.get("last_epoch") == saved.get("total_steps"):
+        return ""  # it is at its end, and torch raises at one more step
     problem = _failure(schedule, saved, groups)
     return problem if problem and not _failure(schedule, schedule.state_dict(), schedule.optimizer.param_groups) else ""
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 from ignite.engine import CallableEventWithFilter, Engine, EventEnum, EventsList, RemovableEventHandle
 from ignite.engine import State as IgniteState
 
-from ignite_train.arguments import did_you_mean
+from ignite_train.arguments import did_you_mean, settings_of
 from ignite_train.engine.sections import Sections, unmeasured
 from ignite_train.events import Event, EveryNth
 
@@ -61,6 +61,10 @@ class Attachable:
     is_collective = False
     same_on_all_ranks = False
     saved_as: str | None = None
+
+    def settings(self) -> dict[str, Any]:
+        """The arguments that it was made with, in plain types: a resumed run says which differ from those in the checkpoint."""
+        return settings_of(self)
 
     def paths_that_may_differ(self) -> Iterable[tuple[str, ...]]:
         """Keys in the state of what may differ between ranks although a checkpoint holds it once, from rank 0."""

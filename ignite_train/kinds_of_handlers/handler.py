@@ -10,7 +10,7 @@ from typing import Any
 
 from ignite.engine import CallableEventWithFilter, Engine, Events, EventsList, RemovableEventHandle
 
-from ignite_train.arguments import describe, settings_of
+from ignite_train.arguments import describe
 from ignite_train.engine.dispatch import Attachable
 from ignite_train.events import Event
 from ignite_train.ranks import collectives
@@ -31,10 +31,6 @@ class Handler(Attachable):
         super().__init_subclass__(**arguments)
         if "attach" in vars(cls):
             cls.attach = _checked(vars(cls)["attach"])  # type: ignore[attr-defined]
-
-    def settings(self) -> dict[str, Any]:
-        """What it was made with, in plain types: a resumed run says what differs from the settings in the checkpoint."""
-        return settings_of(self)
 
     def __repr__(self) -> str:
         """The class with those arguments of its construction that are attributes too."""
