@@ -14,13 +14,7 @@ from torch import Tensor
 
 from ignite_train.arguments import describe, one_of, path_of, positive_int, real_number
 from ignite_train.errors import GaveUpError, LossScaleFloorError, NonFiniteError
-from ignite_train.model.random_state import (
-    capture_random_state,
-    generators_within,
-    get_generator_state,
-    restore_random_state,
-    set_generator_state,
-)
+from ignite_train.model.random_state import kept_random_state
 from ignite_train.trainer import Trainer
 
 __all__ = ["LearningRateFinder"]
@@ -121,9 +115,7 @@ class LearningRateFinder(FastaiLRFinder):
         self._threshold = real_number("diverge_th", diverge_th, at_least=1)
         self._is_exponential = one_of("step_mode", step_mode, ("exp", "linear")) == "exp"
         number = positive_int("num_iter", num_iter)
-        random_state = capture_random_state()
-        generators = [(generator, get_generator_state(generator)) for generator in generators_within(loader).values()]
-        try:
+        with kept_random_state(loader):
             trainer = self._made()
             self._groups = [group for optimizer in trainer.optimizers.values() for group in optimizer.param_groups]
             self._ends = _rates("end_lr", end_lr, len(self._groups))
@@ -133,10 +125,6 @@ class LearningRateFinder(FastaiLRFinder):
                 if start >= end:
                     raise ValueError(f"start_lr must be less than end_lr, got {start:g} and {end:g}")
             self._search(trainer, loader, number)
-        finally:
-            for generator, state in generators:
-                set_generator_state(generator, state)
-            restore_random_state(random_state)
 
     def _made(self) -> Trainer:
         trainer = self._make_trainer()

@@ -10,7 +10,8 @@ import ctypes
 import hashlib
 import random
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import compress
 from operator import not_
 from types import FunctionType, MethodType, ModuleType
@@ -29,6 +30,7 @@ __all__ = [
     "check_generators",
     "generators_within",
     "get_generator_state",
+    "kept_random_state",
     "restore_random_state",
     "seed_new_rank",
     "seed_of",
@@ -193,6 +195,26 @@ def restore_random_state(states: Mapping[str, Any]) -> None:
         module = torch.get_device_module(torch.accelerator.current_accelerator())
         for index, state in enumerate(states["accelerators"][: torch.accelerator.device_count()]):
             module.set_rng_state(state, index)
+
+
+@contextmanager
+def kept_random_state(owner: Any) -> Iterator[Mapping[str, Any]]:
+    """Puts the generators of the process, and those that `owner` holds, back at the end of this `with`.
+
+    Args:
+        owner: a loader, say; see `generators_within`.
+
+    Yields:
+        The state of those of the process, for `restore_random_state`.
+    """
+    random_state = capture_random_state()
+    generators = [(generator, get_generator_state(generator)) for generator in generators_within(owner).values()]
+    try:
+        yield random_state
+    finally:
+        for generator, state in generators:
+            set_generator_state(generator, state)
+        restore_random_state(random_state)
 
 
 def seed_new_rank(rank: int) -> None:

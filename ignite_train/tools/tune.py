@@ -17,13 +17,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parallel import DistributedDataParallel
 
 from ignite_train.arguments import describe, did_you_mean, positive_int, real_number
-from ignite_train.model.random_state import (
-    capture_random_state,
-    generators_within,
-    get_generator_state,
-    restore_random_state,
-    set_generator_state,
-)
+from ignite_train.model.random_state import kept_random_state, restore_random_state
 from ignite_train.ranks import collectives
 from ignite_train.tools.fixed_samples import FixedSamples
 from ignite_train.tools.search import Dimension, Search
@@ -102,7 +96,7 @@ def tune(
     """
     arguments, started = _defaults(make_trainer), perf_counter()
     seconds = real_number("seconds", seconds, above=0)
-    with _put_back(loader) as random_state:
+    with _kept_threads(), kept_random_state(loader) as random_state:
         trials = _Trials(make_trainer, arguments, loader, random_state)
         chosen, left_alone = trials.dimensions({} if values is None else values)
         trials.fill_windows(min(_LONGEST_WINDOW, _WINDOW * seconds))
@@ -335,15 +329,11 @@ def _powers() -> tuple[int, ...]:
 
 
 @contextmanager
-def _put_back(loader: Any) -> Iterator[Any]:
-    """Puts random numbers, torch's threads and the generators of the loader back at the end of this `with`."""
-    threads, random_state = torch.get_num_threads(), capture_random_state()
-    generators = [(generator, get_generator_state(generator)) for generator in generators_within(loader).values()]
+def _kept_threads() -> Iterator[None]:
+    """Sets torch's number of threads back at the end of this `with`."""
+    threads = torch.get_num_threads()
     try:
-        yield random_state
+        yield
     finally:
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
-        for generator, state in generators:
-            set_generator_state(generator, state)
-        restore_random_state(random_state)
