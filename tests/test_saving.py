@@ -161,7 +161,7 @@ def test_a_save_waits_for_the_one_before(tmp_path):
     save_second = threading.Thread(target=writer.save, args=(contents(training.state_dict(), "run"), manifest(2)))
     save_second.start()
     assert gate.begun <= 1
-    assert names(tmp_path) == [name for name in names(tmp_path) if name.startswith(".")]
+    assert all(name.startswith(".") for name in names(tmp_path))  # asked once: the other thread makes directories meanwhile
     gate.moved.set()
     save_second.join(DEADLINE_SECONDS)
     writer.wait()
